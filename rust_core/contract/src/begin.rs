@@ -1,4 +1,4 @@
-//! The begin of a run, and the requests that a run refuses.
+//! Beginning a run, and the requests that a run refuses.
 
 use persia_types::schema::Optimizer;
 use persia_types::tables::{Mode, Run, TablesError};

@@ -25,7 +25,7 @@ pub(super) fn next_run() -> Run {
     Run { generation: GENERATION + 1, continues: GENERATION, ..run() }
 }
 
-/// The run most cases begin.
+/// The run that most cases begin.
 pub(super) fn run() -> Run {
     Run {
         job: JOB.into(),
@@ -61,7 +61,7 @@ pub(super) fn begun_with(make: Make<'_>, run: &Run) -> Fixture {
 
 pub(super) struct Fixture(pub(super) Arc<dyn Tables>);
 
-/// Rows by the order of `ids`, not of their shards.
+/// Rows in the order of `ids`, not in that of their shards.
 pub(super) type Rows = Vec<Vec<f32>>;
 
 impl Fixture {
@@ -112,13 +112,13 @@ impl Fixture {
         self.try_push(token(0, seq), table, ids, gradients, 1.0).expect("a push")
     }
 
-    /// Insert rows as a rank of its own, by gradients of 0.
+    /// Insert rows as a separate rank, with gradients of 0.
     pub(super) fn insert(&self, seq: u64, table: usize, ids: &[Id]) -> PushReport {
         let gradients = vec![vec![0.0; schema().tables[table].dim]; ids.len()];
         self.try_push(token(RANKS - 1, seq), table, ids, &gradients, 1.0).expect("a push")
     }
 
-    /// Rows held in all tables.
+    /// The number of rows in all tables.
     pub(super) fn rows_held(&self) -> Vec<u64> {
         self.0.stats().unwrap().rows
     }

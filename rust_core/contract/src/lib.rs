@@ -23,7 +23,7 @@ use std::sync::Arc;
 use persia_types::schema::{Schema, Slot, Table};
 use persia_types::tables::Tables;
 
-/// Makes empty tables of [`schema`] on which no run has begun.
+/// Creates empty tables of [`schema`] on which no run has begun.
 pub type Make<'a> = &'a dyn Fn() -> Arc<dyn Tables>;
 
 /// The name of a promise, and its test.
@@ -46,7 +46,8 @@ pub fn schema() -> Schema {
 
 /// Run every case on fresh tables.
 ///
-/// # Panics When a case fails, with the names of all that failed.
+/// # Panics
+/// When a case fails, with the names of all that failed.
 pub fn run_all(make: Make<'_>) {
     let failed: Vec<&str> = cases()
         .into_iter()

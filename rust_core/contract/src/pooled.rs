@@ -1,4 +1,4 @@
-//! Samples of many ids: tables that pool return the same bits as pooling their rows here.
+//! Samples of many ids: tables that pool return results that are bit-identical to pooling their rows here.
 
 use persia_kernels::{Bags, Csr, Gradients, Pool, SegmentSum};
 use persia_types::id::{Id, ShardedIds, hash_id};
@@ -21,15 +21,15 @@ const TABLE: usize = 1;
 const DIM: usize = 19;
 const SAMPLES: usize = 60;
 
-/// Samples of 0 to 22 ids, as the engine describes them both ways.
+/// Samples of 0 to 22 ids, in both forms in which the engine describes them.
 struct Many {
     ids: ShardedIds,
     indices: Vec<u32>,
     offsets: Vec<u32>,
-    /// Per id its samples.
+    /// The samples of each id.
     starts: Vec<u32>,
     samples: Vec<u32>,
-    /// Per index, in the order of `indices`, and in that of `samples`.
+    /// A weight for each index, in the order of `indices` and in that of `samples`.
     weights: Vec<f32>,
     grouped: Vec<f32>,
     divisors: Vec<f32>,
@@ -109,7 +109,7 @@ fn lively() -> Run {
     Run { initializer: Initializer::Uniform { low: -1.0, high: 1.0 }, ..run() }
 }
 
-/// A sum, a mean, and both with weights.
+/// A sum and a mean, each without and with weights.
 const KINDS: [(bool, bool); 4] = [(false, false), (false, true), (true, false), (true, true)];
 
 fn pooled_equals_rows(make: Make<'_>) {

@@ -63,7 +63,7 @@ impl Used {
     }
 }
 
-/// Some numbers of all magnitudes and both signs, including zeros.
+/// Numbers of all magnitudes and both signs, including zeros.
 fn number(of: usize) -> f32 {
     let hash = hash_id(of as u64);
     let magnitude = (hash >> 40) as f32 * 10f32.powi((hash % 9) as i32 - 12);

@@ -1,4 +1,4 @@
-//! Tables of Python by the Arrow PyCapsule interface, without a copy.
+//! Python tables, read through the Arrow PyCapsule interface without a copy.
 #![allow(unsafe_code)]
 
 use std::ffi::CStr;
@@ -18,14 +18,14 @@ const STREAM: &CStr = c"arrow_array_stream";
 
 /// The record batches of a table.
 pub(crate) enum Batches {
-    /// One, until it is taken.
+    /// One batch, until it is taken.
     One(SchemaRef, Option<RecordBatch>),
-    /// Of a stream.
+    /// The batches of a stream.
     Stream(RecordBatchStreamReader),
 }
 
 impl Batches {
-    /// Of an object with the Arrow PyCapsule interface; None if it does not have it.
+    /// The record batches of an object with the Arrow PyCapsule interface; None if it does not have the interface.
     pub(crate) fn of(data: &Bound<'_, PyAny>) -> PyResult<Option<Self>> {
         if data.hasattr("__arrow_c_array__")? {
             return one(data).map(Some);
@@ -50,7 +50,7 @@ impl Batches {
         }
     }
 
-    /// The next batch. Other threads of Python run meanwhile, and a signal ends the wait.
+    /// The next batch. Other Python threads can run during the wait, and a signal ends it.
     pub(crate) fn next(&mut self, py: Python<'_>) -> PyResult<Option<RecordBatch>> {
         match self {
             Self::One(_, batch) => Ok(batch.take()),

@@ -68,7 +68,7 @@ impl Backend {
         }
     }
 
-    /// Free the memory of rows in this process. Rows on servers stay.
+    /// Free the memory of rows in this process. Rows on servers are kept.
     pub(crate) fn release(&self, py: Python<'_>) -> PyResult<()> {
         match self {
             Self::Embedded(store) => py.detach(|| store.clear()).map_err(|error| errors::tables(py, &error)),

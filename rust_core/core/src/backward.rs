@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 
 use crate::dlpack::{Tensor, borrow_f32};
 
-/// Gradients of a step that its device sums. `TrainingBatch.push_sums` pushes them.
+/// The gradients of a step that are summed on its device. `TrainingBatch.push_sums` pushes them.
 #[pyclass(module = "persia_core.backward", frozen)]
 pub(crate) struct Sums {
     flag: Py<Tensor>,
@@ -19,7 +19,7 @@ impl Sums {
         Self { flag, gradients: Mutex::new(Some(gradients)) }
     }
 
-    /// The gradients; None once they were taken.
+    /// The gradients; None after they were taken.
     pub(crate) fn take(&self) -> Option<Box<dyn DeviceGradients>> {
         self.gradients.lock().take()
     }
@@ -27,7 +27,7 @@ impl Sums {
 
 #[pymethods]
 impl Sums {
-    /// One int32 on the device, not 0 if the sum of any id is not finite. Reading it waits for the device.
+    /// One int32 on the device. It is not 0 if the sum of any id is not finite. Reading it waits for the device.
     #[getter]
     fn nonfinite(&self, py: Python<'_>) -> Py<Tensor> {
         self.flag.clone_ref(py)
@@ -36,7 +36,7 @@ impl Sums {
 
 impl Drop for Sums {
     fn drop(&mut self) {
-        // Dropping them waits for the device.
+        // Dropping the gradients waits for the device.
         let gradients = self.gradients.lock().take();
         Python::attach(|py| py.detach(|| drop(gradients)));
     }
@@ -50,7 +50,7 @@ pub(crate) fn first_nonfinite(py: Python<'_>, tensor: &Bound<'_, PyAny>) -> PyRe
     Ok(py.detach(|| find(values.as_ref())))
 }
 
-/// Test block by block without branches, and search only the block that fails.
+/// Test block by block without branches, and search only a block that fails the test.
 fn find(values: &[f32]) -> Option<usize> {
     const BLOCK: usize = 1024;
     let wrong = |value: &f32| !value.is_finite();

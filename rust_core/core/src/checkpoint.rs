@@ -18,7 +18,7 @@ use serde_json::value::RawValue;
 use crate::engine::Engine;
 use crate::errors;
 
-/// The name of the data loader's position.
+/// The key of the data loader's position.
 pub(crate) const CURSOR: &str = "loader";
 
 /// A save in progress, of the rows as they were when it was created.
@@ -37,7 +37,7 @@ pub(crate) struct Saver {
 #[pymethods]
 impl Saver {
     /// Wait for the engine's pushes in flight, then hold the rows for `write_rows`, which stages them in `directory`.
-    /// Training may continue. `step` is the last one trained.
+    /// Training may continue. `step` is the last step that was trained.
     #[new]
     fn new(py: Python<'_>, engine: &Engine, directory: PathBuf, step: u64) -> PyResult<Self> {
         engine.drain(py)?;
@@ -47,7 +47,8 @@ impl Saver {
             let saver = files::Saver::begin(&directory)?;
             let number = next_number();
             if let Err(error) = tables.prepare_snapshot(number) {
-                // Some of several servers may hold the rows. One that is not reached releases them at the next snapshot.
+                // Some of the servers may hold the rows. A server that is not reached releases them at the next
+                // snapshot.
                 let _ = tables.abort_snapshot(number);
                 return Err(error);
             }
@@ -74,7 +75,7 @@ impl Saver {
         let (tables, number) = (&self.tables, self.number);
         let written = py.detach(|| -> Result<_, TablesError> {
             let snapshot = match tables.write_snapshot(saver.staging(), Some(number)) {
-                // Servers without a reply may still be writing.
+                // Servers that sent no reply may still be writing.
                 Err(
                     error @ (TablesError::Unreachable { .. }
                     | TablesError::Lost { .. }
@@ -99,7 +100,7 @@ impl Saver {
         Ok(())
     }
 
-    /// The path where the file `name` is written before `add_file`.
+    /// The path at which to write the file `name` before `add_file`.
     fn staged(&self, py: Python<'_>, name: &str) -> PyResult<PathBuf> {
         let saver = self.saver.as_ref().ok_or_else(|| ended(py))?;
         saver.staged(name).map_err(|error| raise(py, &error))
@@ -111,8 +112,8 @@ impl Saver {
         py.detach(|| saver.add_file(name)).map_err(|error| raise(py, &error))
     }
 
-    /// Publish the manifest: from now on, `directory` is this checkpoint. Returns an error of the servers that follows it:
-    /// their logs then still start at the previous checkpoint.
+    /// Publish the manifest: from now on, `directory` is this checkpoint. Returns the error of servers that could not
+    /// be notified afterwards; their logs then still start at the previous checkpoint.
     fn commit(&mut self, py: Python<'_>, cursor: String, created_at: String) -> PyResult<Option<String>> {
         let saver = self.saver.take().ok_or_else(|| ended(py))?;
         let raw = RawValue::from_string(cursor)
@@ -143,7 +144,7 @@ impl Saver {
     }
 }
 
-/// Snapshots of a run have ascending numbers; one process makes them.
+/// Snapshots of a run have ascending numbers, because one process creates them.
 fn next_number() -> u64 {
     static LAST: AtomicU64 = AtomicU64::new(0);
     LAST.fetch_add(1, Ordering::Relaxed) + 1
@@ -180,8 +181,8 @@ impl Checkpoint {
         lines
     }
 
-    /// Refuse rows that would have another meaning in this run: ids are buckets of another hash stack or no buckets, or
-    /// rows are combined in another way.
+    /// Refuse rows that would have another meaning in this run, because ids are buckets of a different hash stack or
+    /// not buckets, or rows are combined differently.
     fn check_slots(&self, py: Python<'_>, now: &Run) -> PyResult<()> {
         let saved = &self.manifest.head.run.schema.slots;
         let pairs = now.schema.slots.iter().filter_map(|slot| {
@@ -237,7 +238,7 @@ impl Checkpoint {
         self.manifest.locate(&self.directory, name).map_err(|error| raise(py, &error))
     }
 
-    /// Replace the engine's rows by those of the checkpoint. Not within a training loop.
+    /// Replace the engine's rows by those of the checkpoint. This is refused within a training loop.
     fn restore(&self, py: Python<'_>, engine: &Engine) -> PyResult<()> {
         engine.settle(py)?;
         let run = &self.manifest.head.run;
@@ -325,7 +326,7 @@ fn kind(optimizer: &Optimizer) -> &'static str {
     }
 }
 
-/// The checkpoints below a folder, or the folder itself if it is one. A broken one has a `problem`.
+/// The checkpoints below a folder, or the folder itself if it is one. A damaged one has a `problem`.
 #[pyfunction]
 pub(crate) fn listing<'py>(py: Python<'py>, parent: PathBuf) -> PyResult<Bound<'py, PyList>> {
     let list = PyList::empty(py);
@@ -339,7 +340,7 @@ pub(crate) fn listing<'py>(py: Python<'py>, parent: PathBuf) -> PyResult<Bound<'
     Ok(list)
 }
 
-/// The newest checkpoint below a folder, or None. Raises if the newest is unusable: it is never passed over.
+/// The newest checkpoint below a folder, or None. Raises if the newest is unusable: it is never skipped.
 #[pyfunction]
 pub(crate) fn latest(py: Python<'_>, parent: PathBuf) -> PyResult<Option<PathBuf>> {
     match py.detach(|| files::latest(&parent)) {
@@ -350,7 +351,7 @@ pub(crate) fn latest(py: Python<'_>, parent: PathBuf) -> PyResult<Option<PathBuf
     }
 }
 
-/// Write the name of the checkpoint in `directory` to `LATEST` beside it.
+/// Write the name of the checkpoint in `directory` to the file `LATEST` next to it.
 #[pyfunction]
 pub(crate) fn publish_latest(py: Python<'_>, directory: PathBuf) -> PyResult<()> {
     py.detach(|| files::publish_latest(&directory)).map_err(|error| raise(py, &error))

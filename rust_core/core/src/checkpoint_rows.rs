@@ -22,8 +22,8 @@ type PyRows<'py> = (
     Bound<'py, PyArray2<f32>>,
 );
 
-/// The rows of `table` in a shard file of a checkpoint, in ascending order of their ids; None if it has none. Size and hash
-/// of the file are checked.
+/// The rows of `table` in a shard file of a checkpoint, in ascending order of their ids; None if it has no such table.
+/// Size and hash of the file are checked.
 #[pyfunction]
 pub(crate) fn read_rows<'py>(
     py: Python<'py>,
@@ -49,7 +49,7 @@ pub(crate) fn read_rows<'py>(
     )))
 }
 
-/// The marker of an imported checkpoint among the versions of its writer.
+/// The key that marks an imported checkpoint, among the versions of its writer.
 const ORIGIN: &str = "origin";
 
 /// A checkpoint in progress, of rows that did not come from training.
@@ -68,7 +68,7 @@ impl Importer {
         Ok(Self { import: Some(import.map_err(|error| raise(py, &error))?), tables })
     }
 
-    /// Add rows to a table. `row` is the number of the first.
+    /// Add rows to a table. `row` is the number of the first row.
     fn add(
         &mut self,
         py: Python<'_>,
@@ -99,7 +99,7 @@ impl Importer {
         Ok(rows)
     }
 
-    /// Remove what was staged.
+    /// Remove the staged files.
     fn abort(&mut self, py: Python<'_>) {
         let import = self.import.take();
         py.detach(|| drop(import));
@@ -124,7 +124,7 @@ fn describe(table: &str, duplicates: &Duplicates) -> String {
     )
 }
 
-/// The head of a checkpoint before the first step, of no run.
+/// The head of a checkpoint that belongs to no run and is before the first step.
 fn head(tables: &[(String, usize)], rows: &[u64], created_at: String) -> serde_json::Result<Head> {
     let schema = Schema {
         slots: Vec::new(),

@@ -29,7 +29,7 @@ impl EmbeddingConfig {
         self.parsed.schema.tables.iter().map(|table| (table.name.clone(), table.dim)).collect()
     }
 
-    /// The settings of each table that replace the run's, as text.
+    /// The settings of each table that override those of the run, as text.
     #[getter]
     fn settings(&self) -> Vec<Vec<String>> {
         self.parsed.schema.tables.iter().map(|table| table.settings.describe()).collect()
@@ -53,7 +53,7 @@ impl GlobalConfig {
         Self { parsed: config::GlobalConfig::default(), warnings: Vec::new() }
     }
 
-    /// Rows of the job before it evicts.
+    /// The number of rows that the job holds before it evicts rows.
     #[getter]
     fn capacity(&self) -> u64 {
         self.parsed.capacity

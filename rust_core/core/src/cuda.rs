@@ -1,4 +1,4 @@
-//! CUDA devices, between the streams of PyTorch and of the engine.
+//! CUDA devices, and the order between the streams of PyTorch and of the engine.
 
 use std::sync::Arc;
 

@@ -23,7 +23,7 @@ impl Batch {
         Ok(Self(Arc::new(batch)))
     }
 
-    /// The versioned wire format, with a checksum.
+    /// The batch in the versioned wire format, with a checksum.
     fn to_bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         let bytes = py.detach(|| self.0.to_bytes()).map_err(|error| errors::engine(py, &error))?;
         Ok(PyBytes::new(py, &bytes))
@@ -47,7 +47,7 @@ impl Batch {
         self.0.dense().iter().map(Tensor::name).collect()
     }
 
-    /// Names of the labels, as those of the dense inputs.
+    /// Names of the labels, in the user's order; None where one has no name.
     #[getter]
     fn label_names(&self) -> Vec<Option<&str>> {
         self.0.labels().iter().map(Tensor::name).collect()
@@ -99,7 +99,7 @@ impl BatchBuilder {
         let (values, offsets) = (values.as_slice()?, offsets.as_slice()?);
         let weights = weights.as_ref().map(|weights| weights.as_slice()).transpose()?;
         let feature = py.detach(|| {
-            // A negative offset becomes one above every limit, which the engine refuses.
+            // A negative offset becomes larger than every limit, and the engine refuses it.
             let offsets: Vec<usize> =
                 offsets.iter().map(|&at| usize::try_from(at).unwrap_or(usize::MAX)).collect();
             let feature = IdFeature::lists(name, values, &offsets)?;

@@ -59,7 +59,7 @@ impl Discovery {
         })
     }
 
-    /// Announce this process until the announcement is closed, over restarts of NATS as well.
+    /// Announce this process until the announcement is closed, even if NATS is restarted.
     fn announce(
         &self,
         py: Python<'_>,
@@ -130,8 +130,8 @@ impl Announcement {
     }
 }
 
-/// The address of this process for others: `PERSIA_ADVERTISE`, else that of the interface `PERSIA_SOCKET_IFNAME`, else
-/// the one that this host uses towards NATS.
+/// The address at which others reach this process: `PERSIA_ADVERTISE`, else that of the interface
+/// `PERSIA_SOCKET_IFNAME`, else the local address of a connection to NATS.
 #[pyfunction]
 pub(crate) fn advertised_host(py: Python<'_>, nats_url: &str) -> PyResult<String> {
     let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.trim().is_empty());

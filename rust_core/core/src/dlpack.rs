@@ -19,7 +19,7 @@ const CPU: i32 = 1;
 pub(crate) const CUDA: i32 = 2;
 /// DLPack's number of CUDA's default stream.
 const DEFAULT_STREAM: i64 = 1;
-/// The consumer synchronises its uses itself.
+/// DLPack's stream number for a consumer that synchronises its uses itself.
 const NO_ORDER: i64 = -1;
 
 #[repr(C)]
@@ -57,17 +57,17 @@ pub(crate) const BF16: ElementType = ElementType::new(4, 16);
 #[derive(Clone, Copy)]
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "a build without CUDA has no device to ask"))]
 pub(crate) enum TensorKind {
-    /// Vectors of an id feature.
+    /// The vectors of an id feature.
     Vectors(usize),
-    /// Mask of a raw feature.
+    /// The mask of a raw feature.
     Mask(usize),
     /// A dense input or label.
     Given(usize),
 }
 
-/// Memory of a device, whose uses are ordered by streams.
+/// Device memory whose uses are ordered by streams.
 pub(crate) trait OnStream: Send + Sync {
-    /// Kind and number of DLPack.
+    /// The type and number of the device in DLPack.
     fn device(&self) -> (i32, i32);
     /// Make later work on `stream` wait until the memory is written.
     fn hand_to(&self, stream: usize) -> Result<(), String>;
@@ -97,7 +97,7 @@ struct Managed {
 struct Exported {
     managed: Managed,
     shape: Vec<i64>,
-    /// Device and stream of the consumer.
+    /// The device, and the stream of the consumer.
     stream: Option<(Arc<dyn OnStream>, usize)>,
     _owner: Option<Arc<dyn Any + Send + Sync>>,
 }
@@ -169,8 +169,8 @@ impl Tensor {
 
 #[pymethods]
 impl Tensor {
-    /// The capsule. On a device the tensor is ready for work that is queued on `stream` from now on. Its last
-    /// use must be queued there, too.
+    /// The capsule. On a device the tensor is ready for work that is queued on `stream` from now on. Its last use must
+    /// also be queued there.
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
     fn __dlpack__<'py>(
         &self,
@@ -278,7 +278,7 @@ impl AsRef<[f32]> for Borrowed {
     }
 }
 
-/// A tensor of a consumer.
+/// A tensor that a consumer owns.
 pub(crate) struct Imported {
     pub(crate) data: *const c_void,
     pub(crate) dtype: ElementType,

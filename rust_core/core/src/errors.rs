@@ -84,7 +84,7 @@ pub(crate) fn engine(py: Python<'_>, error: &Error) -> PyErr {
     };
     let raised = raise(py, class, error.to_string());
     if let Error::Lookup { step, .. } | Error::Push { step, .. } | Error::BadGradient { step, .. } = error {
-        // A class of `errors.py` accepts any attribute; this one identifies the batch that failed.
+        // The classes of `errors.py` accept any attribute; this one identifies the batch that failed.
         if let Err(failed) = raised.value(py).setattr("step", step) {
             return failed;
         }
@@ -106,12 +106,12 @@ pub(crate) fn config(py: Python<'_>, errors: &ConfigErrors) -> PyErr {
     }
 }
 
-/// All mistakes of data that is transformed.
+/// All mistakes in data that is transformed.
 pub(crate) fn data(py: Python<'_>, errors: &DataErrors) -> PyErr {
     raise(py, "DataError", errors.to_string())
 }
 
-/// A transform that cannot be made.
+/// A transform that cannot be created.
 pub(crate) fn transform(py: Python<'_>, error: &TransformError) -> PyErr {
     let class = match error {
         TransformError::Unfitted { .. } => "UsageError",

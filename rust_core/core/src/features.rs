@@ -112,7 +112,7 @@ impl Fitter {
         Ok(())
     }
 
-    /// Add what another fitter of the same features has seen.
+    /// Add the data that another fitter of the same features has read.
     fn merge(&mut self, py: Python<'_>, other: &Self) -> PyResult<()> {
         self.inner.merge(&other.inner).map_err(|error| errors::data(py, &error))
     }
@@ -123,13 +123,13 @@ impl Fitter {
         self.inner.rows()
     }
 
-    /// The transform with the fitted numbers.
+    /// The transform with the fitted values.
     fn finish(&self, py: Python<'_>) -> PyResult<Transform> {
         self.inner.clone().finish().map(Transform).map_err(|error| errors::transform(py, &error))
     }
 }
 
-/// Features with their fitted numbers.
+/// Features with their fitted values.
 #[pyclass(module = "persia_core.features", frozen)]
 pub(crate) struct Transform(core::Transform);
 
@@ -141,12 +141,12 @@ impl Transform {
         core::Transform::from_json(json).map(Self).map_err(|error| errors::transform(py, &error))
     }
 
-    /// Declarations, fitted numbers and digest.
+    /// Declarations, fitted values and digest.
     fn to_json(&self, py: Python<'_>) -> PyResult<String> {
         self.0.to_json().map_err(|error| errors::transform(py, &error))
     }
 
-    /// Equal for transforms that make equal ids, floats and labels.
+    /// The digest: it is equal for transforms that compute equal ids, floats and labels.
     #[getter]
     fn digest(&self) -> &str {
         self.0.digest()
@@ -263,7 +263,7 @@ fn input(data: &Bound<'_, PyAny>) -> PyResult<Input> {
 fn row(record: &Bound<'_, PyDict>) -> PyResult<HashMap<String, Value>> {
     let mut row = HashMap::with_capacity(record.len());
     for (key, value) in record.iter() {
-        // A key that is no string names no column.
+        // A key that is not a string does not name a column.
         if let Ok(key) = key.cast::<PyString>() {
             row.insert(key.to_str()?.to_owned(), value_of(&value, true)?);
         }
@@ -271,7 +271,7 @@ fn row(record: &Bound<'_, PyDict>) -> PyResult<HashMap<String, Value>> {
     Ok(row)
 }
 
-/// A value of a record. The items of a list in a list are refused by every feature, so that they are not looked at.
+/// A value of a record. Every feature refuses a list in a list, so its items are not converted.
 fn value_of(value: &Bound<'_, PyAny>, lists: bool) -> PyResult<Value> {
     if value.is_none() {
         return Ok(Value::Null);
@@ -300,7 +300,7 @@ fn value_of(value: &Bound<'_, PyAny>, lists: bool) -> PyResult<Value> {
     if value.hasattr("isoformat")? {
         return Ok(Value::Text(value.call_method0("isoformat")?.extract()?));
     }
-    // A number of numpy.
+    // A NumPy number.
     if value.hasattr("item")?
         && value.getattr("ndim").and_then(|ndim| ndim.extract()).is_ok_and(|ndim: u32| ndim == 0)
     {

@@ -41,7 +41,7 @@ mod wait;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyModule};
 
-/// One text, so that it can be found in the binary.
+/// Name and version in one string, so that it can be found in the binary.
 const VERSION_TEXT: &str = concat!("persia_core version ", env!("CARGO_PKG_VERSION"));
 
 fn version() -> &'static str {

@@ -1,4 +1,4 @@
-//! `persia_core.forward.Pipeline`: batches of a data loader, looked up ahead of their use.
+//! `persia_core.forward.Pipeline`: batches of a data loader, looked up before they are used.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ use crate::data::Batch;
 use crate::training_batch::{SharedTicket, TrainingBatch};
 use crate::{errors, wait};
 
-/// Interval of log lines while the source of batches is waited for.
+/// Interval of log lines during a wait for the source of batches.
 const LOG_INTERVAL: Duration = Duration::from_secs(30);
 
 /// The engine's pipeline until it is closed. The engine keeps a weak reference: its loop runs while this is open.
@@ -36,7 +36,7 @@ impl OpenPipeline {
     }
 }
 
-/// Batches of a data loader, looked up ahead of their use. One thread feeds them, another takes them.
+/// Batches of a data loader, looked up before they are used. One thread feeds them, another takes them.
 #[pyclass(module = "persia_core.forward", frozen)]
 pub(crate) struct Pipeline {
     open: Arc<OpenPipeline>,
@@ -54,7 +54,8 @@ impl Pipeline {
         &self.open
     }
 
-    /// Discard the batch taken last if the next one waits only for its gradients: the loop has moved on.
+    /// Discard the last batch that was taken if the next one waits only for its gradients: the loop does not push them
+    /// any more.
     fn discard_last(&self, what: Wait) -> bool {
         let mut last = self.last.lock();
         let Some((step, ticket)) = last.as_ref() else { return false };
@@ -108,8 +109,8 @@ impl Pipeline {
 
     /// The next batch in the order of `feed`; None after the last.
     ///
-    /// A look-up or push may take `timeout_s`. Waiting for the source has no limit and is logged. The batch taken last is
-    /// discarded if it was neither pushed nor discarded and the next one waits for it.
+    /// A look-up or push may take `timeout_s`. Waiting for the source has no limit and is logged. The last batch that
+    /// was taken is discarded if it was neither pushed nor discarded and the next one waits for it.
     fn next(&self, py: Python<'_>, timeout_s: f64) -> PyResult<Option<TrainingBatch>> {
         let Some(pipeline) = self.open.get() else {
             return Err(closed(py));
@@ -152,7 +153,7 @@ fn closed(py: Python<'_>) -> PyErr {
     errors::raise(py, "UsageError", "the data loader's loop has ended")
 }
 
-/// A wait for the next batch: its time limit, and its log lines.
+/// The time limit of a wait for the next batch, and its log lines.
 struct Waiting {
     limit: Duration,
     start: Instant,

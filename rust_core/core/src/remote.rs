@@ -71,7 +71,7 @@ impl Remote {
         let mut read = 0;
         wait::until(py, |_| match self.tables.wait_ready(WAIT_SLICE) {
             Ok(()) => Ok(Some(())),
-            // A server that makes progress is waited for, however long its log is.
+            // Wait for a server that makes progress, regardless of the length of its log.
             Err(TablesError::Recovering { done, .. }) if done > read => {
                 (read, end) = (done, Instant::now() + duration(timeout_s));
                 Ok(None)

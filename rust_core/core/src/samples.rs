@@ -88,13 +88,13 @@ impl Samples {
         }
     }
 
-    /// What was unusual about the rows.
+    /// The counts of unusual values in the rows.
     #[getter]
     fn report(&self) -> Report {
         Report(Mutex::new(self.0.report().clone()))
     }
 
-    /// The rows at these places, in this order.
+    /// The rows at these positions, in this order.
     fn take(&self, py: Python<'_>, places: PyReadonlyArray1<'_, i64>) -> PyResult<Self> {
         let places = places.as_slice()?;
         let taken = py.detach(|| {
@@ -201,7 +201,7 @@ impl Report {
         self.0.lock().add(&other);
     }
 
-    /// Count ids of a feature that the look-up did not find.
+    /// Count ids of a feature for which the look-up found no row.
     fn add_unseen(&self, feature: &str, ids: u64) {
         self.0.lock().add_unseen(feature, ids);
     }

@@ -30,7 +30,7 @@ pub(crate) struct TrainingBatch {
     outputs: Vec<Arc<Output>>,
     on_device: Option<OnDevice>,
     report: LookupReport,
-    /// Whether it came with a ticket.
+    /// Whether the batch has a ticket.
     trains: bool,
     ticket: SharedTicket,
 }
@@ -130,8 +130,8 @@ impl TrainingBatch {
         self.batch.meta()
     }
 
-    /// One tensor per id feature, in the batch's order: `[batch, dim]`, for a raw feature `[batch, places, dim]`. float32
-    /// on the CPU, else the device's type.
+    /// One tensor per id feature, in the batch's order: `[batch, dim]`, for a raw feature `[batch, places, dim]`.
+    /// float32 on the CPU; on a device the type of its vectors.
     fn embeddings(&self) -> Vec<Tensor> {
         let vectors = self.on_device.as_ref().map_or(ElementType::F32, device::vectors);
         let share = |(index, output): (usize, &Arc<Output>)| {
@@ -179,8 +179,8 @@ impl TrainingBatch {
         self.given(self.batch.dense().len(), self.batch.labels())
     }
 
-    /// Push the gradients of `embeddings`, in their order, None for a missing one, each multiplied by `scale` (such as 1 /
-    /// the loss scale). Returns without waiting.
+    /// Push the gradients of `embeddings`, in the same order, with None for a missing one. Each is multiplied by
+    /// `scale` (such as 1 / the loss scale). Returns without waiting.
     #[pyo3(signature = (gradients, lr_factor, scale=1.0))]
     fn push(
         &self,
@@ -203,7 +203,7 @@ impl TrainingBatch {
         ticket.push(borrowed, PushOptions { lr_factor, scale }).map_err(|error| errors::engine(py, &error))
     }
 
-    /// Sum the gradients of `embeddings` on the device, one for each, in their order, multiplied by `scale`.
+    /// Sum the gradients of `embeddings`, one for each in the same order, on the device, and multiply them by `scale`.
     /// Returns without waiting, and pushes nothing.
     fn sum(&self, py: Python<'_>, gradients: Vec<Bound<'_, PyAny>>, scale: f32) -> PyResult<Sums> {
         let (step, scale_of_ticket) =
@@ -236,7 +236,7 @@ impl TrainingBatch {
 }
 
 impl TrainingBatch {
-    /// Dense inputs or labels. `first` is the index on a device of the first one.
+    /// Dense inputs or labels. `first` is the index of the first of them on a device.
     fn given(&self, first: usize, tensors: &[DenseTensor]) -> Vec<Tensor> {
         let share = |(index, tensor): (usize, &DenseTensor)| {
             let dtype = element(tensor.dtype());

@@ -1,4 +1,5 @@
-//! Bytes that the kernels move, as a share of a plain copy's on the same device. Prints one JSON line for each case.
+//! The bytes per second of the kernels, as a share of those of a plain copy on the same device. Prints one JSON line
+//! for each case.
 //!
 //! `cargo run --release -p persia-cuda --example bench_kernels`, or `make bench-gpu`. The bytes are those of rows read
 //! and written, and of lists; repeated reads from the cache do not count.
@@ -15,7 +16,7 @@ const FEATURES: usize = 26;
 const BATCH: usize = 4096;
 const UNIQUE: usize = 100_000;
 const TIMES: u32 = 50;
-/// Of the buffer that is copied: far more than caches hold.
+/// The size of the buffer that is copied, far larger than the caches.
 const COPY: usize = 1 << 30;
 
 fn main() {
@@ -48,7 +49,7 @@ fn run() -> Result<(), CudaError> {
     Ok(())
 }
 
-/// Bytes per second of a copy, read and written ones.
+/// Bytes per second of a copy, counting those read and those written.
 fn plain_copy(cuda: &Arc<Cuda>) -> Result<f64, CudaError> {
     let bytes = vec![1; COPY];
     let (from, to) = (cuda.upload(&bytes)?, cuda.upload(&bytes)?);
@@ -73,7 +74,7 @@ fn measure(
     let (mut jobs, mut kept, mut bytes) = (Vec::new(), Vec::new(), 0);
     for feature in 0..FEATURES {
         let draw = |i: usize, end: usize| (hash_id((feature * uses + i) as u64) % end as u64) as u32;
-        // Gathered from all rows of a look-up; summed for as many ids as a batch has on average.
+        // A gather reads from all rows of a look-up; a sum is for as many ids as a batch has on average.
         let sums = if gathers { BATCH } else { uses.min(UNIQUE) };
         let sources = if gathers { uses.min(UNIQUE) } else { BATCH };
         let rows = cuda.upload(&vec![0; sources * dim * element_bytes(dtype)])?;

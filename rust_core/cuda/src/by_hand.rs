@@ -16,13 +16,13 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// Where it starts.
+    /// The address of its first byte.
     pub fn address(&self) -> u64 {
         self.block.address()
     }
 }
 
-/// Jobs that lie on a device.
+/// Jobs in the memory of a device.
 #[derive(Debug)]
 pub struct Launch {
     kernel: Kernel,
@@ -81,7 +81,7 @@ impl Cuda {
         let _current = self.context.enter()?;
         let Launch { kernel, count, blocks, .. } = *launch;
         let jobs = Jobs { kernel, place: 0, count, blocks };
-        // SAFETY: the caller's.
+        // SAFETY: ensured by the caller.
         unsafe { self.kernels.launch(jobs, launch.jobs.address(), launch.flag.address(), &self.sums) }
     }
 
@@ -102,7 +102,7 @@ impl Cuda {
         to.block.copy_from(&from.block, from.bytes.min(to.bytes), &self.sums)
     }
 
-    /// The time that the device takes for each of `count` calls of `work`, which queues something.
+    /// The device time of each of `count` calls of `work`, which queues work on the device.
     ///
     /// # Errors
     /// [`CudaError`] from `work` or the driver.

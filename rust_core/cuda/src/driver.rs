@@ -85,7 +85,7 @@ impl Context {
         self.ordinal
     }
 
-    /// Make it current in this thread, until the result is dropped.
+    /// Make the context current in this thread, until the result is dropped.
     pub(crate) fn enter(&self) -> Result<Entered<'_>, CudaError> {
         // SAFETY: the context is alive.
         self.check("cuCtxPushCurrent", unsafe { sys::cuCtxPushCurrent_v2(self.handle) })?;
@@ -96,7 +96,7 @@ impl Context {
         check(self.ordinal, what, code)
     }
 
-    /// Free bytes of the device, and all its bytes.
+    /// The free memory and the total memory of the device, in bytes.
     pub(crate) fn free_and_total(&self) -> (usize, usize) {
         let (mut free, mut total) = (0, 0);
         // SAFETY: the pointers are to variables of this function.
@@ -120,7 +120,7 @@ fn check(ordinal: i32, what: &'static str, code: CUresult) -> Result<(), CudaErr
     Err(CudaError::Failed { ordinal, what, code: describe(code) })
 }
 
-/// The driver's name and text for an error.
+/// The driver's name and description of an error.
 pub(crate) fn describe(code: CUresult) -> String {
     let text = |get: unsafe fn(CUresult, *mut *const std::ffi::c_char) -> CUresult| {
         let mut text = std::ptr::null();
@@ -166,14 +166,15 @@ impl Stream {
         event.let_wait(self.handle)
     }
 
-    /// An event after all work queued so far.
+    /// An event that follows all work queued so far.
     pub(crate) fn record(&self) -> Result<Event, CudaError> {
         let event = Event::new(&self.context)?;
         event.record(self.handle)?;
         Ok(event)
     }
 
-    /// Start to queue work that may fail halfway. Declare it after the memory that it uses, so that it is dropped first.
+    /// Begin queueing work that may fail halfway. Declare it after the memory that it uses, so that it is dropped
+    /// first.
     pub(crate) fn queue(&self) -> Queue<'_> {
         Queue(self)
     }
@@ -196,7 +197,7 @@ impl Drop for Queue<'_> {
     }
 }
 
-/// A point in a stream.
+/// An event: a point in a stream.
 #[derive(Debug)]
 pub(crate) struct Event {
     handle: sys::CUevent,
@@ -211,7 +212,7 @@ unsafe impl Sync for Event {}
 impl Event {
     pub(crate) fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
         let mut handle = std::ptr::null_mut();
-        // A thread that waits for it sleeps.
+        // A thread that waits for it sleeps instead of spinning.
         let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32
             | sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC as u32;
         // SAFETY: the pointer is to a variable of this function.
@@ -250,7 +251,7 @@ impl Event {
 impl Drop for Event {
     fn drop(&mut self) {
         if let Ok(_current) = self.context.enter() {
-            // SAFETY: made by `new`; the driver keeps it as long as something waits for it.
+            // SAFETY: created by `new`; the driver keeps it as long as work waits for it.
             let _ = unsafe { sys::cuEventDestroy_v2(self.handle) };
         }
     }

@@ -1,6 +1,6 @@
 //! Errors of a device: what failed, where, why, and what to do next.
 
-/// A failure of CUDA.
+/// An error of CUDA.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum CudaError {
     /// The library libcuda is missing.
@@ -25,7 +25,7 @@ pub enum CudaError {
         /// The version of the kernels.
         needed: i32,
     },
-    /// A number without a device.
+    /// A device number that does not exist.
     #[error(
         "CUDA device {ordinal} is requested, but {} (CUDA_VISIBLE_DEVICES={visible}); run: nvidia-smi -L",
         describe_count(*.count)
@@ -38,7 +38,7 @@ pub enum CudaError {
         /// The environment variable.
         visible: String,
     },
-    /// A device that the kernels do not run on.
+    /// A device on which the kernels cannot run.
     #[error(
         "CUDA device {ordinal} has compute capability {}.{}, the kernels need {}.{} (A100 or later); choose another \
          device: nvidia-smi -L", .found.0, .found.1, .needed.0, .needed.1
@@ -51,7 +51,7 @@ pub enum CudaError {
         /// The compute capability that the kernels need.
         needed: (i32, i32),
     },
-    /// No memory left on the device.
+    /// The device has no free memory.
     #[error(
         "CUDA device {ordinal}: out of memory for {bytes} bytes of {what}, {free} of {total} bytes are free; use smaller \
          batches or a lower staleness, or see which processes use it: nvidia-smi"
@@ -63,12 +63,12 @@ pub enum CudaError {
         what: &'static str,
         /// The requested bytes.
         bytes: usize,
-        /// Free on the device.
+        /// The free bytes of the device.
         free: usize,
-        /// The memory of the device.
+        /// All bytes of the device.
         total: usize,
     },
-    /// No page-locked memory left.
+    /// Page-locked memory could not be allocated.
     #[error(
         "CUDA device {ordinal}: {bytes} bytes of page-locked memory are refused ({code}); use smaller batches or a lower \
          staleness, and check: free -m; ulimit -l"

@@ -1,4 +1,5 @@
-//! The memory layout of a step, and the jobs on it. Addresses are of the device; nothing here calls it.
+//! The memory layout of a step, and the jobs on it. Addresses are device addresses; this module does not call the
+//! device.
 
 use std::ops::Range;
 
@@ -15,33 +16,33 @@ pub type Place = usize;
 /// The gradient of one feature's vectors, on the device: `[samples, dim]`, row-major.
 #[derive(Debug, Clone, Copy)]
 pub struct Gradient {
-    /// Where it starts.
+    /// The address of its first element.
     pub address: u64,
     /// The type of its elements.
     pub dtype: Dtype,
 }
 
-/// Jobs of one kernel in a block: their position, their number, and the blocks of threads they need.
+/// Jobs of one kernel in a block: their position, their number, and the thread blocks that they need.
 #[derive(Debug, Clone, Copy)]
 pub struct Jobs {
     /// The kernel to be launched.
     pub kernel: Kernel,
-    /// Where they lie.
+    /// The position of the jobs.
     pub place: Place,
     /// How many.
     pub count: u32,
-    /// Blocks of threads.
+    /// The number of thread blocks.
     pub blocks: u32,
 }
 
-/// Places of one feature's lists in the block of inputs; `None` is a list that the feature does not have.
+/// The positions of one feature's lists in the block of inputs; `None` is a list that the feature does not have.
 #[derive(Debug, Default)]
 struct FeaturePlaces {
     table: usize,
     samples: usize,
-    /// Unique ids of its own.
+    /// The number of unique ids of the feature itself.
     unique: usize,
-    /// The table's vectors are those of samples.
+    /// Whether the table's vectors are those of samples.
     by_samples: bool,
     raw: bool,
     places: Option<Place>,
@@ -52,12 +53,12 @@ struct FeaturePlaces {
     csr_offsets: Option<Place>,
     csr_indices: Option<Place>,
     csr_weights: Option<Place>,
-    /// In the block of outputs.
+    /// The position in the block of outputs.
     vectors: Place,
     mask: Place,
 }
 
-/// Lays a block out.
+/// Computes the layout of a block.
 #[derive(Default)]
 struct BlockBuilder {
     bytes: usize,
@@ -89,7 +90,7 @@ pub struct StepLayout {
 }
 
 impl StepLayout {
-    /// For `work`, whose vectors become `vectors`.
+    /// The layout for `work`, whose vectors have the type `vectors`.
     pub fn new(work: &DeviceWork<'_>, vectors: Dtype) -> Self {
         let (mut inputs, mut outputs) = (BlockBuilder::default(), BlockBuilder::default());
         let table = |table: &DeviceTable| {
@@ -155,7 +156,8 @@ impl StepLayout {
         rows
     }
 
-    /// Write everything but the rows into `memory`, which becomes the block at address `inputs`; vectors go to `outputs`.
+    /// Write everything except the rows into `memory`, which is copied to the block at address `inputs`. Vectors are
+    /// written to `outputs`.
     pub fn write(&self, memory: &mut [u8], work: &DeviceWork<'_>, inputs: u64, outputs: u64) -> [Jobs; 2] {
         for (feature, places) in work.features.iter().zip(&self.features) {
             copy_feature(memory, feature, places);
@@ -246,7 +248,7 @@ fn address(block: u64, place: Option<Place>) -> u64 {
     place.map_or(0, |place| block + place as u64)
 }
 
-/// The sums of one step: a block with the flag, jobs, accumulators, and what is copied back.
+/// The sums of one step: a block with the flag, the jobs, the accumulators, and the part that is copied back.
 #[derive(Debug)]
 pub struct SumsLayout {
     jobs: Place,
@@ -261,7 +263,7 @@ impl SumsLayout {
     /// The position of the flag, a word.
     pub const FLAG: Place = 0;
 
-    /// The layout of the sums of the step laid out by `step`, with `wire` as their wire type.
+    /// The layout of the sums of the step whose layout is `step`, with the wire type `wire`.
     pub fn new(step: &StepLayout, wire: Dtype) -> Self {
         let mut parts = BlockBuilder::default();
         parts.add(size_of::<u32>());
@@ -290,7 +292,7 @@ impl SumsLayout {
         self.back..self.bytes
     }
 
-    /// Each table's vectors in the part that is copied back.
+    /// The position of each table's vectors in the part that is copied back.
     pub fn tables(&self) -> Vec<Range<usize>> {
         self.tables.iter().map(|range| range.start - self.back..range.end - self.back).collect()
     }
@@ -321,13 +323,13 @@ impl SumsLayout {
         (rounds.concat(), launches)
     }
 
-    /// Where jobs lie.
+    /// The positions of the jobs.
     pub fn jobs_place(&self) -> Place {
         self.jobs
     }
 
-    /// Jobs that may run at the same time, one round after the other. Features that share a table add to the same rows: in
-    /// the order of their slots, so each has a round; their sums are scaled in the next round.
+    /// Rounds of jobs; the jobs of a round may run at the same time. Features that share a table add to the same rows
+    /// in the order of their slots, so each has its own round. Their sums are scaled in a further round.
     fn rounds(
         &self,
         step: &StepLayout,

@@ -12,7 +12,7 @@
 //! A look-up is copied and pooled on a separate stream, concurrently with the model on PyTorch's stream.
 //! Order between the streams is by events; no call waits for a device, except [`Sums`](Step::sum) for its
 //! copy, in the push thread.
-#![allow(unsafe_code)] // the driver is a C library
+#![allow(unsafe_code)] // calls into the driver, a C library, are unsafe
 
 #[cfg(feature = "by_hand")]
 pub mod by_hand;
@@ -102,7 +102,7 @@ impl Cuda {
         self.sums.handle() as usize
     }
 
-    /// Bytes of device memory that steps hold, and that are kept for the next ones.
+    /// Bytes of device memory that steps hold, and bytes that are kept for the next steps.
     ///
     /// # Errors
     /// [`CudaError`] from the driver.

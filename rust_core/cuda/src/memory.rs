@@ -13,7 +13,7 @@ use crate::error::CudaError;
 /// Parts of a block start at multiples of this many bytes.
 pub(crate) const ALIGNMENT: usize = 256;
 
-/// Blocks after which a pool may keep less memory.
+/// The number of blocks in a window, after which a pool may keep less memory.
 const WINDOW: u32 = 1024;
 /// Free memory is kept up to this multiple of the peak in use, because freed blocks leave gaps, and a block
 /// that the device still uses cannot be reused yet.
@@ -22,13 +22,13 @@ const SLACK: u64 = 2;
 /// Bytes of device memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolUse {
-    /// In blocks that steps hold.
+    /// The bytes of blocks that steps hold.
     pub held: u64,
-    /// Taken from the device, `held` included.
+    /// The bytes that are allocated on the device, including `held`.
     pub reserved: u64,
 }
 
-/// Device memory in the order of streams.
+/// Device memory whose allocations are ordered by streams.
 #[derive(Debug)]
 pub(crate) struct DevicePool {
     inner: Arc<Inner>,
@@ -39,9 +39,9 @@ struct Inner {
     handle: sys::CUmemoryPool,
     /// The stream on which blocks are freed, after everything that used them.
     releases: Stream,
-    /// Streams of ours that a block may be in use on.
+    /// The engine's streams on which a block may be in use.
     ours: [sys::CUstream; 2],
-    /// For the order between two streams; used under its lock.
+    /// Orders two streams; used under its lock.
     order: Mutex<Event>,
     threshold: Mutex<Threshold>,
     context: Arc<Context>,
@@ -55,9 +55,9 @@ struct Inner {
 #[derive(Debug, Default)]
 struct Threshold {
     bytes: u64,
-    /// In use at most, in the previous window.
+    /// The peak in use in the previous window.
     before: u64,
-    /// Blocks of this window.
+    /// The number of blocks in this window.
     blocks: u32,
 }
 
@@ -103,7 +103,7 @@ impl DevicePool {
             threshold: Mutex::default(),
             context: Arc::clone(context),
         };
-        // A look-up must not wait for the model, so it gets no memory that another stream still uses.
+        // A look-up must not wait for the model, so it must not get memory that another stream still uses.
         inner.set(Attribute::CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES, &mut 0i32)?;
         Ok(Self { inner: Arc::new(inner) })
     }
@@ -151,7 +151,7 @@ impl DevicePool {
 impl Inner {
     fn set<T>(&self, attribute: Attribute, value: &mut T) -> Result<(), CudaError> {
         let value: *mut T = value;
-        // SAFETY: the attribute is of type `T`, as the callers know.
+        // SAFETY: the callers ensure that the attribute has the type `T`.
         let code = unsafe { sys::cuMemPoolSetAttribute(self.handle, attribute, value.cast::<c_void>()) };
         self.context.check("cuMemPoolSetAttribute", code)
     }
@@ -159,7 +159,7 @@ impl Inner {
     fn get(&self, attribute: Attribute) -> Result<u64, CudaError> {
         let mut value = 0u64;
         let place: *mut u64 = &mut value;
-        // SAFETY: the attributes asked for have 64 bits.
+        // SAFETY: the queried attributes have 64 bits.
         let code = unsafe { sys::cuMemPoolGetAttribute(self.handle, attribute, place.cast::<c_void>()) };
         self.context.check("cuMemPoolGetAttribute", code)?;
         Ok(value)
@@ -186,7 +186,7 @@ impl Inner {
     }
 }
 
-/// Device memory. Dropped, it returns to the pool after everything that may use it.
+/// Device memory. When it is dropped, it returns to the pool after all work that may use it.
 #[derive(Debug)]
 pub(crate) struct Block {
     address: u64,
@@ -212,7 +212,7 @@ impl Block {
     /// Queue a copy of another block's first `bytes`.
     #[cfg(feature = "by_hand")]
     pub(crate) fn copy_from(&self, from: &Self, bytes: usize, stream: &Stream) -> Result<(), CudaError> {
-        // SAFETY: both blocks have as many bytes, as the callers know.
+        // SAFETY: the callers ensure that both blocks have as many bytes.
         let code = unsafe { sys::cuMemcpyDtoDAsync_v2(self.address, from.address, bytes, stream.handle()) };
         self.pool.context.check("cuMemcpyDtoDAsync", code)
     }
@@ -243,7 +243,7 @@ impl Drop for Block {
 mod tests {
     use super::*;
 
-    /// The thresholds while so many blocks are taken, with `used` in use at most.
+    /// The thresholds while `blocks` blocks are taken, with a peak of `used` bytes.
     fn thresholds(threshold: &mut Threshold, blocks: u32, used: u64) -> Vec<u64> {
         (0..blocks).filter_map(|_| threshold.count(used).0).collect()
     }

@@ -8,9 +8,9 @@ use parking_lot::Mutex;
 use crate::driver::{Context, Event, Stream, describe};
 use crate::error::CudaError;
 
-/// Blocks are made in multiples of this many bytes.
+/// The size of a block is a multiple of this many bytes.
 const PINNED_STEP: usize = 1 << 16;
-/// Free blocks that are kept; a look-up and a push of each of a few steps hold one.
+/// The number of free blocks that are kept. The look-up and the push of a step hold one block each, for a few steps.
 const MAX_FREE: usize = 16;
 
 /// Page-locked memory, which the device accesses without the CPU.
@@ -23,7 +23,7 @@ pub(crate) struct PinnedPool {
 #[derive(Debug, Default)]
 struct PinnedState {
     free: Vec<Pages>,
-    /// Pages that a copy may still read, in the order of the copies.
+    /// Blocks that a copy may still read, in the order of the copies.
     busy: Vec<(Event, Pages)>,
 }
 
@@ -67,7 +67,7 @@ impl PinnedPool {
         Ok(Pages { start: start.cast(), bytes })
     }
 
-    /// Return pages. If too many are free, the largest are kept.
+    /// Return a block. If too many are free, the largest are kept.
     fn put(&self, pages: Pages, free_after: Option<Event>) {
         let mut state = self.state.lock();
         match free_after {
@@ -111,7 +111,7 @@ impl PinnedState {
     }
 }
 
-/// A page-locked block. Dropped, it goes back to its pool.
+/// A page-locked block. When it is dropped, it returns to its pool.
 #[derive(Debug)]
 pub(crate) struct Pinned {
     pages: Option<Pages>,
@@ -138,7 +138,7 @@ impl Pinned {
         unsafe { std::slice::from_raw_parts_mut(self.start(), self.len) }
     }
 
-    /// Queue a copy of all to the device.
+    /// Queue a copy of the whole block to the device.
     pub(crate) fn upload(&self, to: u64, stream: &Stream) -> Result<(), CudaError> {
         if self.len == 0 {
             return Ok(());
@@ -148,7 +148,7 @@ impl Pinned {
         self.home.context.check("cuMemcpyHtoDAsync", code)
     }
 
-    /// Queue a copy from the device over all of it.
+    /// Queue a copy from the device that overwrites the whole block.
     pub(crate) fn download(&mut self, from: u64, stream: &Stream) -> Result<(), CudaError> {
         if self.len == 0 {
             return Ok(());

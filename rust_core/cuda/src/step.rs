@@ -23,7 +23,7 @@ pub struct CudaDevice {
 }
 
 impl CudaDevice {
-    /// `vectors` is the type that the model gets, `wire` that of gradients on the wire.
+    /// `vectors` is the type that the model gets, `wire` the type of gradients on the network.
     pub fn new(cuda: Arc<Cuda>, vectors: Dtype, wire: Dtype) -> Self {
         Self { cuda, vectors, wire }
     }
@@ -49,7 +49,7 @@ impl Device for CudaDevice {
     }
 }
 
-/// Staging memory of a look-up that waits for its rows.
+/// The staging memory of a look-up whose rows have not been written yet.
 struct StagedLookup<'a> {
     device: &'a CudaDevice,
     layout: StepLayout,
@@ -123,7 +123,7 @@ pub struct DeviceTensor {
 }
 
 impl DeviceTensor {
-    /// Where it starts.
+    /// The address of its first byte.
     pub fn address(&self) -> u64 {
         self.block.address() + self.place as u64
     }
@@ -136,7 +136,7 @@ impl DeviceTensor {
         self.ready.let_wait(stream as _)
     }
 
-    /// Record that work queued on `stream` so far uses it; called when its user drops it.
+    /// Record that work queued on `stream` so far uses the tensor. It is called when its user drops it.
     pub fn used_on(&self, stream: usize) {
         self.block.used_on(stream);
     }

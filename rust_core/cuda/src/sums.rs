@@ -22,10 +22,10 @@ pub struct Sums {
     /// Recorded after the copy to `host`.
     copied: Event,
     host: Pinned,
-    /// Per table the position of its vectors in `host`, in bytes, and their widened copy if they had 16 bits.
+    /// For each table: the position of its vectors in `host`, in bytes, and their widened copy if they have 16 bits.
     tables: Vec<std::ops::Range<usize>>,
     widened: Vec<Vec<f32>>,
-    /// The memory that the device reads and writes until then.
+    /// The memory that the device uses until the copy is complete.
     held: Option<Held>,
 }
 
@@ -33,7 +33,7 @@ pub struct Sums {
 struct Held {
     _step: Arc<Step>,
     _memory: Arc<Block>,
-    /// Owners of the gradients.
+    /// The owners of the gradients.
     _gradients: Box<dyn Any + Send>,
 }
 
@@ -41,7 +41,7 @@ impl Step {
     /// Sum gradients, one for each id feature, which are ready on [`Cuda::sums_stream`](crate::Cuda::sums_stream); each sum
     /// is multiplied by `scale`. Also returns a word of the device: 1 if a sum is not finite, else 0.
     ///
-    /// It does not wait. [`Sums::wait`](DeviceGradients::wait) drops `owners`, this step and the memory of
+    /// The function does not wait. [`Sums::wait`](DeviceGradients::wait) drops `owners`, this step and the memory of
     /// the sums as soon as the sums are copied, before the push.
     ///
     /// # Errors
@@ -105,7 +105,7 @@ impl Step {
 impl DeviceGradients for Sums {
     fn wait(&mut self) -> Result<Vec<Cow<'_, [f32]>>, DeviceError> {
         self.copied.synchronize().map_err(|error| Arc::new(error) as DeviceError)?;
-        // Before the push, which may take long.
+        // Free the memory before the push, which may take long.
         self.held = None;
         let (bytes, wire) = (self.host.bytes(), self.wire);
         if wire == Dtype::F32 {

@@ -1,4 +1,5 @@
-//! The kernels on a device give the bits of the CPU's loops. `make test-gpu` runs this; it needs a device.
+//! The results of the kernels on a device are bit-identical to those of the CPU's loops. `make test-gpu` runs this; it
+//! needs a device.
 #![allow(unsafe_code, clippy::unwrap_used)]
 
 mod cases;
@@ -104,7 +105,7 @@ fn memory_is_used_again_and_given_back() {
     (0..1000).for_each(|_| once());
     let after = cuda.memory().unwrap();
     assert!(after.reserved <= before.reserved, "{before:?} to {after:?}");
-    // The memory of one large buffer is returned, too.
+    // The memory of one large buffer is also returned.
     drop(cuda.upload(&vec![7; 1 << 28]).unwrap());
     (0..3000).for_each(|_| once());
     let after = cuda.memory().unwrap();

@@ -1,5 +1,5 @@
-//! An engine whose device is the kernels' source, compiled for the CPU, gives the bits of one without a device: vectors,
-//! masks, dense tensors, and rows after many pushes. A real device adds only copies and their order.
+//! An engine whose device is the kernels' source, compiled for the CPU, is bit-identical to one without a device:
+//! vectors, masks, dense tensors, and rows after many pushes. A real device adds only copies and their order.
 #![allow(unsafe_code, clippy::unwrap_used)]
 
 mod host;
@@ -206,7 +206,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|value| value.to_bits()).collect()
 }
 
-/// Train some steps; every gradient is multiplied by `scale`, and every one of them scaled back by the push.
+/// Train some steps. Every gradient is multiplied by `scale`, and the push divides it by `scale` again.
 fn train(pooled_dim: usize, device: Option<Arc<HostDevice>>, scale: f32) -> Seen {
     let tables = tables(pooled_dim);
     let options = EngineOptions { reproducible: true, gradient_scale: 0.5, ..EngineOptions::default() };
@@ -282,7 +282,7 @@ fn a_scaled_loss_gives_the_same_rows() {
 
 #[test]
 fn samples_that_the_tables_pool_travel_as_samples() {
-    // The last two are of raw features, which keep their masks.
+    // The last two are those of raw features, which keep their masks.
     for dim in [12, 16, 5, 7, 4] {
         assert_eq!(train(dim, device(Dtype::F32), 1.0), train(dim, None, 1.0), "dim {dim}");
     }
@@ -309,7 +309,7 @@ fn a_gradient_that_is_not_finite_sets_the_flag_wherever_it_is_added() {
         for feature in 0..sizes.len() {
             for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
                 let mut spoilt = gradients(1, &sizes);
-                // All of it: some samples use no id.
+                // The whole buffer, because some samples use no id.
                 spoilt[feature].fill(bad);
                 assert_eq!(flag(&spoilt, wire), 1, "feature {feature}, {bad}, {wire:?}");
             }

@@ -1,4 +1,4 @@
-//! Without a driver a device is refused by name; nothing panics, and nothing but that fails.
+//! Without a driver, requesting a device is an error with the next step. Nothing panics, and nothing else fails.
 
 use persia_cuda::{Cuda, CudaError, is_driver_present};
 

@@ -1,4 +1,4 @@
-//! The kernels' source, compiled for the CPU, gives the bits of the CPU's own loops.
+//! The kernels' source, compiled for the CPU, gives results that are bit-identical to those of the CPU's own loops.
 #![allow(unsafe_code, clippy::unwrap_used)]
 
 mod cases;
@@ -16,7 +16,7 @@ fn run(shim: &Shim, case: &Case) {
     case.check(&memory.given(flag));
 }
 
-/// Copies that start where vectors of four may.
+/// Copies whose start is aligned for vectors of four.
 struct Memory {
     rows: Vec<u128>,
     out: Vec<u128>,
@@ -115,7 +115,7 @@ fn every_half_is_widened_and_every_rounding_made_as_the_cpu_does() {
     use persia_types::Dtype;
     let shim = Shim::compile();
     for dtype in [Dtype::F16, Dtype::Bf16] {
-        // All 65536 of them but NaN, which `sums` has, to f32 and back.
+        // All 65,536 patterns except NaN, which `sums` covers, to f32 and back.
         let halves: Vec<u16> = (0..=u16::MAX).collect();
         let stored: Vec<u8> = halves.iter().flat_map(|half| half.to_le_bytes()).collect();
         let base = cases::gather(16, dtype, Dtype::F32, cases::Gather { single: true, ..Default::default() });
@@ -131,7 +131,7 @@ fn every_half_is_widened_and_every_rounding_made_as_the_cpu_does() {
             ..base
         };
         run(&shim, &case);
-        // And numbers between them, of every exponent.
+        // Also numbers between them, of every exponent.
         let between: Vec<f32> =
             (0..65536u32).map(|i| f32::from_bits(i << 16 | i.wrapping_mul(40_503) & 0xFFFF)).collect();
         let finite: Vec<f32> =

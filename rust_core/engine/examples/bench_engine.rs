@@ -1,5 +1,5 @@
-//! The engine's own loops, then whole embedding steps over the store, on the workload of the benchmarks: 26 features
-//! of ids below 100,000, batch 4,096, 1 or 10 ids per sample, uniform and Zipf, dimensions 16, 64 and 128.
+//! First the engine's own loops, then whole embedding steps on the store, with the workload of the benchmarks: 26
+//! features of ids below 100,000, batch 4,096, 1 or 10 ids per sample, uniform and Zipf, dimensions 16, 64 and 128.
 //!
 //! `cargo run --release -p persia-engine --example bench_engine [-- DIM [L]]`
 #![allow(
@@ -43,7 +43,7 @@ impl Random {
     }
 }
 
-/// Share of draws at or below each rank.
+/// The share of draws at or below each rank.
 fn zipf() -> Vec<f64> {
     let mut sum = 0.0;
     let mut shares: Vec<f64> = (1..=IDS)
@@ -79,13 +79,13 @@ fn build(name: String, ids: &[u64], per_sample: usize) -> IdFeature {
     IdFeature::lists(name, ids, &offsets).unwrap()
 }
 
-/// Processor time in nanoseconds: what others do on the machine counts less than on a clock.
+/// Processor time in nanoseconds, on which other load on the machine has less influence than on wall time.
 fn processor_time(of: ClockId) -> f64 {
     let time = clock_gettime(of);
     time.tv_sec as f64 * 1e9 + time.tv_nsec as f64
 }
 
-/// This thread's processor time so far.
+/// The processor time of this thread so far.
 fn now() -> f64 {
     processor_time(ClockId::ThreadCPUTime)
 }
@@ -105,7 +105,7 @@ fn batches(zipf: Option<&[f64]>, per_sample: usize, count: usize) -> Vec<Vec<Vec
 
 fn case(dim: usize, per_sample: usize, name: &str, batches: &[Vec<Vec<u64>>], repeats: usize) {
     let ids = (FEATURES * BATCH * per_sample) as f64;
-    // As in the engine: rows of all features, and outputs of all features, are alive at once.
+    // As in the engine, the rows and the outputs of all features are in memory at the same time.
     let rows: Vec<Vec<f32>> = (0..FEATURES).map(|_| vec![0.5; BATCH * per_sample * dim]).collect();
     let mut outputs: Vec<Vec<f32>> = (0..FEATURES).map(|_| vec![0.5; BATCH * dim]).collect();
     let mut sums = rows.clone();
@@ -218,7 +218,7 @@ fn steps(dim: usize, per_sample: usize, name: &str, batches: &[Vec<Vec<u64>>], r
             looked.ticket.unwrap().push(shared.collect(), PushOptions::default()).unwrap();
             assert_eq!(engine.drain(WAIT).unwrap(), DrainOutcome::Done);
         };
-        batches.iter().for_each(step); // every id has its row, every buffer was used
+        batches.iter().for_each(step); // every id has a row, and every buffer was used
         let before = engine.stats();
         let ids = (FEATURES * BATCH * per_sample) as f64;
         let mut spent = Vec::new();

@@ -6,11 +6,11 @@ use parking_lot::Mutex;
 
 use crate::memory::FreeList;
 
-/// Buffers start at a multiple of this many bytes: a cache line, and the widest vector register.
+/// The alignment of buffers in bytes: a cache line, and the widest vector register.
 const ALIGNMENT: usize = 64;
 const LANES: usize = ALIGNMENT / size_of::<f32>();
 
-/// Floats at a 64-byte boundary. Dropped, its memory returns to its engine.
+/// Floats at a 64-byte boundary. When it is dropped, its memory returns to its engine.
 #[derive(Debug)]
 pub struct Buffer {
     memory: Vec<f32>,
@@ -51,7 +51,7 @@ impl Drop for Buffer {
     }
 }
 
-/// Free memory of one engine.
+/// The free buffers of one engine.
 #[derive(Debug)]
 pub(crate) struct BufferPool {
     free: Mutex<FreeList<f32>>,
@@ -62,14 +62,14 @@ impl BufferPool {
         Arc::new(Self { free: Mutex::new(FreeList::new(max_free)) })
     }
 
-    /// A buffer of these floats.
+    /// A buffer with a copy of these floats.
     pub(crate) fn collect(self: &Arc<Self>, values: impl ExactSizeIterator<Item = f32>) -> Buffer {
         let mut buffer = self.take(values.len());
         buffer.as_mut().iter_mut().zip(values).for_each(|(place, value)| *place = value);
         buffer
     }
 
-    /// A buffer of `len` floats of unspecified value.
+    /// A buffer of `len` floats with unspecified values.
     pub(crate) fn take(self: &Arc<Self>, len: usize) -> Buffer {
         let memory = self.free.lock().take(len + LANES - 1);
         // Moving the vector does not move its heap memory.

@@ -10,13 +10,13 @@ use crate::buffer::BufferPool;
 use crate::device::Device;
 use crate::options::EngineOptions;
 
-/// One engine's tables, memory and name.
+/// The tables, the memory and the token fields of one engine.
 pub(crate) struct Context {
     pub(crate) tables: Arc<dyn Tables>,
     pub(crate) schema: Schema,
     pub(crate) buffers: Arc<BufferPool>,
     pub(crate) gradient_scale: f32,
-    /// Pools in place of the CPU.
+    /// The device that pools in place of the CPU.
     pub(crate) device: Option<Arc<dyn Device>>,
     job: JobId,
     generation: u64,
@@ -30,7 +30,7 @@ impl Context {
         options: &EngineOptions,
         device: Option<Arc<dyn Device>>,
     ) -> Self {
-        // A step holds outputs and divisors of every slot, and rows of every table.
+        // A step holds the outputs and divisors of every slot, and the rows of every table.
         let buffers = 2 * (options.staleness + 2) * schema.slots.len() + 4 * schema.tables.len();
         Self {
             tables,
@@ -44,17 +44,17 @@ impl Context {
         }
     }
 
-    /// The name of this rank's step.
+    /// The token of this step of the rank.
     pub(crate) fn token(&self, seq: u64) -> Token {
         Token { job: self.job, generation: self.generation, rank: self.rank, seq }
     }
 
-    /// Floats of a row of this table.
+    /// The number of floats in a row of this table.
     pub(crate) fn dim(&self, table: usize) -> usize {
         self.schema.tables[table].dim
     }
 
-    /// Floats of a row of this slot.
+    /// The number of floats in a row of this slot.
     pub(crate) fn dim_of_slot(&self, slot: usize) -> usize {
         self.dim(self.schema.slots[slot].table)
     }

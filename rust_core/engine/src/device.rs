@@ -1,7 +1,6 @@
-//! Devices that pool rows and sum gradients in place of the CPU. The engine is given one and does not depend
-//! on its kind.
+//! Devices that pool rows and sum gradients in place of the CPU. The engine gets one and does not depend on its type.
 //!
-//! A device gives the bits of [`persia_kernels`]: the same sums in the same order.
+//! The results of a device are bit-identical to those of [`persia_kernels`]: the same sums in the same order.
 
 use std::any::Any;
 use std::borrow::Cow;
@@ -9,7 +8,7 @@ use std::sync::Arc;
 
 use persia_kernels::{Bags, Csr};
 
-/// A failure of a device: where, why, and what to do next.
+/// An error of a device: the place, the cause, and the next step.
 pub type DeviceError = Arc<dyn std::error::Error + Send + Sync>;
 
 /// The tensors of a look-up on a device. Only the device's own crate can read them.
@@ -17,40 +16,40 @@ pub type OnDevice = Arc<dyn Any + Send + Sync>;
 
 /// A device that pools look-ups.
 pub trait Device: Send + Sync {
-    /// Make room for a look-up.
+    /// Allocate the memory of a look-up.
     ///
     /// # Errors
-    /// No memory, or a device that failed.
+    /// There is no memory, or the device failed.
     fn begin<'a>(&'a self, work: &DeviceWork<'_>) -> Result<Box<dyn DeviceLookup + 'a>, DeviceError>;
 }
 
-/// A look-up that waits for its rows.
+/// A look-up whose rows have not been written yet.
 pub trait DeviceLookup {
-    /// Memory for the vectors of each table, in their order: `[vectors, dim]`, of unspecified value.
+    /// Memory for the vectors of each table, in the order of the tables: `[vectors, dim]`, with unspecified values.
     fn rows(&mut self) -> Vec<&mut [f32]>;
 
     /// Start the copy and the pooling, and return without waiting.
     ///
     /// # Errors
-    /// A device that failed.
+    /// The device failed.
     fn launch(self: Box<Self>) -> Result<OnDevice, DeviceError>;
 }
 
-/// One batch, as a device needs it.
+/// The parts of a batch that a device needs.
 #[derive(Debug)]
 pub struct DeviceWork<'a> {
     /// Tables of the request.
     pub tables: Vec<DeviceTable>,
     /// Id features, in the batch's order.
     pub features: Vec<DeviceFeature<'a>>,
-    /// Dense inputs, then labels.
+    /// The dense inputs, followed by the labels.
     pub tensors: Vec<&'a [u8]>,
 }
 
 /// One table of a request.
 #[derive(Debug, Clone)]
 pub struct DeviceTable {
-    /// Floats of a row.
+    /// The number of floats in a row.
     pub dim: usize,
     /// The rows of the look-up: of unique ids, or of samples.
     pub vectors: usize,
@@ -63,25 +62,26 @@ pub struct DeviceTable {
 pub struct DeviceFeature<'a> {
     /// Index into [`DeviceWork::tables`].
     pub table: usize,
-    /// Samples, or places of a raw feature.
+    /// The number of samples, or of positions of a raw feature.
     pub samples: usize,
     /// The rows of each sample; `None` where the table's vectors are those of samples.
     pub bags: Option<Bags<'a>>,
-    /// From its own unique ids to the table's; `None` if they are the same.
+    /// Maps its own unique ids to those of the table; `None` if they are the same.
     pub map: Option<&'a [u32]>,
-    /// Of a training batch: the samples of each of its unique ids.
+    /// For a training batch: the samples of each of its unique ids.
     pub csr: Option<Csr<'a>>,
     /// The weights in the order of `csr`.
     pub csr_weights: Option<&'a [f32]>,
-    /// Whether a mask says which places have an id.
+    /// Whether there is a mask of the positions that have an id.
     pub raw: bool,
 }
 
 /// Gradients that a device sums.
 pub trait DeviceGradients: Send {
-    /// Wait for them: for each table of the look-up its `[vectors, dim]`, multiplied by the push's whole scale.
+    /// Wait for the sums. Returns `[vectors, dim]` for each table of the look-up, multiplied by the complete scale of
+    /// the push.
     ///
     /// # Errors
-    /// A device that failed.
+    /// The device failed.
     fn wait(&mut self) -> Result<Vec<Cow<'_, [f32]>>, DeviceError>;
 }

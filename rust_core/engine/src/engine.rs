@@ -1,4 +1,4 @@
-//! The engine: one rank's access to the tables, over all its pipelines.
+//! The engine: one rank's access to the tables, for all its pipelines.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,7 +20,7 @@ use crate::stats::EngineStats;
 use crate::step::output::Output;
 use crate::step::{forward, missing, plan};
 
-/// Whether all pushes are acknowledged.
+/// The result of [`Engine::drain`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DrainOutcome {
     /// The tables hold every gradient that was pushed.
@@ -32,7 +32,7 @@ pub enum DrainOutcome {
 /// Result of [`Engine::lookup_now`].
 #[derive(Debug)]
 pub struct EvalResult {
-    /// One per id feature, in the batch's order.
+    /// The outputs, one for each id feature in the batch's order.
     pub outputs: Vec<Output>,
     /// The vectors, if the engine has a device; those of `outputs` are then empty.
     pub on_device: Option<OnDevice>,
@@ -40,8 +40,8 @@ pub struct EvalResult {
     pub report: LookupReport,
 }
 
-/// One rank's engine. Clones are the same engine. When the last clone and pipeline are dropped, the push thread pushes
-/// what is queued and ends.
+/// One rank's engine. Clones refer to the same engine. When the last clone and pipeline are dropped, the push thread
+/// pushes what is queued and ends.
 #[derive(Clone)]
 pub struct Engine {
     pusher: Arc<PushThread>,
@@ -83,7 +83,7 @@ impl Engine {
         Pipeline::open(Arc::clone(&self.pusher))
     }
 
-    /// Look a batch up outside any pipeline; nothing is changed. It may or may not see pushes in flight: call
+    /// Look up a batch outside any pipeline. Nothing is changed. It may or may not see pushes in flight: call
     /// [`Self::drain`] first if that matters.
     ///
     /// # Errors
@@ -92,7 +92,7 @@ impl Engine {
         self.lookup_on(self.scheduler().context.device.as_deref(), batch, mode)
     }
 
-    /// As [`Self::lookup_now`], on another device than the engine's, or on the CPU.
+    /// Like [`Self::lookup_now`], on a device other than the engine's, or on the CPU.
     ///
     /// # Errors
     /// As [`Self::lookup_now`], and [`Error::Device`].
@@ -115,8 +115,8 @@ impl Engine {
         Ok(EvalResult { outputs: done.outputs, on_device: done.on_device, report: done.report })
     }
 
-    /// For each id feature the number of its unique ids, and how many of them have no row. Each feature is looked up by
-    /// itself, and nothing is changed.
+    /// For each id feature: the number of its unique ids, and how many of them have no row. Each feature is looked up
+    /// separately, and nothing is changed.
     ///
     /// # Errors
     /// [`Error::FeatureMismatch`], [`Error::Lookup`].
@@ -163,7 +163,7 @@ impl Engine {
         self.scheduler().wake_workers();
     }
 
-    /// The latest training step handed out by a pipeline; `first_seq - 1` before any.
+    /// The latest training step that a pipeline has returned; before the first, `first_seq - 1`.
     pub fn step(&self) -> u64 {
         self.scheduler().lock().step
     }
@@ -183,7 +183,7 @@ impl Engine {
         self.scheduler().lock().failed.clone()
     }
 
-    /// Counters and times so far.
+    /// The counters and times since the engine started.
     pub fn stats(&self) -> EngineStats {
         let state = self.scheduler().lock();
         let staleness = state.window.len() as u64;

@@ -7,30 +7,30 @@ use persia_types::TablesError;
 
 use crate::device::DeviceError;
 
-/// What failed, where, and what to do next.
+/// An error: the problem, its place, and the next step.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum Error {
     /// A batch without samples or id features.
     #[error("the batch is empty: {what}")]
     Empty {
-        /// No samples, or no id features.
+        /// The part that is missing: samples or id features.
         what: &'static str,
     },
     /// Features, tensors and labels of different lengths.
     #[error("batch sizes differ: {}; each needs one entry per sample", list_sizes(.sizes))]
     UnequalBatchSizes {
-        /// Every part of the batch and its number of samples.
+        /// Every part of the batch with its number of samples.
         sizes: Vec<(String, usize)>,
     },
-    /// Two parts of one name.
+    /// Two parts with the same name.
     #[error("names used more than once in one batch: {}; give each {kind} its own", .names.join(", "))]
     DuplicateNames {
-        /// Id feature, dense tensor or label.
+        /// The kind of the parts: id feature, dense tensor or label.
         kind: &'static str,
-        /// Each name once.
+        /// The repeated names, each once.
         names: Vec<String>,
     },
-    /// An id feature that contradicts itself.
+    /// An id feature whose parts do not agree.
     #[error("id feature {feature:?}: {what}")]
     BadFeature {
         /// Its name.
@@ -38,18 +38,18 @@ pub enum Error {
         /// The problem, and what was expected.
         what: String,
     },
-    /// A tensor that contradicts itself.
+    /// A tensor whose parts do not agree.
     #[error("{tensor}: {what}")]
     BadTensor {
-        /// Dense tensor or label, and its name.
+        /// The kind of the tensor, dense tensor or label, and its name.
         tensor: String,
         /// The problem, and what was expected.
         what: String,
     },
-    /// Beyond a limit of `persia_types::limits`.
+    /// A size above a limit of `persia_types::limits`.
     #[error("{what}: {size} is above the limit of {limit}; use smaller batches")]
     TooLarge {
-        /// The name of the number.
+        /// The quantity that is too large.
         what: String,
         /// Found.
         size: usize,
@@ -59,13 +59,13 @@ pub enum Error {
     /// NaN or infinity in the input.
     #[error("{tensor}: {value} at row {row}, column {column}; clean the data or drop the sample")]
     NonFinite {
-        /// Dense tensor or label, and its name.
+        /// The kind of the tensor, dense tensor or label, and its name.
         tensor: String,
         /// Sample.
         row: usize,
-        /// Place inside the sample, flattened.
+        /// The flattened position within the sample.
         column: usize,
-        /// NaN, inf or -inf.
+        /// The value: NaN, inf or -inf.
         value: f64,
     },
     /// A label that is neither 0 nor 1.
@@ -75,12 +75,12 @@ pub enum Error {
         tensor: String,
         /// Sample.
         row: usize,
-        /// Place inside the sample, flattened.
+        /// The flattened position within the sample.
         column: usize,
         /// Found.
         value: f64,
     },
-    /// Bytes that are not a batch.
+    /// Bytes that do not encode a valid batch.
     #[error("not a valid batch at byte {at}: {what}; send it again")]
     BadBytes {
         /// The position at which reading stopped.
@@ -91,9 +91,9 @@ pub enum Error {
     /// Features and slots that do not match.
     #[error("{}", describe_mismatch(.unknown, .missing, .known))]
     FeatureMismatch {
-        /// In the batch, not in the configuration.
+        /// The features that are in the batch but not in the configuration.
         unknown: Vec<String>,
-        /// In the configuration, not in the batch.
+        /// The slots that are in the configuration but not in the batch.
         missing: Vec<String>,
         /// Every slot of the configuration.
         known: Vec<String>,
@@ -109,7 +109,7 @@ pub enum Error {
     /// Gradients that do not fit the batch.
     #[error("gradients of step {step}: {what}")]
     BadGradient {
-        /// The step they were meant for.
+        /// The step to which they were to be applied.
         step: u64,
         /// The feature, and what was expected.
         what: String,
@@ -133,11 +133,11 @@ pub enum Error {
     /// A device that could not pool a look-up, or sum gradients; the engine stops.
     #[error("{worker} of step {step} failed: {source}")]
     Device {
-        /// Look-up or push.
+        /// The worker: look-up or push.
         worker: &'static str,
         /// The batch's step.
         step: u64,
-        /// Why, and what to do.
+        /// The cause, and the next step.
         source: DeviceError,
     },
     /// The source of batches failed.
@@ -146,25 +146,25 @@ pub enum Error {
     /// A bug: a worker thread panicked; the engine stops.
     #[error("the {worker} thread panicked at step {step}: {what}; this is a defect, please report it")]
     Panicked {
-        /// Look-up or push.
+        /// The worker: look-up or push.
         worker: &'static str,
         /// The step.
         step: u64,
-        /// The panic's message.
+        /// The message of the panic.
         what: String,
     },
     /// A thread that could not be started.
     #[error("cannot start the {worker} thread: {source}")]
     Spawn {
-        /// Look-up or push.
+        /// The worker: look-up or push.
         worker: &'static str,
         /// Why.
         source: Arc<std::io::Error>,
     },
-    /// Used after it was closed.
+    /// A pipeline or engine that is used after it was closed.
     #[error("{what} is closed: open a new one")]
     Closed {
-        /// Pipeline or engine.
+        /// The closed object: pipeline or engine.
         what: &'static str,
     },
 }

@@ -25,7 +25,7 @@
 //! # Ok(()) }
 //! ```
 //!
-//! The engine knows neither Python nor the network nor the disk. It has no async runtime, only a look-up thread per
+//! The engine does not depend on Python, the network or the disk. It has no async runtime, only a look-up thread per
 //! pipeline and a push thread.
 
 #[cfg(target_endian = "big")]

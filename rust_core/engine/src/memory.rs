@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use parking_lot::Mutex;
 use persia_types::id::Id;
 
-/// Shorter vectors are left to the allocator.
+/// The allocator manages shorter vectors.
 const MIN_REUSED: usize = 1024;
 
 /// Free vectors by capacity. Their number is bounded.
@@ -24,7 +24,7 @@ impl<T: Copy + Default> FreeList<T> {
     /// A vector of `len` elements with unspecified content: the smallest free one that fits, unless it is more than twice
     /// as large.
     pub(crate) fn take(&mut self, len: usize) -> Vec<T> {
-        // Sizes that differ a little from batch to batch share their vectors.
+        // Vectors can be reused if sizes differ slightly between batches.
         let wanted = len.next_multiple_of(MIN_REUSED);
         let found = self.by_capacity.range_mut(wanted..=wanted * 2).next();
         let mut vector = match found {
@@ -77,7 +77,7 @@ pub(crate) struct FeatureMemory {
 }
 
 impl Default for FeatureMemory {
-    /// Room for the vectors of some hundred features: about twenty large batches.
+    /// The capacity for the vectors of several hundred features, or about twenty large batches.
     fn default() -> Self {
         Self {
             places: Mutex::new(FreeList::new(4096)),
@@ -88,26 +88,26 @@ impl Default for FeatureMemory {
 }
 
 impl FeatureMemory {
-    /// `len` indices of unspecified value.
+    /// A vector of `len` indices with unspecified values.
     pub(crate) fn places(&self, len: usize) -> Vec<u32> {
         self.places.lock().take(len)
     }
 
-    /// A copy of `places`.
+    /// A copy of `places` in a reused vector.
     pub(crate) fn copy_places(&self, places: &[u32]) -> Vec<u32> {
         let mut copy = self.places(places.len());
         copy.copy_from_slice(places);
         copy
     }
 
-    /// A copy of `ids`.
+    /// A copy of `ids` in a reused vector.
     pub(crate) fn copy_ids(&self, ids: &[Id]) -> Vec<Id> {
         let mut copy = self.ids.lock().take(ids.len());
         copy.copy_from_slice(ids);
         copy
     }
 
-    /// `len` weights of unspecified value.
+    /// A vector of `len` weights with unspecified values.
     pub(crate) fn weights(&self, len: usize) -> Vec<f32> {
         self.weights.lock().take(len)
     }
@@ -141,7 +141,7 @@ mod tests {
         let vector = free.take(5000);
         let place = vector.as_ptr();
         free.put(vector);
-        let small = free.take(2000); // less than half the size: not used for it
+        let small = free.take(2000); // less than half of the size, so it is not reused
         assert_ne!(small.as_ptr(), place);
         let again = free.take(4900);
         assert_eq!((again.as_ptr(), again.len()), (place, 4900));

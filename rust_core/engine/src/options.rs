@@ -13,13 +13,14 @@ pub struct EngineOptions {
     pub generation: u64,
     /// This trainer's rank, below `world_size`.
     pub rank: u32,
-    /// Trainer ranks of the run.
+    /// The number of ranks of the run.
     pub world_size: u32,
-    /// K, 1 to 64: at most K - 1 own pushes are unacknowledged when a look-up is served. 1 when `reproducible`.
+    /// The staleness K, from 1 to 64: when a look-up is served, at most K - 1 of this rank's pushes are unacknowledged.
+    /// It is 1 if `reproducible`.
     pub staleness: usize,
-    /// Look a batch up only when it is asked for and all earlier pushes are acknowledged.
+    /// Look up a batch only when it is requested and all earlier pushes are acknowledged.
     pub reproducible: bool,
-    /// Batches a pipeline holds before `feed` waits, at least 1.
+    /// The number of batches that a pipeline holds before `feed` waits, at least 1.
     pub forward_buffer: usize,
     /// The first step, from 1; a resumed run starts after the step of its checkpoint.
     pub first_seq: u64,
@@ -44,7 +45,7 @@ impl Default for EngineOptions {
 }
 
 impl EngineOptions {
-    /// Whether ranks look up and push in the order of their numbers, at every step.
+    /// Whether ranks look up and push in the order of their numbers in every step.
     pub fn takes_turns(&self) -> bool {
         self.reproducible && self.world_size > 1
     }

@@ -7,31 +7,31 @@ use persia_types::tables::{LookupReport, PushReport};
 /// Counters, gauges and times since the engine started.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct EngineStats {
-    /// Training batches looked up.
+    /// The number of training batches that were looked up.
     pub lookups: u64,
     /// Pushes acknowledged.
     pub pushes: u64,
-    /// Sum over training look-ups.
+    /// The sum of the reports of training look-ups.
     pub lookup_report: LookupReport,
-    /// Sum over pushes; `first_nonfinite` is the first ever.
+    /// The sum of the reports of pushes; `first_nonfinite` is the first since the engine started.
     pub push_report: PushReport,
-    /// Training batches looked up whose gradients are not in the tables yet.
+    /// The number of training batches that were looked up and whose gradients are not in the tables yet.
     pub staleness: u64,
-    /// The most such batches when another was looked up; below K.
+    /// The largest number of such batches when another one was looked up; it is below K.
     pub max_staleness: u64,
-    /// Per slot of the schema.
+    /// The counters of each slot of the schema.
     pub slots: Vec<SlotStats>,
-    /// Deduplication, in the thread that built the batch.
+    /// The time of deduplication, in the thread that built the batch.
     pub deduplicate: StageTime,
-    /// Planning: matching features with slots, merging those that share a table, divisors.
+    /// The time of planning: matching features with slots, merging those that share a table, computing divisors.
     pub plan: StageTime,
-    /// Waiting for room in the staleness window with a batch planned.
+    /// The time of waiting for space in the staleness window with a planned batch.
     pub staleness_wait: StageTime,
     /// `Tables::lookup`.
     pub lookup: StageTime,
     /// Pooling.
     pub pool: StageTime,
-    /// Segment sum of gradients.
+    /// The time of the segment sum of gradients.
     pub segment_sum: StageTime,
     /// `Tables::push`.
     pub push: StageTime,
@@ -40,18 +40,18 @@ pub struct EngineStats {
 /// Ids of one slot in training look-ups.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SlotStats {
-    /// Occurrences of ids, duplicates included.
+    /// The number of occurrences of ids, including duplicates.
     pub occurrences: u64,
-    /// Unique ids, batch by batch.
+    /// The sum over batches of the number of unique ids.
     pub unique: u64,
-    /// Ids of a raw feature that were truncated: their samples have more ids than places.
+    /// The number of ids of a raw feature that were truncated because their samples have more ids than positions.
     pub truncated: u64,
 }
 
 /// The time of one stage, over all steps.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct StageTime {
-    /// Times it ran.
+    /// How often the stage ran.
     pub count: u64,
     /// Sum.
     pub total: Duration,
@@ -70,7 +70,7 @@ impl StageTime {
     }
 }
 
-/// Measures stages, one after the other.
+/// Measures the time of consecutive stages.
 pub(crate) struct Stopwatch(Instant);
 
 impl Stopwatch {
@@ -78,7 +78,7 @@ impl Stopwatch {
         Self(Instant::now())
     }
 
-    /// Time since the last lap.
+    /// The time since the previous call.
     pub(crate) fn lap(&mut self) -> Duration {
         let now = Instant::now();
         let spent = now - self.0;

@@ -1,17 +1,17 @@
-//! Mistakes of data, all together.
+//! The errors of data: all mistakes of a batch together.
 
 use std::fmt;
 
-/// One mistake of the data.
+/// One mistake in the data.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mistake {
-    /// The feature or label.
+    /// The name of the feature or label.
     pub feature: String,
-    /// Its line in the file that declares it; 0 if it was not read from one.
+    /// Its line in the file that declares it; 0 if it was not read from a file.
     pub line: usize,
     /// The row, counted from 0; None if it is about the column.
     pub row: Option<u64>,
-    /// Column, what was found, what is allowed, and what to do.
+    /// The column, the value that was found, what is allowed, and the next step.
     pub message: String,
 }
 
@@ -31,7 +31,7 @@ impl fmt::Display for Mistake {
 /// All mistakes of one batch of data. Never empty.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub struct DataErrors {
-    /// In the order of the features, then of the labels.
+    /// The mistakes, in the order of the features, then of the labels.
     pub mistakes: Vec<Mistake>,
 }
 
@@ -47,34 +47,34 @@ impl fmt::Display for DataErrors {
     }
 }
 
-/// A transform that cannot be made.
+/// A transform that cannot be created.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TransformError {
-    /// Numbers or types are not fitted.
+    /// Values or types are not fitted.
     #[error("the features are not fitted: {}. Fit them over the training data, or give these in the file", .missing.join("; "))]
     Unfitted {
-        /// Feature and what it lacks, each.
+        /// Each feature with the values that it lacks.
         missing: Vec<String>,
     },
-    /// The training data has no number to fit.
+    /// The training data has no values to fit.
     #[error("nothing to fit: {}", .features.join("; "))]
     NothingToFit {
-        /// Feature and why, each.
+        /// Each feature with the reason.
         features: Vec<String>,
     },
-    /// The features contradict each other, or this build.
+    /// The features contradict each other, or need something that this build lacks.
     #[error("{what}")]
     Contradiction {
-        /// Why, and what to do.
+        /// The reason, and the next step.
         what: String,
     },
-    /// The text is not a transform.
+    /// The JSON is not a transform.
     #[error("not a transform: {what}")]
     Invalid {
         /// Why.
         what: String,
     },
-    /// The numbers were fitted for other features.
+    /// The transform was fitted for other features.
     #[error("the transform was fitted for other features: {}. Fit again in a new run, or restore the file", .differences.join("; "))]
     OtherFeatures {
         /// Each difference.

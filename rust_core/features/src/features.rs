@@ -39,7 +39,7 @@ impl Features {
         self.0.features.iter().any(|feature| Needs::of(&feature.rule).any())
     }
 
-    /// The transform with these fitted numbers.
+    /// The transform with these fitted values.
     ///
     /// # Errors
     /// [`TransformError::Unfitted`] with everything that is neither given nor fitted.
@@ -50,7 +50,7 @@ impl Features {
     /// The transform that was fitted for these features, by its JSON.
     ///
     /// # Errors
-    /// [`TransformError::Invalid`] if the text is no transform, [`TransformError::OtherFeatures`] if it was fitted for
+    /// [`TransformError::Invalid`] if the JSON is not a transform, [`TransformError::OtherFeatures`] if it was fitted for
     /// features that make other ids or floats.
     pub fn load(&self, json: &str) -> Result<Transform, TransformError> {
         let stored = Transform::from_json(json)?;
@@ -62,7 +62,7 @@ impl Features {
     }
 }
 
-/// Everything that would make other ids, floats or labels.
+/// All differences that would change ids, floats or labels.
 fn differences(file: &FeaturesConfig, stored: &FeaturesConfig) -> Vec<String> {
     let mut all = Vec::new();
     let names = |config: &FeaturesConfig| -> Vec<String> {

@@ -1,17 +1,18 @@
-//! How values become ids. None of it ever changes: checkpoints and served models depend on it.
+//! How values become ids. These rules never change, because checkpoints and served models depend on them.
 //!
 //! | value | id |
 //! |---|---|
 //! | string | `xxh3_64(prefix ‖ bytes, SEED)`, of its UTF-8 bytes |
-//! | integer, interval of a bucket, part of a date | itself; negative ones modulo 2^64. With a prefix, as the string of its digits |
-//! | null | `xxh3_64(prefix ‖ 0xFF "null", SEED)`, which no string gives: UTF-8 has no byte 0xFF |
+//! | integer, interval of a bucket, part of a date | the number itself, modulo 2^64 if negative; with a prefix, the id
+//! of the string of its digits |
+//! | null | `xxh3_64(prefix ‖ 0xFF "null", SEED)`, which differs from every string: UTF-8 has no byte 0xFF |
 //! | cross | `xxh3_64(id_1 ‖ … ‖ id_n, CROSS_SEED)`, each id as 8 bytes, little-endian |
 
 use twox_hash::XxHash3_64;
 
-/// The seed of strings: "persia" as a number.
+/// The seed for strings: the bytes of "persia" as a number.
 pub const SEED: u64 = 0x0000_7065_7273_6961;
-/// The seed of crosses: "xpersia" as a number.
+/// The seed for crosses: the bytes of "xpersia" as a number.
 pub const CROSS_SEED: u64 = 0x0078_7065_7273_6961;
 
 const NULL: &[u8] = b"\xffnull";
@@ -39,7 +40,7 @@ pub fn hash_cross(ids: &[u64]) -> u64 {
     }
 }
 
-/// Hashes values behind a prefix.
+/// Hashes values that follow a prefix.
 #[derive(Debug, Clone)]
 pub(crate) struct IdHasher {
     prefix: Vec<u8>,
@@ -58,7 +59,7 @@ impl IdHasher {
         self.null
     }
 
-    /// The id of a string. `scratch` is memory to reuse.
+    /// The id of a string. `scratch` is a buffer that is reused.
     #[inline]
     pub(crate) fn text(&self, text: &[u8], scratch: &mut Vec<u8>) -> u64 {
         let lowers = self.lower && text.iter().any(u8::is_ascii_uppercase);

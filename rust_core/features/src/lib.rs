@@ -1,15 +1,15 @@
-//! Feature transforms: a description, compiled once, makes the same ids and floats of the same values wherever they come
-//! from, an Arrow record batch of any layout or a JSON record.
+//! Feature transforms. A description, compiled once, converts equal values to equal ids and floats, whether they are in
+//! an Arrow record batch of any layout or in a JSON record.
 //!
 //! * [`Features`]: the blocks `features` and `labels` of `persia.yml`
-//! * [`Fitter`]: one pass over the training data, which finds the fitted numbers
-//! * [`Transform`]: features with their fitted numbers, and their digest
-//! * [`Samples`]: what a transform makes: ids, floats and labels
-//! * [`Report`]: how often each feature met something unusual
+//! * [`Fitter`]: one pass over the training data, which computes the fitted values
+//! * [`Transform`]: features with their fitted values, and their digest
+//! * [`Samples`]: the output of a transform: ids, floats and labels
+//! * [`Report`]: counts of unusual values for each feature
 //! * [`Records`]: JSON records as input
 //! * [`hash`]: how values become ids
 //!
-//! Every value, of Arrow and of JSON, is one `Cell` before any rule looks at it, so that there is one set of rules.
+//! Every value, of Arrow and of JSON, becomes a `Cell` before a rule is applied, so that there is one set of rules.
 
 mod error;
 mod features;

@@ -1,11 +1,11 @@
-//! [`Report`]: how often each feature met something unusual.
+//! [`Report`]: counts of unusual values for each feature.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use serde::{Serialize, Serializer};
 
-/// What is unusual about a value. Each has a rule of its own.
+/// The kind of an unusual value. Each kind has its own rule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(usize)]
 pub enum Unusual {
@@ -13,9 +13,9 @@ pub enum Unusual {
     Null,
     /// The empty string.
     Empty,
-    /// The column, or the key of a record, is not there.
+    /// The column, or the key of a record, is missing.
     Missing,
-    /// NaN, infinity, or a number beyond those of f32.
+    /// NaN, infinity, or a number beyond the range of f32.
     NotFinite,
     /// A value of another type than the feature's.
     WrongType,
@@ -23,12 +23,12 @@ pub enum Unusual {
     OutOfRange,
     /// A row with more ids than the sequence keeps.
     Truncated,
-    /// An id that training never had. The look-up counts it, with [`Report::add_unseen`].
+    /// An id that did not occur in training. The look-up counts it, with [`Report::add_unseen`].
     Unseen,
 }
 
 impl Unusual {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [Self; 8] = [
         Self::Null,
         Self::Empty,
@@ -40,7 +40,7 @@ impl Unusual {
         Self::Unseen,
     ];
 
-    /// Its word in reports.
+    /// The name of the kind in reports.
     pub fn word(self) -> &'static str {
         match self {
             Self::Null => "null",
@@ -55,7 +55,7 @@ impl Unusual {
     }
 }
 
-/// One count for each [`Unusual`].
+/// One count for each kind of [`Unusual`].
 pub(crate) type Counts = [u64; Unusual::ALL.len()];
 
 /// Counts of unusual values, for each feature and label.
@@ -72,7 +72,7 @@ impl Report {
         Self { rows: 0, names, counts }
     }
 
-    /// Rows that were transformed.
+    /// The number of rows that were transformed.
     pub fn rows(&self) -> u64 {
         self.rows
     }
@@ -82,7 +82,7 @@ impl Report {
         self.index(name).map_or(0, |index| self.counts[index][what as usize])
     }
 
-    /// Every count above 0, by feature or label and word.
+    /// Every count above 0, by feature or label, and by the name of the kind.
     pub fn counts(&self) -> BTreeMap<&str, BTreeMap<&'static str, u64>> {
         let above_zero = |counts: &Counts| -> BTreeMap<_, _> {
             let all = Unusual::ALL.into_iter().map(|what| (what.word(), counts[what as usize]));
@@ -92,7 +92,7 @@ impl Report {
         all.filter(|(_, counts)| !counts.is_empty()).collect()
     }
 
-    /// Add the counts of another report. Names that this one does not have are added.
+    /// Add the counts of another report, including its names that this one does not have.
     pub fn add(&mut self, other: &Self) {
         self.rows += other.rows;
         for (position, (name, counts)) in other.names.iter().zip(&other.counts).enumerate() {
@@ -109,7 +109,7 @@ impl Report {
         }
     }
 
-    /// Count ids of a feature that the look-up did not find.
+    /// Count ids of a feature for which the look-up found no row.
     pub fn add_unseen(&mut self, name: &str, ids: u64) {
         if let Some(index) = self.index(name) {
             self.counts[index][Unusual::Unseen as usize] += ids;
@@ -142,11 +142,11 @@ impl Serialize for Report {
     }
 }
 
-/// The counts of one feature in one batch, and its first value that strict reading refuses.
+/// The counts of one feature in one batch, and the first value that the strict mode refuses.
 #[derive(Debug, Default)]
 pub(crate) struct Tally {
     pub(crate) counts: Counts,
-    /// Its row in the batch, and what is wrong.
+    /// The row of that value in the batch, and the mistake.
     pub(crate) first_wrong: Option<(usize, String)>,
 }
 
@@ -156,7 +156,7 @@ impl Tally {
         self.counts[what as usize] += 1;
     }
 
-    /// A value that strict reading refuses.
+    /// Record a value that the strict mode refuses.
     #[cold]
     pub(crate) fn wrong(&mut self, row: usize, message: impl FnOnce() -> String) {
         self.count(Unusual::WrongType);

@@ -1,18 +1,18 @@
-//! [`Samples`]: what a transform makes of rows.
+//! [`Samples`]: the output of a transform.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use crate::report::Report;
 
-/// The names of what a transform makes, in the order of the declarations.
+/// The names of the outputs of a transform, in the order of the declarations.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Names {
-    /// Of the features with an embedding.
+    /// The names of the features with an embedding.
     pub slots: Vec<String>,
-    /// Of the dense columns.
+    /// The names of the dense columns.
     pub dense: Vec<String>,
-    /// Of the labels.
+    /// The names of the labels.
     pub labels: Vec<String>,
 }
 
@@ -21,10 +21,10 @@ pub struct Names {
 pub struct Ids {
     /// All ids, row after row.
     pub ids: Vec<u64>,
-    /// Row `i` has `ids[offsets[i]..offsets[i + 1]]`; None means one id in every row, which the declaration decides, not
-    /// the data.
+    /// Row `i` has `ids[offsets[i]..offsets[i + 1]]`; None means one id in every row, which depends on the declaration
+    /// only, not on the data.
     pub offsets: Option<Vec<u32>>,
-    /// One for each id; None means 1 for all.
+    /// One weight for each id; None means 1 for all.
     pub weights: Option<Vec<f32>>,
 }
 
@@ -39,7 +39,7 @@ impl Ids {
         self.offsets.as_ref().map_or(self.ids.len(), |offsets| offsets.len() - 1)
     }
 
-    /// The places in `ids` of a row's.
+    /// The range of the ids of a row in `ids`.
     #[inline]
     pub fn bounds(&self, row: usize) -> Range<usize> {
         match &self.offsets {
@@ -48,18 +48,18 @@ impl Ids {
         }
     }
 
-    /// A row with this id, or without any. With one id in every row, `id` is given.
+    /// Add a row with this id, or without an id. If every row has one id, `id` must be given.
     #[inline]
     pub(crate) fn push(&mut self, id: Option<u64>) {
         self.ids.extend(id);
         self.end_row();
     }
 
-    /// The row is whole.
+    /// End the row.
     #[inline]
     pub(crate) fn end_row(&mut self) {
         if let Some(offsets) = &mut self.offsets {
-            // The engine refuses more ids than a u32 counts: offsets that do not ascend.
+            // The engine refuses more ids than a u32 can count, because their offsets do not ascend.
             offsets.push(u32::try_from(self.ids.len()).unwrap_or(u32::MAX));
         }
     }
@@ -81,11 +81,11 @@ impl Ids {
 pub struct Samples {
     pub(crate) rows: usize,
     pub(crate) names: Arc<Names>,
-    /// In the order of the slots' names.
+    /// The ids of each slot, in the order of the names.
     pub(crate) ids: Vec<Ids>,
-    /// Row-major, a column for each dense name.
+    /// The dense inputs, row-major, with a column for each dense name.
     pub(crate) dense: Vec<f32>,
-    /// In the order of the labels' names; empty without labels.
+    /// The labels, in the order of their names; empty without labels.
     pub(crate) labels: Vec<Vec<f32>>,
     pub(crate) report: Report,
 }
@@ -96,7 +96,7 @@ impl Samples {
         self.rows
     }
 
-    /// The names of its parts.
+    /// The names of the slots, dense columns and labels.
     pub fn names(&self) -> &Names {
         &self.names
     }
@@ -111,17 +111,17 @@ impl Samples {
         &self.dense
     }
 
-    /// Each label, in the order of the names; empty if labels were not asked for.
+    /// Each label, in the order of the names; empty if labels were not requested.
     pub fn labels(&self) -> &[Vec<f32>] {
         &self.labels
     }
 
-    /// What was unusual about the rows. Parts of samples have an empty one.
+    /// The counts of unusual values in the rows. A selection of rows has an empty report.
     pub fn report(&self) -> &Report {
         &self.report
     }
 
-    /// The rows at these places, in this order; None if a place is not below the number of rows.
+    /// The rows at these positions, in this order; None if a position is not below the number of rows.
     pub fn take(&self, places: &[usize]) -> Option<Self> {
         places.iter().all(|place| *place < self.rows).then(|| {
             let mut taken = self.without_rows();
@@ -139,7 +139,7 @@ impl Samples {
         })
     }
 
-    /// Append all rows of other samples; false if they have other parts.
+    /// Append all rows of other samples; false if the names differ.
     pub fn extend(&mut self, other: &Self) -> bool {
         let same = self.names == other.names && self.labels.len() == other.labels.len();
         if same {

@@ -1,4 +1,4 @@
-//! A training batch, as data-compose feeds it to trainers.
+//! A training batch, as data-compose sends it to trainers.
 
 use persia_engine::{Batch, BatchParts, Dtype, IdFeature, Tensor};
 
@@ -6,7 +6,7 @@ use super::memory;
 
 /// The memory of the deduplication's tables, for any batch.
 const FIXED_BYTES: usize = 1 << 20;
-/// A feature of one id is a few bytes on the way, and has offsets of 256 shards here.
+/// A feature with one id takes a few bytes on the network, but here it has the offsets of 256 shards.
 const BYTES_PER_BYTE: usize = 64;
 const VERSION: [u8; 2] = [2, 0];
 
@@ -32,7 +32,7 @@ pub fn check(data: &[u8]) -> bool {
     true
 }
 
-/// With the checksum that belongs at its end.
+/// The bytes with the correct checksum at the end.
 fn sealed(mut bytes: Vec<u8>) -> Vec<u8> {
     if let Some((body, checksum)) = bytes.split_last_chunk_mut::<4>() {
         *checksum = crc32c::crc32c(body).to_le_bytes();

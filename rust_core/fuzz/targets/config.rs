@@ -11,11 +11,11 @@ use persia_types::{Initializer, Optimizer, Schema};
 
 use super::memory;
 
-/// Aliases repeat what they name: nodes are bounded, whatever the length of the text.
+/// Aliases repeat the nodes that they name, so the number of nodes is bounded regardless of the length of the text.
 const MOST_BYTES: usize = 512 << 20;
 
-/// Mistakes have a place; Windows' ends of lines change nothing; an accepted schema is one that a store takes, and that
-/// survives its way to servers.
+/// Mistakes have a position; Windows line endings change nothing; an accepted schema is accepted by a store, and is
+/// unchanged after it is sent to servers.
 pub fn check(data: &[u8]) -> bool {
     let Ok(text) = std::str::from_utf8(data) else { return false };
     let embedding = parsed(text, EmbeddingConfig::parse);

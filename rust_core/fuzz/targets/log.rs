@@ -1,7 +1,7 @@
 //! The log that a server resumes from: its base, and segments of records.
 //!
 //! An input is the JSON of the base, then payloads of records, each after its length in 16 bits. A length of 65535 begins
-//! another segment. Bytes at the end that are no record are the torn end of the last segment.
+//! another segment. Trailing bytes that are not a record are the torn end of the last segment.
 
 use std::fs;
 use std::path::Path;
@@ -19,7 +19,7 @@ use super::scratch;
 
 const JOB: &str = "fuzz";
 const GENERATION: u64 = 3;
-/// The kind of the record with the length of the segment before.
+/// The kind of the record that has the length of the previous segment.
 const FOLLOWS: u8 = 6;
 const MAGIC: &[u8] = b"persia journal 3";
 const FRAME_BYTES: usize = 12;
@@ -39,7 +39,7 @@ pub fn check(data: &[u8]) -> bool {
     files.is_some()
 }
 
-/// Counters, and the files of all rows if a run is in progress.
+/// The counters, and the files of all rows if a run is in progress.
 fn state(dir: &Path) -> (Stats, Option<Vec<FileEntry>>) {
     let node = node(dir);
     let stats = Stats { memory_bytes: 0, ..node.stats().expect("a server has counters") };
@@ -121,7 +121,7 @@ fn lay(data: &[u8], dir: &Path) {
             }
             Some((payload, next)) => {
                 let mut payload = [payload, &[END]].concat();
-                // As a checksum: no mutation would find it.
+                // Like a checksum, it would not be found by a mutation.
                 if segment.len() == MAGIC.len()
                     && payload[0] == FOLLOWS
                     && payload.len() == 10
@@ -139,7 +139,7 @@ fn lay(data: &[u8], dir: &Path) {
     fs::write(log.join(number.to_string()), [&segment, rest].concat()).expect("written");
 }
 
-/// The bytes after a length, and the rest.
+/// The bytes that follow a length, and the remaining input.
 fn prefixed(data: &[u8]) -> Option<(&[u8], &[u8])> {
     let (length, rest) = data.split_first_chunk()?;
     rest.split_at_checked(u16::from_le_bytes(*length).into())
@@ -172,7 +172,7 @@ fn input_of(dir: &Path) -> Vec<u8> {
     input
 }
 
-/// Logs that a server wrote.
+/// Logs that a server has written.
 pub fn seeds() -> Vec<Vec<u8>> {
     let grouped = |ids: &[Id]| ShardedIds::group(ids).expect("some ids");
     let train = |node: &Node, seq: u64, table: usize, ids: &[Id]| {

@@ -12,13 +12,13 @@ use serde_json::value::RawValue;
 use super::{memory, scratch};
 
 const FILE: &str = "MANIFEST.json";
-/// The tail of a manifest, around its hash.
+/// The end of a manifest: the text before and after its hash.
 const HASH_KEY: &[u8] = b",\n  \"blake3\": \"";
 const END: &[u8] = b"\"\n}\n";
 const HASH_DIGITS: usize = 64;
 
 const FIXED_BYTES: usize = 1 << 20;
-/// A short number or name of JSON becomes a node of a map.
+/// A short JSON number or name becomes a map node.
 const BYTES_PER_BYTE: usize = 64;
 
 /// An accepted manifest is also accepted after it is written again, with the same content, and names only files of its
@@ -50,13 +50,13 @@ fn opened(dir: &Path, body: &[u8]) -> Option<Manifest> {
     memory::within(FIXED_BYTES + BYTES_PER_BYTE * body.len(), || Manifest::open(dir)).ok()
 }
 
-/// Without its hash, which `opened` computes.
+/// The manifest without its hash, which `opened` computes.
 fn body_of(data: &[u8]) -> &[u8] {
     let tail = data.len().saturating_sub(HASH_KEY.len() + HASH_DIGITS + END.len());
     if data.ends_with(END) && data[tail..].starts_with(HASH_KEY) { &data[..tail] } else { data }
 }
 
-/// As the store writes it, up to the hash.
+/// The manifest as the store writes it, up to the hash.
 fn text_of(manifest: &Manifest) -> String {
     let text = serde_json::to_string_pretty(manifest).expect("a manifest is JSON");
     text.strip_suffix("\n}").expect("an object").to_owned()

@@ -1,4 +1,4 @@
-//! Counts the allocations of a thread: a false length must not allocate memory.
+//! Counts the allocations of a thread, because a wrong length must not allocate memory.
 
 #![allow(unsafe_code, reason = "an allocator")]
 
@@ -15,18 +15,18 @@ thread_local! {
     static PEAK: Cell<isize> = const { Cell::new(0) };
 }
 
-/// Bytes are held from now on, or given back.
+/// Count bytes that are allocated or freed.
 fn count(bytes: isize) {
     let held = HELD.get() + bytes;
     HELD.set(held);
     PEAK.set(PEAK.get().max(held));
 }
 
-// SAFETY: every call is passed on as it is to the system's allocator; counting allocates nothing.
+// SAFETY: every call is forwarded unchanged to the system's allocator; counting allocates nothing.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout.size() as isize);
-        // SAFETY: the caller's promises are those that are asked for.
+        // SAFETY: the caller ensures the same conditions.
         unsafe { System.alloc(layout) }
     }
 

@@ -19,9 +19,9 @@ use tempfile::TempDir;
 
 /// A target; its corpus has its name.
 pub struct Target {
-    /// As `make fuzz T=` takes it.
+    /// The name that `make fuzz T=` accepts.
     pub name: &'static str,
-    /// Check bytes; returns whether they are accepted.
+    /// Checks bytes, and returns whether they are accepted.
     pub check: fn(&[u8]) -> bool,
     /// Accepted bytes.
     pub seeds: fn() -> Vec<Vec<u8>>,
@@ -37,7 +37,7 @@ pub const ALL: [Target; 6] = [
     Target { name: "wire", check: wire::check, seeds: wire::seeds },
 ];
 
-/// A directory in memory where there is one.
+/// A directory in memory, if the system has one.
 fn scratch() -> TempDir {
     let memory = Path::new("/dev/shm");
     let made = if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() };

@@ -1,4 +1,4 @@
-//! The file of a virtual shard, whose size and hash its manifest says right.
+//! The file of a virtual shard, whose size and hash are correct in its manifest.
 
 use std::cell::RefCell;
 use std::fs;
@@ -14,7 +14,7 @@ const FILE: &str = "shard-003.arrow";
 const SHARD: usize = 3;
 
 const FIXED_BYTES: usize = 1 << 20;
-/// A table without rows is some 50 bytes of JSON, twice in a file.
+/// A table without rows takes about 50 bytes of JSON, twice in a file.
 const BYTES_PER_BYTE: usize = 16;
 
 thread_local! {

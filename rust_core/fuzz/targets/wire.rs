@@ -29,10 +29,11 @@ const UNSEALED: u8 = 0x80;
 const SERVERS: [usize; 4] = [1, 2, 3, 16];
 
 const FIXED_BYTES: usize = 1 << 20;
-/// The memory allocated in advance for a part whose ids, uses or gradients have begun to arrive, and for its head.
+/// The memory that is allocated in advance for a part whose ids, lists or gradients have begun to arrive, and for its
+/// head.
 const AHEAD_BYTES: usize = 3 * (4 << 20) + (32 << 10);
 const BYTES_PER_BYTE: usize = 16;
-/// Floats of vectors up to which they are added up here.
+/// The number of floats up to which vectors are pooled here.
 const MOST_FLOATS: usize = 1 << 16;
 
 thread_local! {
@@ -79,7 +80,7 @@ fn push_chunk(message: &mut proto::PushRequest) -> Option<&mut Chunk> {
     }
 }
 
-/// What `receive` makes of a stream of these messages, in memory that their size and number of parts allow.
+/// The result of `receive` for a stream of these messages. It checks the memory against their size and number of parts.
 fn received<M: Clone, T>(
     messages: &[M],
     parts: usize,
@@ -141,7 +142,7 @@ fn check_lookup(messages: &[proto::LookupRequest], servers: usize, bytes: usize)
     true
 }
 
-/// As a middleware does it: the request, its uses, and what goes to each server.
+/// As in a middleware: the request, its lists, and the messages to each server.
 async fn divided_lookup(
     stream: &mut Incoming<proto::LookupRequest>,
     servers: usize,
@@ -168,7 +169,7 @@ async fn divided_lookup(
     Ok((split, uses, to_servers))
 }
 
-/// Ids of every part, server after server.
+/// The ids of every part, server after server.
 fn joined<'a>(of_servers: impl Iterator<Item = &'a Vec<ShardedIds>>, parts: usize) -> Vec<Vec<Id>> {
     let mut all = vec![Vec::new(); parts];
     for ids in of_servers {
@@ -177,12 +178,12 @@ fn joined<'a>(of_servers: impl Iterator<Item = &'a Vec<ShardedIds>>, parts: usiz
     all
 }
 
-/// A number that every format of rows can say.
+/// A number that is exact in every format of rows.
 fn number_of(id: Id) -> f32 {
     (id % 200) as f32
 }
 
-/// Rows return to their ids, from the last server first.
+/// Rows are assigned to their ids, starting with the last server.
 fn check_rows(split: &Split, of_servers: &[ReceivedLookup], ids: &[Vec<Id>]) {
     let parts: Vec<Part> = split.parts().iter().map(|part| part.clone().with_samples(None)).collect();
     let floats = parts.iter().map(|part| part.len() * part.format.dim);
@@ -210,7 +211,7 @@ fn check_rows(split: &Split, of_servers: &[ReceivedLookup], ids: &[Vec<Id>]) {
     }
 }
 
-/// Samples are pooled and returned, each once.
+/// Samples are pooled, and each is returned once.
 fn check_pooled(split: &Split, uses: &[Option<ReceivedCsr>], ids: &[Vec<Id>]) {
     for (at, ((part, uses), ids)) in split.parts().iter().zip(uses).zip(ids).enumerate() {
         let Some(uses) = uses else { continue };
@@ -274,7 +275,7 @@ fn encoded(push: &ReceivedPush, head: &proto::PushHead) -> Vec<proto::PushReques
     all.into_iter().map(|part| proto::PushRequest { part: Some(part) }).collect()
 }
 
-/// As a middleware does it: what goes to each server, gradients of samples summed per id.
+/// As in a middleware: the messages to each server, with gradients of samples summed per id.
 async fn divided_push(
     stream: &mut Incoming<proto::PushRequest>,
     servers: usize,

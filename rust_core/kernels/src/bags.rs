@@ -1,4 +1,4 @@
-//! [`Bags`]: the rows of each sample of a feature, and how they are added.
+//! [`Bags`]: the rows of each sample of a feature, with weights and divisors.
 
 use std::ops::Range;
 
@@ -7,13 +7,13 @@ use crate::{ShapeError, bad_shape};
 /// The rows of each sample of one feature, named as in FBGEMM and PyTorch.
 #[derive(Debug, Clone, Copy)]
 pub struct Bags<'a> {
-    /// Rows, sample after sample, in batch order.
+    /// The indices of rows, sample after sample, in batch order.
     pub indices: &'a [u32],
-    /// Per sample the start of its rows in `indices` (`samples + 1` offsets); `None` is one row per sample.
+    /// The start of each sample's rows in `indices` (`samples + 1` offsets); `None` means one row per sample.
     pub offsets: Option<&'a [u32]>,
-    /// Per index the factor of its row; `None` is 1.
+    /// The factor of the row of each index; `None` means 1.
     pub per_sample_weights: Option<&'a [f32]>,
-    /// Per sample the divisor of its sum; `None` is 1.
+    /// The divisor of each sample's sum; `None` means 1.
     pub divisors: Option<&'a [f32]>,
 }
 
@@ -23,7 +23,7 @@ impl<'a> Bags<'a> {
         self.offsets.map_or(self.indices.len(), |offsets| offsets.len().saturating_sub(1))
     }
 
-    /// The bags of some samples; lengths were checked.
+    /// The bags of a range of samples; the lengths were checked before.
     pub fn of(&self, samples: Range<usize>) -> Self {
         let divisors = self.divisors.map(|divisors| &divisors[samples.clone()]);
         match self.offsets {

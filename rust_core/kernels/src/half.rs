@@ -2,7 +2,7 @@
 //!
 //! Widening is exact. Narrowing rounds to the nearest number, ties to even, or stochastically: up or down with the
 //! probability that makes the expectation exact. A magnitude beyond the largest finite number, infinity included,
-//! becomes that number; a NaN stays a NaN. All instruction sets give the same bits.
+//! becomes that number; a NaN stays a NaN. The results are bit-identical for all instruction sets.
 
 use ::half::f16;
 
@@ -27,11 +27,11 @@ const INFINITY: u32 = 0x7F80_0000;
 /// IEEE 754 binary16.
 pub struct F16;
 
-/// Bits of 65504, the largest, as an f32.
+/// The bits of 65504, the largest finite number, as an f32.
 const F16_MAX: u32 = 0x477F_E000;
-/// Bits of 2⁻¹⁴, the smallest normal one, as an f32.
+/// The bits of 2⁻¹⁴, the smallest normal number, as an f32.
 const F16_NORMAL: u32 = 0x3880_0000;
-/// Mantissa bits that an f32 has in addition.
+/// The number of mantissa bits that an f32 has in addition.
 const F16_CUT: u32 = 13;
 /// The difference of the exponents' biases, as bits of an f32.
 const F16_REBIAS: u32 = (127 - 15) << 23;
@@ -57,7 +57,8 @@ impl Half for F16 {
         }
         let magnitude = magnitude.min(F16_MAX);
         let normal = (magnitude.wrapping_sub(F16_REBIAS).wrapping_add(draw >> (32 - F16_CUT))) >> F16_CUT;
-        // Subnormal numbers are 2⁻²⁴ apart: the smaller a number, the more bits are discarded. Below 2⁻³² all are.
+        // Subnormal numbers are 2⁻²⁴ apart: the smaller a number, the more bits are discarded. Below 2⁻³² all bits are
+        // discarded.
         let cut = (126 - (magnitude >> 23).min(112)).min(31);
         let mantissa = (magnitude & 0x007F_FFFF) | 0x0080_0000;
         let tiny = (mantissa + (draw >> (32 - cut))) >> cut;
@@ -81,7 +82,7 @@ pub fn f16_to_f32(bits: u16) -> f32 {
 #[inline(always)]
 pub fn f32_to_f16(number: f32) -> u16 {
     let (largest, smallest) = (f16::MAX.to_f32_const(), f16::MIN.to_f32_const());
-    // A NaN is neither above nor below, and stays.
+    // A NaN is neither above nor below a number, and is not changed.
     let number = if number > largest { largest } else { number };
     f16::from_f32_const(if number < smallest { smallest } else { number }).to_bits()
 }
@@ -89,7 +90,7 @@ pub fn f32_to_f16(number: f32) -> u16 {
 /// The upper half of a binary32.
 pub struct Bf16;
 
-/// Bits of the largest finite one, as an f32.
+/// The bits of the largest finite number, as an f32.
 const BF16_MAX: u32 = 0x7F7F_0000;
 
 impl Half for Bf16 {
@@ -121,14 +122,14 @@ fn bf16_nan(magnitude: u32) -> u16 {
     (magnitude >> 16) as u16 | 0x40
 }
 
-/// The sign where a half has it, and the other bits.
+/// The sign at its position in a half, and the other bits.
 #[inline(always)]
 fn split(number: f32) -> (u16, u32) {
     let bits = number.to_bits();
     (((bits & SIGN) >> 16) as u16, bits & !SIGN)
 }
 
-/// Widen a row. Both have one length.
+/// Widen a row. Both slices have the same length.
 #[inline(always)]
 pub fn widen<L: Lanes, H: Half>(from: &[u16], to: &mut [f32]) {
     let at = widen_blocks::<L, H, LANES>(from, to, 0);
@@ -150,7 +151,7 @@ fn widen_blocks<L: Lanes, H: Half, const WIDTH: usize>(from: &[u16], to: &mut [f
     at
 }
 
-/// Narrow a row to the nearest numbers. Both have one length.
+/// Narrow a row to the nearest numbers. Both slices have the same length.
 #[inline(always)]
 pub fn narrow<L: Lanes, H: Half>(from: &[f32], to: &mut [u16]) {
     let at = narrow_blocks::<L, H, LANES>(from, to, 0);
@@ -175,7 +176,7 @@ fn narrow_blocks<L: Lanes, H: Half, const WIDTH: usize>(
     at
 }
 
-/// Round a row stochastically: `draw(i)` is for element `i`. Both have one length.
+/// Round a row stochastically; `draw(i)` is the draw for element `i`. Both slices have the same length.
 #[inline(always)]
 pub fn round_stochastic<H: Half>(from: &[f32], to: &mut [u16], draw: impl Fn(u32) -> u32) {
     for (i, (from, to)) in from.iter().zip(to).enumerate() {

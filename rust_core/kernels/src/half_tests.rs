@@ -25,7 +25,7 @@ impl<H: Half> SimdLoop for Narrow<'_, H> {
     }
 }
 
-/// The nearest bits on every level, which must agree.
+/// The nearest bits on every instruction set, which must agree.
 fn narrowed<H: Half>(number: f32) -> u16 {
     let bits: Vec<u16> = InstructionSet::supported()
         .into_iter()
@@ -52,7 +52,7 @@ fn meaning(bits: u16, mantissa_bits: u32, bias: i32) -> f64 {
     if bits & 0x8000 == 0 { size } else { -size }
 }
 
-/// Every pattern: `largest` is that of the largest finite number.
+/// Test every bit pattern; `largest` is that of the largest finite number.
 fn check_format<H: Half>(mantissa_bits: u32, bias: i32, largest: u16) {
     for bits in 0..=u16::MAX {
         let magnitude = bits & 0x7FFF;
@@ -125,7 +125,7 @@ fn check_expectation<H: Half>(number: f32) {
         / f64::from(DRAWS);
     let nearest = H::narrow::<Portable>(&[number; LANES])[0];
     let distance = (exact(nearest) - f64::from(number)).abs().max(exact(1));
-    // Only bits below the 16 drawn here can be missing.
+    // The result may be inexact only in bits below the 16 that are drawn here.
     let error = (mean - f64::from(number)).abs();
     assert!(error <= 2.0 * distance / f64::from(DRAWS), "{number:e}: {mean:e}");
 }
@@ -136,13 +136,13 @@ fn stochastic_rounding_has_the_number_as_its_expectation() {
         check_expectation::<F16>(number);
         check_expectation::<Bf16>(number);
     }
-    // Below the normal numbers of f16, down to where one draw in many thousands keeps it.
+    // Numbers below the normal numbers of f16, down to those that only one of many thousand draws rounds up.
     for number in [6e-5, -3.3e-5, 1e-6, 6e-8, -2e-8, 1e-9] {
         check_expectation::<F16>(number);
     }
     assert_eq!(F16::round_stochastic(1e-10, u32::MAX), 0);
     assert_eq!(F16::round_stochastic(-0.0, u32::MAX), 0x8000);
-    // An exact number stays, for every draw.
+    // An exactly representable number does not change, for any draw.
     for bits in [0u16, 1, 0x3FF, 0x400, 0x3C00, 0x7BFF] {
         for draw in [0, 1, u32::MAX] {
             assert_eq!(F16::round_stochastic(wide::<F16>(bits), draw), bits);

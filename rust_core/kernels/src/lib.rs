@@ -1,12 +1,13 @@
-//! The loops over floats that more than one part of Persia runs. No I/O, no threads, no memory of its own.
+//! The loops over floats that more than one part of Persia uses. The crate does no I/O, starts no threads and allocates
+//! no memory.
 //!
 //! * [`Bags`], [`pool()`]: rows of ids become vectors of samples
 //! * [`Csr`], [`SegmentSum`], [`Gradients`]: gradients of samples become one gradient per unique id
 //! * [`simd`]: one loop compiled for every instruction set
 //! * [`mod@half`]: numbers of 16 bits
 //!
-//! Pooling and sums add in batch order, element by element, so the result depends on the input alone. They are the
-//! reference for every device.
+//! Pooling and sums add in batch order, element by element, so the result depends on the input alone. These loops are
+//! the reference for every device.
 
 mod bags;
 pub mod half;
@@ -23,7 +24,7 @@ pub use segment_sum::{Csr, Gradients, SegmentSum, segment_sum, segment_sum_onto}
 #[error("{0}")]
 pub struct ShapeError(pub String);
 
-/// Refuse with what is wrong.
+/// Return an error with the mistake.
 fn bad_shape<T>(what: String) -> Result<T, ShapeError> {
     Err(ShapeError(what))
 }

@@ -3,10 +3,11 @@
 use crate::bags::Bags;
 use crate::simd::{InstructionSet, LANES, Lanes, SimdLoop, prefetch};
 
-/// Floats that are prefetched: enough rows to hide the latency of memory, few enough for the nearest cache.
+/// The number of floats that are prefetched: enough rows to hide the latency of memory, few enough for the first-level
+/// cache.
 const AHEAD_FLOATS: usize = 4096;
 
-/// Rows of `dim` floats that are prefetched.
+/// The number of rows of `dim` floats that are prefetched.
 #[inline(always)]
 pub fn rows_ahead(dim: usize) -> usize {
     (AHEAD_FLOATS / dim.max(1)).clamp(8, 64)
@@ -17,13 +18,14 @@ pub fn rows_ahead(dim: usize) -> usize {
 pub struct Pool<'a> {
     /// `[unique, dim]`.
     pub rows: &'a [f32],
-    /// Floats in a row.
+    /// The number of floats in a row.
     pub dim: usize,
     /// The rows to be added.
     pub bags: Bags<'a>,
 }
 
-/// Pool rows into `out`, `[samples, dim]`: sums in batch order, then divided. An empty sample is zeros.
+/// Pool rows into `out`, `[samples, dim]`: rows are added in batch order, and the sum is divided. The vector of an
+/// empty sample is zero.
 pub fn pool(input: &Pool<'_>, out: &mut [f32]) {
     InstructionSet::detect().run(PoolWork { input, out });
 }
@@ -106,7 +108,7 @@ pub fn copy(from: &[f32], to: &mut [f32]) {
     }
 }
 
-/// Copy the first and the last `W` floats, if there are as many.
+/// Copy the first and the last `W` floats, if there are at least `W`.
 #[inline(always)]
 fn copy_ends<const W: usize>(from: &[f32], to: &mut [f32]) -> bool {
     let (Some(first), Some(last)) = (from.first_chunk::<W>(), from.last_chunk::<W>()) else { return false };
@@ -119,7 +121,7 @@ fn copy_ends<const W: usize>(from: &[f32], to: &mut [f32]) -> bool {
     true
 }
 
-/// One to three floats.
+/// Copy one to three floats.
 #[inline(always)]
 fn copy_few(from: &[f32], to: &mut [f32]) -> bool {
     for at in [0, from.len() / 2, from.len() - 1] {
@@ -145,7 +147,7 @@ pub(crate) struct Sum<'a> {
 }
 
 impl Sum<'_> {
-    /// Add the rows that start at these floats, block of columns after block, so that sums stay in registers.
+    /// Add the rows that start at these floats, one block of columns after another, so that sums stay in registers.
     #[inline(always)]
     pub(crate) fn write(self, starts: impl Iterator<Item = (usize, f32)> + Clone, out: &mut [f32]) {
         let (dim, mut column) = (self.dim, 0);

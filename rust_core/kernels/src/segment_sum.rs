@@ -10,9 +10,9 @@ use crate::{ShapeError, bad_shape};
 /// The samples of each unique id, as a compressed sparse matrix of ids and samples.
 #[derive(Debug, Clone, Copy)]
 pub struct Csr<'a> {
-    /// Per unique id the start of its samples in `indices` (`unique + 1` offsets).
+    /// The start of each unique id's samples in `indices` (`unique + 1` offsets).
     pub offsets: &'a [u32],
-    /// Samples, unique id after unique id, each in batch order.
+    /// The samples, unique id after unique id, each in batch order.
     pub indices: &'a [u32],
 }
 
@@ -59,15 +59,15 @@ impl<'a> Csr<'a> {
 pub struct SegmentSum<'a> {
     /// `[samples, dim]`.
     pub gradients: &'a [f32],
-    /// Floats in a row.
+    /// The number of floats in a row.
     pub dim: usize,
     /// The gradients to be added.
     pub csr: Csr<'a>,
-    /// Per sample the factor of its gradient; `None` is 1.
+    /// The factor of each sample's gradient; `None` means 1.
     pub factors: Option<&'a [f32]>,
-    /// Per index of `csr` a further factor of its gradient; `None` is 1.
+    /// A further factor for each index of `csr`; `None` means 1.
     pub per_sample_weights: Option<&'a [f32]>,
-    /// The factor of a sum.
+    /// The factor of each sum.
     pub scale: f32,
 }
 
@@ -101,8 +101,8 @@ impl SegmentSum<'_> {
         self.sum(unique, false, self.scale, out);
     }
 
-    /// Prefetch the gradients that are added some ids after `unique`. Called for each id in order, it
-    /// prefetches each sample once.
+    /// Prefetch the gradients of an id that follows `unique` a few ids later. If it is called for each id in order,
+    /// each sample is prefetched once.
     #[inline(always)]
     pub fn fetch_ahead(&self, unique: usize) {
         for at in self.csr.range(unique) {
@@ -133,7 +133,7 @@ impl SegmentSum<'_> {
 /// The gradients of unique ids.
 #[derive(Debug, Clone, Copy)]
 pub enum Gradients<'a> {
-    /// `[ids, dim]`, summed already: row `i` is for id number `i`.
+    /// `[ids, dim]`, already summed: row `i` is for id number `i`.
     Rows(&'a [f32]),
     /// Gradients of samples, summed at their use.
     Samples(SegmentSum<'a>),
@@ -157,7 +157,7 @@ impl<'a> Gradients<'a> {
         }
     }
 
-    /// The gradients of the ids in `range`, row after row; lengths were checked.
+    /// The gradients of the ids in `range`, row after row; the lengths were checked before.
     pub fn rows(&self, range: Range<usize>, dim: usize) -> Cow<'a, [f32]> {
         match self {
             Self::Rows(rows) => Cow::Borrowed(&rows[range.start * dim..range.end * dim]),

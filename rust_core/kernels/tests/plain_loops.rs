@@ -1,4 +1,4 @@
-//! Pooling and sums of gradients against loops written out.
+//! Pooling and sums of gradients, compared with plain loops.
 
 use persia_kernels::{Bags, Csr, Pool, SegmentSum, pool, segment_sum, segment_sum_onto};
 

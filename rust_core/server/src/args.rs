@@ -169,7 +169,7 @@ impl CommonArgs {
     /// Check the flags that do not depend on a file.
     ///
     /// # Errors
-    /// `Usage`, naming the variable.
+    /// `Usage`, which names the variable.
     pub fn check(&self) -> Result<(), Exit> {
         let Self { replica_index: index, replica_size: size, .. } = self;
         if *size == 0 || *size as usize > MAX_SERVERS {

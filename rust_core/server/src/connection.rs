@@ -37,7 +37,7 @@ impl OpenConnections {
     }
 }
 
-/// Lives as long as its connection.
+/// A token that exists as long as its connection.
 pub(crate) struct ConnectionToken {
     _open: mpsc::Sender<()>,
     _counted: metrics::Connected,

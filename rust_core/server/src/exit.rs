@@ -12,7 +12,7 @@ pub enum Exit {
     /// A damaged file.
     #[error("{0}")]
     Corrupt(String),
-    /// A missing token, or one that is refused.
+    /// A token that is missing or refused.
     #[error("{0}")]
     Auth(String),
     /// A failure that a restart may resolve.

@@ -5,7 +5,7 @@ use persia_wire::discovery::Service;
 /// An embedding server, or a middleware.
 #[derive(Debug, Clone, Copy)]
 pub struct Kind {
-    /// Its name for discovery.
+    /// Its name in discovery.
     pub service: Service,
     /// Its gRPC service.
     pub grpc: &'static str,

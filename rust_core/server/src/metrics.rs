@@ -39,7 +39,7 @@ const MEMORY_WAITS: &str = "persia_request_memory_waits_total";
 const LOG_UNSYNCED: &str = "persia_log_unsynced_seconds";
 const LOG_WAITS: &str = "persia_log_waits_total";
 const RECOVERED: &str = "persia_recovered_ratio";
-/// From a fraction of a loopback call to the checkpoint of a large table.
+/// The limits of the buckets, from a fraction of a loopback call to the checkpoint of a large table.
 const BUCKETS: &[f64] = &[
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
 ];
@@ -241,7 +241,7 @@ pub struct Page {
     pub ready: Arc<AtomicBool>,
     /// Called before each rendering, on a thread that may block.
     pub refresh: Arc<dyn Fn() + Send + Sync>,
-    /// Why the process does not serve yet, if it has a reason of its own.
+    /// Why the process does not serve yet, if it knows a reason.
     pub waits_for: Arc<dyn Fn() -> Option<String> + Send + Sync>,
 }
 

@@ -29,7 +29,7 @@ use crate::{allocator, logs, metrics, probe, watchdog};
 
 /// The default port of metrics.
 const METRICS_PORT: u16 = 9464;
-/// The time for which NATS may refuse the token at the start, because it may not have read the right one yet.
+/// The time for which NATS may refuse the token at the start, because it may not have read the current one yet.
 const NATS_AUTH_TIMEOUT: Duration = Duration::from_secs(2);
 /// The interval of aggregating histograms. Without this, memory grows if no metrics are read.
 const UPKEEP_INTERVAL: Duration = Duration::from_secs(5);
@@ -50,7 +50,7 @@ pub struct Process {
     pub client_tls: Option<ClientTlsConfig>,
     /// NATS, if configured.
     pub discovery: Option<Discovery>,
-    /// Set once it serves.
+    /// Set when the process serves.
     pub ready: Arc<AtomicBool>,
     /// Its socket.
     pub listener: Listener,
@@ -95,7 +95,7 @@ where
     })
 }
 
-/// Print why the process ends, in one line.
+/// Print the reason why the process ends, in one line.
 #[allow(clippy::print_stderr, reason = "logs may not have started yet")]
 fn report(exit: &Exit) {
     eprintln!("error: {}", exit.to_string().replace('\n', "; "));
@@ -163,7 +163,7 @@ impl Process {
         };
         let mut bound = TcpListener::bind((host.as_str(), *port)).await;
         if self.args.metrics_listen.is_none() && is_in_use(&bound) {
-            bound = TcpListener::bind((host.as_str(), 0)).await; // another process of this host has the default port
+            bound = TcpListener::bind((host.as_str(), 0)).await; // another process of this host uses the default port
         }
         let bound = bound.and_then(|listener| Ok((listener.local_addr()?.port(), listener)));
         let (port, listener) =
@@ -239,7 +239,7 @@ impl Process {
         Ok(Announcing { task, ready: Arc::clone(&self.ready) })
     }
 
-    /// Listener and host, to serve with.
+    /// The listener to serve with, and the host to announce.
     pub fn into_serving(self) -> (Listener, Host) {
         (self.listener, self.host)
     }
@@ -292,7 +292,7 @@ async fn refused_by_nats(discovery: Option<Discovery>) -> Exit {
     std::future::pending().await
 }
 
-/// Whether an endpoint means all addresses of this host.
+/// Whether an endpoint stands for all addresses of this host.
 fn is_open(endpoint: &Endpoint) -> bool {
     let Endpoint::Tcp { host, .. } = endpoint else { return false };
     host.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_unspecified())

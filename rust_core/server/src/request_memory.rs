@@ -1,4 +1,4 @@
-//! [`MemoryBudget`]: a bound of the memory of requests in flight, over all connections.
+//! [`MemoryBudget`]: a limit on the memory of requests in flight, over all connections.
 
 use std::sync::Arc;
 
@@ -12,14 +12,14 @@ use crate::metrics;
 /// Memory is counted in mebibytes: 2^20 bytes.
 const MIB: u32 = 20;
 
-/// The memory of all requests in flight.
+/// The budget for the memory of all requests in flight.
 #[derive(Debug, Clone)]
 pub(crate) struct MemoryBudget {
     free: Arc<Semaphore>,
-    /// Room for one request beyond the budget.
+    /// Memory for one request beyond the budget.
     extra: Arc<Semaphore>,
     mib: u32,
-    /// The way to more memory, for messages.
+    /// How to get more memory, for messages.
     advice: &'static str,
 }
 
@@ -36,7 +36,7 @@ impl MemoryBudget {
         Self::of((MAX_IN_FLIGHT_BYTES >> MIB) as u32, advice)
     }
 
-    /// This many mebibytes.
+    /// A budget of this many mebibytes.
     pub(crate) fn of(mib: u32, advice: &'static str) -> Self {
         Self { free: Arc::new(Semaphore::new(mib as usize)), extra: Arc::new(Semaphore::new(1)), mib, advice }
     }
@@ -66,8 +66,8 @@ impl MemoryBudget {
         }
     }
 
-    /// As [`Self::take`]. One request at a time whose turn has `come` needs no budget: others may hold all of it while
-    /// they wait for this one.
+    /// Like [`Self::take`], but one request at a time whose turn has `come` may exceed the budget: others may hold all
+    /// of it while they wait for this one.
     ///
     /// # Errors
     /// As [`Self::take`].

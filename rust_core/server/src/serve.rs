@@ -1,4 +1,4 @@
-//! [`serve`]: a gRPC service with its guard, health and reflection, from the first connection to the last.
+//! [`serve`]: serves a gRPC service with authentication, health and reflection, from the first connection to the last.
 
 use std::convert::Infallible;
 use std::time::Duration;

@@ -37,12 +37,12 @@ impl StartingNode {
         Self { peer: options.peer(), progress: RecoveryProgress::default(), node: OnceLock::new() }
     }
 
-    /// How much it has read.
+    /// The progress of the recovery.
     pub fn progress(&self) -> &RecoveryProgress {
         &self.progress
     }
 
-    /// The node has resumed.
+    /// Record that the node has resumed.
     pub fn resumed(&self, node: Arc<Node>) {
         let _ = self.node.set(node); // once
     }
@@ -67,7 +67,7 @@ pub struct EmbeddingService {
     memory: MemoryBudget,
 }
 
-/// Rows in chunks, then the report.
+/// The rows in chunks, followed by the report.
 pub type LookupStream = Pin<Box<dyn Stream<Item = Result<proto::LookupReply, Status>> + Send>>;
 
 /// Refuse a caller of another version, whose messages could be misread.
@@ -118,7 +118,7 @@ impl EmbeddingService {
         Self { node, memory: MemoryBudget::new(MEMORY_ADVICE) }
     }
 
-    /// Hold at most this many mebibytes for requests in flight.
+    /// Limit the memory for requests in flight to this many mebibytes.
     pub fn with_memory(self, mib: u32) -> Self {
         Self { memory: MemoryBudget::of(mib, MEMORY_ADVICE), ..self }
     }

@@ -1,4 +1,4 @@
-//! Rows of embedding tables, in memory and on disk. Knows nothing of Python or the network.
+//! Rows of embedding tables, in memory and on disk. The crate does not depend on Python or the network.
 //!
 //! [`Store`] implements [`persia_types::Tables`]. From the outside in:
 //!

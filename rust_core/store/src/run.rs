@@ -12,7 +12,7 @@ use crate::math::random::Rounder;
 use crate::shard::Layout;
 use crate::simd::Portable;
 
-/// A run whose numbers were checked.
+/// A run whose settings were checked.
 pub(crate) struct ActiveRun {
     pub(crate) generation: u64,
     /// Whether the run has an optimizer. Without one nothing is trained.
@@ -22,20 +22,20 @@ pub(crate) struct ActiveRun {
     tables: Vec<TableRun>,
 }
 
-/// The settings of one table: its own, else those of the run.
+/// The settings of one table: those of the table, else those of the run.
 pub(crate) struct TableRun {
-    /// None if nothing is trained.
+    /// The optimizer; None if nothing is trained.
     pub(crate) optimizer: Option<Optimizer>,
     pub(crate) layout: Layout,
     pub(crate) admission: Admission,
-    /// For stochastic rounding; None rounds to the nearest.
+    /// The draws of stochastic rounding; None rounds to the nearest.
     pub(crate) rounder: Option<Rounder>,
     initial_weights: InitialWeights,
     initial_state: f32,
 }
 
 impl ActiveRun {
-    /// Check every number of `run`.
+    /// Check every setting of `run`.
     pub(crate) fn new(run: &Run, schema: &Schema) -> Result<Self, TablesError> {
         for table in &run.schema.tables {
             check_settings(table)?;
@@ -107,7 +107,7 @@ impl TableRun {
         }
     }
 
-    /// Write the weights of a new row as a look-up returns them. `scratch` is as long.
+    /// Write the weights of a new row as a look-up returns them. `scratch` has the same length.
     pub(crate) fn initial_weights(&self, id: Id, weights: &mut [f32], scratch: &mut [f32]) {
         self.initial_weights.write(id, weights);
         self.layout.round(weights, scratch);

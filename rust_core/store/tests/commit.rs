@@ -1,4 +1,4 @@
-//! The commit protocol in one process: the files that a save leaves, replaces and refuses.
+//! The commit protocol in one process: the files that a save leaves, replaces or refuses to replace.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -147,8 +147,8 @@ fn an_added_file_needs_a_valid_new_name_and_its_size() {
     fs::write(saver.staging().join("opt.pt"), "1234").unwrap();
     let entry = |bytes, blake3: &str| FileEntry { name: "opt.pt".into(), bytes, blake3: blake3.into() };
     let hash = blake3::hash(b"1234").to_hex().to_string();
-    refused(saver.add(entry(5, &hash)), "has 4 bytes, its writer says 5");
-    refused(saver.add(entry(4, "abc")), "is no blake3");
+    refused(saver.add(entry(5, &hash)), "has 4 bytes, its writer reported 5");
+    refused(saver.add(entry(4, "abc")), "is not a blake3 hash");
     let error = saver.commit(head(1)).unwrap_err().to_string();
     assert!(error.contains("opt.pt") && error.contains("never added"), "{error}");
     assert!(names(dir.path()).is_empty());

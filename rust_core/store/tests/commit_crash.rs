@@ -1,4 +1,4 @@
-//! A process that ends anywhere in a save leaves the old checkpoint or the new one, in full.
+//! A process that ends at any point of a save leaves the complete old checkpoint or the complete new one.
 //!
 //! The tests run themselves as a child process, which saves one step after another into the same directory and prints the
 //! committed ones.
@@ -53,7 +53,7 @@ fn last_committed(output: BufReader<ChildStdout>) -> Option<u64> {
     lines.filter_map(|line| Some(line.split_once(COMMITTED)?.1.parse().unwrap())).last()
 }
 
-/// `dir` has a checkpoint of one of these steps, and takes further ones.
+/// Check that `dir` has a checkpoint of one of these steps, and that further ones can be saved.
 fn check(dir: &Path, steps: std::ops::RangeInclusive<u64>) -> u64 {
     let found = load(dir).unwrap();
     assert!(steps.contains(&found), "step {found}, want {steps:?}");
@@ -65,8 +65,8 @@ fn check(dir: &Path, steps: std::ops::RangeInclusive<u64>) -> u64 {
 
 #[test]
 fn ended_at_each_point_of_the_commit_order() {
-    // How often the point is passed before the process ends there, and the step that must be found: 10 is saved, 11 is being
-    // saved.
+    // How often the point is passed before the process ends there, and the step that must be found. Step 10 is saved,
+    // step 11 is being saved.
     let points: [(&str, &[usize], u64); 7] = [
         ("ckpt.mid_shard", &[0, 2, 5], 10),
         ("ckpt.mid_dense", &[0], 10),
@@ -104,7 +104,7 @@ fn killed_at_random_moments() {
     for round in 0..60 {
         seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         let (mut child, mut output) = spawn(&dir, found + 1, "");
-        // Let it commit once, so that the kill hits a save and not the start of the process.
+        // Let it commit once, so that it is killed during a save and not at the start of the process.
         let mut line = String::new();
         while !line.contains(COMMITTED) {
             line.clear();

@@ -1,4 +1,4 @@
-//! The checkpoints of a run: to list, choose from and prune them.
+//! The checkpoints of a run: listing, choosing and pruning them.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 

@@ -1,4 +1,4 @@
-//! A changed checkpoint is refused, whatever was changed, and the error names the file.
+//! A checkpoint with any change is refused, and the error names the file.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -25,7 +25,7 @@ fn files(dir: &Path) -> Vec<PathBuf> {
     tidy_names(1).iter().map(|name| dir.join(name)).collect()
 }
 
-/// Every way to read the checkpoint fails because of this file and no other. Returns the message.
+/// Check that every way to read the checkpoint fails because of this file and no other. Returns the message.
 fn refused(dir: &Path, file: &Path) -> String {
     let names_it = |path: &Path| path.file_name() == file.file_name();
     if file.ends_with(MANIFEST) {

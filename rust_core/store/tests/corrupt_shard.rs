@@ -31,7 +31,7 @@ fn written(rows: &ShardRows) -> Vec<u8> {
     content
 }
 
-/// Read these bytes as a shard file with their size and hash in the manifest.
+/// Read these bytes as a shard file whose size and hash are in the manifest.
 fn read(dir: &Path, content: &[u8]) -> Result<ShardRows, String> {
     let entry = FileEntry {
         name: NAME.into(),
@@ -99,7 +99,7 @@ fn hostile_files() {
 
 #[test]
 fn hostile_files_under_a_memory_limit() {
-    // Enough for the test itself, far below the lengths in hostile files.
+    // Enough memory for the test itself, but far below the lengths in hostile files.
     let limited =
         format!("ulimit -v {} && exec \"$0\" --exact hostile_files --ignored --test-threads=1", 256 << 10);
     let status = Command::new("sh")

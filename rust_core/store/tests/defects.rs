@@ -1,4 +1,4 @@
-//! One test for each defect of PersiaML's store, named after what it guards.
+//! One test for each defect of PersiaML's store, named after the correct behaviour.
 
 mod sample;
 
@@ -57,7 +57,7 @@ fn a_missing_id_never_shifts_a_neighbour() {
     }
 }
 
-/// Defect 2, with rows that left between look-up and push (F29 of the fault matrix).
+/// Defect 2, with rows that are removed between look-up and push (F29 of the fault matrix).
 #[test]
 fn rows_evicted_before_their_push_are_inserted_again_and_move_nothing() {
     let store = store_of(&run(&[2]), 256 * 10);

@@ -1,4 +1,4 @@
-//! The ledger: with SGD, a rate of 1 and rows that start at 0, every row is minus the number of its gradients.
+//! The ledger: with SGD, a learning rate of 1 and rows that start at 0, every row is minus the number of its gradients.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test may panic")]
 
@@ -16,7 +16,7 @@ const DIM: usize = 5;
 const THREADS: u32 = 4;
 const STEPS: u64 = 60;
 
-/// Ids of one step of one rank: some that all ranks share, some that return, some new.
+/// The ids of one step of one rank: some are shared by all ranks, some return, and some are new.
 fn ids(rank: u32, seq: u64) -> ShardedIds {
     let mut ids: Vec<Id> = (0..40).collect();
     ids.extend((0..60).map(|i| 1_000 + (seq * 37 + i * 11 + u64::from(rank)) % 500));

@@ -24,7 +24,7 @@ fn resident_bytes() -> u64 {
     status.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() * 4096
 }
 
-/// The only test of this program: the system counts the whole process.
+/// The only test of this program, because the system counts the whole process.
 #[test]
 fn a_row_of_a_large_table_costs_at_most_40_bytes_beyond_its_payload_and_a_small_table_is_small() {
     let store = store_of(&Run { optimizer: Some(ROW_WISE), ..run(&[8, 8, 8]) }, 1_000_000_000);
@@ -43,15 +43,19 @@ fn a_row_of_a_large_table_costs_at_most_40_bytes_beyond_its_payload_and_a_small_
         if rows < 1_000_000 {
             assert!(
                 overhead <= 256 * (16 << 10) || overhead <= 40 * rows,
-                "{overhead} bytes beside {rows} rows"
+                "{overhead} bytes in addition to {rows} rows"
             );
         } else {
-            assert!(overhead <= 40 * rows, "{} bytes beside a row at {rows}", overhead as f64 / rows as f64);
+            assert!(
+                overhead <= 40 * rows,
+                "{} bytes per row in addition to its payload at {rows}",
+                overhead as f64 / rows as f64
+            );
         }
     }
     let resident = resident_bytes() - before.1;
     let counted = store.stats().unwrap().memory_bytes - before.0;
-    // The rest: buffers of the request, and memory that the allocator keeps.
+    // The remainder: buffers of the request, and memory that the allocator keeps.
     assert!(resident < counted + (48 << 20), "{resident} bytes resident, {counted} counted");
     store.clear().unwrap();
     assert!(store.stats().unwrap().memory_bytes <= before.0);

@@ -35,7 +35,7 @@ fn own(ids: &[Id], index: usize) -> Vec<Id> {
     ids.iter().copied().filter(|id| held.contains(&shard_of(*id))).collect()
 }
 
-/// Train on the ids that `part` picks.
+/// Train on the ids that `part` selects.
 fn trained(store: &Store, part: impl Fn(&[Id]) -> Vec<Id>) {
     for seq in 1..=12u64 {
         let table = seq as usize % 2;

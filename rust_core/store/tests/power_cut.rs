@@ -1,5 +1,5 @@
-//! A power cut at every call to the file system. What was not synced is lost in the worst ways, with ordered metadata and
-//! without. The old checkpoint or the new one remains, in full.
+//! A power cut at every call to the file system. Data that was not synced is lost in the worst ways, with and without
+//! ordered metadata. The complete old checkpoint or the complete new one remains.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -43,7 +43,7 @@ fn node(path: &Path) -> Node {
     }
 }
 
-/// All that is below `path`.
+/// The content of the directory `path`, recursively.
 fn tree(path: &Path, into: &mut Nodes) {
     into.insert(key(path), node(path));
     if path.is_dir() {
@@ -51,7 +51,7 @@ fn tree(path: &Path, into: &mut Nodes) {
     }
 }
 
-/// The path that was just synced: it is still open. The lock of a save keeps its folder open, too.
+/// The path that was just synced, which is still open. The lock of a save keeps its folder open, too.
 fn synced(root: &Path) -> PathBuf {
     let links = fs::read_dir("/proc/self/fd").unwrap().filter_map(|fd| fs::read_link(fd.ok()?.path()).ok());
     let mut open: Vec<PathBuf> = links.filter(|path| path.starts_with(root)).collect();
@@ -140,7 +140,7 @@ fn cuts(film: &Film, check: impl Fn(&Path, usize, bool)) {
     let last = film.pictures.len() - 1;
     for (at, (durable, shown)) in film.pictures.iter().enumerate() {
         for lost in [Unsynced::Empty, Unsynced::Half, Unsynced::Zeros] {
-            // Names of the last sync of each folder; or all changes, in order.
+            // The names are those of the last sync of each folder, or those after all changes in order.
             let as_synced = |key: Key| durable.get(&key).cloned().unwrap_or(Node::Folder(BTreeMap::new()));
             let as_shown = |key: Key| shown[&key].clone();
             let dir = scratch();

@@ -62,7 +62,7 @@ fn a_restore_replaces_all_rows() {
     other.restore(dir.path(), &files).unwrap();
     assert_eq!(export(&other), export(&store));
     assert_eq!(other.stats().unwrap().rows, store.stats().unwrap().rows);
-    // Equal from here on, too.
+    // They must also be equal from here on.
     for store in [&store, &other] {
         train(store, 7, 0, &(0..2_000).collect::<Vec<_>>());
         push(store, 7, 0, &(0..2_000).collect::<Vec<_>>(), -1.0);
@@ -128,7 +128,7 @@ fn without_optimizer_state_is_dropped() {
     assert_eq!(kept.len(), rows.len());
     let floats: u64 = kept.values().map(|row| row.1.len() as u64).sum();
     assert_eq!(evaluation.stats().unwrap().payload_bytes, 4 * floats);
-    // Those rows cannot be trained on, because they have no state.
+    // These rows cannot be trained, because they have no state.
     let begun = evaluation.begin(&Run { generation: 2, ..settings(&[4, 7]) });
     assert!(matches!(begun, Err(TablesError::BadRun { .. })));
 }
@@ -226,7 +226,7 @@ fn a_repeated_shard_and_an_impossible_step_are_corrupt() {
     }
 }
 
-/// As those of an import: the optimizer starts as for a new row.
+/// As for imported rows, the optimizer starts as for a new row.
 #[test]
 fn rows_without_state_get_the_initial_state() {
     let shard = 3;

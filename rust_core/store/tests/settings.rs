@@ -51,7 +51,7 @@ fn every_table_has_its_own_optimizer_and_initialiser() {
     assert_eq!(rows[&(0, 5)], (1, vec![-0.5; 2], vec![]));
     let (_, weights, state) = &rows[&(1, 5)];
     assert_eq!((&weights[..], &state[..]), (&[2.0 - 0.1 * 0.5 / 0.5; 3][..], &[0.5][..]));
-    // A factor multiplies both learning rates.
+    // The factor of a push multiplies both learning rates.
     for table in [0, 1] {
         train(&store, 3 + table as u64, table, &[5]);
     }
@@ -116,7 +116,7 @@ fn a_row_of_halves_is_updated_in_f32_and_rounded_once() {
     }
 }
 
-/// The nearest number of the type, computed in f64: the distance of neighbours is a power of two.
+/// The nearest number of the type, computed in f64: the distance between neighbours is a power of two.
 fn rounded(dtype: Dtype, number: f32) -> f32 {
     let (bits, least) = if dtype == Dtype::F16 { (10, -14) } else { (7, -126) };
     let exponent = (f64::from(number).abs().log2().floor() as i32).max(least);
@@ -233,7 +233,7 @@ fn counts_and_ages_survive_a_restore() {
         assert_eq!(train(store, 4, 0, &ids).0, LookupReport { hits: 100, initial: 100, missing: 0 });
         let report = insert(store, 4, 0, &ids);
         assert_eq!((report.rows_applied, report.rows_inserted), (200, 100));
-        // Now all are expired, and are counted from 1 again.
+        // Now all rows are expired, and pushes of their ids are counted from 1 again.
         let report = insert(store, 15, 0, &ids);
         assert_eq!((report.rows_applied, report.rows_missing, report.rows_expired), (0, 200, 200));
     }

@@ -1,4 +1,4 @@
-//! A snapshot is consistent, whatever is trained, evicted and counted while it is written.
+//! A snapshot is consistent, regardless of what is trained, evicted and counted while it is written.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -60,7 +60,7 @@ fn a_snapshot_does_not_contain_what_is_trained_while_it_is_written() {
             expected.iter().flat_map(|shard| &shard.tables).any(|table| !table.admission_counts.is_empty())
         );
         store.prepare_snapshot(round as u64 + 1).unwrap();
-        // Also before the first shard is written: a fast disk would leave no time for it.
+        // Also train before the first shard is written: a fast disk would leave no time for it.
         (0..10 * round).for_each(|at| next(at % 2));
         let dir = tempfile::tempdir().unwrap();
         let written = AtomicBool::new(false);
@@ -138,7 +138,7 @@ fn training_waits_while_the_copy_budget_is_used_up() {
         });
         assert!(start.elapsed() < Duration::from_secs(10), "cut {cut}");
     }
-    // A snapshot of an older generation blocks nothing: it will not be written.
+    // A snapshot of an older generation does not block, because it will not be written.
     store.prepare_snapshot(3).unwrap();
     let (start, parts) = (Instant::now(), [(0, grouped(&[1, 2, 3]))]);
     let zeros = [vec![0.0; 3 * DIMS[0]]];
@@ -162,7 +162,7 @@ fn only_the_prepared_snapshot_can_be_written() {
     late(save(Some(1)));
     store.prepare_snapshot(5).unwrap();
     store.prepare_snapshot(5).unwrap();
-    // A late request changes nothing.
+    // A late request has no effect.
     late(store.prepare_snapshot(4).map_err(|error| error.to_string()));
     store.abort_snapshot(4).unwrap();
     save(Some(5)).unwrap();
@@ -176,7 +176,7 @@ fn only_the_prepared_snapshot_can_be_written() {
     store.clear().unwrap();
     late(save(Some(7)));
     save(None).unwrap();
-    // Numbers of another generation start again.
+    // In another generation, numbers start again.
     store.begin(&Run { generation: 2, ..settings() }).unwrap();
     store.prepare_snapshot(1).unwrap();
     save(Some(1)).unwrap();

@@ -13,9 +13,11 @@ use crate::token::Token;
 #[derive(Debug, thiserror::Error, Serialize, Deserialize)]
 pub enum TablesError {
     /// Another run has begun. A run that begins with an older generation is refused by `BadRun`.
-    #[error("request {token} is of another run: generation {current} is current; start the trainer again")]
+    #[error(
+        "request {token} belongs to another run: generation {current} is current; start the trainer again"
+    )]
     StaleGeneration {
-        /// Of the request.
+        /// The token of the request.
         token: Token,
         /// The accepted generation.
         current: u64,
@@ -29,7 +31,7 @@ pub enum TablesError {
         /// Both values, if two differ.
         what: String,
     },
-    /// Lengths that do not fit together.
+    /// Lengths or values that do not fit together.
     #[error("malformed request: {what}")]
     BadShape {
         /// The mismatch, and what was expected.
@@ -38,25 +40,25 @@ pub enum TablesError {
     /// Beyond [`crate::limits::MAX_IDS_PER_REQUEST`].
     #[error("{ids} unique ids in one request, the limit is {max}: use smaller batches")]
     TooManyIds {
-        /// Unique ids in the request.
+        /// The number of unique ids in the request.
         ids: usize,
         /// Allowed.
         max: usize,
     },
-    /// A table the schema does not have, or one named twice.
+    /// A table that the schema does not have, or one that is named twice.
     #[error("table {table}: {what} (the schema has {tables} tables)")]
     BadTable {
-        /// Index asked for.
+        /// The index of the table.
         table: usize,
-        /// Number of tables.
+        /// The number of tables in the schema.
         tables: usize,
-        /// Unknown, or named twice.
+        /// The problem: unknown, or named twice.
         what: String,
     },
     /// A training request while no optimizer is configured.
     #[error("no embedding optimizer is configured: training needs TrainCtx(embedding_optimizer=...)")]
     NoOptimizer,
-    /// No memory for rows.
+    /// There is no memory for rows.
     #[error(
         "table {table}: no memory for {bytes} more bytes of rows; lower the capacity in global_config.yml"
     )]
@@ -82,7 +84,7 @@ pub enum TablesError {
         /// Both values.
         what: String,
     },
-    /// A failure of the operating system.
+    /// An error of the operating system.
     #[error("{path}: {source}")]
     Io {
         /// The path.
@@ -93,7 +95,7 @@ pub enum TablesError {
     },
     /// Ids that another server holds.
     #[error(
-        "{peer} holds shards {held:?}, the request has ids of shard {shard}: the servers' number differs"
+        "{peer} holds shards {held:?}, the request has ids of shard {shard}: the number of servers differs"
     )]
     WrongShard {
         /// The name of the peer.
@@ -128,7 +130,7 @@ pub enum TablesError {
         /// The event.
         what: String,
     },
-    /// A wait that took too long.
+    /// A wait that exceeded its time limit.
     #[error("{peer}: {what}")]
     Timeout {
         /// The name of the peer.
@@ -136,14 +138,14 @@ pub enum TablesError {
         /// The awaited event, and the time limit.
         what: String,
     },
-    /// A server that resumes from its log, and serves after that.
+    /// A server that is still resuming from its log.
     #[error("{peer} resumes from its log, {} %: wait for it", percent(*.done, *.total))]
     Recovering {
         /// The name of the peer.
         peer: String,
-        /// Bytes that it has read.
+        /// The number of bytes that it has read.
         done: u64,
-        /// Bytes that it reads.
+        /// The number of bytes that it has to read.
         total: u64,
     },
     /// A peer that does not answer.
@@ -156,7 +158,7 @@ pub enum TablesError {
     },
 }
 
-/// The whole percents that are done; below 100 until the end.
+/// The percentage that is done, rounded down; below 100 until the end.
 fn percent(done: u64, total: u64) -> u64 {
     (u128::from(done) * 100 / u128::from(total.max(1))).min(99) as u64
 }
@@ -167,7 +169,7 @@ impl From<ShapeError> for TablesError {
     }
 }
 
-/// An I/O error as the operating system's code, or as its text if it has no code.
+/// An I/O error as the operating system's error code, or as its message if it has no code.
 mod io_error {
     use std::io;
 

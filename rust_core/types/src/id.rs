@@ -23,7 +23,7 @@ pub fn shard_of_hash(hash: u64) -> usize {
     (hash >> 56) as usize
 }
 
-/// The virtual shard an id belongs to, the same for every table.
+/// The virtual shard of an id, which is the same for every table.
 #[inline(always)]
 pub fn shard_of(id: Id) -> usize {
     shard_of_hash(hash_id(id))
@@ -118,7 +118,7 @@ impl ShardedIds {
         &self.offsets
     }
 
-    /// Positions of one shard's ids.
+    /// The positions of the ids of one shard.
     #[inline]
     pub fn range(&self, shard: usize) -> std::ops::Range<usize> {
         self.offsets[shard] as usize..self.offsets[shard + 1] as usize
@@ -129,7 +129,7 @@ impl ShardedIds {
         self.ids.len()
     }
 
-    /// Whether there is no id at all.
+    /// Whether there are no ids.
     pub fn is_empty(&self) -> bool {
         self.ids.is_empty()
     }
@@ -140,7 +140,7 @@ impl ShardedIds {
         Self { ids, offsets }
     }
 
-    /// The parts, to reuse their memory.
+    /// Returns the parts, to reuse their memory.
     pub fn into_parts(self) -> (Vec<Id>, Vec<u32>) {
         (self.ids, self.offsets)
     }

@@ -1,8 +1,8 @@
-//! The types that every part of Persia shares. No I/O, no threads, no Python.
+//! The types that every part of Persia shares. The crate does no I/O, starts no threads and does not depend on Python.
 //!
 //! * [`id`]: feature ids, their hash and the virtual shard they belong to
-//! * [`token`]: the name of one look-up or push, and the window that applies each once
-//! * [`schema`]: slots, tables, optimizers and initialisers as the engine and the store see them
+//! * [`token`]: the identifier of one look-up or push, and the window by which each is applied once
+//! * [`schema`]: slots, tables, optimizers and initialisers, as the engine and the store use them
 //! * [`tables`]: [`Tables`], the one interface between the engine and the rows
 //! * [`limits`]: every limit
 //! * [`config`]: the two YAML files, parsed and validated

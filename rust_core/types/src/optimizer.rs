@@ -6,12 +6,12 @@ use crate::schema::Optimizer;
 
 const AT_LEAST_ZERO: RangeInclusive<f32> = 0.0..=f32::MAX;
 const BELOW_ONE: RangeInclusive<f32> = 0.0..=1.0f32.next_down();
-/// A factor above 1 would let an accumulator grow to infinity.
+/// The range of a factor. A factor above 1 would let an accumulator grow to infinity.
 const AT_MOST_ONE: RangeInclusive<f32> = 0.0..=1.0;
-/// Added to the largest finite number, these leave it unchanged.
+/// The range of `eps`. These numbers leave the largest finite number unchanged when they are added to it.
 const EPS: RangeInclusive<f32> = f32::MIN_POSITIVE..=1e30;
 
-/// A number that is not in its range.
+/// A number that is out of its range.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[error("{name} is {value:?}; it must be from {:?} to {:?}", .allowed.start(), .allowed.end())]
 pub struct InvalidNumber {
@@ -27,7 +27,7 @@ impl Optimizer {
     /// Check that all numbers are finite and in range.
     ///
     /// Momentum and betas are from 0 to below 1, `g_square_momentum` is from 0 to 1, `eps` is above 0 and at most 1e30,
-    /// all others are at least 0. Within these ranges an update turns no finite row into one that is not.
+    /// all others are at least 0. Within these ranges an update never makes a finite row infinite or NaN.
     ///
     /// # Errors
     /// Every number that is out of range, in the order of the fields. NaN is out of every range.
@@ -73,7 +73,7 @@ mod tests {
         optimizer.check().err().into_iter().flatten().map(|number| number.name).collect()
     }
 
-    /// Both ends of the range of `name`, and the values just beyond them.
+    /// Test both limits of the range of `name`, and the values just beyond them.
     fn check_range(name: &str, allowed: RangeInclusive<f32>, with: impl Fn(f32) -> Optimizer) {
         for value in [*allowed.start(), *allowed.end()] {
             assert_eq!(invalid(with(value)), [""; 0], "{name} {value:?}");

@@ -1,7 +1,7 @@
-//! Slots, tables, optimizers and initialisers, as the engine and the store see them.
+//! Slots, tables, optimizers and initialisers, as the engine and the store use them.
 //!
-//! A *slot* is a feature as the model sees it; a *table* is a set of rows of one dimension. The slots of one
-//! feature group share a table; every other slot has a table of its own name.
+//! A *slot* is a feature of the model; a *table* is a set of rows of one dimension. The slots of one feature group
+//! share a table; every other slot has a table with the name of the slot.
 
 use serde::{Deserialize, Serialize};
 
@@ -14,20 +14,20 @@ pub enum Pooling {
     /// Their sum.
     #[default]
     Sum,
-    /// Their sum divided by `max(n, 1)`, n the sample's number of ids.
+    /// The sum of the rows, divided by `max(n, 1)`; n is the sample's number of ids.
     Mean,
 }
 
-/// Few rows for many ids: an id's row is the sum of one bucket's row per round.
+/// A hash stack, which uses few rows for many ids: the row of an id is the sum of the rows of one bucket per round.
 ///
 /// With `h(0) = id` and `h(k) = hash_id(h(k - 1))`, the bucket of round k, from 1, is
 /// `(k - 1) * buckets + h(k) mod buckets`: at most `rounds * buckets` rows, none shared by two rounds. Ids that share
 /// a bucket in one round rarely share it in the others (hash embeddings: Svenstrup and others, 2017).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HashStack {
-    /// Buckets per id, at least 1.
+    /// The number of buckets per id, at least 1.
     pub rounds: u32,
-    /// Buckets of one round, at least 1.
+    /// The number of buckets of one round, at least 1.
     pub buckets: u32,
 }
 
@@ -42,21 +42,23 @@ impl HashStack {
     }
 }
 
-/// A feature as the model sees it.
+/// A feature of the model.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Slot {
-    /// Feature name, as in the batch.
+    /// The name of the feature, as in the batch.
     pub name: String,
-    /// Index into [`Schema::tables`].
+    /// The index into [`Schema::tables`].
     pub table: usize,
-    /// Sum or mean.
+    /// The pooling: sum or mean.
     pub pooling: Pooling,
-    /// Divide the sum, and the gradient, by `sqrt(max(n, 1))`; n counts ids × rounds of a hash stack.
+    /// Whether the sum, and the gradient, are divided by `sqrt(max(n, 1))`; n is the number of ids times the rounds of
+    /// a hash stack.
     pub sqrt_scaling: bool,
-    /// A raw (sequence) feature: the rows of a sample's first ids, this many places, instead of one vector.
+    /// The number of positions of a raw (sequence) feature, whose output is the rows of a sample's first ids instead of
+    /// one vector.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sample_fixed_size: Option<u32>,
-    /// The ids share buckets.
+    /// The hash stack whose buckets the ids share, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hash_stack: Option<HashStack>,
 }
@@ -90,21 +92,21 @@ impl Slot {
 pub struct Table {
     /// The feature group's name, or that of a slot without a group.
     pub name: String,
-    /// Weights in a row.
+    /// The number of weights in a row.
     pub dim: usize,
-    /// Its differences from the run's settings.
+    /// Its settings that differ from those of the run.
     #[serde(default)]
     pub settings: TableSettings,
 }
 
 impl Table {
-    /// A table of f32 rows that follows the run in everything.
+    /// A table of f32 rows whose settings are all those of the run.
     pub fn new(name: impl Into<String>, dim: usize) -> Self {
         Self { name: name.into(), dim, settings: TableSettings::default() }
     }
 }
 
-/// The storage of one table's rows, and its differences from the run's settings.
+/// The row format of a table, and its settings that differ from those of the run.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct TableSettings {
@@ -112,20 +114,20 @@ pub struct TableSettings {
     pub dtype: Dtype,
     /// The rounding of an updated weight to `dtype`; f32 is never rounded.
     pub rounding: Rounding,
-    /// Replaces the run's.
+    /// The optimizer, in place of that of the run.
     pub optimizer: Option<Optimizer>,
-    /// Replaces the run's.
+    /// The initialiser, in place of that of the run.
     pub initializer: Option<Initializer>,
-    /// Replaces the run's.
+    /// The admission rule, in place of that of the run.
     pub admission: Option<Admission>,
-    /// A row expires after this many steps without a push of its id; None keeps it.
+    /// The number of steps without a push of its id after which a row expires; None means never.
     pub ttl: Option<u32>,
 }
 
-/// The stored type of a weight. Optimizer state is f32, look-ups give f32, and an update computes in f32.
+/// The stored type of a weight. Optimizer state is f32, look-ups return f32, and an update computes in f32.
 ///
-/// A number beyond the largest finite one of a type (65504 for f16, 3.39e38 for bf16), an infinity included, is stored
-/// as that one: rounding never gives an infinity.
+/// A number beyond the largest finite one of a type (65504 for f16, 3.39e38 for bf16), including infinity, is stored as
+/// the largest finite number: rounding never gives an infinity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Dtype {
@@ -134,7 +136,7 @@ pub enum Dtype {
     F32,
     /// IEEE 754 binary16: 11 significant bits, normal from 6.1e-5.
     F16,
-    /// The upper half of a binary32: 8 significant bits, its whole range.
+    /// The upper half of a binary32: 8 significant bits, with the range of a binary32.
     Bf16,
 }
 
@@ -142,27 +144,26 @@ pub enum Dtype {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Rounding {
-    /// To the nearest, ties to even. An update below half the distance of two numbers is lost.
+    /// Round to the nearest, ties to even. An update smaller than half of the distance between two numbers is lost.
     #[default]
     Nearest,
-    /// Up or down with the probability that makes the expectation exact (Gupta et al. 2015, "Deep Learning with
+    /// Round up or down with the probability that makes the expectation exact (Gupta et al. 2015, "Deep Learning with
     /// Limited Numerical Precision"), drawn by a hash of (seed, table, id, step, element).
     Stochastic,
 }
 
-/// The rule by which a missing id gets a row: at a push, if both conditions hold. Until then it reads as
-/// zeros.
+/// The rule by which a missing id gets a row: at a push, if both conditions are met. Until then it reads as zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Admission {
-    /// Probability of admission, drawn by a hash of (seed, id, step). In `0..=1`.
+    /// The probability of admission, in `0..=1`. The draw is a hash of (seed, id, step).
     pub probability: f32,
     /// The number of pushes of the id since it last had a row, including this one. At least 1.
     pub min_count: u32,
 }
 
 impl Default for Admission {
-    /// Every id, at once.
+    /// Every id gets a row at its first push.
     fn default() -> Self {
         Self { probability: 1.0, min_count: 1 }
     }
@@ -171,9 +172,9 @@ impl Default for Admission {
 /// Slots and tables of one configuration. Built by `config::EmbeddingConfig`.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Schema {
-    /// In the order of the file.
+    /// The slots, in the order of the file.
     pub slots: Vec<Slot>,
-    /// In the order of their first slot.
+    /// The tables, in the order of their first slots.
     pub tables: Vec<Table>,
 }
 
@@ -194,7 +195,7 @@ pub enum Optimizer {
     Sgd {
         /// Learning rate.
         lr: f32,
-        /// 0 keeps no state.
+        /// The momentum; with 0 there is no state.
         momentum: f32,
         /// Weight decay.
         weight_decay: f32,
@@ -208,30 +209,30 @@ pub enum Optimizer {
         weight_decay: f32,
         /// The initial value of `s`.
         initial_accumulator_value: f32,
-        /// Decay of `s`; 1 is the usual Adagrad.
+        /// The decay of `s`; 1 is the usual Adagrad.
         g_square_momentum: f32,
-        /// Added under the root.
+        /// The number that is added under the root.
         eps: f32,
-        /// One `s` per row, which grows by `mean(g * g)`.
+        /// Whether there is one `s` per row, which grows by `mean(g * g)`.
         vectorwise_shared: bool,
     },
     /// Adam with bias correction; t is the push's global step. g includes `weight_decay * w`.
     Adam {
         /// Learning rate.
         lr: f32,
-        /// Decay of the first moment.
+        /// The decay of the first moment.
         beta1: f32,
-        /// Decay of the second moment.
+        /// The decay of the second moment.
         beta2: f32,
         /// Weight decay.
         weight_decay: f32,
-        /// Added to the root.
+        /// The number that is added to the root.
         eps: f32,
     },
 }
 
 impl Optimizer {
-    /// Floats of optimizer state after the `dim` weights of a row.
+    /// The number of floats of optimizer state after the `dim` weights of a row.
     pub fn state_len(&self, dim: usize) -> usize {
         match self {
             Self::Sgd { momentum, .. } => {
@@ -270,17 +271,18 @@ pub enum Initializer {
     },
     /// Gamma distribution of mean `shape * scale`.
     Gamma {
-        /// k, above 0.
+        /// The shape k, above 0.
         shape: f32,
         /// Theta.
         scale: f32,
     },
     /// Poisson distribution: whole numbers of mean and variance `lam`.
     Poisson {
-        /// At most [`crate::limits::MAX_POISSON_MEAN`].
+        /// The mean, at most [`crate::limits::MAX_POISSON_MEAN`].
         lam: f32,
     },
-    /// Uniform in `[-b, b)`, `b = 1 / sqrt(dim)`: a row's expected squared length is 1/3, whatever its dimension.
+    /// Uniform in `[-b, b)`, `b = 1 / sqrt(dim)`: the expected squared length of a row is 1/3, regardless of its
+    /// dimension.
     InverseSqrtDim,
 }
 
@@ -302,12 +304,12 @@ mod tests {
                 "every bucket of round {round} is used"
             );
         }
-        // 10,000 ids in 10^6 combinations: some 50 pairs share all three buckets by chance.
+        // 10,000 ids in 10^6 combinations: about 50 pairs share all three buckets by chance.
         let distinct = buckets.iter().collect::<BTreeSet<_>>().len();
         assert!((9_850..10_000).contains(&distinct), "{distinct}");
     }
 
-    /// Checkpoints depend on it.
+    /// Checkpoints depend on these values.
     #[test]
     fn buckets_never_change() {
         let stack = HashStack { rounds: 2, buckets: 1000 };

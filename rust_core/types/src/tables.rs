@@ -1,7 +1,7 @@
 //! [`Tables`]: the one interface between the engine and the rows.
 //!
-//! The in-process store implements it, and so does the network client. Embedded and distributed mode differ only in
-//! that; the crate `persia-contract` tests both.
+//! The in-process store and the network client implement it. Embedded and distributed mode differ only in the
+//! implementation; the crate `persia-contract` tests both.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -17,9 +17,10 @@ use crate::token::Token;
 /// The mode of a look-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Mode {
-    /// A missing row that a push of the same step would insert reads as it is inserted, others as zeros.
+    /// Training. A missing row that a push of the same step would insert reads as the row that would be inserted,
+    /// others as zeros.
     Train,
-    /// Missing rows read as zeros.
+    /// Evaluation. Missing rows read as zeros.
     Eval,
     /// As [`Mode::Eval`].
     Infer,
@@ -30,36 +31,37 @@ pub enum Mode {
 pub struct Run {
     /// The job's name.
     pub job: String,
-    /// 1 + the highest generation known.
+    /// The generation: 1 + the highest one known.
     #[serde(rename = "epoch", alias = "generation")]
     pub generation: u64,
     /// Slots and tables; must equal those that the tables were configured with.
     pub schema: Schema,
     /// Seed of initialisers and admission.
     pub seed: u64,
-    /// None for evaluation: training look-ups and pushes are then refused, also of tables with an optimizer of their own.
+    /// The optimizer. None means evaluation: training look-ups and pushes are then refused, also for tables with their
+    /// own optimizer.
     pub optimizer: Option<Optimizer>,
-    /// Weights of new rows.
+    /// The weights of new rows.
     pub initializer: Initializer,
-    /// Share of missing ids that get a row, decided by a hash of (seed, id, step). In `0..=1`.
+    /// The share of missing ids that get a row, in `0..=1`. The draw is a hash of (seed, id, step).
     pub admit_probability: f32,
-    /// Pushes of an id until it gets a row, from 1: see [`Admission`].
+    /// The number of pushes of an id until it gets a row, from 1: see [`Admission`].
     #[serde(default = "one")]
     pub admit_min_count: u32,
-    /// Weights are clamped to ± this after an update; 0 means no bound.
+    /// The bound to which weights are clamped (±) after an update; 0 means no bound.
     pub weight_bound: f32,
-    /// Drop the rows: the run starts empty.
+    /// Whether rows are dropped, so that the run starts empty.
     #[serde(default)]
     pub fresh: bool,
     /// Unless `fresh`, the generation whose rows the run continues with; 0 if there are none. A server with other rows
     /// refuses the run.
     #[serde(default)]
     pub continues: u64,
-    /// Trainer ranks, at least 1.
+    /// The number of ranks, at least 1.
     #[serde(default = "one")]
     pub world_size: u32,
-    /// Equal runs give equal bits. With several ranks, look-ups and pushes of a step then happen in the order of
-    /// ranks, and every rank sends both at every step, empty ones too.
+    /// Whether equal runs give bit-identical results. With several ranks, look-ups and pushes of a step are then
+    /// executed in the order of ranks, and every rank sends both in every step, even if they are empty.
     #[serde(default)]
     pub reproducible: bool,
 }
@@ -74,7 +76,7 @@ impl Run {
         Admission { probability: self.admit_probability, min_count: self.admit_min_count }
     }
 
-    /// The optimizer of `table`; None while nothing is trained.
+    /// The optimizer of `table`; None if nothing is trained.
     pub fn optimizer_of(&self, table: &Table) -> Option<Optimizer> {
         self.optimizer.map(|optimizer| table.settings.optimizer.unwrap_or(optimizer))
     }
@@ -87,7 +89,7 @@ pub struct TableIds<'a> {
     pub table: usize,
     /// The ids.
     pub ids: &'a ShardedIds,
-    /// Asks for one vector per sample in place of one row per id.
+    /// Requests one vector per sample in place of one row per id.
     pub per_sample: Option<PerSample<'a>>,
 }
 
@@ -96,7 +98,7 @@ pub struct TableIds<'a> {
 pub enum PerSample<'a> {
     /// The row of its single id. Every sample occurs once in the lists.
     Gathered(Csr<'a>),
-    /// Its rows, pooled. An implementation that does not [pool](Tables::pools) refuses it.
+    /// Its pooled rows. An implementation that does not [pool](Tables::pools) refuses this.
     Pooled(Bags<'a>),
 }
 
@@ -109,7 +111,7 @@ impl<'a> TableIds<'a> {
         }
     }
 
-    /// Number of vectors in the answer: of ids, or of samples.
+    /// The number of vectors in the answer, of ids or of samples.
     pub fn vectors(&self) -> usize {
         match &self.per_sample {
             None => self.ids.len(),
@@ -122,21 +124,21 @@ impl<'a> TableIds<'a> {
 /// A look-up of unique ids. It changes no row.
 #[derive(Debug, Clone, Copy)]
 pub struct LookupRequest<'a> {
-    /// That of the push that follows. Ignored unless [`Mode::Train`].
+    /// The token of the push that follows. It is ignored unless the mode is [`Mode::Train`].
     pub token: Token,
     /// The global step, from 1.
     pub step: u64,
     /// The mode of the look-up.
     pub mode: Mode,
-    /// The tables, with ids.
+    /// The tables, with their ids.
     pub tables: &'a [TableIds<'a>],
 }
 
-/// The counters of a report, by name. Other fields follow the semicolon.
+/// Defines a report with counters by name. Other fields follow after the semicolon.
 macro_rules! counters {
     ($report:ident { $($counter:ident),+ $(; $other:ident)? }) => {
         impl $report {
-            /// Name and value of every counter.
+            /// The name and the value of every counter.
             pub fn counters(&self) -> impl Iterator<Item = (&'static str, u64)> {
                 [$((stringify!($counter), self.$counter)),+].into_iter()
             }
@@ -152,12 +154,12 @@ macro_rules! counters {
 /// The result of a look-up. Counts are of unique ids.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LookupReport {
-    /// Ids that had a row.
+    /// The number of ids that had a row.
     pub hits: u64,
-    /// Ids without a row that read as the row that their push will insert.
+    /// The number of ids without a row that read as the row that their push will insert.
     #[serde(default)]
     pub initial: u64,
-    /// Ids without a row that read as zeros.
+    /// The number of ids without a row that read as zeros.
     pub missing: u64,
 }
 
@@ -174,46 +176,46 @@ impl std::ops::AddAssign for LookupReport {
 pub struct TableGradients<'a> {
     /// Index into the schema's tables. A request names a table at most once.
     pub table: usize,
-    /// The ids of the look-up, or some of them.
+    /// The ids: those of the look-up, or some of them.
     pub ids: &'a ShardedIds,
-    /// One per id, in their order.
+    /// The gradients, one per id in the same order.
     pub gradients: Gradients<'a>,
 }
 
 /// Gradients to apply once.
 #[derive(Debug, Clone, Copy)]
 pub struct PushRequest<'a> {
-    /// Applied once, also when it is retried.
+    /// The token; the push is applied once, even if it is retried.
     pub token: Token,
-    /// The global step, from 1; Adam's t.
+    /// The global step, from 1. It is t in the formulas of Adam.
     pub step: u64,
-    /// Multiplies every optimizer's learning rate.
+    /// The factor of every optimizer's learning rate.
     pub lr_factor: f32,
-    /// The tables, with gradients.
+    /// The tables, with their gradients.
     pub tables: &'a [TableGradients<'a>],
 }
 
 /// The outcome of a push. `rows_pushed == rows_applied + rows_missing + rows_nonfinite + rows_duplicate`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PushReport {
-    /// Rows in the request.
+    /// The number of rows in the request.
     pub rows_pushed: u64,
     /// Rows updated.
     pub rows_applied: u64,
-    /// Rows skipped because their id has none, and was not admitted.
+    /// The number of rows that were skipped because their id has no row and was not admitted.
     pub rows_missing: u64,
-    /// Rows skipped because their gradient has a NaN, an infinity, or a number of 2^50 or larger
-    /// ([`MAX_GRADIENT_EXPONENT`](crate::limits::MAX_GRADIENT_EXPONENT)).
+    /// The number of rows that were skipped because their gradient has a NaN, an infinity, or a number of 2^50 or
+    /// larger ([`MAX_GRADIENT_EXPONENT`](crate::limits::MAX_GRADIENT_EXPONENT)).
     pub rows_nonfinite: u64,
-    /// Rows of a push that was applied before.
+    /// The number of rows of a push that was applied before.
     pub rows_duplicate: u64,
-    /// Rows inserted. They count as applied, too, unless they are skipped.
+    /// The number of rows that were inserted. They also count as applied, unless they are skipped.
     #[serde(default)]
     pub rows_inserted: u64,
-    /// Rows evicted to make room.
+    /// The number of rows that were evicted.
     #[serde(default)]
     pub rows_evicted: u64,
-    /// Expired rows that left: pushed again, swept, or evicted.
+    /// The number of expired rows that were removed, because they were pushed again, swept, or evicted.
     #[serde(default)]
     pub rows_expired: u64,
     /// The first row counted in `rows_nonfinite`: (table, id).
@@ -254,14 +256,14 @@ impl std::ops::AddAssign for PushReport {
     }
 }
 
-/// One file of a checkpoint, as its writer saw it.
+/// One file of a checkpoint, as described by its writer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileEntry {
-    /// Name inside the checkpoint.
+    /// The name in the checkpoint.
     pub name: String,
-    /// Size in bytes.
+    /// The size in bytes.
     pub bytes: u64,
-    /// blake3 of the content, in hex.
+    /// The blake3 hash of the content, in hexadecimal.
     pub blake3: String,
 }
 
@@ -270,26 +272,26 @@ pub struct FileEntry {
 pub struct Snapshot {
     /// Its files.
     pub files: Vec<FileEntry>,
-    /// Rows in them, per table in the schema's order.
+    /// The number of rows in them for each table, in the schema's order.
     pub rows: Vec<u64>,
 }
 
 /// Counters and gauges since the run began.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Stats {
-    /// Rows, per table in the schema's order.
+    /// The number of rows of each table, in the schema's order.
     pub rows: Vec<u64>,
-    /// Bytes of weights and optimizer state in those rows.
+    /// The number of bytes of weights and optimizer state in those rows.
     pub payload_bytes: u64,
-    /// Bytes allocated for rows, ids, recency and indexes.
+    /// The number of bytes allocated for rows, ids, recency and indexes.
     pub memory_bytes: u64,
-    /// Sum over all training look-ups.
+    /// The sum over all training look-ups.
     pub lookups: LookupReport,
-    /// Sum over all pushes (`first_nonfinite` is the first ever).
+    /// The sum over all pushes; `first_nonfinite` is the first since the run began.
     pub pushes: PushReport,
     /// The highest push of every rank, for a checkpoint's token table.
     pub tokens: BTreeMap<u32, u64>,
-    /// The generation of the run that began last; 0 before any.
+    /// The generation of the run that began last; 0 before the first run.
     #[serde(default)]
     pub generation: u64,
     /// The generation of the run in progress; 0 if none has begun since the process started.
@@ -299,26 +301,26 @@ pub struct Stats {
 
 /// The rows: the in-process store, or the network client.
 ///
-/// Every method may be called from any thread. A failed call changes nothing, unless its documentation says so.
+/// Every method may be called from any thread. A failed call changes nothing, unless its documentation says otherwise.
 pub trait Tables: Send + Sync {
     /// Start a run: drop older tokens, accept only this generation, use this optimizer and initialiser.
     /// Rows are kept unless the run is [`Run::fresh`].
     ///
     /// # Errors
     /// `BadRun` when the schema differs, the generation is not above the current one, a number is out of range, or
-    /// rows are held whose optimizer state does not fit the new optimizer. `Lost` when a server does not have the rows
+    /// there are rows whose optimizer state does not fit the new optimizer. `Lost` when a server does not have the rows
     /// of the generation that the run continues.
     fn begin(&self, run: &Run) -> Result<(), TablesError>;
 
     /// Whether the tables should pool the samples of `bags`, which have `ids` unique ids ([`PerSample::Pooled`]): if
-    /// rows are remote, and vectors of samples have fewer bytes than rows. Only sizes decide.
+    /// rows are remote, and vectors of samples take fewer bytes than rows. The result depends on sizes only.
     fn pools(&self, dim: usize, ids: usize, bags: &Bags<'_>) -> bool {
         let _ = (dim, ids, bags);
         false
     }
 
-    /// Read rows. `rows[i]` receives `[tables[i].ids.len(), dim]` weights; where the table's ids have
-    /// [`per_sample`](TableIds::per_sample), `[samples, dim]`: what each sample gets.
+    /// Read rows. `rows[i]` receives `[tables[i].ids.len(), dim]` weights; if the table's ids have
+    /// [`per_sample`](TableIds::per_sample), it receives `[samples, dim]`, the vector of each sample.
     ///
     /// # Errors
     /// `NotBegun`, `StaleGeneration`, `BadTable`, `BadShape` (a buffer of another length), `NoOptimizer`, `OutOfMemory`.
@@ -358,8 +360,8 @@ pub trait Tables: Send + Sync {
     /// `BadShape` for a snapshot that is not held; `Io`.
     fn write_snapshot(&self, dir: &Path, number: Option<u64>) -> Result<Snapshot, TablesError>;
 
-    /// The written snapshot is part of a checkpoint now: `files` in `dir`. A holder with a log truncates it to the
-    /// snapshot, unless a newer one was prepared since.
+    /// Report that the written snapshot is part of a checkpoint now: `files` in `dir`. A server with a log truncates
+    /// the log to the snapshot, unless a newer snapshot was prepared since.
     ///
     /// # Errors
     /// `Unreachable`; `Io`: the log keeps its length.

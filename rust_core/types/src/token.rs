@@ -1,4 +1,4 @@
-//! The name of one look-up or push, and the window by which each is applied once.
+//! The identifier of one look-up or push, and the window by which each is applied once.
 
 use std::collections::BTreeMap;
 
@@ -20,7 +20,7 @@ impl JobId {
     }
 }
 
-/// Names one look-up and the push that answers it: `(job, generation, rank, seq)`.
+/// Identifies one look-up and the push that follows it: `(job, generation, rank, seq)`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Token {
     /// The job; two jobs never share rows.
@@ -39,11 +39,11 @@ impl std::fmt::Display for Token {
     }
 }
 
-/// The highest sequence number of one rank, and a bitmap of the 128 up to it.
+/// The highest sequence number of one rank, and a bitmap of the last 128 numbers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Window {
     highest: u64,
-    /// Bit `i` is `highest - i`.
+    /// Bit `i` stands for `highest - i`.
     seen: u128,
 }
 
@@ -81,7 +81,7 @@ impl SeenTokens {
         }
         let (rank, ranks) = (token.rank, self.world_size);
         if rank >= ranks {
-            let what = format!("request {token} is of rank {rank}, the run has {ranks} ranks");
+            let what = format!("request {token} comes from rank {rank}, the run has {ranks} ranks");
             return Err(TablesError::BadShape { what });
         }
         let Some(window) = self.ranks.get(&token.rank) else { return Ok(false) };
@@ -92,12 +92,12 @@ impl SeenTokens {
         Ok(age >= 128 || window.seen >> age & 1 == 1)
     }
 
-    /// Whether no token of the current generation was inserted.
+    /// Whether no token of the current generation was inserted yet.
     pub fn is_empty(&self) -> bool {
         self.ranks.is_empty()
     }
 
-    /// Remember `token`; true when it was new.
+    /// Insert `token`; true if it was new.
     ///
     /// # Errors
     /// As [`Self::contains`].
@@ -155,7 +155,7 @@ mod tests {
         assert!(seen.insert(token(1, 1)).unwrap());
         for rank in (2..1_000).chain([u32::MAX]) {
             let error = seen.insert(token(rank, 1)).unwrap_err();
-            assert!(error.to_string().contains(&format!("of rank {rank}, the run has 2 ranks")), "{error}");
+            assert!(error.to_string().contains(&format!("from rank {rank}, the run has 2 ranks")), "{error}");
         }
         assert_eq!(seen.highest(), BTreeMap::from([(1, 1)]));
     }

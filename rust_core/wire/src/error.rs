@@ -9,14 +9,14 @@ use tonic::{Code, Status};
 
 use crate::proto::Failure;
 
-/// Bytes of a text in a status, which is sent in HTTP headers of limited size.
+/// The size of a text in a status, which is sent in HTTP headers of limited size.
 const MAX_TEXT: usize = 2048;
 
 /// How a middleware reports a server without a run, because [`TablesError::NotBegun`] names no server. A client whose
 /// run has not begun reads it as `NotBegun`.
 pub const FORGOTTEN: &str = "it was restarted and has lost the run";
 
-/// The text, truncated to what a header holds.
+/// The text, truncated to the size that fits into a header.
 fn short(text: &str) -> String {
     if text.len() <= MAX_TEXT {
         return text.to_owned();
@@ -28,7 +28,7 @@ fn short(text: &str) -> String {
     format!("{}…", &text[..end])
 }
 
-/// Shorten every text of a serialized error.
+/// Truncate every text of a serialized error.
 fn shorten(value: &mut Value) {
     match value {
         Value::String(text) if text.len() > MAX_TEXT => *text = short(text),
@@ -50,7 +50,7 @@ pub fn to_failure(error: &TablesError) -> Failure {
     Failure { kind, message: short(&error.to_string()), fields: fields.to_string() }
 }
 
-/// The error that [`to_failure`] was given. A kind that this version does not know is `Incompatible`.
+/// The error from which [`to_failure`] made the message. A kind that this version does not know is `Incompatible`.
 pub fn from_failure(peer: &str, failure: &Failure) -> TablesError {
     serde_json::from_str(&failure.fields).unwrap_or_else(|_| TablesError::Incompatible {
         peer: peer.to_owned(),
@@ -130,7 +130,7 @@ pub fn is_transient(status: &Status) -> bool {
     }
 }
 
-/// As [`is_transient`], for one server's outcome.
+/// Like [`is_transient`], for the outcome of one server.
 pub fn is_transient_failure(failure: &Failure) -> bool {
     is_curable(&from_failure("", failure))
 }

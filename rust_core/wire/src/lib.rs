@@ -2,12 +2,13 @@
 //!
 //! A look-up or push on the wire, each module built on those above it:
 //!
-//! * [`chunk`]: whole items of one part, with a checksum
+//! * [`chunk`]: complete items of one part, with a checksum
 //! * [`floats`]: the format of a row
 //! * [`samples`]: the description of pooled samples in a head
 //! * [`parts`]: the tables of a request, checked, and their split among servers
-//! * [`send`], [`collect`], [`scatter`]: chunks of a request, their collection, rows written to their place
-//! * [`receive`], [`csr`]: a whole request from a stream
+//! * [`send`], [`collect`], [`scatter`]: creating the chunks of a request, collecting them, writing rows to their
+//!   positions
+//! * [`receive`], [`csr`]: receiving a complete request from a stream
 //!
 //! Around it:
 //!
@@ -19,7 +20,7 @@
 //! * [`client`]: [`client::WireTables`], rows on embedding servers
 
 #[cfg(target_endian = "big")]
-compile_error!("numbers travel in memory order, which must be little-endian");
+compile_error!("numbers are sent in memory order, which must be little-endian");
 
 pub mod client;
 mod codec;
@@ -32,7 +33,7 @@ mod transport;
 pub use codec::{chunk, collect, csr, floats, parts, receive, samples, scatter, send};
 pub use transport::{auth, backoff, listen, peer, settings, tls};
 
-/// Messages, clients and servers of `persia.v1`, generated; `tests/generated.rs` says how.
+/// Generated messages, clients and servers of `persia.v1`; `tests/generated.rs` describes how.
 #[allow(missing_docs, unreachable_pub, clippy::all, reason = "generated code")]
 pub mod proto {
     include!("generated/persia.v1.rs");
@@ -41,7 +42,7 @@ pub mod proto {
     pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!("generated/persia.v1.bin");
 }
 
-/// Number of the protocol. Peers of another one are refused.
+/// The number of the protocol. Peers with another number are refused.
 pub const PROTOCOL: u32 = 4;
-/// Version of Persia. Peers of another one are refused.
+/// The version of Persia. Peers with another version are refused.
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");

@@ -52,7 +52,7 @@ pub struct Rpc {
 }
 
 impl Rpc {
-    /// Calls the middleware, or with [`Service::Server`] the server, at the other end of `channel`.
+    /// A client for the middleware, or with [`Service::Server`] the server, at the other end of `channel`.
     pub fn new(service: Service, channel: Channel, credentials: Credentials) -> Self {
         let service = match service {
             Service::Server => proto::embedding_server_server::SERVICE_NAME,
@@ -73,7 +73,7 @@ impl Rpc {
         self.grpc.unary(request, path, ProstCodec::default()).await.map(Response::into_inner)
     }
 
-    /// Look rows up.
+    /// Look up rows.
     ///
     /// # Errors
     /// As [`Self::unary`].

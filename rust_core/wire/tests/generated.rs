@@ -38,6 +38,9 @@ fn generated_code_is_that_of_the_proto_files() {
             continue;
         }
         let committed = fs::read(&path).unwrap_or_default();
-        assert!(committed == fresh, "src/generated/{name} is not what proto/ gives; run {COMMAND}");
+        assert!(
+            committed == fresh,
+            "src/generated/{name} differs from what proto/ compiles to; run {COMMAND}"
+        );
     }
 }

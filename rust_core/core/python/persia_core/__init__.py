@@ -1,4 +1,4 @@
-"""The compiled engine of persia. Everything here is defined in Rust; see the ``.pyi`` files beside this one."""
+"""The compiled engine of persia. Everything here is defined in Rust; see the ``.pyi`` files next to this one."""
 
 from . import persia_core as _library
 from .persia_core import *  # noqa: F403

@@ -38,7 +38,7 @@ pub(crate) struct Engine {
     rank: u32,
     world_size: u32,
     current: Mutex<Option<Current>>,
-    /// The pipeline opened last.
+    /// The pipeline that was opened last.
     open: Mutex<Weak<OpenPipeline>>,
     /// Format of gradients on the wire.
     wire: Dtype,
@@ -142,7 +142,7 @@ impl Engine {
         self.next_generation(py, run, step)
     }
 
-    /// Begin another generation of the same run, and return it: tokens of unused look-ups are not used twice.
+    /// Begin another generation of the same run, and return it, so that tokens of unused look-ups are not used twice.
     fn renew(&self, py: Python<'_>, reproducible: bool) -> PyResult<u64> {
         self.settle(py)?;
         let (run, step) = self.running(py)?;
@@ -185,7 +185,7 @@ impl Engine {
         self.current.lock().as_ref().map_or(0, |current| current.generation)
     }
 
-    /// Whether a data loader's training loop is running.
+    /// Whether the training loop of a data loader is running.
     #[getter]
     fn iterating(&self) -> bool {
         self.open.lock().upgrade().is_some_and(|open| open.is_open())
@@ -197,8 +197,8 @@ impl Engine {
         self.current.lock().as_ref().map_or(0, |current| current.engine.step())
     }
 
-    /// Open the pipeline of the current generation: it looks batches up ahead, and keeps at most `buffer` of them. Every
-    /// summed gradient is multiplied by `gradient_scale`.
+    /// Open the pipeline of the current generation: it looks up batches in advance, and keeps at most `buffer` of them.
+    /// Every summed gradient is multiplied by `gradient_scale`.
     fn open(
         &self,
         py: Python<'_>,
@@ -243,8 +243,8 @@ impl Engine {
         Ok(TrainingBatch::evaluated(engine.step(), Arc::clone(&batch.0), found))
     }
 
-    /// For each id feature of a batch the number of its unique ids, and how many of them have no row. Each feature is
-    /// looked up by itself.
+    /// For each id feature of a batch: the number of its unique ids, and how many of them have no row. Each feature is
+    /// looked up separately.
     fn missing(&self, py: Python<'_>, batch: &Batch) -> PyResult<Vec<(u64, u64)>> {
         let engine = self.rank_engine(py)?;
         py.detach(|| engine.missing(&batch.0)).map_err(|error| errors::engine(py, &error))

@@ -10,7 +10,7 @@ use persia_types::id::hash_id;
 pub(crate) const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
 pub(crate) const DIMS: [usize; 14] = [1, 2, 3, 4, 7, 8, 16, 31, 32, 33, 64, 100, 128, 1024];
 
-/// One launch of one job, with everything it points to; addresses are filled in where it runs.
+/// One launch of one job, with all data that it points to; the addresses are set where it runs.
 pub(crate) struct Case {
     pub(crate) name: String,
     pub(crate) kernel: Kernel,
@@ -21,7 +21,7 @@ pub(crate) struct Case {
     pub(crate) starts: Option<Vec<u32>>,
     pub(crate) weights: Option<Vec<f32>>,
     pub(crate) divisors: Option<Vec<f32>>,
-    /// As it is before the launch.
+    /// The content of the output before the launch.
     pub(crate) out: Vec<u8>,
     pub(crate) mask: Vec<u8>,
     pub(crate) expected: Vec<u8>,
@@ -37,7 +37,7 @@ pub(crate) struct Given {
 }
 
 impl Case {
-    /// Compare bit for bit; one NaN is as good as another.
+    /// Compare bit for bit; all NaNs are equal.
     pub(crate) fn check(&self, given: &Given) {
         let dtype = DTYPES[self.job.to as usize];
         assert_eq!(given.out.len(), self.expected.len(), "{}", self.name);
@@ -55,7 +55,7 @@ impl Case {
     }
 }
 
-/// A number that depends on `i` alone, of either sign, exact in all types or not.
+/// A number that depends on `i` only, of either sign, which is exact in all types or not.
 pub(crate) fn number(i: usize) -> f32 {
     let hash = hash_id(i as u64 + 1);
     ((hash >> 40) as f32 / 1e5 - 80.0) * if hash & 7 == 0 { 1e-4 } else { 1.0 }
@@ -93,7 +93,7 @@ impl SimdLoop for Widen<'_> {
     }
 }
 
-/// Numbers as they are stored.
+/// The bytes of the numbers in their storage type.
 pub(crate) fn bytes(values: &[f32], dtype: Dtype) -> Vec<u8> {
     if dtype == Dtype::F32 {
         return values.iter().flat_map(|value| value.to_le_bytes()).collect();
@@ -114,7 +114,7 @@ pub(crate) fn floats(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
     values
 }
 
-/// How often samples use rows: some not at all, some once, some more often than a block's own loop adds.
+/// The number of rows of each sample: none, one, or more than the loop of a block adds.
 fn offsets(samples: usize, long: usize) -> Vec<u32> {
     let mut at = 0;
     let mut offsets = vec![0];
@@ -214,11 +214,11 @@ pub(crate) fn raw(dim: usize, from: Dtype, to: Dtype, rounds: u32) -> Case {
 pub(crate) struct Summed {
     pub(crate) weighted: bool,
     pub(crate) divided: bool,
-    /// Adds to the existing content, at other rows.
+    /// Whether it adds to the existing content, at other rows.
     pub(crate) onto: bool,
-    /// Samples of the id in the middle.
+    /// The number of samples of the id in the middle.
     pub(crate) long: usize,
-    /// A gradient that is not finite.
+    /// Whether a gradient is not finite.
     pub(crate) spoilt: Option<f32>,
     pub(crate) scale: f32,
 }
@@ -286,7 +286,7 @@ pub(crate) fn sums(dim: usize, from: Dtype, to: Dtype, with: Summed) -> Case {
     }
 }
 
-/// As [`bytes`]; an infinity stays one.
+/// Like [`bytes`], but an infinity stays infinite.
 fn bytes_of(values: &[f32], dtype: Dtype, spoilt: Option<f32>) -> Vec<u8> {
     let mut stored = bytes(values, dtype);
     if let (Some(spoilt), Dtype::F16 | Dtype::Bf16) = (spoilt, dtype) {
@@ -316,7 +316,7 @@ pub(crate) fn cast(dim: usize, from: Dtype, to: Dtype, scale: f32) -> Case {
     }
 }
 
-/// Everything but the largest.
+/// All cases except the largest.
 pub(crate) fn all() -> Vec<Case> {
     let mut cases = Vec::new();
     for dim in DIMS {
@@ -375,7 +375,7 @@ pub(crate) fn hot() -> Vec<Case> {
     ]
 }
 
-/// Rows of a job, as a feature of a batch among others.
+/// The rows of a job that is one of several features of a batch.
 pub(crate) fn jobs_together() -> Vec<Case> {
     [4usize, 1, 64, 33, 8]
         .into_iter()

@@ -9,7 +9,7 @@ use persia_cuda::kernels::{Job, Kernel};
 type Gather = unsafe extern "C" fn(*const Job, u32, u32);
 type Sum = unsafe extern "C" fn(*const Job, u32, *mut u32, u32);
 
-/// The shared library made of the source.
+/// The shared library that is compiled from the source.
 pub(crate) struct Shim {
     library: Library,
     _folder: tempfile::TempDir,
@@ -21,7 +21,7 @@ impl Shim {
         let file = folder.path().join("kernels.so");
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/shim.cpp");
         let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".into());
-        // Not fused, as the kernels for devices are not.
+        // Without fused operations, like the kernels for devices.
         let flags =
             ["-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"];
         let mut command = Command::new(&compiler);
@@ -30,7 +30,7 @@ impl Shim {
             panic!("{compiler}: {error}; these tests need a C++ compiler: apt-get install g++, or set CXX")
         });
         assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
-        // SAFETY: a library of plain functions, made above.
+        // SAFETY: a library of plain functions, compiled above.
         let library = unsafe { Library::new(&file).unwrap() };
         Self { library, _folder: folder }
     }
@@ -40,7 +40,7 @@ impl Shim {
         unsafe { self.library.get(name.as_bytes()).unwrap() }
     }
 
-    /// Run jobs of this process's memory; returns the flag.
+    /// Run jobs on the memory of this process; returns the flag.
     pub(crate) fn launch(&self, kernel: Kernel, jobs: &[Job], blocks: u32) -> u32 {
         let (count, mut flag) = (jobs.len() as u32, 0);
         // SAFETY: the jobs point to live memory of the sizes they say.

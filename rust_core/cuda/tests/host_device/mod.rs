@@ -9,7 +9,7 @@ use persia_types::Dtype;
 
 use crate::host::Shim;
 
-/// Memory of a device that starts where blocks of real ones do.
+/// Device memory with the alignment of a real device's blocks.
 pub(crate) struct Block(Vec<[u128; 16]>);
 
 impl Block {

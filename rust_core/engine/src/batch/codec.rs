@@ -5,7 +5,7 @@
 //! id feature: name  kind:u8  unique:u32  occurrences:u32  ids:[u64]  inverse:[u32]  offsets:[u32] if lists
 //!             weights:[f32] if weighted      (kind: 1 lists, plus 2 weighted; version 1 has no weights)
 //! tensor:     named:u8  name  dtype:u8  axes:u8  shape:[u64]  elements
-//! crc32c:u32 of all before          (name = length:u16, UTF-8)
+//! crc32c:u32 of all bytes before          (name = length:u16, UTF-8)
 //! ```
 
 use crate::batch::feature::IdFeature;
@@ -70,14 +70,15 @@ impl Batch {
         }
         let batch_size = reader.u32()? as usize;
         let counts = [reader.u32()?, reader.u32()?, reader.u32()?];
-        // Checked before they are read, because a feature of a few bytes takes a thousand in memory.
+        // The number of features is checked before they are read, because a feature of a few bytes takes a thousand
+        // bytes in memory.
         check_counts(counts.map(|count| count as usize))?;
         let meta_len = reader.u32()? as usize;
         let meta = reader.take(meta_len)?.to_vec();
         if flags & HAS_META == 0 && !meta.is_empty() {
             return reader.bad("meta bytes without their flag".into());
         }
-        // `collect` grows as it reads, so a false count allocates no more than the bytes that exist.
+        // `collect` grows as it reads, so a wrong count allocates no more than the bytes that exist.
         let parts = BatchParts {
             id_features: (0..counts[0]).map(|_| reader.feature(batch_size)).collect::<Result<_, _>>()?,
             dense: (0..counts[1]).map(|_| reader.tensor()).collect::<Result<_, _>>()?,
@@ -92,7 +93,7 @@ impl Batch {
         Batch::new(parts)
     }
 
-    /// Close to the size of [`Self::to_bytes`], to reserve memory once.
+    /// An estimate of the size of [`Self::to_bytes`], to reserve memory once.
     fn encoded_size(&self) -> usize {
         let features = self.id_features().iter().map(|feature| {
             let offsets = feature.offsets().map_or(0, <[u32]>::len);
@@ -107,7 +108,7 @@ impl Batch {
     }
 }
 
-/// The bytes before the checksum, once magic and checksum are right.
+/// The bytes before the checksum, if magic and checksum are correct.
 fn checked_body(bytes: &[u8]) -> Result<&[u8], Error> {
     let bad = |at: usize, what: String| Err(Error::BadBytes { at, what });
     let Some((body, &checksum)) = bytes.split_last_chunk::<CHECKSUM_BYTES>() else {
@@ -127,7 +128,7 @@ fn put_u32s(out: &mut Vec<u8>, values: &[u32]) {
     out.extend(values.iter().flat_map(|value| value.to_le_bytes()));
 }
 
-/// Names were limited to [`persia_types::limits::MAX_NAME_BYTES`] when they came in.
+/// Names were limited to [`persia_types::limits::MAX_NAME_BYTES`] when the batch was built.
 fn put_name(out: &mut Vec<u8>, name: &str) {
     out.extend_from_slice(&(name.len() as u16).to_le_bytes());
     out.extend_from_slice(name.as_bytes());
@@ -288,7 +289,7 @@ mod tests {
         .unwrap()
     }
 
-    /// Replace the checksum, so that a test reaches the parser.
+    /// Replace the checksum, so that a test can reach the parser.
     fn resealed(mut bytes: Vec<u8>) -> Vec<u8> {
         let body = bytes.len() - CHECKSUM_BYTES;
         let checksum = crc32c::crc32c(&bytes[..body]);
@@ -356,7 +357,8 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(2000))]
 
-        /// Damage with a right checksum is either refused or another valid batch; it never panics.
+        /// Damaged bytes with a correct checksum are either refused or are another valid batch; reading them never
+        /// panics.
         #[test]
         fn hostile_bytes_never_panic(
             edits in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),

@@ -1,7 +1,7 @@
 //! Deduplication: occurrences of ids become unique ids in order of (shard, first occurrence).
 //!
-//! Occurrences are partitioned by virtual shard first. The hash table is then small enough for the nearest cache at any
-//! batch size, and the result is in the order of the store.
+//! Occurrences are partitioned by virtual shard first. The hash table is then small enough for the first-level cache at
+//! any batch size, and the result is in the order of the store.
 
 use std::cell::RefCell;
 use std::sync::{Arc, Weak};
@@ -15,7 +15,7 @@ use crate::memory::FeatureMemory;
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Unique {
     pub(crate) ids: ShardedIds,
-    /// Per occurrence the index of its id in `ids`.
+    /// For each occurrence, the index of its id in `ids`.
     pub(crate) inverse: Vec<u32>,
     pub(crate) occurrences: Occurrences,
 }
@@ -27,7 +27,7 @@ struct Occurrence {
     sample: u32,
 }
 
-/// One bucket of the hash table. It is valid in its generation, so that the table need not be cleared.
+/// One bucket of the hash table. It is valid only in its generation, so that the table need not be cleared.
 #[derive(Clone, Copy, Default)]
 struct Bucket {
     id: Id,
@@ -41,18 +41,19 @@ pub(crate) struct Deduplicator {
     table: Vec<Bucket>,
     generation: u32,
     partition: Vec<Occurrence>,
-    /// The first `count` are this batch's.
+    /// The first `count` ids are those of this batch.
     unique: Vec<Id>,
     count: usize,
-    /// Per occurrence in the partition's order, its unique id.
+    /// The unique id of each occurrence, in the order of the partition.
     local: Vec<u32>,
-    /// Per unique id where its samples start.
+    /// For each unique id, the start of its samples.
     starts: Vec<u32>,
-    /// The memory of results, which return it when their feature is dropped.
+    /// The memory of results, which is returned when their feature is dropped.
     memory: Arc<FeatureMemory>,
 }
 
-/// Occurrences that are deduplicated at once: enough for long loops, few enough for the nearest cache.
+/// The number of occurrences that are deduplicated together: enough for long loops, few enough for the first-level
+/// cache.
 const CLUSTER: u32 = 512;
 
 thread_local! {
@@ -70,7 +71,7 @@ impl Deduplicator {
         Arc::downgrade(&self.memory)
     }
 
-    /// Unique ids of `ids`; `offsets` says where each sample starts, `None` is one id per sample.
+    /// The unique ids of `ids`. `offsets` has the start of each sample; `None` means one id per sample.
     ///
     /// The caller has checked that `offsets` ascend from 0 to `ids.len()` and that this fits a `u32`.
     pub(crate) fn unique(&mut self, ids: &[Id], offsets: Option<&[u32]>) -> Unique {
@@ -97,7 +98,7 @@ impl Deduplicator {
         Unique { ids, inverse, occurrences: Occurrences::new(starts, samples) }
     }
 
-    /// Merge lists of unique ids into one, list after list inside a shard. Also returns the new index of each id.
+    /// Merge lists of unique ids into one; within a shard, list after list. Also returns the new index of each id.
     pub(crate) fn merge(&mut self, lists: &[&ShardedIds]) -> (ShardedIds, Vec<Vec<u32>>) {
         let mut maps: Vec<Vec<u32>> = lists.iter().map(|list| Vec::with_capacity(list.len())).collect();
         let mut shard_offsets = Vec::with_capacity(VIRTUAL_SHARDS + 1);
@@ -123,7 +124,8 @@ impl Deduplicator {
         (ShardedIds::from_grouped(self.unique[..self.count].to_vec(), shard_offsets), maps)
     }
 
-    /// Sort occurrences by shard (a counting sort, so batch order is kept inside one); returns the shards' starts.
+    /// Sort occurrences by shard with a counting sort, which keeps batch order within a shard. Returns the starts of
+    /// the shards.
     fn partition(&mut self, ids: &[Id], offsets: Option<&[u32]>) -> [u32; VIRTUAL_SHARDS + 1] {
         let mut starts = [0u32; VIRTUAL_SHARDS + 1];
         for &id in ids {
@@ -161,7 +163,7 @@ impl Deduplicator {
         starts
     }
 
-    /// Deduplicate a few shards at once; `shards` are their starts and the last one's end.
+    /// Deduplicate a few shards together; `shards` has their starts and the end of the last one.
     ///
     /// Occurrences have the same positions in the partition and in `samples`, because unique ids are numbered shard after
     /// shard.
@@ -192,7 +194,7 @@ impl Deduplicator {
         group(first as u32, &self.local[start..end], in_order, ends, start as u32, samples);
     }
 
-    /// Clear the unique ids and make room for `ids`, and for one more that is written and not counted.
+    /// Clear the unique ids and reserve memory for `ids`, and for one more that is written but not counted.
     fn reset_unique(&mut self, ids: usize) {
         self.count = 0;
         if self.unique.len() <= ids {
@@ -200,7 +202,7 @@ impl Deduplicator {
         }
     }
 
-    /// Empty the hash table, make room for `ids`, and return the mask of its buckets.
+    /// Empty the hash table, reserve memory for `ids`, and return the mask of its buckets.
     fn reset_table(&mut self, ids: usize) -> usize {
         let places = (ids * 4).next_power_of_two().max(16);
         if self.table.len() < places {
@@ -215,7 +217,7 @@ impl Deduplicator {
     }
 }
 
-/// The number of `id`; a new id is assigned one. The hash table is never more than half full.
+/// The number of `id`; a new id gets the next number. The hash table is never more than half full.
 ///
 /// A branch on whether an id is new would be mispredicted half of the time, so both outcomes write the same memory. Only
 /// a collision branches.
@@ -252,7 +254,7 @@ mod tests {
 
     use super::*;
 
-    /// The same result by sorting and a hash map.
+    /// The same result, computed by sorting and a hash map.
     fn naive(ids: &[Id], offsets: Option<&[u32]>) -> (Vec<Id>, Vec<u32>, Vec<Vec<u32>>) {
         let mut unique: Vec<Id> = Vec::new();
         for &id in ids {
@@ -301,7 +303,7 @@ mod tests {
             }
             let mut deduplicator = Deduplicator::default();
             check(&mut deduplicator, &ids, Some(&offsets));
-            check(&mut deduplicator, &ids, None); // the same memory again
+            check(&mut deduplicator, &ids, None); // the same memory is used again
         }
 
         #[test]

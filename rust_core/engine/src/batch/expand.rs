@@ -1,4 +1,4 @@
-//! Features as their slots look them up: hash stacks and raw features become ordinary ones.
+//! The expansion of features by their slots: hash stacks and raw features become ordinary features.
 //!
 //! Look-up, pooling and segment sum handle ordinary features only. A hash stack turns each
 //! occurrence of an id into one of each of its buckets. A raw feature turns each sample into `sample_fixed_size`
@@ -13,7 +13,7 @@ use persia_types::schema::{Pooling, Slot};
 use crate::batch::feature::IdFeature;
 use crate::error::Error;
 
-/// A feature as its slot looks it up.
+/// A feature after the expansion by its slot.
 #[derive(Debug)]
 pub(crate) struct Expanded {
     pub(crate) feature: IdFeature,

@@ -13,20 +13,20 @@ use crate::batch::weights::Weights;
 use crate::error::Error;
 use crate::memory::FeatureMemory;
 
-/// The ids of one feature for every sample of a batch: unique ids, and the samples of each.
+/// The ids of one feature in all samples of a batch: its unique ids, and the samples of each.
 #[derive(Debug, Clone)]
 pub struct IdFeature {
     name: String,
     unique: ShardedIds,
-    /// Per occurrence the index of its id in `unique`.
+    /// For each occurrence, the index of its id in `unique`.
     inverse: Vec<u32>,
-    /// Where each sample's occurrences start, `batch + 1` of them; `None` is one id per sample.
+    /// The starts of the samples' occurrences, `batch + 1` offsets; `None` means one id per sample.
     offsets: Option<Vec<u32>>,
     occurrences: Occurrences,
-    /// `None` is 1 for all.
+    /// `None` means 1 for all.
     weights: Option<Weights>,
     spent: Duration,
-    /// The pool that its vectors return to, as long as the thread that made it lives.
+    /// The pool to which its vectors are returned, as long as the thread that created it exists.
     home: Weak<FeatureMemory>,
 }
 
@@ -51,7 +51,7 @@ impl IdFeature {
         Self::build(name, ids, Some(offsets))
     }
 
-    /// As [`Self::lists`], with offsets that are taken as they are.
+    /// Like [`Self::lists`], without copying the offsets.
     ///
     /// # Errors
     /// As [`Self::lists`].
@@ -85,7 +85,7 @@ impl IdFeature {
         Ok(self)
     }
 
-    /// From decoded parts, which are all checked.
+    /// Build from decoded parts, and check all of them.
     pub(crate) fn from_parts(
         name: String,
         unique: &[Id],
@@ -130,7 +130,7 @@ impl IdFeature {
         Ok(())
     }
 
-    /// Its name, which is a slot's.
+    /// The name of the feature, which is that of its slot.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -145,17 +145,17 @@ impl IdFeature {
         &self.unique
     }
 
-    /// Per occurrence, in batch order, the index of its id in [`Self::unique`].
+    /// For each occurrence in batch order, the index of its id in [`Self::unique`].
     pub fn inverse(&self) -> &[u32] {
         &self.inverse
     }
 
-    /// Where each sample's occurrences start (`samples + 1` offsets); `None` is one id per sample.
+    /// The starts of the samples' occurrences (`samples + 1` offsets); `None` means one id per sample.
     pub fn offsets(&self) -> Option<&[u32]> {
         self.offsets.as_deref()
     }
 
-    /// Per unique id the samples it occurs in, once per occurrence.
+    /// For each unique id, the samples in which it occurs, once per occurrence.
     pub fn csr(&self) -> Csr<'_> {
         Csr { offsets: self.occurrences.starts(), indices: self.occurrences.samples() }
     }
@@ -168,7 +168,7 @@ impl IdFeature {
         }
     }
 
-    /// Per occurrence, in batch order, the factor of its row; `None` is 1 for all.
+    /// For each occurrence in batch order, the factor of its row; `None` means 1 for all.
     pub fn per_sample_weights(&self) -> Option<&[f32]> {
         self.weights.as_ref().map(Weights::in_order)
     }
@@ -178,7 +178,7 @@ impl IdFeature {
         self.weights.as_ref().map(Weights::grouped)
     }
 
-    /// Time its deduplication took.
+    /// The duration of its deduplication.
     pub(crate) fn spent(&self) -> Duration {
         self.spent
     }

@@ -20,17 +20,17 @@ use crate::error::Error;
 /// Parts of a [`Batch`] before they are checked against each other.
 #[derive(Debug, Clone, Default)]
 pub struct BatchParts {
-    /// At least one.
+    /// The id features, at least one.
     pub id_features: Vec<IdFeature>,
-    /// Inputs without look-up.
+    /// The dense inputs.
     pub dense: Vec<Tensor>,
-    /// The targets of training.
+    /// The labels.
     pub labels: Vec<Tensor>,
-    /// If given, every other part must agree with it.
+    /// The number of samples, if given; every other part must agree with it.
     pub batch_size: Option<usize>,
-    /// Whether the batch trains. Otherwise its look-up changes nothing and it has no ticket.
+    /// Whether the batch is for training. Otherwise its look-up changes nothing and it has no ticket.
     pub requires_grad: bool,
-    /// Bytes of the user, which are passed through.
+    /// The user's metadata, which is passed through unchanged.
     pub meta: Option<Vec<u8>>,
 }
 
@@ -101,17 +101,17 @@ impl Batch {
         &self.parts.labels
     }
 
-    /// Whether the batch trains.
+    /// Whether the batch is for training.
     pub fn requires_grad(&self) -> bool {
         self.parts.requires_grad
     }
 
-    /// Bytes of the user.
+    /// The user's metadata.
     pub fn meta(&self) -> Option<&[u8]> {
         self.parts.meta.as_deref()
     }
 
-    /// Time its deduplication took.
+    /// The duration of its deduplication.
     pub(crate) fn deduplication(&self) -> Duration {
         self.id_features().iter().map(IdFeature::spent).sum()
     }

@@ -1,6 +1,6 @@
-//! The samples of each unique id, by which gradients are summed.
+//! The samples of each unique id, over which gradients are summed.
 
-/// For each unique id the samples it occurs in, in batch order, once per occurrence.
+/// For each unique id, the samples in which it occurs, in batch order, once per occurrence.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Occurrences {
     starts: Vec<u32>,
@@ -8,7 +8,7 @@ pub(crate) struct Occurrences {
 }
 
 impl Occurrences {
-    /// From the lists that [`group`] makes.
+    /// Occurrences from the lists that [`group`] returns.
     pub(crate) fn new(starts: Vec<u32>, samples: Vec<u32>) -> Self {
         Self { starts, samples }
     }
@@ -23,7 +23,7 @@ impl Occurrences {
         &self.samples
     }
 
-    /// Starts and samples, to reuse their memory.
+    /// Returns the starts and the samples, to reuse their memory.
     pub(crate) fn into_parts(self) -> [Vec<u32>; 2] {
         [self.starts, self.samples]
     }
@@ -42,8 +42,8 @@ impl Occurrences {
 
 /// Order `samples` by unique id into `grouped`: a counting sort that keeps batch order.
 ///
-/// `ends[unique - first]` is the id's count before and where its samples end afterwards; the first id's start at
-/// `start`.
+/// `ends[unique - first]` is the id's count before the call, and the end of its samples afterwards. The samples of the
+/// first id start at `start`.
 pub(crate) fn group(
     first: u32,
     uniques: &[u32],

@@ -40,7 +40,7 @@ impl Dtype {
         }
     }
 
-    /// The type with this discriminant, if any.
+    /// The type with this discriminant, if there is one.
     pub fn from_code(code: u8) -> Option<Self> {
         Self::ALL.get(usize::from(code)).copied()
     }
@@ -62,7 +62,7 @@ impl Dtype {
     }
 }
 
-/// Most axes a tensor may have.
+/// The largest number of axes of a tensor.
 pub(crate) const MAX_AXES: usize = 8;
 
 /// A contiguous tensor whose first axis is the sample.
@@ -109,17 +109,17 @@ impl Tensor {
         self.dtype
     }
 
-    /// Axes; the first is the sample.
+    /// The shape; the first axis is the sample.
     pub fn shape(&self) -> &[usize] {
         &self.shape
     }
 
-    /// Row-major elements, little-endian.
+    /// The elements, row-major and little-endian.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
 
-    /// Name for messages.
+    /// The name in messages.
     pub(crate) fn label(&self, kind: &str, index: usize) -> String {
         match &self.name {
             Some(name) => format!("{kind} {name:?}"),
@@ -129,7 +129,7 @@ impl Tensor {
 
     /// The first element that is NaN or infinite: (row, column, value).
     pub(crate) fn first_nonfinite(&self) -> Option<(usize, usize, f64)> {
-        // One cheap pass detects it; only then is its position searched.
+        // A cheap pass detects such an element; only then its position is searched.
         let finite = match self.dtype {
             Dtype::F32 => all_finite::<4>(&self.bytes, |b| f32::from_le_bytes(b).is_finite()),
             Dtype::F64 => all_finite::<8>(&self.bytes, |b| f64::from_le_bytes(b).is_finite()),

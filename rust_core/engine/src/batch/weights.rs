@@ -7,14 +7,14 @@ use crate::memory::FeatureMemory;
 /// The weights of one feature, in both orders.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Weights {
-    /// Per occurrence, in batch order: pooling.
+    /// The weight of each occurrence in batch order, for pooling.
     in_order: Vec<f32>,
-    /// Unique id after unique id, each in batch order: the segment sum.
+    /// The same weights, unique id after unique id, each in batch order, for the segment sum.
     grouped: Vec<f32>,
 }
 
 impl Weights {
-    /// `inverse` is the feature's: per occurrence the index of its unique id.
+    /// `inverse` is that of the feature: for each occurrence, the index of its unique id.
     ///
     /// # Errors
     /// [`Error::BadFeature`] when there is not one finite weight per occurrence.
@@ -57,7 +57,7 @@ impl Weights {
         &self.grouped
     }
 
-    /// Both orders, to reuse their memory.
+    /// Returns the weights in both orders, to reuse their memory.
     pub(crate) fn into_parts(self) -> [Vec<f32>; 2] {
         [self.in_order, self.grouped]
     }

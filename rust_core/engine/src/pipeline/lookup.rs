@@ -15,7 +15,7 @@ use crate::step::output::Forward;
 use crate::step::plan::Plan;
 use crate::step::{forward, plan};
 
-/// Times of one batch before its look-up.
+/// The times of a batch before its look-up.
 struct Before {
     plan: Duration,
     staleness_wait: Duration,
@@ -35,7 +35,7 @@ pub(crate) fn run(scheduler: &Arc<Scheduler>, queue: u64) {
     }
 }
 
-/// The next item, once it may be looked up; `None` when the queue was closed or the engine has failed.
+/// The next item, as soon as it may be looked up; `None` if the queue was closed or the engine has failed.
 fn take(scheduler: &Scheduler, queue: u64) -> Option<QueueItem> {
     let mut state = scheduler.lock();
     loop {
@@ -53,14 +53,14 @@ fn take(scheduler: &Scheduler, queue: u64) -> Option<QueueItem> {
                 own.worker = WorkerState::Planning;
             }
             drop(state);
-            scheduler.wake_callers(); // there is room for another
+            scheduler.wake_callers(); // there is space for another batch
             return Some(item);
         }
         scheduler.worker_waits(&mut state);
     }
 }
 
-/// Look one batch up; false when the thread should end.
+/// Look up a batch; false if the thread should end.
 fn serve(scheduler: &Arc<Scheduler>, queue: u64, batch: Arc<Batch>) -> bool {
     let mut watch = Stopwatch::start();
     let next = scheduler.lock().next_seq;
@@ -88,9 +88,9 @@ fn serve(scheduler: &Arc<Scheduler>, queue: u64, batch: Arc<Batch>) -> bool {
     }
 }
 
-/// Wait for room in the staleness window and take the next step's number; `None` as in [`take`].
+/// Wait until the staleness window has space, and take the number of the next step; `None` as in [`take`].
 ///
-/// A batch that does not train needs no room, but in a reproducible run it waits until no push is in flight.
+/// A batch that is not for training needs no space, but in a reproducible run it waits until no push is in flight.
 fn admit(scheduler: &Scheduler, queue: u64, trains: bool) -> Option<u64> {
     let mut state = scheduler.lock();
     loop {
@@ -118,7 +118,7 @@ fn admit(scheduler: &Scheduler, queue: u64, trains: bool) -> Option<u64> {
     }
 }
 
-/// Hand a looked-up batch to `next`; false if the queue was closed meanwhile.
+/// Pass a batch that was looked up to `next`; false if the queue was closed in the meantime.
 fn hand_over(
     scheduler: &Arc<Scheduler>,
     queue: u64,

@@ -30,9 +30,9 @@ pub enum FeedOutcome {
     Accepted,
     /// The queue was full for the whole timeout; the batch is returned.
     Pending {
-        /// To be fed again.
+        /// The batch, which can be fed again.
         batch: Arc<Batch>,
-        /// The event that must happen first.
+        /// The event for which the call waited.
         wait: Wait,
     },
 }
@@ -40,15 +40,16 @@ pub enum FeedOutcome {
 /// The result of [`Pipeline::next`].
 #[derive(Debug)]
 pub enum Next {
-    /// The next batch, looked up.
+    /// The next batch, after its look-up.
     Ready(Box<PooledBatch>),
-    /// The source has ended and every batch was handed out.
+    /// The source has ended and every batch was returned.
     End,
     /// The timeout passed first.
     Pending(Wait),
 }
 
-/// One stream of batches: fed by one thread, taken by another, looked up in between by its own.
+/// One stream of batches. One thread feeds it, another takes batches from it, and its own thread looks them up in
+/// between.
 ///
 /// Dropping it closes it: batches that were not taken are dropped, and its thread is joined.
 pub struct Pipeline {
@@ -146,9 +147,9 @@ impl Pipeline {
         }
     }
 
-    /// Whether `next` will return a batch; false after the last. It requests no look-up, so that ranks which take turns
-    /// can agree on a step before any of them starts it. `None` when the timeout passed before the source gave a batch
-    /// or ended.
+    /// Whether `next` will return a batch; false after the last. It starts no look-up, so that ranks which take turns
+    /// can agree on a step before any of them starts it. `None` if the timeout passed before the source returned a
+    /// batch or ended.
     ///
     /// # Errors
     /// As [`Self::next`].

@@ -14,7 +14,7 @@ use crate::pipeline::worker::{guarded, join, spawn};
 use crate::step::backward;
 use crate::step::gradients::Backward;
 
-/// The push thread of one engine. Dropped, it pushes what is queued and ends.
+/// The push thread of one engine. When it is dropped, it pushes the queued gradients and ends.
 pub(crate) struct PushThread {
     pub(crate) scheduler: Arc<Scheduler>,
     handle: Option<JoinHandle<()>>,
@@ -37,7 +37,7 @@ impl Drop for PushThread {
     }
 }
 
-/// The push thread: one push after the other, in the order they were handed over.
+/// The push thread: one push after the other, in the order of the queue.
 fn run(scheduler: &Scheduler) {
     let mut overflows = Overflows::default();
     while let Some(job) = next_job(scheduler) {
@@ -64,7 +64,7 @@ fn run(scheduler: &Scheduler) {
 struct Overflows(u64);
 
 impl Overflows {
-    /// Log the first such step, and then each time their number has doubled, because every step may be one.
+    /// Log the first such step, and then each time their number has doubled, because there may be one in every step.
     fn log(&mut self, context: &Context, step: u64, report: &PushReport) {
         let Some((table, id)) = report.first_nonfinite else { return };
         self.0 += 1;

@@ -1,7 +1,7 @@
-//! [`Scheduler`]: one lock, under which callers and worker threads agree on the next step.
+//! [`Scheduler`]: the lock under which callers and worker threads agree on the next step.
 //!
 //! Every pipeline has a queue of batches. The staleness window, pushes and the first failure belong to the engine, so
-//! that a ticket outlives its pipeline and K holds over all of them.
+//! that a ticket may outlive its pipeline and K applies to all pipelines together.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -33,21 +33,21 @@ pub(crate) struct Scheduler {
     callers: Condvar,
 }
 
-/// Everything that changes.
+/// The state that the lock protects.
 pub(crate) struct State {
     pub(crate) window: StalenessWindow,
     /// Sequence number of the next training look-up.
     pub(crate) next_seq: u64,
-    /// The latest step that was handed out.
+    /// The latest step that was returned to the caller.
     pub(crate) step: u64,
     pub(crate) pushes: VecDeque<PushJob>,
     pub(crate) queues: BTreeMap<u64, BatchQueue>,
     pub(crate) next_queue: u64,
     /// The first failure of a worker; every later call returns it.
     pub(crate) failed: Option<Error>,
-    /// No look-up starts.
+    /// Whether no look-up may start.
     pub(crate) paused: bool,
-    /// The engine was dropped: queued gradients are still pushed, no others are accepted.
+    /// Whether the engine was dropped. Queued gradients are then still pushed, but no others are accepted.
     pub(crate) stopping: bool,
     pub(crate) stats: EngineStats,
 }
@@ -59,9 +59,9 @@ pub(crate) struct BatchQueue {
     pub(crate) ready: VecDeque<Ready>,
     /// The result of `next` once `ready` is empty.
     pub(crate) end: Option<StreamEnd>,
-    /// No more batches are accepted.
+    /// Whether no more batches are accepted.
     pub(crate) closed: bool,
-    /// `next` was called and has returned nothing yet.
+    /// Whether `next` was called and has not returned yet.
     pub(crate) demand: bool,
     pub(crate) worker: WorkerState,
 }
@@ -82,9 +82,9 @@ pub(crate) enum StreamEnd {
 pub(crate) enum WorkerState {
     #[default]
     Idle,
-    /// Has a batch, and plans its look-up.
+    /// It has a batch, and plans its look-up.
     Planning,
-    /// Has a batch, and waits for room in the staleness window.
+    /// It has a batch, and waits for space in the staleness window.
     AwaitingWindow,
     LookingUp(u64),
 }
@@ -96,11 +96,11 @@ pub(crate) struct Ready {
     pub(crate) outputs: Vec<Output>,
     pub(crate) on_device: Option<OnDevice>,
     pub(crate) report: LookupReport,
-    /// The plan of pushing its gradients, for a batch that trains.
+    /// The plan of the push of its gradients, for a training batch.
     pub(crate) plan: Option<Plan>,
 }
 
-/// Gradients that wait for the push thread.
+/// The gradients that wait for the push thread.
 pub(crate) struct PushJob {
     pub(crate) step: u64,
     pub(crate) batch: Arc<Batch>,
@@ -151,7 +151,7 @@ impl Scheduler {
         !self.callers.wait_until(state, deadline).timed_out()
     }
 
-    /// Stop the engine. The first failure is kept.
+    /// Stop the engine. Only the first failure is recorded.
     pub(crate) fn fail(&self, error: Error) {
         self.lock().failed.get_or_insert(error);
         self.wake_workers();
@@ -172,14 +172,14 @@ impl State {
         self.failed.clone().map_or(Ok(()), Err)
     }
 
-    /// The wait of a drain: for a push, and while look-ups are paused, for the one that has started.
+    /// What a drain waits for: a push, and while look-ups are paused, a look-up that has started.
     pub(crate) fn in_flight(&self) -> Option<Wait> {
         let push = self.window.oldest_at(Stage::Pushing).map(|step| Wait::Push { step });
         let looking = || self.window.oldest_at(Stage::LookingUp).filter(|_| self.paused);
         push.or_else(|| looking().map(|step| Wait::Lookup { step }))
     }
 
-    /// The wait of a pipeline's `next`, by name.
+    /// What `next` of a pipeline waits for.
     pub(crate) fn waiting_for(&self, queue: u64) -> Wait {
         let Some(queue) = self.queues.get(&queue) else { return Wait::Batch };
         match queue.worker {
@@ -190,7 +190,8 @@ impl State {
         }
     }
 
-    /// Which step will leave the window next; one that needs the caller only when no other step makes progress.
+    /// The step that will leave the window next. A step that waits for the caller is returned only if no other step
+    /// makes progress.
     fn window_waits_for(&self) -> Wait {
         if let Some(step) = self.window.oldest_at(Stage::Pushing) {
             Wait::Push { step }
@@ -206,7 +207,7 @@ impl State {
     }
 }
 
-/// The deadline of a wait of `timeout`.
+/// The deadline of a wait that may take `timeout`.
 pub(crate) fn deadline(timeout: Duration) -> Instant {
     const LONGEST: Duration = Duration::from_secs(24 * 3600); // an Instant may overflow; callers can repeat the wait
     Instant::now() + timeout.min(LONGEST)

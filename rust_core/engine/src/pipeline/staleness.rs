@@ -1,17 +1,17 @@
-//! [`StalenessWindow`]: the training steps between look-up and acknowledged push.
+//! [`StalenessWindow`]: the training steps between their look-up and the acknowledgement of their push.
 
 use std::collections::BTreeMap;
 
-/// Where a training batch is between its look-up and the acknowledgement of its push.
+/// The stage of a training batch between its look-up and the acknowledgement of its push.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Stage {
-    /// In the look-up thread.
+    /// Being looked up, in the look-up thread.
     LookingUp,
     /// Looked up, waiting to be taken.
     Ready,
-    /// Taken; its ticket is neither pushed nor dropped.
+    /// Taken by the caller; its ticket is neither pushed nor dropped.
     Taken,
-    /// Handed to the push thread and not acknowledged. A failed push never leaves this stage.
+    /// Passed to the push thread and not acknowledged. A failed push never leaves this stage.
     Pushing,
 }
 
@@ -32,7 +32,7 @@ impl StalenessWindow {
         self.steps.len() < self.limit
     }
 
-    /// Let `step` in; the caller has seen that there is room.
+    /// Add `step`; the caller has checked that there is space.
     pub(crate) fn enter(&mut self, step: u64) {
         debug_assert!(self.has_room());
         self.max_staleness = self.max_staleness.max(self.steps.len());
@@ -58,7 +58,7 @@ impl StalenessWindow {
         self.steps.len()
     }
 
-    /// The most steps in the window when another entered.
+    /// The largest number of steps in the window when another step was added.
     pub(crate) fn max_staleness(&self) -> usize {
         self.max_staleness
     }

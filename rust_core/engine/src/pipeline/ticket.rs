@@ -18,17 +18,17 @@ use crate::step::plan::Plan;
 /// A batch with its pooled rows.
 #[derive(Debug)]
 pub struct PooledBatch {
-    /// The rank's step; for a batch that does not train, the step that would come next.
+    /// The rank's step; for a batch that is not for training, the next training step.
     pub step: u64,
     /// Shared with the ticket.
     pub batch: Arc<Batch>,
-    /// One per id feature, in the batch's order.
+    /// The outputs, one for each id feature in the batch's order.
     pub outputs: Vec<Output>,
     /// The vectors, if the engine has a device; those of `outputs` are then empty.
     pub on_device: Option<OnDevice>,
     /// The report of the look-up.
     pub report: LookupReport,
-    /// The right to push gradients; `None` for a batch that does not train.
+    /// The ticket to push gradients; `None` for a batch that is not for training.
     pub ticket: Option<PushTicket>,
 }
 
@@ -44,7 +44,8 @@ impl PooledBatch {
     }
 }
 
-/// The right to push the gradients of one step, which is in the staleness window. Dropped unused, the step leaves it.
+/// The permission to push the gradients of one step, which is in the staleness window. If the ticket is dropped unused,
+/// the step leaves the window.
 ///
 /// Where ranks take turns ([`EngineOptions::takes_turns`](crate::EngineOptions::takes_turns)) a ticket dropped unused
 /// makes an empty push, because the next rank waits for it. The step then leaves the window with the acknowledgement.
@@ -62,7 +63,7 @@ impl fmt::Debug for PushTicket {
 }
 
 impl PushTicket {
-    /// The step it belongs to.
+    /// The step of this ticket.
     pub fn step(&self) -> u64 {
         self.step
     }
@@ -79,8 +80,8 @@ impl PushTicket {
         self.hand_over(PushGradients::OnHost(gradients), options)
     }
 
-    /// As [`Self::push`], with gradients that the engine's device sums; every id feature has one. They are multiplied by
-    /// [`Self::gradient_scale`] already; `options.scale` is ignored.
+    /// Like [`Self::push`], with gradients that the engine's device sums; every id feature has one. They are multiplied
+    /// by [`Self::gradient_scale`] already; `options.scale` is ignored.
     ///
     /// # Errors
     /// As [`Self::push`].
@@ -96,7 +97,7 @@ impl PushTicket {
 
     fn hand_over(mut self, gradients: PushGradients, options: PushOptions) -> Result<(), Error> {
         let mut state = self.scheduler.lock();
-        // Dropping the ticket takes the lock again, so no early `?` under the lock.
+        // Dropping the ticket takes the lock again, so `?` must not return early under the lock.
         if let Some(error) = state.failed.clone() {
             drop(state);
             return Err(error);

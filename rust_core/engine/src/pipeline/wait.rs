@@ -17,12 +17,12 @@ pub enum Wait {
         /// The step.
         step: u64,
     },
-    /// The caller, who has to push or drop the ticket of this step.
+    /// The caller, which has to push or drop the ticket of this step.
     Gradients {
         /// The step.
         step: u64,
     },
-    /// The caller, who has to call `next` for this step, which is looked up.
+    /// The caller, which has to call `next` for this step, whose look-up is complete.
     Taking {
         /// The step.
         step: u64,

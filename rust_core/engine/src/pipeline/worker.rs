@@ -32,12 +32,12 @@ pub(super) fn spawn(
         .map_err(|source| Error::Spawn { worker, source: source.into() })
 }
 
-/// Wait for a worker's end, unless this *is* the worker: a gradient's destructor may drop the engine.
+/// Wait for the end of a worker, unless this thread *is* the worker: a gradient's destructor may drop the engine.
 pub(super) fn join(worker: Option<JoinHandle<()>>) {
     if let Some(worker) = worker
         && worker.thread().id() != std::thread::current().id()
     {
-        // `guarded` has already turned panics of the work into errors.
+        // `guarded` has already converted panics of the work to errors.
         let _ = worker.join();
     }
 }

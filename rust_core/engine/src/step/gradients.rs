@@ -14,13 +14,13 @@ pub type Gradient = Box<dyn AsRef<[f32]> + Send>;
 
 /// The gradients of one push.
 pub(crate) enum PushGradients {
-    /// One per id feature, to be summed here or by the tables.
+    /// One gradient for each id feature, to be summed here or by the tables.
     OnHost(Vec<Option<Gradient>>),
     /// Summed already.
     OnDevice(Box<dyn DeviceGradients>),
 }
 
-/// A push's result and its times.
+/// The result of a push and its times.
 pub(crate) struct Backward {
     pub(crate) report: PushReport,
     pub(crate) segment_sum: Duration,

@@ -25,7 +25,7 @@ pub(crate) fn plan(context: &Context, batch: &Batch) -> Result<Plan, Error> {
     })
 }
 
-/// Look the batch up and pool it, on the device if one is given.
+/// Look up the batch and pool it, on the device if there is one.
 pub(crate) fn forward(
     context: &Context,
     device: Option<&dyn Device>,
@@ -40,7 +40,7 @@ pub(crate) fn forward(
     }
 }
 
-/// Look up each feature by itself, and return the number of its unique ids and of those without a row.
+/// Look up each feature separately, and return the number of its unique ids and of those without a row.
 pub(crate) fn missing(
     context: &Context,
     (batch, plan): (&Batch, &Plan),

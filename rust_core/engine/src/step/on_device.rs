@@ -15,7 +15,7 @@ use crate::step::gradients::{Backward, push};
 use crate::step::output::{Forward, Output};
 use crate::step::plan::{Plan, TablePlan};
 
-/// Look the batch up, and start to pool it on the device.
+/// Look up the batch, and start to pool it on the device.
 pub(super) fn forward(
     context: &Context,
     device: &dyn Device,
@@ -73,7 +73,7 @@ fn work<'a>(
     }
 }
 
-/// Push the gradients that the device has summed. A table that the tables pooled has gradients of samples.
+/// Push the gradients that the device has summed. If the tables pooled a table, its gradients are those of samples.
 pub(super) fn backward(
     context: &Context,
     (batch, plan): (&Batch, &Plan),

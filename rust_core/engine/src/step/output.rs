@@ -10,7 +10,7 @@ use crate::context::Context;
 use crate::device::OnDevice;
 use crate::step::plan::Plan;
 
-/// A look-up's result and its times.
+/// The result of a look-up and its times.
 pub(crate) struct Forward {
     pub(crate) outputs: Vec<Output>,
     pub(crate) on_device: Option<OnDevice>,
@@ -24,7 +24,7 @@ pub(crate) struct Forward {
 pub struct Output {
     slot: usize,
     dim: usize,
-    /// Empty if a device has the vectors.
+    /// The vectors; empty if a device has them.
     buffer: Buffer,
     raw: Option<Raw>,
 }
@@ -32,17 +32,17 @@ pub struct Output {
 /// The properties of a raw feature in addition to its rows.
 #[derive(Debug)]
 pub struct Raw {
-    /// Places of a sample: `sample_fixed_size`.
+    /// The number of positions of a sample: `sample_fixed_size`.
     pub places: usize,
-    /// `[batch, places]`: whether the place has an id. Rows of empty places are zeros. Empty if a device has
-    /// the mask.
+    /// `[batch, places]`: whether the position has an id. Rows of empty positions are zeros. The mask is empty if a
+    /// device has it.
     pub mask: Vec<bool>,
-    /// Ids that were truncated: those after a sample's first `places`.
+    /// The number of truncated ids: those after the first `places` of a sample.
     pub truncated: usize,
 }
 
 impl Output {
-    /// Of a feature whose vectors are in `buffer`.
+    /// The output of a feature whose vectors are in `buffer`.
     pub(super) fn on_host(
         context: &Context,
         (batch, plan): (&Batch, &Plan),
@@ -56,7 +56,7 @@ impl Output {
         Self::new(context, plan, feature, buffer, mask)
     }
 
-    /// Of a feature whose vectors a device has.
+    /// The output of a feature whose vectors are on a device.
     pub(super) fn on_device(context: &Context, plan: &Plan, feature: usize) -> Self {
         Self::new(context, plan, feature, context.buffers.take(0), Vec::new)
     }
@@ -77,22 +77,22 @@ impl Output {
         Self { slot, dim: context.dim_of_slot(slot), buffer, raw }
     }
 
-    /// Index of its slot in the schema.
+    /// The index of its slot in the schema.
     pub fn slot(&self) -> usize {
         self.slot
     }
 
-    /// Floats per sample.
+    /// The number of floats of a sample.
     pub fn dim(&self) -> usize {
         self.dim
     }
 
-    /// Places, mask, and the number of truncated ids; `None` for a pooled feature.
+    /// The number of positions, the mask, and the number of truncated ids; `None` for a pooled feature.
     pub fn raw(&self) -> Option<&Raw> {
         self.raw.as_ref()
     }
 
-    /// The floats alone; their memory is reused once dropped.
+    /// The floats alone; their memory is reused after they are dropped.
     pub fn into_buffer(self) -> Buffer {
         self.buffer
     }

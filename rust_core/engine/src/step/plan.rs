@@ -22,9 +22,9 @@ use crate::error::Error;
 pub(crate) struct Plan {
     /// Slot of each feature, in the batch's order.
     slots: Vec<usize>,
-    /// Per feature its expansion by its slot; `None` if it is looked up unchanged.
+    /// For each feature its expansion by its slot; `None` if it is looked up unchanged.
     expanded: Vec<Option<Expanded>>,
-    /// Per feature the divisors of its samples' sums; `None` is 1.
+    /// For each feature the divisors of the sums of its samples; `None` means 1.
     divisors: Vec<Option<Buffer>>,
     /// Tables the batch needs, in the schema's order.
     tables: Vec<TablePlan>,
@@ -37,7 +37,7 @@ pub(crate) struct TablePlan {
     pub(crate) table: usize,
     /// The features that share it, in the order of their slots.
     pub(crate) members: Vec<Member>,
-    /// Their ids merged; `None` if there is one feature.
+    /// The merged ids of the members; `None` if there is one feature.
     merged: Option<ShardedIds>,
     answer: Answer,
 }
@@ -53,23 +53,24 @@ enum Answer {
     Pooled,
 }
 
-/// A feature's place in its table's request.
+/// The position of a feature in the request of its table.
 #[derive(Debug)]
 pub(crate) struct Member {
     /// Index into the batch's id features.
     pub(crate) feature: usize,
-    /// From the feature's unique ids to the table's; `None` if they are the same.
+    /// Maps the feature's unique ids to those of the table; `None` if they are the same.
     pub(crate) map: Option<Vec<u32>>,
 }
 
-/// Whether the tables pool samples with these bags of so many ids and floats: [`persia_types::Tables::pools`].
+/// Whether the tables pool samples with these bags, for the given numbers of ids and floats:
+/// [`persia_types::Tables::pools`].
 pub(super) type Pools<'a> = &'a dyn Fn(usize, usize, &Bags<'_>) -> bool;
 
 impl Plan {
-    /// Match features with slots, merge what shares a table, and decide where rows are pooled.
+    /// Match features with slots, merge features that share a table, and decide where rows are pooled.
     ///
     /// # Errors
-    /// [`Error::FeatureMismatch`] with every name that is no slot's, [`Error::TooLarge`] for too many ids,
+    /// [`Error::FeatureMismatch`] with every name that is not the name of a slot, [`Error::TooLarge`] for too many ids,
     /// [`Error::BadFeature`] for per-sample weights where nothing is summed.
     pub(super) fn new(
         batch: &Batch,
@@ -102,7 +103,7 @@ impl Plan {
         Some(buffers.collect(divisors))
     }
 
-    /// A raw feature needs rows: its samples are places of other samples, and it has a mask.
+    /// A raw feature needs rows: its samples are positions of the original samples, and it has a mask.
     fn answer(&self, batch: &Batch, schema: &Schema, table: &TablePlan, pools: Pools<'_>) -> Answer {
         let [Member { feature: index, map: None }] = table.members[..] else { return Answer::Rows };
         if schema.slots[self.slots[index]].sample_fixed_size.is_some() {
@@ -116,12 +117,12 @@ impl Plan {
         if pools(dim, ids, &self.bags(batch, index)) { Answer::Pooled } else { Answer::Rows }
     }
 
-    /// Slot (index into the schema's) of each feature, in the batch's order.
+    /// The slot of each feature, as an index into those of the schema, in the batch's order.
     pub(crate) fn slots(&self) -> &[usize] {
         &self.slots
     }
 
-    /// A feature of the batch as its slot looks it up.
+    /// A feature of the batch after the expansion by its slot.
     pub(crate) fn feature<'a>(&'a self, batch: &'a Batch, index: usize) -> &'a IdFeature {
         self.expanded[index].as_ref().map_or(&batch.id_features()[index], |expanded| &expanded.feature)
     }
@@ -137,13 +138,13 @@ impl Plan {
         }
     }
 
-    /// The factor of each sample's gradient: the reciprocal of its divisor; `None` is 1.
+    /// The factor of each sample's gradient: the reciprocal of its divisor; `None` means 1.
     pub(crate) fn factors(&self, feature: usize, buffers: &Arc<BufferPool>) -> Option<Buffer> {
         let divisors: &[f32] = self.divisors[feature].as_ref()?.as_ref();
         Some(buffers.collect(divisors.iter().map(|divisor| 1.0 / divisor)))
     }
 
-    /// How many ids of a raw feature were truncated, because their samples have more ids than places.
+    /// How many ids of a raw feature were truncated, because their samples have more ids than positions.
     pub(crate) fn truncated(&self, feature: usize) -> usize {
         self.expanded[feature].as_ref().map_or(0, |expanded| expanded.truncated)
     }
@@ -152,7 +153,7 @@ impl Plan {
         &self.tables
     }
 
-    /// The tables of the features that got a gradient. They are not used for look-ups.
+    /// The tables of the features that got a gradient. The result is not used for look-ups.
     pub(crate) fn tables_of(
         &self,
         batch: &Batch,
@@ -197,12 +198,12 @@ impl Plan {
 }
 
 impl TablePlan {
-    /// Unique ids to look up or push.
+    /// The unique ids to look up or push.
     pub(crate) fn ids<'a>(&'a self, plan: &'a Plan, batch: &'a Batch) -> &'a ShardedIds {
         self.merged.as_ref().unwrap_or_else(|| plan.feature(batch, self.members[0].feature).unique())
     }
 
-    /// A look-up of it.
+    /// The request of a look-up for rows.
     pub(crate) fn request<'a>(
         &'a self,
         plan: &'a Plan,

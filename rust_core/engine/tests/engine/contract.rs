@@ -13,7 +13,7 @@ fn plain_tables_keep_the_contract() {
     contract::run_all(&|| Arc::new(PlainTables::new(contract::schema())));
 }
 
-/// Cases that fail on tables with this defect.
+/// The cases that fail on tables with this defect.
 fn caught(make: contract::Make<'_>) -> Vec<&'static str> {
     let failed = |case: fn(contract::Make<'_>)| {
         std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| case(make))).is_err()

@@ -124,7 +124,7 @@ fn a_failing_source_is_reported_after_the_batches_before_it() {
         assert!(error.to_string().contains("row 17"), "{error}");
     }
     assert!(engine.failure().is_none());
-    let again = engine.pipeline().unwrap(); // the engine is whole
+    let again = engine.pipeline().unwrap(); // the engine has not failed
     feed(&again, batch(&[3], true));
     push(ready(&again), 1.0);
     assert_eq!(engine.drain(LONG).unwrap(), DrainOutcome::Done);
@@ -186,7 +186,7 @@ fn drain_names_the_push_it_waits_for() {
     assert_eq!(engine.drain(LONG).unwrap(), DrainOutcome::Done);
 }
 
-/// A gradient whose destructor drops the engine's last handle: on the push thread itself.
+/// A gradient whose destructor drops the last handle of the engine, on the push thread itself.
 #[test]
 fn the_engine_may_be_dropped_by_its_own_push_thread() {
     struct Owner(Vec<f32>, #[allow(dead_code)] Engine);

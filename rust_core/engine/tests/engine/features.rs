@@ -1,4 +1,4 @@
-//! Raw features, hash stacks and per-sample weights against a model that knows only a map from id to row.
+//! Raw features, hash stacks and per-sample weights against a model that has only a map from ids to rows.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -39,7 +39,7 @@ fn rows_of(slot: &Slot, id: Id) -> Vec<Id> {
     slot.hash_stack.map_or_else(|| vec![id], |stack| stack.buckets_of(id).collect())
 }
 
-/// The ids that are pooled into one vector: those of a sample, or of one of its places.
+/// The ids that are pooled into one vector: those of a sample, or of one of its positions.
 fn vectors(slot: &Slot, samples: &[Sample]) -> Vec<Sample> {
     match slot.sample_fixed_size {
         None => samples.to_vec(),
@@ -56,7 +56,7 @@ fn divisor(slot: &Slot, ids: usize) -> f32 {
     mean * if slot.sqrt_scaling { ((ids * rounds).max(1) as f32).sqrt() } else { 1.0 }
 }
 
-/// Some weight for every row.
+/// A different weight for every row.
 fn weight(table: usize, id: Id, column: usize) -> f32 {
     ((id * 7 + column as u64 * 3 + table as u64) % 23) as f32 * 0.37 - 4.0
 }

@@ -1,4 +1,4 @@
-//! Pooling and segment sums against formulas written out, and gradients against finite differences.
+//! Pooling and segment sums against explicit formulas, and gradients against finite differences.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use proptest::prelude::*;
 use crate::plain::PlainTables;
 use crate::support::{LONG, engine, feed, plain, ready, reproducible, schema};
 
-/// Per feature, per sample, its ids.
+/// For each feature and sample, its ids.
 type Lists = Vec<Vec<Vec<u64>>>;
 
 fn batch(names: &[&str], lists: &Lists) -> Batch {
@@ -26,7 +26,7 @@ fn batch(names: &[&str], lists: &Lists) -> Batch {
     Batch::new(BatchParts { id_features, requires_grad: true, ..Default::default() }).unwrap()
 }
 
-/// Slots a and c share a table; b is a mean, c is scaled by a root, d both.
+/// Slots a and c share a table; b is a mean, c uses root scaling, d uses both.
 fn mixed_schema(dim: usize) -> Schema {
     let slots = [
         ("a", 0, Pooling::Sum, false),
@@ -44,7 +44,7 @@ fn divisor(schema: &Schema, slot: usize, ids: usize) -> f32 {
     mean * if slot.sqrt_scaling { n.sqrt() } else { 1.0 }
 }
 
-/// Some weight for every row.
+/// A different weight for every row.
 fn weight(table: usize, id: u64, column: usize) -> f32 {
     ((id * 7 + column as u64 * 3 + table as u64) % 23) as f32 * 0.37 - 4.0
 }
@@ -60,7 +60,7 @@ fn filled(schema: &Schema, lists: &Lists) -> PlainTables {
     tables
 }
 
-/// The input of the model, written out.
+/// The input of the model by explicit formulas.
 fn pooled(schema: &Schema, lists: &Lists) -> Vec<Vec<f32>> {
     let slots = schema.slots.iter().enumerate().zip(lists);
     slots
@@ -113,7 +113,7 @@ const NAMES: [&str; 4] = ["a", "b", "c", "d"];
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Bit for bit: the engine adds in the order that is documented.
+    /// Compared bit for bit: the engine adds in the documented order.
     #[test]
     fn a_step_equals_the_formulas(
         lists in lists(),
@@ -150,7 +150,7 @@ proptest! {
                 prop_assert_eq!(after, expected, "table {} id {}", table, id);
             }
         }
-        // Ids without a gradient are not pushed at all: a zero would still decay moments.
+        // Ids without a gradient are not pushed: a gradient of zero would still decay the moments.
         let pushed: usize = sums.iter().map(BTreeMap::len).sum();
         prop_assert_eq!(engine.stats().push_report.rows_applied, pushed as u64);
     }

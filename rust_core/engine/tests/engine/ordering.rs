@@ -1,4 +1,4 @@
-//! Order, determinism, steps over several pipelines, and ends of every kind.
+//! Order, determinism, steps over several pipelines, and all ways in which a pipeline ends.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,7 +23,7 @@ fn a_reproducible_look_up_waits_for_next_and_sees_every_push() {
     }
     for step in 1..=4 {
         let looked = ready(&pipeline);
-        assert_eq!(looked.outputs[0].as_ref(), [1.0 - step as f32; 2]); // every earlier push, no later one
+        assert_eq!(looked.outputs[0].as_ref(), [1.0 - step as f32; 2]); // every earlier push and no later one is visible
         push(looked, 1.0);
         assert_eq!(engine.drain(LONG).unwrap(), DrainOutcome::Done);
         // Nothing is looked up ahead, so the tables hold exactly this step.
@@ -47,7 +47,7 @@ fn reproducible_evaluation_waits_for_pushes_in_flight() {
     assert_eq!(ready(&pipeline).outputs[0].as_ref(), [-1.0; 2]);
 }
 
-/// Train on ids that repeat between batches; the weights depend on the order of everything.
+/// Train on ids that repeat between batches, so that the weights depend on the order of all requests.
 fn train(tables: Arc<dyn Tables>, options: EngineOptions, steps: u64) -> (Vec<u64>, Vec<f32>) {
     let engine = engine(tables, &one_slot(), options);
     let pipeline = engine.pipeline().unwrap();
@@ -210,7 +210,7 @@ fn evaluation_works_from_many_threads_during_training() {
     assert!(matches!(error, Error::BadOption { option: "mode", .. }), "{error}");
 }
 
-/// Threads of this process whose name starts with `persia-`; other tests have some too.
+/// The threads of this process whose names start with `persia-`; other tests have such threads too.
 #[cfg(target_os = "linux")]
 #[test]
 fn no_thread_is_leaked_and_queued_pushes_are_applied() {

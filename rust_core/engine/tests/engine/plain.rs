@@ -1,4 +1,4 @@
-//! `Tables` as a plain map under one lock: slow, obvious, and the model the engine's tests compare with.
+//! `Tables` as a plain map under one lock: slow and simple, and the reference of the engine's tests.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -17,7 +17,7 @@ use persia_types::token::{JobId, SeenTokens};
 #[derive(Default, Clone)]
 struct Row {
     weights: Vec<f32>,
-    /// Momentum; empty without.
+    /// The momentum; empty if there is none.
     state: Vec<f32>,
 }
 
@@ -53,7 +53,7 @@ impl PlainTables {
         self.lock().rows[table].iter().map(|(id, row)| (*id, row.weights.clone())).collect()
     }
 
-    /// The gradients, if those after a missing id moved up by one.
+    /// The gradients, as if those after a missing id were shifted by one.
     pub(crate) fn shifted_by_missing(&self, step: u64, table: &TableGradients<'_>) -> Vec<f32> {
         let dim = self.schema.tables.get(table.table).map_or(1, |table| table.dim);
         let all = table.gradients.rows(0..table.ids.len(), dim);
@@ -93,7 +93,7 @@ impl PlainTables {
     }
 }
 
-/// Some numbers between -1 and 1 that depend on all arguments.
+/// Numbers between -1 and 1 that depend on all arguments.
 fn mixed(seed: u64, table: usize, id: Id, place: usize) -> f32 {
     let hash = hash_id(hash_id(hash_id(id) ^ seed) ^ ((table as u64) << 32 | place as u64));
     (hash >> 40) as f32 / (1u64 << 23) as f32 - 1.0
@@ -106,7 +106,7 @@ fn new_row(run: &Run, table: usize, id: Id) -> Row {
         match run.initializer {
             Initializer::Zero => 0.0,
             Initializer::Uniform { low, high } => low + (high - low) * (mixed + 1.0) / 2.0,
-            Initializer::Normal { mean, std } => mean + std * mixed, // near enough for a model
+            Initializer::Normal { mean, std } => mean + std * mixed, // accurate enough for a reference
             other => panic!("the plain model does not know {other:?}"),
         }
     };

@@ -102,7 +102,7 @@ fn a_full_queue_gives_the_batch_back_and_says_why() {
         offered = batch(&[accepted], true);
     };
     assert_eq!(wait, Wait::Taking { step: 1 });
-    // One looked up, one in the look-up thread's hands, one queued.
+    // One batch is looked up, one is in the look-up thread, and one is queued.
     assert!((2..=3).contains(&accepted), "{accepted}");
     assert!(matches!(pipeline.next(LONG).unwrap(), Next::Ready(_)));
     assert!(matches!(pipeline.feed(batch(&[9], true), LONG).unwrap(), FeedOutcome::Accepted));

@@ -13,9 +13,9 @@ use persia_types::tables::{LookupReport, LookupRequest, PushReport, PushRequest,
 
 use crate::plain::PlainTables;
 
-/// Longer than anything takes; reaching it is a failure.
+/// Longer than any operation takes; reaching it is a failure.
 pub(crate) const LONG: Duration = Duration::from_secs(30);
-/// To see that something does *not* happen.
+/// How long to wait for an event that must *not* happen.
 pub(crate) const SHORT: Duration = Duration::from_millis(30);
 
 /// A slot per entry: name, table, pooling, sqrt scaling.
@@ -33,7 +33,7 @@ pub(crate) fn schema(slots: &[(&str, usize, Pooling, bool)], dims: &[usize]) -> 
     }
 }
 
-/// One slot `a` with a table of its own, dimension 2.
+/// One slot `a` with its own table, dimension 2.
 pub(crate) fn one_slot() -> Schema {
     schema(&[("a", 0, Pooling::Sum, false)], &[2])
 }
@@ -104,7 +104,7 @@ pub(crate) fn push(mut looked: PooledBatch, value: f32) {
     looked.ticket.take().unwrap().push(gradients, PushOptions::default()).unwrap();
 }
 
-/// Tables that change one thing about others.
+/// Tables that change one behaviour of other tables.
 pub(crate) trait Wrapped: Send + Sync {
     fn inner(&self) -> &dyn Tables;
 
@@ -186,7 +186,7 @@ struct Gate {
     looked_up: Vec<u64>,
     arrived: Vec<u64>,
     pushed: Vec<u64>,
-    /// Per look-up: how many earlier steps were not applied when it was served.
+    /// For each look-up: how many earlier steps were not applied when it was served.
     staleness: Vec<u64>,
 }
 
@@ -275,7 +275,8 @@ impl Wrapped for Rigged {
         gate.arrived.push(step);
         self.moved.notify_all();
         let closed = |gate: &mut Gate| gate.closed_after.is_some_and(|last| step > last);
-        // A test that fails opens no gate; without a limit its engine would wait here for ever, and hide why it failed.
+        // A failing test does not open the gate. Without a limit, its engine would wait here forever and hide the
+        // cause.
         assert!(
             !self.moved.wait_while_for(&mut gate, closed, LONG).timed_out(),
             "push {step} was never let through"

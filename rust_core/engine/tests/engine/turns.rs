@@ -1,4 +1,4 @@
-//! Several ranks that take turns: every step is looked up and pushed, and agreed on before it starts.
+//! Several ranks that take turns: they agree on every step before it starts, and look up and push each one.
 
 use std::sync::Arc;
 

@@ -7,15 +7,15 @@ use serde::{Deserialize, Serialize};
 
 use crate::input::schema::id_column;
 
-/// The fitted numbers of all features, by name. Features that need none are not in it.
+/// The fitted values of all features, by name. Features that need none are not in it.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Fitted {
-    /// By the feature's name.
+    /// The fitted values by the name of the feature.
     pub features: BTreeMap<String, FittedFeature>,
 }
 
-/// The fitted numbers of one feature. What is given in the file is not in it.
+/// The fitted values of one feature. What is given in the file is not in it.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct FittedFeature {
@@ -25,27 +25,27 @@ pub struct FittedFeature {
     /// The boundaries of a bucket feature.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub boundaries: Option<Vec<f32>>,
-    /// Smallest and largest number of a bucket feature.
+    /// The smallest and the largest number of a bucket feature.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub range: Option<(f32, f32)>,
-    /// The range of a dense feature.
+    /// The limits of `clip` of a dense feature.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub clip: Option<(f32, f32)>,
-    /// In the place of a missing number.
+    /// The number that replaces a missing one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub missing: Option<f32>,
-    /// Mean and standard deviation, after clip and log1p.
+    /// The mean and the standard deviation, after clip and log1p.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub standardise: Option<(f64, f64)>,
-    /// Smallest and largest number, after clip and log1p.
+    /// The smallest and the largest number, after clip and log1p.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub min_max: Option<(f32, f32)>,
 }
 
-/// Which numbers a feature needs from the rows of the training data.
+/// The statistics that a feature needs of the training data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Needs {
-    /// Mean, deviation, smallest and largest number.
+    /// The mean, the standard deviation, and the smallest and largest number.
     pub(crate) moments: bool,
     /// Quantiles.
     pub(crate) histogram: bool,
@@ -79,7 +79,7 @@ fn scales(dense: &Dense) -> bool {
 }
 
 impl FittedFeature {
-    /// What the feature lacks, in words; empty if it can transform.
+    /// The names of the values that the feature lacks; empty if it lacks none.
     pub(crate) fn lacks(&self, feature: &Feature) -> Vec<&'static str> {
         let mut lacks = Vec::new();
         let mut need = |needed: bool, found: bool, what| {

@@ -1,30 +1,31 @@
 //! [`Histogram`]: quantiles from counts.
 
-/// Counts of numbers by sign, exponent and the first bits of the mantissa, as an HDR histogram. Counts are integers, so
-/// that any split of the rows gives equal quantiles. Numbers of up to 12 significant bits, such as whole numbers up to
-/// 4096, are exact; others are rounded towards 0 by less than 2^-11 of themselves.
+/// Counts of numbers by sign, exponent and the first bits of the mantissa, as in an HDR histogram. Counts are integers,
+/// so that quantiles do not depend on how the rows are split. Numbers of up to 12 significant bits, such as whole
+/// numbers up to 4096, are exact; others are rounded towards 0 by less than 2^-11 of themselves.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Histogram {
-    /// By sign and exponent in the order of the numbers; empty until the first number of a group.
+    /// The groups by sign and exponent, in ascending order of their numbers; a group is empty until its first number is
+    /// added.
     groups: Vec<Vec<u64>>,
     count: u64,
 }
 
-/// Bits of the mantissa that tell numbers apart.
+/// The number of bits of the mantissa that are kept.
 const BITS: u32 = 11;
 const PER_GROUP: usize = 1 << BITS;
-/// Two signs of 256 exponents.
+/// The number of groups: two signs of 256 exponents.
 const GROUPS: usize = 512;
 
-/// The place of a number: larger for larger numbers.
+/// The position of a number, in ascending order of the numbers.
 fn place(value: f32) -> usize {
-    // 0 and -0 are one number.
+    // 0 and -0 are the same number.
     let bits = (value + 0.0).to_bits();
     let ordered = if bits >> 31 == 1 { !bits } else { bits | 0x8000_0000 };
     (ordered >> (23 - BITS)) as usize
 }
 
-/// The number of a place that is nearest to 0.
+/// The number nearest to 0 that has this position.
 fn number(place: usize) -> f32 {
     let ordered = (place as u32) << (23 - BITS);
     let rest = (1u32 << (23 - BITS)) - 1;
@@ -47,7 +48,7 @@ impl Histogram {
         self.count += 1;
     }
 
-    /// Add the numbers of another.
+    /// Add the numbers of another histogram.
     pub(super) fn merge(&mut self, other: &Self) {
         if self.groups.is_empty() {
             *self = other.clone();
@@ -63,7 +64,7 @@ impl Histogram {
         self.count += other.count;
     }
 
-    /// Numbers and their counts, ascending.
+    /// The numbers in ascending order, with their counts.
     pub(super) fn counts(&self) -> impl Iterator<Item = (f32, u64)> {
         let groups = self.groups.iter().enumerate();
         groups.flat_map(|(group, counts)| {
@@ -72,8 +73,8 @@ impl Histogram {
         })
     }
 
-    /// For each of the ascending shares, from 0 to 1, the smallest number that at least this share of all numbers does not
-    /// exceed (the `inverted_cdf` of numpy). Empty without numbers.
+    /// For each of the ascending shares, from 0 to 1, the smallest number such that at least this share of all numbers
+    /// does not exceed it (`inverted_cdf` in NumPy). The result is empty if there are no numbers.
     pub(super) fn quantiles(&self, shares: &[f64]) -> Vec<f32> {
         let mut found = Vec::with_capacity(shares.len());
         let mut sum = 0;

@@ -20,25 +20,26 @@ use crate::transform::Transform;
 use histogram::Histogram;
 use moments::Moments;
 
-/// Finds fitted numbers and the types of ids' values in one pass. The order and the split of the rows change no bit.
+/// Computes the fitted values, and the types of the values of ids, in one pass. The result does not depend on the order
+/// or the split of the rows, down to the last bit.
 #[derive(Debug, Clone)]
 pub struct Fitter {
     features: Features,
     columns: Vec<FitColumn>,
-    /// The types of ids' values that are not declared, by feature.
+    /// The undeclared types of the values of ids, by feature.
     values: BTreeMap<String, ValueType>,
     checked: Option<SchemaRef>,
     rows: u64,
 }
 
-/// The numbers of one feature.
+/// The statistics of one feature.
 #[derive(Debug, Clone)]
 struct FitColumn {
     feature: usize,
     column: String,
     needs: Needs,
     raw: Moments,
-    /// None if there is neither clip nor log1p.
+    /// None if the feature has neither clip nor log1p.
     unscaled: Option<Unscaled>,
     histogram: Histogram,
 }
@@ -52,7 +53,7 @@ struct Unscaled {
 }
 
 impl Fitter {
-    /// A fitter that has seen no row.
+    /// A fitter without any rows.
     pub fn new(features: Features) -> Self {
         let all = features.config().features.iter().enumerate();
         let columns = all.filter_map(|(index, feature)| FitColumn::new(index, &feature.rule)).collect();
@@ -78,7 +79,7 @@ impl Fitter {
         if mistakes.is_empty() { Ok(()) } else { Err(DataErrors { mistakes }) }
     }
 
-    /// Check the columns, and take the types of ids' values from them. [`Self::update`] does it as well.
+    /// Check the columns, and take the types of the values of ids from them. [`Self::update`] does this too.
     ///
     /// # Errors
     /// Every mistake of the columns.
@@ -105,10 +106,10 @@ impl Fitter {
         Ok(())
     }
 
-    /// Add what another fitter of the same features has seen.
+    /// Add the data that another fitter of the same features has read.
     ///
     /// # Errors
-    /// The two have seen different types of ids' values.
+    /// The values of an id have different types in the two.
     pub fn merge(&mut self, other: &Self) -> Result<(), DataErrors> {
         let mut mistakes = Vec::new();
         for (name, values) in &other.values {
@@ -132,7 +133,7 @@ impl Fitter {
         self.rows
     }
 
-    /// The transform with the fitted numbers.
+    /// The transform with the fitted values.
     ///
     /// # Errors
     /// [`TransformError::NothingToFit`] with every feature whose column has no number, or no value.
@@ -206,7 +207,7 @@ impl FitColumn {
         self.histogram.merge(&other.histogram);
     }
 
-    /// None if there was no number.
+    /// None if there are no numbers.
     fn finish(&self, rule: &Rule) -> Option<FittedFeature> {
         match rule {
             Rule::Bucket(bucket) => {
@@ -215,7 +216,7 @@ impl FitColumn {
                 let shares: Vec<f64> = (1..count).map(|index| f64::from(index) / f64::from(count)).collect();
                 let mut boundaries = self.histogram.quantiles(&shares);
                 boundaries.dedup();
-                // No number of the training data is above the largest.
+                // A boundary at the largest number of the training data would have no number above it.
                 boundaries.retain(|boundary| *boundary < max);
                 Some(FittedFeature {
                     boundaries: Some(boundaries),
@@ -241,7 +242,7 @@ impl FitColumn {
             fitted.clip = Some((*found.first()?, *found.get(1)?));
         }
         let scaled = match fitted.clip {
-            // The clip is known only now. The counts have the numbers, nearly.
+            // The clip is known only now, so its effect is computed from the counts, approximately.
             Some(clip) => {
                 let mut moments = Moments::default();
                 for (value, count) in self.histogram.counts() {
@@ -260,7 +261,7 @@ impl FitColumn {
     }
 }
 
-/// Adds the numbers of a column. Returns the first value that is none: its row, and what is wrong.
+/// Adds the numbers of a column. Returns the first value that is not a number: its row, and the mistake.
 struct ReadNumbers<'c>(&'c mut FitColumn);
 
 impl ReadCells for ReadNumbers<'_> {
@@ -283,7 +284,7 @@ impl ReadCells for ReadNumbers<'_> {
     }
 }
 
-/// The number that the digits of a share mean: 0.1 as f32 is more than a tenth.
+/// The decimal value of a share: 0.1 as f32 is more than a tenth.
 fn as_written(share: f32) -> f64 {
     share.to_string().parse().unwrap_or_else(|_| share.into())
 }

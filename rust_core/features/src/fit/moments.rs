@@ -1,7 +1,7 @@
-//! [`Moments`]: mean, deviation and range, exact whatever the order of the numbers.
+//! [`Moments`]: mean, standard deviation and range, computed exactly and independent of the order of the numbers.
 
-/// The numbers of equal exponent are whole multiples of one power of two. Their sums are integers, so that nothing is
-/// rounded before the end, and any split of the rows gives equal bits.
+/// Numbers with equal exponents are integer multiples of the same power of two. Their sums are integers, so that
+/// nothing is rounded before the end, and the result does not depend on how the rows are split.
 #[derive(Debug, Clone)]
 pub(super) struct Moments {
     groups: Vec<Group>,
@@ -17,7 +17,7 @@ struct Group {
     squares: u128,
 }
 
-/// Exponents of an f32, those of infinity and NaN included.
+/// The number of exponents of an f32, including that of infinity and NaN.
 const EXPONENTS: usize = 256;
 
 impl Default for Moments {
@@ -39,7 +39,7 @@ impl Moments {
         let bits = value.to_bits();
         let exponent = (bits >> 23) & 0xFF;
         let fraction = i64::from(bits & 0x7F_FFFF);
-        // Subnormal numbers have the unit of exponent 1, and no leading bit.
+        // Subnormal numbers have the unit of exponent 1, and no implicit leading bit.
         let mantissa = if exponent == 0 { fraction } else { fraction | 0x80_0000 };
         let group = &mut self.groups[exponent.max(1) as usize];
         group.count += count;
@@ -49,7 +49,7 @@ impl Moments {
         self.max = self.max.max(value);
     }
 
-    /// Add the numbers of another.
+    /// Add the numbers of other moments.
     pub(super) fn merge(&mut self, other: &Self) {
         for (group, more) in self.groups.iter_mut().zip(&other.groups) {
             group.count += more.count;
@@ -60,12 +60,12 @@ impl Moments {
         self.max = self.max.max(other.max);
     }
 
-    /// Smallest and largest number; None if there is none.
+    /// The smallest and the largest number; None if there are no numbers.
     pub(super) fn range(&self) -> Option<(f32, f32)> {
         (self.min <= self.max).then_some((self.min, self.max))
     }
 
-    /// Mean and standard deviation (of the population); None if there is no number.
+    /// The mean and the population standard deviation; None if there are no numbers.
     pub(super) fn mean_std(&self) -> Option<(f64, f64)> {
         let mut all = Spread::default();
         for (exponent, group) in self.groups.iter().enumerate().filter(|(_, group)| group.count > 0) {
@@ -86,7 +86,7 @@ impl Group {
     }
 }
 
-/// Count, mean, and the sum of squared differences to the mean.
+/// The count, the mean, and the sum of squared differences from the mean.
 #[derive(Debug, Clone, Copy, Default)]
 struct Spread {
     count: f64,
@@ -95,7 +95,7 @@ struct Spread {
 }
 
 impl Spread {
-    /// The formula of Chan, Golub and LeVeque (1983) for the spread of two sets.
+    /// The formula of Chan, Golub and LeVeque (1983), which combines the variances of two sets.
     fn add(&mut self, other: &Self) {
         let count = self.count + other.count;
         let delta = other.mean - self.mean;

@@ -1,21 +1,21 @@
-//! [`Cell`]: one value of a column, wherever it comes from.
+//! [`Cell`]: one value of a column, of Arrow or JSON.
 
 use crate::rules::time::Moment;
 
 /// One value.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Cell<'a> {
-    /// There is no such column.
+    /// The column does not exist.
     Missing,
     Null,
     Bool(bool),
     Int(i64),
     Uint(u64),
     Float(f64),
-    /// UTF-8, or what the producer takes for it.
+    /// A string, which should be UTF-8 but is not checked.
     Text(&'a [u8]),
     Time(Moment),
-    /// A value that no feature takes, by its name in messages.
+    /// The name, in messages, of a value that no feature accepts.
     Other(&'static str),
 }
 
@@ -54,7 +54,8 @@ pub(crate) trait ReadCells {
     type Out;
     fn read<'a>(self, rows: usize, cell: impl Fn(usize) -> Cell<'a>) -> Self::Out;
 
-    /// Of a dictionary: `place` is the place of a row's value, None for a null, and `cell` a value by its place.
+    /// Reads a dictionary: `place` returns the index of the value of a row, None for a null, and `cell` the value at an
+    /// index.
     fn read_coded<'a>(
         self,
         rows: usize,
@@ -79,7 +80,7 @@ pub(crate) trait ReadLists {
     ) -> Self::Out;
 }
 
-/// Columns of rows by name.
+/// Rows whose columns have names.
 pub(crate) trait Source {
     /// Number of rows.
     fn rows(&self) -> usize;

@@ -1,4 +1,4 @@
-//! Input: Arrow record batches and JSON records, as cells; and the columns that features need of it.
+//! Input: Arrow record batches and JSON records, as cells; and the columns that features need in it.
 
 pub(crate) mod arrow;
 pub(crate) mod cell;

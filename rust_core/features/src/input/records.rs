@@ -12,11 +12,11 @@ use crate::input::cell::{Cell, Item, ReadCells, ReadLists, Source};
 pub enum Value {
     /// Null.
     Null,
-    /// True or false.
+    /// A boolean.
     Bool(bool),
     /// A signed integer.
     Int(i64),
-    /// An integer above those of 63 bits.
+    /// An integer of 2^63 or more.
     Uint(u64),
     /// Any other number.
     Float(f64),
@@ -24,7 +24,7 @@ pub enum Value {
     Text(String),
     /// A list.
     List(Vec<Value>),
-    /// A value that no feature takes, by its name in messages, such as `an object`.
+    /// The name, in messages, of a value that no feature accepts, such as `an object`.
     Other(&'static str),
 }
 
@@ -43,7 +43,7 @@ impl Value {
     }
 }
 
-/// Rows of named values. A key that a record does not have is a missing column of this row.
+/// Rows of named values. A key that a record does not have counts as a missing column in this row.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Records {
     rows: Vec<HashMap<String, Value>>,
@@ -58,7 +58,7 @@ impl Records {
     /// Read a JSON list of objects, or objects one after another (JSON lines).
     ///
     /// # Errors
-    /// The text is not JSON, or something else than an object is in the place of one; with line and column.
+    /// The text is not JSON, or has something other than an object; the error has line and column.
     pub fn from_json(text: &[u8]) -> Result<Self, String> {
         let mut rows = Vec::new();
         for part in serde_json::Deserializer::from_slice(text).into_iter::<OneOrMany>() {

@@ -1,4 +1,4 @@
-//! Whether columns have what features need.
+//! Checks that the columns have the types that the features need.
 
 use arrow_schema::{DataType, Schema};
 use persia_types::config::features::{
@@ -8,10 +8,10 @@ use persia_types::config::nearest;
 
 use crate::error::Mistake;
 
-/// Names that a message lists.
+/// The number of names that a message lists.
 const MAX_LISTED: usize = 20;
 
-/// What the values of a column are.
+/// The class of the values of a column.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Class {
     /// All null.
@@ -45,10 +45,11 @@ fn class(data_type: &DataType) -> Class {
     }
 }
 
-/// The types of ids' values that are known: declared or fitted.
+/// The known types of the values of ids, declared or fitted.
 pub(crate) type ValuesOf<'a> = &'a dyn Fn(&str) -> Option<ValueType>;
 
-/// The type of the values of a feature's ids in this data; None if the feature has none, or they are all null.
+/// The type in this data of the values that become a feature's ids; None if the feature has no ids, or all values are
+/// null.
 pub(crate) fn values_of(rule: &Rule, schema: &Schema) -> Option<ValueType> {
     let column = id_column(rule)?;
     let found = class(schema.field_with_name(&column.column).ok()?.data_type());
@@ -137,10 +138,10 @@ impl Check<'_> {
     }
 }
 
-/// What is allowed in place of a wrong class.
+/// A description of the allowed class, for messages.
 type Wrong<'a> = Box<dyn Fn(&Class) -> Option<String> + 'a>;
 
-/// The columns of a feature, each with what is wrong about a class of values.
+/// The columns of a feature, each with a check that returns the mistake of a class of values.
 fn wrongs(rule: &Rule, values: Option<ValueType>) -> Vec<(&str, Wrong<'_>)> {
     let refuse = |wrong: bool, allowed: &str| wrong.then(|| allowed.to_owned());
     match rule {
@@ -203,7 +204,7 @@ fn wrong_lists(found: &Class, values: Option<ValueType>, split: bool) -> Option<
     match found {
         Class::List(items) => wrong_ids(items, values).map(|allowed| format!("lists of {allowed}")),
         Class::Text if split => None,
-        Class::Text => Some("lists, or strings if `separator` says how to split them".into()),
+        Class::Text => Some("lists, or strings if `separator` is set".into()),
         _ => Some("lists".into()),
     }
 }

@@ -1,4 +1,4 @@
-//! One value becomes one id: id, bucket and date features, and crosses of ids.
+//! Rules that convert a value to one id: id, bucket and date features, and crosses of ids.
 
 use jiff::tz::TimeZone;
 use persia_types::config::features::{DatePart, Epoch, IdColumn, IfEmpty, IfMissing, IfNull, ValueType};
@@ -10,7 +10,7 @@ use crate::rules::numbers::{Number, number};
 use crate::rules::time::{from_integer, parse, part_of};
 use crate::samples::Ids;
 
-/// The rules for what is unusual about a value that becomes an id.
+/// The rules for unusual values of features of ids.
 #[derive(Debug, Clone)]
 pub(crate) struct Exceptions {
     pub(crate) if_null: IfNull,
@@ -77,7 +77,7 @@ impl IdRule {
         }
     }
 
-    /// The id of a value that needs no count.
+    /// The id of a value that is not unusual.
     #[inline]
     fn usual(&self, cell: Cell<'_>, scratch: &mut Vec<u8>) -> Option<u64> {
         match (cell, self.values) {
@@ -102,7 +102,7 @@ impl IdRule {
                 tally.count(Unusual::Missing);
                 self.exceptions.missing(&self.hasher)
             }
-            // What pandas writes for a missing integer.
+            // pandas represents an integer column with missing values as floats.
             Cell::Float(value) if value.is_nan() => {
                 tally.count(Unusual::NotFinite);
                 self.null()
@@ -185,7 +185,7 @@ pub(crate) struct BucketRule {
     pub(crate) hasher: IdHasher,
     pub(crate) exceptions: Exceptions,
     pub(crate) boundaries: Vec<f32>,
-    /// Smallest and largest number of the training data, if the boundaries are fitted.
+    /// The smallest and the largest number of the training data, if the boundaries are fitted.
     pub(crate) range: Option<(f32, f32)>,
 }
 
@@ -297,11 +297,12 @@ impl ReadCells for ReadDates<'_> {
     }
 }
 
-/// Combine the ids of `parts` for rows from `first` on: every combination of the ids of a row, none where a part has none.
+/// Combine the ids of `parts` for rows from `first` on: every combination of the ids of a row, and no id if a part has
+/// none.
 pub(crate) fn cross(parts: &[&Ids], first: usize, rows: usize, out: &mut Ids) {
     let mut combination = vec![0; parts.len()];
     for row in first..first + rows {
-        // At most one part has several ids in a row.
+        // At most one of the parts has several ids in a row.
         let count = parts.iter().map(|part| part.bounds(row).len()).product::<usize>();
         for index in 0..count {
             for (id, part) in combination.iter_mut().zip(parts) {

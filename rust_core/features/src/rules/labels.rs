@@ -6,7 +6,8 @@ use crate::input::cell::{Cell, ReadCells};
 use crate::report::{Tally, Unusual};
 use crate::rules::numbers::{Number, number};
 
-/// Reads a label. Every value that is none is a mistake, in serving as well: only who has labels asks for them.
+/// Reads a label. Every value that is not a label is a mistake, also in serving, because labels are read only on
+/// request.
 pub(crate) struct ReadLabels<'r> {
     pub(crate) label: &'r Label,
     pub(crate) out: &'r mut Vec<f32>,

@@ -1,4 +1,4 @@
-//! A list becomes ids: bags and sequences, with the weights of bags.
+//! Rules that convert a list to ids: bags and sequences, with the weights of bags.
 
 use crate::input::cell::{Cell, Item, ReadLists};
 use crate::report::{Tally, Unusual};
@@ -11,9 +11,9 @@ use persia_types::config::features::ValueType;
 #[derive(Debug, Clone)]
 pub(crate) struct ListRule {
     pub(crate) ids: IdRule,
-    /// Splits strings; None takes lists.
+    /// The separator of strings; None for lists.
     pub(crate) separator: Option<Vec<u8>>,
-    /// Keeps this many of the last.
+    /// The number of last ids to keep.
     pub(crate) last: Option<usize>,
 }
 
@@ -115,7 +115,7 @@ impl ReadIdLists<'_> {
     }
 }
 
-/// The parts of `text` between separators: one at least.
+/// The parts of `text` between separators, at least one.
 fn split<'a>(text: &'a [u8], separator: &'a [u8]) -> impl Iterator<Item = &'a [u8]> {
     let mut rest = Some(text);
     std::iter::from_fn(move || {
@@ -129,7 +129,7 @@ fn split<'a>(text: &'a [u8], separator: &'a [u8]) -> impl Iterator<Item = &'a [u
     })
 }
 
-/// A part of a string as a value of the feature's type. An empty part is null where integers are wanted.
+/// A part of a string as a value of the feature's type. If the type is integer, an empty part is null.
 fn parsed(part: &[u8], values: ValueType) -> Cell<'_> {
     if values == ValueType::String {
         return Cell::Text(part);
@@ -145,11 +145,11 @@ fn parsed(part: &[u8], values: ValueType) -> Cell<'_> {
 /// The weights of a bag's rows.
 #[derive(Debug, Default)]
 pub(crate) struct Weights {
-    /// NaN for one that is none.
+    /// The weights; NaN for a value that is not a weight.
     values: Vec<f32>,
-    /// Where each row ends.
+    /// The end of each row.
     ends: Vec<u32>,
-    /// Rows without a list of weights: 1 for all.
+    /// Whether a row has no list of weights: its weights are then 1.
     absent: Vec<bool>,
 }
 
@@ -159,7 +159,7 @@ impl Weights {
         (!self.absent[row]).then(|| &self.values[start as usize..self.ends[row] as usize])
     }
 
-    /// A weight; NaN if it is none, which is counted.
+    /// A weight; NaN if the value is not a weight, which is counted.
     fn push(&mut self, cell: Cell<'_>, row: usize, tally: &mut Tally) {
         let value = match number(cell) {
             Number::Value(value) => value,

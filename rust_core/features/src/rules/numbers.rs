@@ -1,4 +1,4 @@
-//! Numbers, and dense features.
+//! Rules for numbers, and for dense features.
 
 use persia_types::config::features::{Clip, Dense, Scaling};
 
@@ -10,13 +10,13 @@ use crate::report::{Tally, Unusual};
 pub(crate) enum Number {
     /// Finite.
     Value(f32),
-    /// Missing, null, or not finite.
+    /// A missing, null or non-finite value.
     Unusual(Unusual),
-    /// Of another type.
+    /// A value of another type.
     Wrong,
 }
 
-/// The number in a cell, rounded to f32 so that columns of f64, of f32 and of JSON give the same.
+/// The number in a cell, rounded to f32 so that f64, f32 and JSON columns give equal results.
 #[inline]
 pub(crate) fn number(cell: Cell<'_>) -> Number {
     let value = match cell {
@@ -31,7 +31,7 @@ pub(crate) fn number(cell: Cell<'_>) -> Number {
     if value.is_finite() { Number::Value(value) } else { Number::Unusual(Unusual::NotFinite) }
 }
 
-/// `sign(x) * ln(1 + |x|)`, with equal bits on every machine.
+/// `sign(x) * ln(1 + |x|)`, bit-identical on every machine.
 #[inline]
 pub(crate) fn log1p(value: f32) -> f32 {
     libm::log1pf(value.abs()).copysign(value)
@@ -56,15 +56,15 @@ pub(crate) struct DenseRule {
 }
 
 impl DenseRule {
-    /// `clip` and `scaling` are given or fitted; `missing` is the number in the place of one that is missing, None for an
-    /// output of 0.
+    /// `clip` and `scaling` are given or fitted. `missing` is the number that replaces a missing one; None means that
+    /// the output is 0.
     pub(crate) fn new(
         dense: &Dense,
         clip: Option<(f32, f32)>,
         pair: Option<(f64, f64)>,
         missing: Option<f32>,
     ) -> Self {
-        // Equal numbers in all rows have no scale: the output is 0.
+        // If all rows have the same number, there is no scale: the output is 0.
         let inverse = |width: f64| if width > 0.0 { 1.0 / width } else { 0.0 };
         let scale = match (dense.scaling, pair) {
             (Scaling::Standardise(_), Some((mean, std))) => Scale::Standardise { mean, factor: inverse(std) },
@@ -76,7 +76,7 @@ impl DenseRule {
         rule
     }
 
-    /// Before the scaling: what means and deviations are fitted to.
+    /// The number before the scaling, to which means and deviations are fitted.
     #[inline]
     fn unscaled(&self, value: f32) -> f32 {
         unscaled(value, self.clip, self.log1p)
@@ -104,14 +104,14 @@ impl DenseRule {
     }
 }
 
-/// A number, clipped and with its logarithm taken if asked for.
+/// A number after `clip` and `log1p`, if the feature has them.
 #[inline]
 pub(crate) fn unscaled(value: f32, clip: Option<(f32, f32)>, takes_log1p: bool) -> f32 {
     let value = clip.map_or(value, |(low, high)| value.clamp(low, high));
     if takes_log1p { log1p(value) } else { value }
 }
 
-/// The clip that needs no fit.
+/// The clip if its limits are given.
 pub(crate) fn given_clip(clip: Clip) -> Option<(f32, f32)> {
     match clip {
         Clip::Given(low, high) => Some((low, high)),

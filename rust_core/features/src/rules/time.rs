@@ -11,14 +11,14 @@ use persia_types::config::features::{DatePart, Epoch};
 pub(crate) enum Moment {
     /// Seconds since 1970-01-01T00:00:00Z, rounded down.
     Instant(i64),
-    /// Days since 1970-01-01, in no zone.
+    /// Days since 1970-01-01, without a zone.
     Day(i64),
 }
 
 const DAY: i64 = 86_400;
 const EPOCH: Date = Date::constant(1970, 1, 1);
 
-/// The moment that an integer counts to.
+/// The moment that an integer in this unit represents.
 pub(crate) fn from_integer(value: i64, unit: Epoch) -> Moment {
     let per_second = match unit {
         Epoch::Seconds => 1,

@@ -1,4 +1,4 @@
-//! [`Transform`]: features with their fitted numbers.
+//! [`Transform`]: features with their fitted values.
 
 mod plan;
 
@@ -21,16 +21,16 @@ use crate::rules::numbers::ReadDense;
 use crate::samples::{Ids, Names, Samples};
 use plan::{Plan, Step};
 
-/// The version of the JSON and of the rules. Another one makes other ids or floats.
+/// The version of the JSON and of the rules. Rules of another version compute other ids or floats.
 const FORMAT: u32 = 1;
 
 /// How rows are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Options {
     /// Refuse missing columns and values of wrong types, as training, evaluation and prediction do. Otherwise they are
-    /// counted and take the feature's rule for what is missing, as in serving.
+    /// counted, and the feature's rule for missing values is applied, as in serving.
     pub strict: bool,
-    /// Read labels. A value that is no label is refused, strict or not.
+    /// Read labels. A value that is not a label is refused, strict or not.
     pub labels: bool,
     /// The number of the first row in error messages.
     pub first_row: u64,
@@ -42,7 +42,8 @@ impl Default for Options {
     }
 }
 
-/// Features with their fitted numbers: makes the same ids and floats of the same values wherever they come from.
+/// Features with their fitted values. A transform converts equal values to equal ids and floats, regardless of their
+/// source.
 #[derive(Debug, Clone)]
 pub struct Transform {
     features: Features,
@@ -81,7 +82,7 @@ impl Transform {
     /// Read the result of [`Self::to_json`].
     ///
     /// # Errors
-    /// [`TransformError::Invalid`] if the text is something else, was changed, or is of another version.
+    /// [`TransformError::Invalid`] if the text is not a transform, was changed, or has another version.
     pub fn from_json(json: &str) -> Result<Self, TransformError> {
         let invalid = |what: String| TransformError::Invalid { what };
         let stored: Stored = serde_json::from_str(json).map_err(|error| invalid(error.to_string()))?;
@@ -102,10 +103,10 @@ impl Transform {
         Ok(transform)
     }
 
-    /// Declarations, fitted numbers and digest.
+    /// Declarations, fitted values and digest.
     ///
     /// # Errors
-    /// [`TransformError::Invalid`], which no transform gives.
+    /// [`TransformError::Invalid`], which does not occur for a valid transform.
     pub fn to_json(&self) -> Result<String, TransformError> {
         let stored = Stored {
             persia_features: FORMAT,
@@ -117,7 +118,8 @@ impl Transform {
             .map_err(|error| TransformError::Invalid { what: error.to_string() })
     }
 
-    /// Equal for transforms that make equal ids, floats and labels. Dimensions, tables and optimizers are not in it.
+    /// The digest: it is equal for transforms that compute equal ids, floats and labels. It does not cover dimensions,
+    /// tables and optimizers.
     pub fn digest(&self) -> &str {
         &self.digest
     }
@@ -127,12 +129,12 @@ impl Transform {
         &self.features
     }
 
-    /// The fitted numbers.
+    /// The fitted values.
     pub fn fitted(&self) -> &Fitted {
         &self.fitted
     }
 
-    /// The names of what it makes.
+    /// The names of its outputs.
     pub fn names(&self) -> &Names {
         &self.plan.names
     }
@@ -178,11 +180,11 @@ fn digest(config: &FeaturesConfig, fitted: &Fitted) -> Result<String, TransformE
     Ok(blake3::hash(&content).to_hex().to_string())
 }
 
-/// Samples that are being made.
+/// Samples that are being built.
 struct Work<'t> {
     transform: &'t Transform,
     options: Options,
-    /// For each feature; those of dense ones stay empty.
+    /// The ids of each feature; those of dense features stay empty.
     ids: Vec<Ids>,
     dense: Vec<f32>,
     labels: Vec<Vec<f32>>,
@@ -294,7 +296,8 @@ impl<'t> Work<'t> {
     }
 }
 
-/// Report the counts of a feature; with the number of the first row, its first wrong value is a mistake.
+/// Add the counts of a feature to the report. If the number of the first row is given, the first wrong value is
+/// reported as a mistake.
 fn note(
     report: &mut Report,
     index: usize,

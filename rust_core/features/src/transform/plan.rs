@@ -18,26 +18,26 @@ use crate::rules::numbers::{DenseRule, given_clip};
 use crate::rules::time;
 use crate::samples::{Ids, Names};
 
-/// What is done for each feature.
+/// The operations for each feature.
 #[derive(Debug)]
 pub(super) struct Plan {
-    /// In the order of the features.
+    /// The operations, in the order of the features.
     pub(super) steps: Vec<Step>,
-    /// Which features are slots.
+    /// The features that are slots.
     pub(super) is_slot: Vec<bool>,
     pub(super) names: Arc<Names>,
-    /// Names of features, then of labels.
+    /// The names of the features, followed by those of the labels.
     pub(super) reported: Arc<Vec<String>>,
 }
 
 #[derive(Debug)]
 pub(super) enum Step {
     Ids(IdStep),
-    /// The features of its parts.
+    /// The features that are its parts.
     Cross {
         parts: Vec<usize>,
     },
-    /// `place` is its dense column.
+    /// `place` is the index of its dense column.
     Dense {
         column: String,
         rule: DenseRule,
@@ -62,7 +62,7 @@ enum Values {
 }
 
 impl Plan {
-    /// `fitted` lacks nothing.
+    /// `fitted` must be complete.
     pub(super) fn new(config: &FeaturesConfig, fitted: &Fitted) -> Result<Self, TransformError> {
         check_tables(config, fitted)?;
         let none = FittedFeature::default();
@@ -85,7 +85,7 @@ impl Plan {
         Ok(Self { steps, is_slot, names: Arc::new(names), reported })
     }
 
-    /// No rows yet.
+    /// Empty samples.
     pub(super) fn empty_ids(&self) -> Vec<Ids> {
         let ids = |step: &Step| match step {
             Step::Ids(step) => Ids::new(step.is_single(), step.weights.is_some()),
@@ -163,7 +163,7 @@ fn step(
         }
         Rule::Date(date) => {
             let zone = time::zone(&date.timezone).ok_or_else(|| TransformError::Contradiction {
-                what: format!("{}: this build knows no time zone {:?}", feature.name, date.timezone),
+                what: format!("{}: unknown time zone {:?}", feature.name, date.timezone),
             })?;
             let exceptions = Exceptions { if_null: date.if_null, if_missing: date.if_missing };
             let hasher = IdHasher::new(&date.prefix, false);
@@ -173,7 +173,7 @@ fn step(
         Rule::Cross(cross) => {
             let position = |name: &String| config.features.iter().position(|part| part.name == *name);
             let parts: Option<Vec<usize>> = cross.features.iter().map(position).collect();
-            let what = format!("{}: a part of this cross is no feature", feature.name);
+            let what = format!("{}: a part of this cross is not a feature", feature.name);
             Step::Cross { parts: parts.ok_or(TransformError::Contradiction { what })? }
         }
         Rule::Dense(dense) => {
@@ -201,13 +201,13 @@ fn dense_rule(dense: &Dense, fitted: &FittedFeature) -> DenseRule {
     DenseRule::new(dense, clip, pair, missing)
 }
 
-/// Declared, else fitted.
+/// The declared type of the values, else the fitted one.
 fn values(feature: &Feature, fitted: &FittedFeature) -> ValueType {
     let declared = id_column(&feature.rule).and_then(|column| column.values);
     declared.or(fitted.values).unwrap_or(ValueType::String)
 }
 
-/// Features that share a table have values of one type, or no row would be shared.
+/// Features that share a table must have values of one type, otherwise they would share no row.
 fn check_tables(config: &FeaturesConfig, fitted: &Fitted) -> Result<(), TransformError> {
     let none = FittedFeature::default();
     let mut all: Vec<(&str, &str, &Feature, ValueType)> = Vec::new();
@@ -219,8 +219,8 @@ fn check_tables(config: &FeaturesConfig, fitted: &Fitted) -> Result<(), Transfor
             all.iter().find(|(table, prefix, ..)| (*table, *prefix) == (&*slot.table, &*column.prefix));
         if let Some((table, _, other, _)) = shared.filter(|(.., other)| *other != values) {
             problems.push(format!(
-                "`{}` and `{}` share the table `{table}`, but one has integers and the other strings, which are other \
-                 ids: declare the same `values`, or give them tables of their own",
+                "`{}` and `{}` share the table `{table}`, but one has integers and the other strings, so that their \
+                 ids differ: declare the same `values`, or give each its own table",
                 feature.name, other.name
             ));
         }

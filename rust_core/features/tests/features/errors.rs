@@ -1,4 +1,4 @@
-//! Mistakes of the data in training: all at once, with feature, column and row.
+//! Mistakes in training data: all are reported at once, with feature, column and row.
 
 use std::sync::Arc;
 
@@ -44,7 +44,7 @@ labels:
             "  user (line 2): there is no column `user`, did you mean `usr`?",
             "  score (line 3): column `score` is Float64, allowed: integers or strings: floats are no ids. Cast it to \
              integers if it holds them, or use `type: bucket`",
-            "  tags (line 4): column `tags` is Utf8, allowed: lists, or strings if `separator` says how to split them",
+            "  tags (line 4): column `tags` is Utf8, allowed: lists, or strings if `separator` is set",
             "  price (line 5): column `price` is Utf8, allowed: numbers; declare its type where the data is read, or \
              cast it",
             "  hour (line 7): column `day` is Date32, allowed: timestamps: a date has no time of day",

@@ -40,7 +40,7 @@ fn numbers_are_those_of_the_column() {
     assert_eq!(samples.ids()[1].ids, [0, 1, 3, 0, null]);
     let report = samples.report().counts();
     assert_eq!(report["b"]["out_of_range"], 2);
-    // The median and the mean of the training data are in the place of the missing number.
+    // The median and the mean of the training data replace the missing number.
     let last = &samples.dense()[4 * 3..];
     let (mean, std) = of("z").standardise.unwrap();
     assert_eq!(last[0], ((50.0 - mean) / std) as f32);

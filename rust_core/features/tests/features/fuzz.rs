@@ -1,4 +1,4 @@
-//! Any JSON record: nothing crashes, every row has its place, and every float is finite.
+//! For any JSON record nothing crashes, every row has its position, and every float is finite.
 
 use persia_features::{Records, Transform};
 use proptest::prelude::*;
@@ -57,7 +57,7 @@ proptest! {
         }
         prop_assert_eq!(samples.dense().len(), rows.len() * 2);
         prop_assert!(samples.dense().iter().all(|float| float.is_finite()));
-        // Strict reading makes the same of what it does not refuse.
+        // For values that it does not refuse, the strict mode gives the same result.
         if let Ok(strict) = transform.records(&records, STRICT) {
             prop_assert_eq!(strict, samples);
         }

@@ -1,4 +1,4 @@
-//! What a user of the crate relies on.
+//! The behaviour on which users of the crate rely.
 #![allow(clippy::unwrap_used, reason = "a test panics when it fails")]
 
 mod errors;

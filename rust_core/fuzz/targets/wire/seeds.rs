@@ -22,7 +22,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
             (0..).zip(formats).map(|(table, format)| Part::new(table, *format, &ids)).collect();
         [lookup_of(&parts, &ids, None, 2), push_of(&parts, &ids, None, 4)]
     });
-    // Two samples: of all ids, and of none.
+    // Two samples: one with all ids, and one without ids.
     let (places, ones) = ([0, 1, 2, 3, 4], [1.0; 5]);
     let bags = Bags {
         indices: &places,

@@ -7,19 +7,20 @@ use crate::half::{f16_to_f32, f32_to_f16};
 /// Floats that are computed in parallel; all reductions keep this many partial sums.
 pub const LANES: usize = 16;
 
-/// The operations in one instruction set. All sets give the same bits.
+/// The operations in one instruction set. The results are bit-identical for all sets.
 pub trait Lanes {
     /// `sums += (gradient + decay * weights)²`, lane by lane, every operation rounded.
     fn add_squares(sums: &mut [f32; LANES], weights: &[f32; LANES], gradient: &[f32; LANES], decay: f32);
-    /// The sum of all lanes: halves are added to halves, eight to eight, then four, two and one.
+    /// The sum of all lanes: the upper half is added to the lower half, first eight lanes, then four, two and one.
     fn fold(sums: &[f32; LANES]) -> f32;
-    /// Whether every magnitude is below 2^`exponent`, which is at most 128. NaN and infinity are below nothing.
+    /// Whether every magnitude is below 2^`exponent`; `exponent` is at most 128. NaN and infinity are not below any
+    /// limit.
     fn all_below(values: &[f32; LANES], exponent: i32) -> bool;
-    /// Bit `i` says whether `words[i]` is `key`.
+    /// A mask whose bit `i` is set if `words[i]` is `key`.
     fn equal(words: &[u64; 8], key: u64) -> u32;
     /// Binary16 to f32, exact.
     fn widen_f16(from: &[u16; LANES]) -> [f32; LANES];
-    /// To the nearest binary16, ties to even; a larger magnitude becomes the largest finite one.
+    /// f32 to the nearest binary16, ties to even; a larger magnitude becomes the largest finite one.
     fn narrow_f16(from: &[f32; LANES]) -> [u16; LANES];
 }
 
@@ -32,7 +33,7 @@ const fn exponent_bits(exponent: i32) -> i32 {
     (exponent + 127) << 23
 }
 
-/// No instruction set: every processor runs it.
+/// The portable code, which runs on every processor.
 pub struct Portable;
 
 impl Lanes for Portable {
@@ -157,7 +158,7 @@ mod x86 {
         fn narrow_f16(from: &[f32; LANES]) -> [u16; LANES] {
             let mut to = [0; LANES];
             for half in [0, 8] {
-                // SAFETY: as above. Of a NaN `min` and `max` return the second operand, the NaN.
+                // SAFETY: as above. If an operand is NaN, `min` and `max` return the second operand, here the NaN.
                 unsafe {
                     let eight = _mm256_loadu_ps(from.as_ptr().add(half));
                     let eight = _mm256_max_ps(_mm256_set1_ps(-F16_MAX), eight);
@@ -170,13 +171,13 @@ mod x86 {
         }
     }
 
-    /// The rest of a fold, from eight lanes on.
+    /// The remainder of a fold, from eight lanes on.
     ///
     /// # Safety
     /// The processor has AVX2.
     #[inline(always)]
     unsafe fn fold_8(sums: __m256) -> f32 {
-        // SAFETY: the caller's promise.
+        // SAFETY: ensured by the caller.
         unsafe {
             let four = _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps::<1>(sums));
             let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
@@ -241,7 +242,7 @@ mod x86 {
         #[inline(always)]
         fn narrow_f16(from: &[f32; LANES]) -> [u16; LANES] {
             let mut to = [0; LANES];
-            // SAFETY: as above. Of a NaN `min` and `max` return the second operand, the NaN.
+            // SAFETY: as above. If an operand is NaN, `min` and `max` return the second operand, here the NaN.
             unsafe {
                 let wide = _mm512_max_ps(_mm512_set1_ps(-F16_MAX), _mm512_loadu_ps(from.as_ptr()));
                 let wide = _mm512_min_ps(_mm512_set1_ps(F16_MAX), wide);

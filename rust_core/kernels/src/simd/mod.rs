@@ -2,7 +2,7 @@
 //!
 //! Whole loops are compiled this way, because a call per row costs more than it saves. A loop is ordinary code over
 //! blocks of [`LANES`] floats, the same for all three sets except for the operations of [`Lanes`]. No multiply-add is
-//! fused, and reductions add fixed lanes in a fixed order, so all sets give the same bits.
+//! fused, and reductions add fixed lanes in a fixed order, so all sets give bit-identical results.
 
 #![allow(unsafe_code)]
 
@@ -27,7 +27,7 @@ pub trait SimdLoop {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct InstructionSet(Width);
 
-/// Private, so that a value comes only from asking the processor.
+/// Private, so that a value can only be obtained by querying the processor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Width {
     Portable,
@@ -71,12 +71,13 @@ impl InstructionSet {
         all.into_iter().filter(|width| *width <= widest).map(Self).collect()
     }
 
-    /// Run `work` as compiled for this level.
+    /// Run `work` as compiled for this instruction set.
     #[inline(always)]
     pub fn run<W: SimdLoop>(self, work: W) -> W::Output {
         match self.0 {
             Width::Portable => portable(work),
-            // SAFETY: only `detect` and `supported` make this value, and only where the processor has it.
+            // SAFETY: only `detect` and `supported` create this value, and only if the processor has the instruction
+            // set.
             #[cfg(target_arch = "x86_64")]
             Width::Avx2 => unsafe { avx2(work) },
             // SAFETY: as above.

@@ -81,7 +81,7 @@ async fn run(process: Process, health: HealthService, args: ServerArgs) -> Resul
         log: log_options(process.global.log, args.data_dir.as_deref())?,
     };
     let generation = GenerationFile::open(args.data_dir.as_deref())?;
-    // Served before it has resumed, so that callers wait for it.
+    // The service starts before the node has resumed, so that callers wait for it.
     let starting = Arc::new(StartingNode::new(&options));
     let (gauges, state) = (Arc::clone(&starting), Arc::clone(&starting));
     let waits_for = move || state.node().err().map(|error| error.to_string());
@@ -100,6 +100,6 @@ async fn run(process: Process, health: HealthService, args: ServerArgs) -> Resul
         ended = &mut serving => return ended,
         result = resume(&starting, options, generation) => result?,
     }
-    let _ = resumed.send(()); // it is not awaited after a stop
+    let _ = resumed.send(()); // after a stop it is not waited for
     serving.await
 }

@@ -1,4 +1,4 @@
-//! Administrative requests and statistics, on all servers at once.
+//! Administrative requests and statistics, for all servers at once.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -23,16 +23,16 @@ impl<T> Fanout<T> {
         Self { queues: Vec::new(), slowest: SlowestServer(Arc::new(AtomicUsize::new(NONE))), deadline }
     }
 
-    /// Add the queue of the next server, which begins with `head`.
+    /// Add the queue of the next server, whose first message is `head`.
     pub(super) fn open(&mut self, head: T) -> mpsc::Receiver<T> {
         let (queue, messages) = mpsc::channel(SERVER_QUEUE);
-        // A new queue has room.
+        // A new queue has space.
         let _ = queue.try_send(head);
         self.queues.push(Some(queue));
         messages
     }
 
-    /// The next server is not called.
+    /// Record that the next server is not called.
     pub(super) fn skip(&mut self) {
         self.queues.push(None);
     }

@@ -38,7 +38,7 @@ impl Lookup {
         incoming: impl Stream<Item = Result<proto::LookupRequest, Status>> + Unpin,
         out: &Out,
     ) -> Result<LookupReport, Status> {
-        // Dropped with the future, so that the calls of a look-up end with it.
+        // The calls are dropped with the future, so that they end with the look-up.
         let mut calls = JoinSet::new();
         let mut fanout = ToServers::new(self.deadline);
         let (keep, kept) = mpsc::channel(SERVER_QUEUE);
@@ -86,7 +86,7 @@ impl Lookup {
     }
 }
 
-/// Sends rows to the caller, or to the pooling.
+/// Sends rows to the caller, or collects them for pooling.
 struct RowSink {
     out: Out,
     keep: mpsc::Sender<proto::Chunk>,

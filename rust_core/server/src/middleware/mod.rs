@@ -39,7 +39,7 @@ pub use server_pool::{Link, ServerClient, ServerPool};
 use crate::metrics::Timer;
 use crate::request_memory::MemoryBudget;
 
-/// Messages in a queue to one server, and to the caller.
+/// The capacity of a queue to one server, and of that to the caller, in messages.
 const SERVER_QUEUE: usize = 8;
 const CALLER_QUEUE: usize = 16;
 
@@ -54,7 +54,7 @@ pub struct MiddlewareService {
 }
 
 impl MiddlewareService {
-    /// A middleware of `servers`; `peer` is its name in messages.
+    /// A middleware for `servers`; `peer` is its name in messages.
     pub fn new(servers: Arc<ServerPool>, timeout: Duration, peer: String) -> Self {
         Self { servers, timeout, peer, memory: MemoryBudget::new("start more middlewares") }
     }
@@ -132,7 +132,7 @@ impl MiddlewareService {
     }
 }
 
-/// Read the announcements again if a server was not reached.
+/// Read the announcements again if a server could not be reached.
 fn refresh_after(servers: &ServerPool, status: Option<&Status>) {
     if status.is_some_and(|status| status.code() == tonic::Code::Unavailable) {
         servers.refresh();
@@ -155,7 +155,7 @@ fn error_of(server: &ServerClient, status: &Status) -> TablesError {
     }
 }
 
-/// A server did not answer a call before its deadline.
+/// The error if a server did not answer a call before its deadline.
 fn late(server: &ServerClient, what: &str) -> TablesError {
     TablesError::Unreachable {
         peer: server.peer.clone(),
@@ -163,7 +163,7 @@ fn late(server: &ServerClient, what: &str) -> TablesError {
     }
 }
 
-/// A request that a server serves before `deadline`, or cancels.
+/// A request with a timeout, so that a server serves it before `deadline` or cancels it.
 fn until<T>(deadline: Instant, message: T) -> Request<T> {
     let left = deadline.saturating_duration_since(Instant::now());
     let mut request = Request::new(message);

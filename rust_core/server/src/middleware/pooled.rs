@@ -27,7 +27,7 @@ pub(super) fn of_samples(split: &Split, chunk: &Chunk) -> bool {
     split.parts().get(chunk.part as usize).is_some_and(|part| part.samples.is_some())
 }
 
-/// Bytes that a middleware holds for a request: rows or gradients of its parts with samples, and their lists.
+/// The bytes that a middleware holds for a request: rows or gradients of its parts with samples, and their lists.
 pub(super) fn kept_bytes(parts: &[Part], kind: RequestKind) -> u64 {
     let words = |part: &Part| {
         part.samples.as_ref().map_or(0, |samples| {
@@ -90,7 +90,7 @@ impl CollectedRows {
                 let Some(csr) = csr else { continue };
                 for chunk in pooled_chunks(index as u32, part.format, rows, csr.bags()) {
                     if computed_chunks.blocking_send(chunk).is_err() {
-                        return; // the receiver reports why it stopped
+                        return; // the receiver reports the reason
                     }
                 }
             }

@@ -33,7 +33,8 @@ pub(super) struct Push {
 }
 
 impl Push {
-    /// Run the push. If one server fails, the others still apply their parts. If the caller disconnects, none does.
+    /// Run the push. If one server fails, the others still apply their parts. If the caller disconnects, no server
+    /// applies its part.
     pub(super) async fn run(
         mut self,
         incoming: impl Stream<Item = Result<proto::PushRequest, Status>> + Unpin,
@@ -73,7 +74,7 @@ impl Push {
         };
         let feed = async {
             let gradients = self.feed(incoming, &fanout).await?;
-            // The calls end with their queues.
+            // Dropping the queues ends the calls.
             send_sums(&self.split, csr, gradients, fanout).await
         };
         let ((), servers) = tokio::try_join!(feed, outcomes)?;
@@ -93,7 +94,7 @@ impl Push {
             }
             let message = match timeout_at(self.deadline, receive::next(&mut incoming)).await {
                 Ok(message) => message?,
-                // The servers kept the caller waiting, and not the reverse. Their calls report the reason.
+                // The servers delayed the caller, and not the reverse. Their calls report the reason.
                 Err(_) if fanout.any_closed() => return Ok(Vec::new()),
                 Err(late) => return Err(late_caller(late)),
             };

@@ -55,12 +55,12 @@ impl ServerClient {
         Ok(Self { data: rpc(Role::Middleware), admin: rpc(Role::Admin), peer, endpoint })
     }
 
-    /// For look-ups, pushes and statistics.
+    /// The calls for look-ups, pushes and statistics.
     pub fn data(&self) -> Rpc {
         self.data.clone()
     }
 
-    /// For all other methods.
+    /// The calls for all other methods.
     pub fn admin(&self) -> Rpc {
         self.admin.clone()
     }
@@ -160,7 +160,7 @@ impl ServerPool {
         self.known.borrow().servers.clone()
     }
 
-    /// Wait until all servers are known.
+    /// Wait until all servers are known, and return them.
     pub async fn found(&self) {
         let mut known = self.known.clone();
         if known.wait_for(|known| known.complete().is_some()).await.is_err() {
@@ -195,7 +195,7 @@ struct Incumbent {
 /// After this many unanswered searches a process counts as ended, and another one can take its index.
 const MISSED_WHEN_GONE: u32 = 3;
 
-/// Whether `peer` gets its index. Of two live processes the younger gets it, because the older is about to end.
+/// Whether `peer` takes its index. Of two live processes the younger gets it, because the older is about to end.
 fn succeeds(incumbents: &mut BTreeMap<usize, Incumbent>, peer: &Peer) -> bool {
     let started = peer.metadata.get("started").and_then(|text| text.parse().ok()).unwrap_or(0);
     let age = (started, peer.id.clone());
@@ -345,7 +345,7 @@ mod tests {
             peers.iter().map(|peer| succeeds(&mut incumbents, peer)).collect::<Vec<_>>()
         };
         assert_eq!(look(&[first.clone(), second.clone()]), [true, false]);
-        // The first one has ended; the clock of its successor's host is slow.
+        // The first process has ended; the clock of its successor's host is slow.
         let taken: Vec<bool> = (0..4).map(|_| look(std::slice::from_ref(&second))[0]).collect();
         assert_eq!(taken, [false, false, true, true]);
         assert_eq!(look(&[second, first]), [true, true]);

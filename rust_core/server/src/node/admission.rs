@@ -9,9 +9,9 @@
 //!
 //! This is the admission of requests. The admission of ids, by which an id gets a row, is in the store.
 //!
-//! [`Node::admit`] does the first three and needs no thread of its own. [`Node::lookup`] and [`Node::push`] do the
-//! rest, which computes and may wait for a disk. A failed request leaves neither a record nor a token and keeps its
-//! turn, so that its retry takes the same path.
+//! [`Node::admit`] does the first three and needs no separate thread. [`Node::lookup`] and [`Node::push`] do the rest,
+//! which computes and may wait for a disk. A failed request leaves neither a record nor a token and keeps its turn, so
+//! that its retry takes the same path.
 
 use std::io;
 use std::sync::Arc;

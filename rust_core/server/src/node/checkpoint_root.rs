@@ -10,12 +10,12 @@ use persia_types::limits::MAX_NAME_BYTES;
 pub struct CheckpointRoot(Option<PathBuf>);
 
 impl CheckpointRoot {
-    /// Below `root`; None refuses every snapshot and restore.
+    /// The directories below `root`; with None, every snapshot and restore is refused.
     pub fn new(root: Option<PathBuf>) -> Self {
         Self(root)
     }
 
-    /// The directory that `relative` names. Requests are not trusted: each component must match
+    /// The directory with the name `relative`. Requests are not trusted: each component must match
     /// `[A-Za-z0-9._-]{1,128}`, and must not be `.`, `..` or a symbolic link.
     ///
     /// # Errors

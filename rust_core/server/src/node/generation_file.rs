@@ -81,7 +81,7 @@ impl GenerationFile {
     /// Make `generation` the highest, durably.
     ///
     /// # Errors
-    /// `Io`: it stays as it was.
+    /// `Io`: the generation is unchanged.
     pub fn set(&self, generation: u64) -> Result<(), TablesError> {
         let mut current = self.generation.lock();
         if let Some(dir) = &self.dir {
@@ -95,7 +95,7 @@ impl GenerationFile {
 fn damaged(path: &Path, text: &str) -> Exit {
     let text: String = text.chars().take(40).collect();
     Exit::Corrupt(format!(
-        "{} holds {text:?}, which is no generation number; remove the file once no trainer of an earlier run is alive",
+        "{} holds {text:?}, which is not a generation number; remove the file when no trainer of an earlier run is running",
         path.display()
     ))
 }
@@ -124,7 +124,7 @@ mod tests {
         file.set(7).unwrap();
         drop(file);
         assert_eq!(GenerationFile::open(Some(dir.path())).unwrap().get(), 7);
-        fs::write(dir.path().join(FIRST_FILE), "9\n").unwrap(); // by the first version again
+        fs::write(dir.path().join(FIRST_FILE), "9\n").unwrap(); // written by the first version again
         assert_eq!(GenerationFile::open(Some(dir.path())).unwrap().get(), 9);
     }
 

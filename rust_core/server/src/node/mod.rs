@@ -3,7 +3,7 @@
 //! * [`admission`]: the path of a training request
 //! * [`snapshot`]: requests of a checkpoint
 //! * [`sequencer`]: the order of requests in a reproducible run
-//! * [`request_log`]: the log and its base; [`recovery`]: resuming from it; [`progress`]: how far that is
+//! * [`request_log`]: the log and its base; [`recovery`]: resuming from it; [`progress`]: the progress of resuming
 //! * [`generation_file`], [`checkpoint_root`]: directories
 
 mod admission;
@@ -46,9 +46,10 @@ pub struct NodeOptions {
     pub servers: u32,
     /// Slots and tables.
     pub schema: Schema,
-    /// Rows of the whole job. Each shard has an equal part, so that evictions do not depend on the number of servers.
+    /// The capacity of the whole job in rows. Each shard has an equal part, so that evictions do not depend on the
+    /// number of servers.
     pub capacity: u64,
-    /// Threads that write and read a snapshot.
+    /// The number of threads that write and read a snapshot.
     pub snapshot_threads: usize,
     /// As [`StoreOptions::max_copy_bytes`].
     pub max_copy_bytes: u64,
@@ -105,7 +106,7 @@ fn empty_store(options: &NodeOptions) -> Result<Arc<Store>, Exit> {
         snapshot_threads: options.snapshot_threads,
         shards: server_shards(options.index as usize, options.servers as usize),
         max_copy_bytes: options.max_copy_bytes,
-        // A server throttles before a request takes its turn.
+        // The server throttles requests before they take a turn.
         throttle: Duration::ZERO,
     };
     let store = Store::new(options.schema.clone(), store_options);
@@ -122,7 +123,7 @@ impl Node {
         Self::recovering(options, generation, &RecoveryProgress::default())
     }
 
-    /// As [`Self::new`]. `progress` shows how much of the log was read.
+    /// Like [`Self::new`]. `progress` shows how much of the log was read.
     ///
     /// # Errors
     /// As [`Self::new`].
@@ -200,7 +201,7 @@ impl Node {
                 log.begin(run, || self.start(run))?;
                 self.generation.set(run.generation)?;
             }
-            // A log without these rows would lose them. It stays closed until a restore or a fresh run.
+            // A log does not contain these rows and would lose them. It stays closed until a restore or a fresh run.
             Some(_) if !run.fresh && self.holds_rows()? => {
                 tracing::warn!(
                     "the log is closed, because it does not hold the rows: load a checkpoint again"
@@ -239,7 +240,7 @@ impl Node {
         let NodeOptions { job: own, servers: configured, .. } = &self.options;
         let differs = |what: String| Err(TablesError::Incompatible { peer: self.peer.clone(), what });
         if job != own {
-            return differs(format!("it serves job {own:?}, the run is of job {job:?}"));
+            return differs(format!("it serves job {own:?}, the run belongs to job {job:?}"));
         }
         if servers != *configured {
             return differs(format!("the caller has {servers} servers, it is configured for {configured}"));
@@ -260,12 +261,12 @@ impl Node {
         }
         let what = match own.end() {
             0 => format!("it was restarted and has lost the rows of generation {expected}"),
-            own => format!("its rows are of generation {own}, the run continues generation {expected}"),
+            own => format!("its rows belong to generation {own}, the run continues generation {expected}"),
         };
         Err(TablesError::Lost { peer: self.peer.clone(), what })
     }
 
-    /// The generations that ended, or began, with the rows of now. 0 stands for an empty server before its first run.
+    /// The generations that ended, or began, with the current rows. 0 stands for an empty server before its first run.
     fn generations_of_rows(&self) -> RangeInclusive<u64> {
         let begun = self.begun.read().as_ref().map_or(0, |run| run.generation);
         let unchanged = self.store.progress().is_empty();
@@ -290,7 +291,7 @@ impl Node {
     /// Counters and gauges. The generation is the highest so far, including those before a restart.
     ///
     /// # Errors
-    /// None of its own.
+    /// Those of the store.
     pub fn stats(&self) -> Result<Stats, TablesError> {
         let stats = self.store.stats()?;
         let begun = self.begun.read().as_ref().map_or(0, |run| run.generation);
@@ -302,12 +303,12 @@ impl Node {
         self.log.as_ref().map(RequestLog::unsynced)
     }
 
-    /// Bytes of the log, if there is one.
+    /// The size of the log in bytes, if there is one.
     pub fn log_bytes(&self) -> Option<u64> {
         self.log.as_ref().map(RequestLog::bytes)
     }
 
-    /// The progress of the run. No request is being applied.
+    /// The progress of the run. It is called while no request is being applied.
     fn position(&self) -> WalPosition {
         WalPosition { progress: self.store.progress(), reached: self.sequencer.reached() }
     }

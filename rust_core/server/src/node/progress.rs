@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Bytes of files and of the log that a recovery has read, and all that it reads.
+/// The bytes of files and of the log that a recovery has read, and all bytes that it reads.
 #[derive(Debug, Default)]
 pub struct RecoveryProgress {
     done: AtomicU64,
@@ -15,12 +15,12 @@ impl RecoveryProgress {
         (self.done.load(Ordering::Relaxed), self.total.load(Ordering::Relaxed))
     }
 
-    /// The recovery reads so many bytes.
+    /// Set the number of bytes that the recovery reads.
     pub fn expect(&self, bytes: u64) {
         self.total.store(bytes, Ordering::Relaxed);
     }
 
-    /// So many more bytes were read.
+    /// Add bytes that were read.
     pub fn advance(&self, bytes: u64) {
         self.done.fetch_add(bytes, Ordering::Relaxed);
     }

@@ -33,7 +33,7 @@ impl Node {
         let highest = self.generation.get();
         if generation < highest {
             return Err(format!(
-                "it is of generation {generation}, but generation {highest} has begun since"
+                "it belongs to generation {generation}, but generation {highest} has begun since"
             ));
         }
         if generation > highest {
@@ -68,12 +68,12 @@ impl Node {
         Ok(())
     }
 
-    /// Begin a run of the log. The directory may be another job's.
+    /// Begin a run of the log. The directory may belong to another job.
     fn begin_logged(&self, run: &Run) -> Result<(), TablesError> {
         if run.job == self.options.job {
             return self.start(run);
         }
-        let what = format!("it is of job {:?}, this server serves {:?}", run.job, self.options.job);
+        let what = format!("it belongs to job {:?}, this server serves {:?}", run.job, self.options.job);
         Err(TablesError::BadRun { what })
     }
 
@@ -111,7 +111,7 @@ impl Node {
     }
 }
 
-/// Whether a record was refused, as it was when its request was made.
+/// Whether a record was refused because its request is invalid, as it was refused when it was made.
 fn replay_error(error: TablesError) -> ReplayError {
     use TablesError as E;
     match error {
@@ -123,7 +123,7 @@ fn replay_error(error: TablesError) -> ReplayError {
         | E::BadTable { .. }
         | E::TooManyIds { .. }
         | E::WrongShard { .. } => ReplayError::Refused(error.to_string()),
-        // Such as no memory: it may have been applied when it was made.
+        // Other errors, such as a lack of memory: the request may have been applied when it was made.
         other => ReplayError::Failed(other.to_string()),
     }
 }

@@ -22,13 +22,13 @@ use crate::wal::{ReplayError, ReplayOp, Replayed, Wal, WalRecord};
 /// The directory of a server's log, and its durability.
 #[derive(Debug, Clone)]
 pub struct LogOptions {
-    /// A directory of its own.
+    /// The directory of the log, which has no other files.
     pub dir: PathBuf,
-    /// When it is durable.
+    /// When records become durable.
     pub sync: LogSync,
 }
 
-/// The progress of a run.
+/// The progress of a run, as the base stores it.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct WalPosition {
     pub(super) progress: Progress,
@@ -36,12 +36,12 @@ pub(super) struct WalPosition {
     pub(super) reached: Option<Reached>,
 }
 
-/// The state that the first record applies to.
+/// The state to which the first record is applied.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct WalBase {
     pub(super) owner: Owner,
     pub(super) run: Run,
-    /// None: no rows.
+    /// The checkpoint with the rows; None means no rows.
     pub(super) rows: Option<Rows>,
     /// Serialised under its name in the first version.
     #[serde(rename = "mark")]
@@ -61,7 +61,7 @@ pub(super) struct Owner {
 /// Files of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Rows {
-    /// Below the checkpoint root.
+    /// The directory below the checkpoint root.
     pub(super) directory: String,
     pub(super) files: Vec<FileEntry>,
 }
@@ -90,7 +90,7 @@ impl RequestLog {
         let LogOptions { dir, sync } = options;
         let failed = format!("log in {}", dir.display());
         let wal = Wal::open(dir, sync, timeout).map_err(|error| match error.kind() {
-            io::ErrorKind::WouldBlock => Exit::Again(format!("{failed}: {error}")), // no thread now
+            io::ErrorKind::WouldBlock => Exit::Again(format!("{failed}: {error}")), // no thread can be started at the moment
             _ => Exit::Usage(format!("{failed}: {error}")),
         })?;
         Ok(Self { wal, owner, cut: Mutex::default() })
@@ -114,8 +114,8 @@ impl RequestLog {
         self.wal.bytes_from(base.segment)
     }
 
-    /// Give every record after `base`, with its length, to `apply`, which returns the cut it made, if any. Then the log
-    /// continues.
+    /// Pass every record after `base`, with its length, to `apply`, which returns the cut that it made, if any. Then
+    /// the log continues.
     ///
     /// # Errors
     /// Why it cannot be used. The caller must drop what was applied until then.
@@ -154,7 +154,8 @@ impl RequestLog {
 
     /// Start another log from the result of `change`: the run, the rows, and the progress of the run.
     ///
-    /// # Errors Those of `change`: the log stays. `Io`: requests are refused until a restart succeeds.
+    /// # Errors
+    /// Those of `change`: the log is unchanged. `Io`: requests are refused until a restart succeeds.
     pub(super) fn restart(
         &self,
         change: impl FnOnce() -> Result<(Run, Option<Rows>, WalPosition), TablesError>,
@@ -222,7 +223,8 @@ impl RequestLog {
         self.wal.append(&WalRecord::abort_snapshot(number), || Ok(()))
     }
 
-    /// Make the checkpoint that contains this snapshot, with the files `rows`, the base, unless there was a later cut.
+    /// Make the checkpoint that contains this snapshot, with the files `rows`, the base of the log, unless there was a
+    /// later cut.
     ///
     /// # Errors
     /// `Io`: the old base may still be in place.
@@ -243,12 +245,12 @@ impl RequestLog {
         Ok(())
     }
 
-    /// Seconds since the oldest record was written that is not durable; 0 if all are.
+    /// The age in seconds of the oldest record that is not durable; 0 if all are durable.
     pub(super) fn unsynced(&self) -> Duration {
         self.wal.unsynced()
     }
 
-    /// Bytes of its segments.
+    /// The size of its segments in bytes.
     pub(super) fn bytes(&self) -> u64 {
         self.wal.bytes()
     }
@@ -258,7 +260,7 @@ impl RequestLog {
     }
 }
 
-/// A run that cannot be serialized.
+/// The error if a run cannot be serialized.
 fn encoding(error: std::io::Error) -> TablesError {
     TablesError::BadRun { what: format!("it cannot be logged: {error}") }
 }

@@ -23,7 +23,7 @@ pub enum Phase {
     Push,
 }
 
-/// The most requests that a message names.
+/// The largest number of requests that a message names.
 const NAMED: usize = 8;
 
 /// One request in the order.
@@ -79,7 +79,7 @@ pub struct RankSequencer {
 }
 
 enum Answer {
-    /// It is the request's turn.
+    /// It is the turn of the request.
     Proceed,
     /// The request has no turn: there is no order, or it was served before.
     NoTurn,
@@ -99,7 +99,7 @@ impl RankSequencer {
         self.sequence.lock().as_ref()?.turn.map(|(first, turn)| Reached(first, turn))
     }
 
-    /// Resume at the result of [`Self::reached`].
+    /// Resume at a position that [`Self::reached`] returned.
     pub(super) fn resume(&self, reached: Option<Reached>) {
         if let Some(sequence) = self.sequence.lock().as_mut() {
             sequence.turn = reached.map(|Reached(first, turn)| (first, turn));
@@ -182,8 +182,10 @@ impl RankSequencer {
             return Err(TablesError::StaleGeneration { token, current: sequence.generation });
         }
         if token.rank >= sequence.ranks {
-            let what =
-                format!("request {token} is of rank {}, the run has {} ranks", token.rank, sequence.ranks);
+            let what = format!(
+                "request {token} comes from rank {}, the run has {} ranks",
+                token.rank, sequence.ranks
+            );
             return Err(TablesError::BadShape { what });
         }
         let (first, turn) = *sequence.turn.get_or_insert_with(|| {
@@ -191,8 +193,9 @@ impl RankSequencer {
             (token.seq, Position { seq: token.seq, phase: Phase::Lookup, rank: 0 })
         });
         if position.seq < first {
-            let what =
-                format!("{position} in a run whose first step is {first}: all ranks start at the same step");
+            let what = format!(
+                "{position} in a run whose first step is {first}: all ranks must start at the same step"
+            );
             return Err(TablesError::BadShape { what });
         }
         Ok(if position < turn {
@@ -239,7 +242,8 @@ impl RankSequencer {
     }
 }
 
-/// The turn of a request that is being served. Dropped without [`Turn::done`], the turn stays, for a retry.
+/// The turn of a request that is being served. If it is dropped without [`Turn::done`], the turn does not advance, so
+/// that a retry can take it.
 #[derive(Debug)]
 pub struct Turn {
     sequencer: Arc<RankSequencer>,
@@ -315,7 +319,7 @@ mod tests {
     async fn served(ranks: u32, steps: u64, shuffle: u64) -> Vec<Position> {
         let sequencer = sequencer(ranks);
         let done = Arc::new(Mutex::new(Vec::new()));
-        // The first request of a run is one of its first step.
+        // The first request of a run belongs to its first step.
         sequencer.turn(token(0, 1), Phase::Lookup, LONG, "").await.unwrap().unwrap();
         let mut positions: Vec<Position> =
             std::iter::successors(Some(Position { seq: 1, phase: Phase::Lookup, rank: 0 }), |position| {

@@ -10,7 +10,7 @@ use persia_types::{Tables, TablesError};
 use super::request_log::Rows;
 use super::{Fence, Node};
 
-/// The longest wait of a cut for another administrative request: more than any without file access needs.
+/// The longest wait of a cut for another administrative request: longer than any request without file access takes.
 const CUT_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl Node {
@@ -20,7 +20,7 @@ impl Node {
     /// `NotBegun`, `StaleGeneration`; as [`Tables::prepare_snapshot`].
     pub fn prepare_snapshot(&self, fence: Fence, number: u64) -> Result<(), TablesError> {
         self.check_fence(fence)?;
-        // The cut does not wait for a disk, because all ranks wait for the cut.
+        // The cut must not wait for a disk, because all ranks wait for the cut.
         let what = "the files of an earlier snapshot are still being written";
         let busy = || self.io(io::ErrorKind::ResourceBusy, what);
         let _writing = self.writing.try_lock_for(CUT_TIMEOUT).ok_or_else(busy)?;
@@ -160,7 +160,7 @@ impl Node {
         Ok(())
     }
 
-    /// Apply `change`, after which the store has exactly `rows`, and start another log from them.
+    /// Apply `change`, after which the store has exactly `rows`, and start a new log from them.
     fn replace(
         &self,
         rows: Option<Rows>,

@@ -106,10 +106,10 @@ fn a_run_continues_only_with_the_rows_of_its_generation() {
     };
     assert!(refused(4, 3).contains("it was restarted and has lost the rows of generation 3"));
     node.begin(1, &run(&node, 4), false).unwrap();
-    assert!(refused(5, 3).contains("its rows are of generation 4, the run continues generation 3"));
+    assert!(refused(5, 3).contains("its rows belong to generation 4, the run continues generation 3"));
     train(&node, 4, 1);
     node.begin(1, &continuing(&node, 5, 4), false).unwrap();
-    // Nothing has changed since: another server may not have begun generation 5.
+    // The rows have not changed since: another server may not have begun generation 5.
     node.begin(1, &continuing(&node, 7, 4), false).unwrap();
     node.begin(1, &continuing(&node, 8, 5), false).unwrap();
     train(&node, 8, 1);
@@ -187,7 +187,7 @@ fn a_log_of_an_older_generation_is_closed() {
     assert_eq!(node_with_log(dir.path()).stats().unwrap().rows, [3]);
 }
 
-/// Files of the rows of now, below the checkpoint root.
+/// The files of the current rows, below the checkpoint root.
 fn saved(node: &Node, generation: u64, dir: &std::path::Path) -> Vec<persia_types::tables::FileEntry> {
     std::fs::create_dir_all(dir.join("save")).unwrap();
     node.write_snapshot(fence(generation), "save", None).unwrap().files
@@ -220,7 +220,7 @@ fn a_server_whose_log_cannot_be_used_does_not_continue() {
     }
 }
 
-/// Killed between a restore and the first loop after it.
+/// The server is killed between a restore and the first loop after it.
 #[test]
 fn restored_rows_are_continued_only_by_a_server_that_has_them() {
     for has_log in [true, false] {
@@ -247,7 +247,7 @@ fn restored_rows_are_continued_only_by_a_server_that_has_them() {
     }
 }
 
-/// The rows were restored, but the log of them could not be started.
+/// The rows were restored, but their log could not be started.
 #[test]
 fn rows_without_a_log_are_not_continued_after_a_restart() {
     let dir = tempfile::tempdir().unwrap();

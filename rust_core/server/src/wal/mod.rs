@@ -1,8 +1,8 @@
 //! [`Wal`]: a write-ahead log of pushes, in its own directory.
 //!
 //! ```text
-//! base      where the log starts: crc32c, then what the caller says, which names the first segment
-//! 7, 8, …   segments: MAGIC, then records in the order in which they were applied
+//! base      where the log starts: crc32c, then the record of the caller, which names the first segment 7, 8, …
+//! segments: MAGIC, then records in the order in which they were applied
 //! ```
 //!
 //! A request is logged, applied, and then acknowledged, one request at a time. The record of a refused request is
@@ -43,7 +43,7 @@ use crate::metrics;
 pub(crate) use self::record::{ReplayOp, WalRecord};
 pub(crate) use self::replay::{ReplayError, Replayed};
 
-/// The first segment of a new log.
+/// The number of the first segment of a new log.
 const FIRST_SEGMENT: u64 = 1;
 
 /// A write-ahead log.
@@ -68,9 +68,9 @@ struct Writer {
     first: Option<u64>,
     /// The segment that is appended to. None without a base.
     segment: Option<Segment>,
-    /// Earlier segments that may not be durable.
+    /// Earlier segments that may not be durable yet.
     rotated: Vec<Arc<File>>,
-    /// Bytes written since the process began.
+    /// The number of bytes written since the process began.
     written: u64,
 }
 
@@ -222,7 +222,7 @@ impl Wal {
         removed.map_err(|source| files.error(source))
     }
 
-    /// Bytes of all segments.
+    /// The size of all segments in bytes.
     pub(crate) fn bytes(&self) -> u64 {
         let (first, last, bytes) = {
             let writer = self.shared.writer.lock();
@@ -244,7 +244,7 @@ impl Writer {
     }
 }
 
-/// What a sync includes.
+/// The files and the position that a sync includes.
 struct Capture {
     rotated: Vec<Arc<File>>,
     segment: Arc<File>,
@@ -259,7 +259,7 @@ impl Shared {
         self.files.error(io::Error::other(why))
     }
 
-    /// Append a whole record, or nothing. Returns its length.
+    /// Append a complete record, or nothing. Returns its length.
     fn write(&self, writer: &mut Writer, record: &WalRecord) -> Result<u64, TablesError> {
         self.synced.check().map_err(|source| self.files.error(source))?;
         let segment = writer.segment.as_mut().ok_or_else(|| self.closed())?;
@@ -327,7 +327,7 @@ impl Shared {
         // Without the record they are synced again.
         match self.write(&mut writer, &WalRecord::durable(capture.number)) {
             Ok(_) => drop(writer.rotated.drain(..captured)),
-            Err(error) => tracing::debug!("durable segments are not noted in the log: {error}"),
+            Err(error) => tracing::debug!("durable segments are not recorded in the log: {error}"),
         }
     }
 }

@@ -80,7 +80,7 @@ impl WalRecord {
         Self::framed(ABORT_SNAPSHOT, |out| out.extend_from_slice(&number.to_le_bytes()))
     }
 
-    /// The length of the segment before.
+    /// The length of the previous segment.
     pub(super) fn follows(bytes: u64) -> Self {
         Self::framed(FOLLOWS, |out| out.extend_from_slice(&bytes.to_le_bytes()))
     }
@@ -149,11 +149,11 @@ pub(crate) enum ReplayOp {
     AbortSnapshot(u64),
 }
 
-/// A record, or a fact about segments.
+/// A request, or information about segments.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Entry {
     Op(ReplayOp),
-    /// The length of the segment before.
+    /// The length of the previous segment.
     Follows(u64),
     /// The segments before this number are durable.
     Durable(u64),
@@ -162,7 +162,7 @@ pub(super) enum Entry {
 /// The content at one position of a segment.
 #[derive(Debug)]
 pub(super) enum ReadOutcome {
-    /// A whole record, and its length with the frame.
+    /// A complete record, and its length with the frame.
     Entry(Entry, u64),
     /// The end of the segment.
     End,
@@ -267,7 +267,7 @@ fn get_items<const N: usize, T>(rest: &mut &[u8], item: impl Fn([u8; N]) -> T) -
 fn get_ids(rest: &mut &[u8]) -> Result<(usize, ShardedIds), Malformed> {
     let table = rest.try_get_u32_le()? as usize;
     let ids: Vec<Id> = get_items(rest, u64::from_le_bytes)?;
-    // Stable: the ids of a shard keep their order.
+    // The sort is stable: the ids of a shard keep their order.
     let ids = ShardedIds::group(&ids).map_err(|error| Malformed::Ids(error.to_string()))?;
     Ok((table, ids))
 }

@@ -16,7 +16,8 @@ use super::{Wal, Writer};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Replayed {
     pub(crate) records: u64,
-    /// Bytes after the last whole record: of requests that were not acknowledged, or not yet durable.
+    /// The number of bytes after the last complete record. They belong to requests that were not acknowledged, or not
+    /// yet durable.
     pub(crate) torn: u64,
     /// Why the last record was refused, and dropped. The process ended before it had removed the record.
     pub(crate) refused: Option<String>,
@@ -34,14 +35,14 @@ pub(crate) enum ReplayError {
 }
 
 impl Wal {
-    /// Bytes of the segments from `first` on.
+    /// The size in bytes of the segments from `first` on.
     pub(crate) fn bytes_from(&self, first: u64) -> u64 {
         let lengths = (first..u64::MAX).map_while(|number| self.shared.files.segment(number).metadata().ok());
         lengths.map(|metadata| metadata.len()).sum()
     }
 
-    /// Give every record from segment `first` on to `each`, with the number of the segment after its own, and its length.
-    /// Then records are appended after the last one.
+    /// Pass every record from segment `first` on to `each`, with the number of the segment after its own, and its
+    /// length. Then records are appended after the last one.
     ///
     /// # Errors
     /// Why the log cannot be used, with file and position. The caller must drop what was replayed until then.
@@ -112,7 +113,7 @@ impl Wal {
         })
     }
 
-    /// The relation of the next segment to this one, whose whole records have `bytes`.
+    /// The relation of the next segment to this one, whose complete records have `bytes`.
     fn successor(&self, number: u64, bytes: u64, torn: u64) -> Result<Successor, String> {
         let files = &self.shared.files;
         let next = files.segment(number + 1);
@@ -134,11 +135,11 @@ impl Wal {
 enum Successor {
     /// It continues this segment.
     Follows,
-    /// There is none.
+    /// There is no next segment.
     None,
-    /// Nothing was appended to it.
+    /// There is a next segment, but nothing was appended to it.
     Empty,
-    /// The end of this segment was lost with the power, so its records have no place.
+    /// The end of this segment was lost in a power cut, so the records of the next segment cannot be applied.
     Lost,
 }
 

@@ -1,4 +1,4 @@
-//! [`Segment`]: the file that records are appended to; [`read`]: the records of one file, up to the last whole one.
+//! [`Segment`]: the file that records are appended to; [`read`]: the records of one file, up to the last complete one.
 
 use std::fs::File;
 use std::io::{self, BufReader, Read, Seek, SeekFrom, Write};
@@ -17,7 +17,7 @@ const SECTOR: u64 = 512;
 /// A segment, open for appending.
 pub(super) struct Segment {
     pub(super) number: u64,
-    /// Length of its complete records, MAGIC included.
+    /// The length of its complete records, including MAGIC.
     pub(super) bytes: u64,
     path: PathBuf,
     file: Arc<File>,
@@ -26,14 +26,14 @@ pub(super) struct Segment {
 }
 
 impl Segment {
-    /// Create an empty segment. It is durable once it and the directory are synced.
+    /// Create an empty segment. It becomes durable when it and the directory are synced.
     pub(super) fn create(path: PathBuf, number: u64) -> io::Result<Self> {
         let mut file = File::create(&path)?;
         file.write_all(MAGIC)?;
         Ok(Self { number, bytes: MAGIC.len() as u64, path, file: Arc::new(file), has_rest: false })
     }
 
-    /// Open a segment whose first `bytes` are whole records, and truncate the rest.
+    /// Open a segment whose first `bytes` are complete records, and truncate the rest.
     pub(super) fn reopen(path: PathBuf, number: u64, bytes: u64) -> io::Result<Self> {
         let file = Arc::new(File::options().write(true).open(&path)?);
         let mut segment = Self { number, bytes, path, file, has_rest: true };
@@ -41,7 +41,7 @@ impl Segment {
         Ok(segment)
     }
 
-    /// Append a whole record, or nothing. Returns its length.
+    /// Append a complete record, or nothing. Returns its length.
     pub(super) fn append(&mut self, record: &WalRecord) -> Result<u64, TablesError> {
         self.try_append(record).map_err(|source| TablesError::Io { path: self.path.clone(), source })
     }
@@ -58,8 +58,8 @@ impl Segment {
         Ok(bytes.len() as u64)
     }
 
-    /// Remove the last record, which has this many bytes. If the file cannot be truncated now, it is before the next
-    /// record, and a replay drops the record.
+    /// Remove the last record, which has this many bytes. If the file cannot be truncated now, it is truncated before
+    /// the next record, and a replay drops the record.
     pub(super) fn take_back(&mut self, bytes: u64) {
         self.bytes -= bytes;
         self.has_rest = true;
@@ -75,7 +75,7 @@ impl Segment {
         }
     }
 
-    /// Truncate the file after the last whole record.
+    /// Truncate the file after the last complete record.
     fn truncate(&mut self) -> io::Result<()> {
         if self.has_rest {
             self.file.set_len(self.bytes)?;
@@ -99,7 +99,7 @@ fn is_headless(path: &Path) -> io::Result<bool> {
 /// The length of the segment before this one, as its first record says; None if that was not written.
 ///
 /// # Errors
-/// Its beginning is damaged.
+/// The beginning of the segment is damaged.
 pub(super) fn follows(path: &Path) -> Result<Option<u64>, String> {
     if is_headless(path).map_err(|error| format!("{}: {error}", path.display()))? {
         return Ok(None);
@@ -111,12 +111,12 @@ pub(super) fn follows(path: &Path) -> Result<Option<u64>, String> {
     })?;
     match (first, read) {
         (Some(Entry::Follows(bytes)), _) => Ok(Some(bytes)),
-        (Some(_), _) => Err(format!("{}: it does not say what it follows", path.display())),
+        (Some(_), _) => Err(format!("{}: the length of the previous segment is missing", path.display())),
         (None, _) => Ok(None),
     }
 }
 
-/// Whether a segment says that the segments up to this one are durable. What cannot be read says nothing.
+/// Whether a segment says that the segments up to this one are durable. A segment that cannot be read does not count.
 pub(super) fn states_durable(path: &Path, number: u64) -> bool {
     let mut found = false;
     let read = read(path, &mut |entry, _, _| {
@@ -129,14 +129,14 @@ pub(super) fn states_durable(path: &Path, number: u64) -> bool {
 
 /// Why the reading of a segment ends at a record.
 pub(super) enum Stop {
-    /// The record and what follows count as not written.
+    /// The record, and all bytes after it, count as not written.
     Here,
     /// The log cannot be used.
     Failed(String),
 }
 
-/// Give every record to `each`, with its length and whether it is the last one of the file. Returns the length of the
-/// whole records, and of what follows them.
+/// Pass every record to `each`, with its length and whether it is the last one of the file. Returns the length of the
+/// complete records, and the number of bytes after them.
 pub(super) fn read(
     path: &Path,
     each: &mut impl FnMut(Entry, u64, bool) -> Result<(), Stop>,
@@ -148,7 +148,7 @@ pub(super) fn read(
     let mut magic = [0; MAGIC.len()];
     input.read_exact(&mut magic).map_err(describe)?;
     if magic != *MAGIC {
-        return Err(format!("{}: it is no segment of a log of this version", path.display()));
+        return Err(format!("{}: it is not a segment of a log of this version", path.display()));
     }
     let mut at = MAGIC.len() as u64;
     loop {

@@ -20,13 +20,13 @@ pub(super) struct SyncState {
 
 #[derive(Default)]
 struct State {
-    /// How many logs there were before this one. A sync that began with an earlier one says nothing about this one.
+    /// How many logs there were before this one. A sync that began with an earlier log has no meaning for this one.
     log: u64,
     durable: u64,
     syncing: bool,
-    /// When the oldest record was written that the sync in progress includes.
+    /// The time at which the oldest record in the current sync was written.
     synced_since: Option<Instant>,
-    /// When the oldest record was written that no sync includes yet.
+    /// The time at which the oldest record that no sync includes yet was written.
     written_since: Option<Instant>,
     /// After a failed `fsync` the content of the disk is unknown: nothing more is written.
     failed: Option<String>,
@@ -68,7 +68,7 @@ impl SyncState {
         while state.failed.is_none() && state.unsynced() >= LONGEST_UNSYNCED {
             if self.changed.wait_until(&mut state, deadline).timed_out() {
                 let age = state.unsynced().as_secs_f32();
-                let what = format!("the disk is slow: a record of {age:.1} s ago is not durable yet");
+                let what = format!("the disk is slow: a record that is {age:.1} s old is not durable yet");
                 return Err(io::Error::new(io::ErrorKind::TimedOut, what));
             }
             waited = true;
@@ -76,12 +76,12 @@ impl SyncState {
         Ok(waited)
     }
 
-    /// A record was written. The caller holds the lock of the log's end.
+    /// Note that a record was written. The caller holds the lock of the log's end.
     pub(super) fn written(&self) {
         self.state.lock().written_since.get_or_insert_with(Instant::now);
     }
 
-    /// A sync includes what was written. The caller holds the lock of the log's end.
+    /// Note that a sync includes all records written so far. The caller holds the lock of the log's end.
     pub(super) fn captured(&self) {
         let mut state = self.state.lock();
         state.synced_since = state.written_since.take();
@@ -139,7 +139,7 @@ impl SyncState {
     }
 }
 
-/// A thread that makes a call every second until this is dropped, or at once after a call that took longer.
+/// A thread that makes a call every second, or immediately after a call that took longer, until this is dropped.
 pub(super) struct Ticker {
     /// Dropped to end the thread.
     stop: Option<Sender<()>>,
@@ -148,7 +148,7 @@ pub(super) struct Ticker {
 
 impl Ticker {
     /// # Errors
-    /// The thread could not be started.
+    /// If the thread could not be started.
     pub(super) fn start(mut call: impl FnMut() + Send + 'static) -> io::Result<Self> {
         let (stop, stopped) = channel::<()>();
         let run = move || {

@@ -1,4 +1,4 @@
-//! Equal requests give equal bits: in memory, on one server, on three, and in any order of arrival.
+//! Equal requests give bit-identical results: in memory, on one server, on three, and in any order of arrival.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use crate::stack::{self, Plan, Stack, lookup, push, push_as, run_of, token};
 
 const DIMS: [usize; 3] = [8, 1, 19];
 const STEPS: u64 = 12;
-/// So few that rows are evicted constantly.
+/// The capacity, so small that rows are evicted constantly.
 const CAPACITY: u64 = 2_000;
 
 /// Tables that together override all settings of the run.

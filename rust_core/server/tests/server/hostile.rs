@@ -61,9 +61,9 @@ struct Call {
     messages: Vec<Vec<u8>>,
 }
 
-/// No flipped bit makes it the generation in progress.
+/// A flipped bit never turns it into the generation in progress.
 const OTHER_GENERATION: u64 = 0x5555_5555;
-/// For admins only.
+/// Methods that only the role admin may call.
 const ADMIN: &[&str] =
     &["Begin", "PrepareSnapshot", "AbortSnapshot", "WriteSnapshot", "CommitSnapshot", "Restore", "Clear"];
 
@@ -88,7 +88,7 @@ fn calls() -> Vec<Call> {
         let head = proto::PushHead { token: Some(stale), step: 1, lr_factor: 1.0, parts, only: vec![] };
         pushed(push_request::Part::Head(head))
     };
-    // Each id once, in two samples, with its weight.
+    // Each id occurs once, in two samples, with a weight.
     let uses: Vec<u32> = (0..ids.len() as u32).collect();
     let (half, all, one) = (uses.len() as u32 / 2, uses.len() as u32, [1.0_f32.to_bits()]);
     let weights = one.repeat(uses.len());
@@ -279,7 +279,7 @@ impl Attacker {
         let trailers = body.trailers().await?.unwrap_or(head.headers);
         let said = |name| trailers.get(name).and_then(|value| value.to_str().ok()).unwrap_or_default();
         let status = said("grpc-status").parse().unwrap_or(-1);
-        // The error of the gRPC layer for an invalid message.
+        // The error that the gRPC layer returns for an invalid message.
         let undecoded = ["decod", "Missing%20request", "compression", "compressed", "protocol"];
         let known = status != INTERNAL || undecoded.iter().any(|word| said("grpc-message").contains(word));
         assert!(known, "{verb}: {}", said("grpc-message"));
@@ -384,7 +384,7 @@ fn hostile_requests_change_nothing_and_leave_everything_up() {
         assert!(!process.log().contains("panicked"), "{}", process.log());
     }
     assert_eq!(rows(), before);
-    push(&client, token(0, 1), &[4], &ids).unwrap(); // a duplicate still
+    push(&client, token(0, 1), &[4], &ids).unwrap(); // it still counts as a duplicate
     assert_eq!(rows(), before);
     lookup(&client, token(0, 3), Mode::Train, &[4], &ids).unwrap();
     push(&client, token(0, 3), &[4], &ids).unwrap();

@@ -85,7 +85,7 @@ fn claims_cost_nothing() {
     assert!(memory_kib() - before < 200 * 1024, "{} KiB more", memory_kib() - before);
 }
 
-/// A request whose body does not come holds its memory; the next ones wait for it, on any connection.
+/// A request whose body does not arrive holds its memory; the following requests wait for it, on any connection.
 #[test]
 fn the_memory_of_requests_in_flight_is_bounded() {
     let stack = Stack::start(Plan { request_memory: 3, ..Plan::new(1) });
@@ -120,7 +120,7 @@ fn the_memory_of_requests_in_flight_is_bounded() {
                 Ok::<(), Status>(())
             }
         };
-        // Until the head has arrived, a look-up is answered.
+        // Until the head has arrived, look-ups are answered.
         let refused = loop {
             if let Err(status) = lookup(Duration::from_secs(1)).await {
                 break status;
@@ -136,7 +136,7 @@ fn the_memory_of_requests_in_flight_is_bounded() {
     });
 }
 
-/// In a reproducible run a request that waits for its turn holds its memory, which the one before it may need.
+/// In a reproducible run, a request that waits for its turn holds its memory, which the previous request may need.
 #[test]
 fn a_request_whose_turn_it_is_does_not_wait_for_memory() {
     let stack = Stack::start(Plan { request_memory: 3, ..Plan::new(1) });

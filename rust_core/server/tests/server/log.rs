@@ -1,4 +1,4 @@
-//! `durability: log`: a killed server resumes where it was.
+//! `durability: log`: a killed server resumes with its last state.
 
 mod damage;
 mod power_cut;
@@ -170,7 +170,7 @@ fn a_killed_server_resumes_where_it_was() {
         }
         twins.kill();
         twins.check(&format!("seed {seed}"));
-        // Acknowledged requests are known: nothing counts twice.
+        // Acknowledged requests are recognised, so that none counts twice.
         let (token, parts) = (token(0, twins.seq), vec![(0, ShardedIds::group(&[1, 2]).unwrap())]);
         let token = Token { generation: twins.generation, ..token };
         twins.both("push", |node| push_to(node, token, twins.seq, &parts, 1.0));
@@ -194,7 +194,7 @@ fn a_cut_survives_a_restart() {
     });
     assert_eq!(files[0], files[1]);
     let before = twins.nodes[0].log_bytes().unwrap();
-    // A late commit of an earlier cut makes no base: the requests in between would be lost.
+    // A late commit of an earlier cut does not become the base, because the requests in between would be lost.
     twins.both("prepare_snapshot", |node| node.prepare_snapshot(fence(1), 10));
     (0..5).for_each(|_| twins.train());
     twins.nodes[0].commit_snapshot(fence(1), 9, "cut-0", &files[0]).unwrap();
@@ -276,7 +276,7 @@ fn rows_that_no_log_describes_are_not_trained_before_a_restore() {
     (1..=4).for_each(|seq| assert_eq!(train(1, seq).unwrap().rows_duplicate, 0));
     fs::create_dir(checkpoints.path().join("save")).unwrap();
     let files = node.write_snapshot(fence(1), "save", None).unwrap().files;
-    // The rows are restored, but another log cannot be started.
+    // The rows are restored, but a new log cannot be started.
     fs::remove_dir_all(data.path().join("journal")).unwrap();
     assert!(node.restore(fence(1), "save", &files, false).is_err());
     fs::create_dir(data.path().join("journal")).unwrap();

@@ -56,7 +56,7 @@ fn a_server_that_was_killed_is_named_and_the_run_is_lost() {
         let text = error.to_string();
         assert!(text.contains("server 1 of 2") && text.contains(&address), "{text}");
     }
-    // The other server applied its part, once.
+    // The other server applied its part exactly once.
     let stats = client.stats().unwrap_err();
     assert!(stats.to_string().contains("server 1 of 2"), "{stats}");
 }
@@ -123,8 +123,8 @@ fn a_server_that_blocks_a_large_push_is_named_and_not_the_one_after_it() {
     const WIDE: &str = "slots_config:\n  a: {dim: 64}\n";
     let (_setting, servers, _middleware, client) = begun_with(Setting::of(WIDE), &plan_of(WIDE), 16);
     let _stopped = Stopped::stop(&servers[0]);
-    // More than fits between the middleware and a server that does not read, and little enough to be sent within one
-    // of four tries.
+    // The size of a push: more than fits between the middleware and a server that does not read, and small enough to be
+    // sent within one of four attempts.
     let ids = ShardedIds::group(&(0..700_000).collect::<Vec<u64>>()).unwrap();
     let rows = vec![0.5; ids.len() * DIM];
     let of_samples = vec![0.5; 10 * DIM];

@@ -1,4 +1,4 @@
-//! Features of many ids, pooled by the middleware: the same bits as a store in memory, in fewer bytes.
+//! Features of many ids, pooled by the middleware: bit-identical to a store in memory, in fewer bytes.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -28,16 +28,16 @@ use crate::stack::{JOB, Plan, Stack, run_of};
 const LONG: Duration = Duration::from_secs(60);
 const STEPS: u64 = 8;
 const SAMPLES: u64 = 64;
-/// So few that rows are evicted constantly.
+/// The capacity, so small that rows are evicted constantly.
 const CAPACITY: u64 = 3_000;
 
-/// Name, dimension and pooling. The last two share a table.
+/// The name, dimension and pooling of each slot. The last two share a table.
 fn slots() -> Vec<(&'static str, usize, Slot)> {
     let mean = Slot { pooling: Pooling::Mean, ..Slot::default() };
     let root = Slot { sqrt_scaling: true, ..Slot::default() };
     let stacked = Slot { hash_stack: Some(HashStack { rounds: 2, buckets: 500 }), ..root.clone() };
     let raw = Slot { sample_fixed_size: Some(4), ..Slot::default() };
-    // Its batches have more buckets than positions: pooled, they would be fewer bytes.
+    // A slot whose batches have more buckets than positions, so that pooled vectors would be fewer bytes.
     let raw_stacked = Slot { hash_stack: Some(HashStack { rounds: 2, buckets: 1_000_000 }), ..raw.clone() };
     vec![
         ("sum", 8, Slot::default()),
@@ -101,9 +101,9 @@ fn plan(servers: u32) -> Plan {
     Plan { schema: schema(), capacity: CAPACITY, ..Plan::new(servers) }
 }
 
-/// The values of a feature's samples, as bits; positions and mask of a raw feature.
+/// The values of a feature's samples as bits, with the positions and the mask of a raw feature.
 type Seen = (Vec<u32>, Option<(usize, Vec<bool>)>);
-/// The values of all features in each step, and the counters.
+/// The values of all features in each step, with the counters.
 type Trained = (Vec<Vec<Seen>>, Stats);
 
 fn trained(tables: Arc<dyn Tables>, run: &Run) -> Trained {
@@ -292,6 +292,6 @@ fn fewer_bytes_travel_between_trainer_and_middleware() {
     };
     let ((pooled, less), (rows, more)) = (through(false), through(true));
     assert!(pooled == rows, "the same training");
-    // Five of twelve features, and all ids, are sent as before.
+    // Five of the twelve features, and all ids, are sent without pooling.
     assert!(less * 2 < more, "{less} bytes instead of {more}");
 }

@@ -21,7 +21,7 @@ use crate::limits::memory_kib;
 use crate::stack::{self, Plan, Stack, lookup, push_as, run_of, token};
 
 const DIM: usize = 4;
-/// So wide that samples are fewer bytes than rows.
+/// The dimension, so large that samples are fewer bytes than rows.
 const WIDE: usize = 32;
 const IDS: usize = 3;
 
@@ -30,7 +30,7 @@ const PLACES: &[u32] = &[0, 1, 2, 0];
 const OFFSETS: &[u32] = &[0, 2, 4];
 const WEIGHTS: &[f32] = &[1.0, 1.0, 1.0, 1.0];
 const DIVISORS: &[f32] = &[2.0, 2.0];
-/// The same, by id.
+/// The same samples, grouped by id.
 const SAMPLES: &[u32] = &[0, 1, 0, 1];
 const STARTS: &[u32] = &[0, 2, 3, 4];
 
@@ -185,7 +185,7 @@ fn malformed_samples_of_a_push_are_refused_by_name_and_change_no_row() {
 
     let scaled = with(|samples| samples.scale = 3.0);
     raw_push(&stack, None, push_messages(scaled, &good, gradients)).unwrap();
-    // In the order of `ids`: two uses, one, one.
+    // In the order of `ids`: two occurrences, one, one.
     assert_eq!(rows(&client), [[-3.0; DIM], [-1.5; DIM], [-1.5; DIM]].concat());
 }
 

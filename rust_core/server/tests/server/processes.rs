@@ -109,7 +109,7 @@ fn sigterm_lets_connections_finish_and_ends_with_zero() {
     drop(client);
     assert_eq!(middleware.ended().code(), Some(0), "{}", middleware.log());
     assert_eq!(server.ended().code(), Some(0), "{}", server.log());
-    // The next process with the directory knows the generation.
+    // The next process that uses the directory reads the generation.
     let server = setting.server(0, 1, &["--data-dir", &setting.path("data")]);
     let options = ClientOptions {
         service: Service::Server,
@@ -222,7 +222,7 @@ fn what_cannot_work_says_so_in_one_line() {
         (SERVER, &["--token-file", &token], 5, "9 bytes"),
         (SERVER, &["--tls-cert", &token], 2, "PERSIA_TLS_KEY"),
         (SERVER, &["--data-dir", &data], 75, "in use by another server"),
-        (SERVER, &["--data-dir", &damaged], 4, "holds \"?\", which is no generation number"),
+        (SERVER, &["--data-dir", &damaged], 4, "holds \"?\", which is not a generation number"),
         (MIDDLEWARE, &[], 2, "PERSIA_NATS_URL"),
         (SERVER, &["--config", "persia.yml"], 2, both),
         (MIDDLEWARE, &["--config", "persia.yml"], 2, both),
@@ -231,7 +231,7 @@ fn what_cannot_work_says_so_in_one_line() {
         let (found, line) = setting.start(binary, arguments).fails();
         assert_eq!(found, code, "{arguments:?}: {line}");
         assert!(line.starts_with("error: ") && line.contains(text), "{arguments:?}: {line}");
-        // Those that persia-launcher has too.
+        // The options that persia-launcher has too.
         let known = ["--config", "--embedding-config", "--global-config", "--help"];
         let flags = line
             .split(|c: char| !c.is_ascii_alphanumeric() && c != '-')
@@ -335,7 +335,7 @@ fn a_secret_opens_the_door_and_stands_in_no_log() {
     assert!(!log.contains(secret) && !log.contains(hidden.reveal()), "{log}");
 }
 
-/// As a Procfile starts them: without an address for metrics, and with a configuration of PersiaML.
+/// The processes are started as by a Procfile: without an address for metrics, and with a configuration of PersiaML.
 #[test]
 fn servers_of_one_host_share_the_default_port_of_metrics_or_serve_none() {
     let setting = Setting::new();

@@ -42,7 +42,7 @@ fn requests_wait_for_a_server_that_resumes_from_its_log() {
             answer
         });
         let asks = threads.spawn(|| client.stats());
-        // Several times as long as a request may take.
+        // Wait several times as long as a request may take.
         while start.elapsed() < 5 * RPC_TIMEOUT {
             stack.starting.iter().for_each(|(starting, _)| starting.progress().advance(10));
             assert!(!done.load(Ordering::Relaxed), "the servers have not resumed");
@@ -65,7 +65,7 @@ fn a_server_that_makes_no_progress_is_lost() {
     let text = error.to_string();
     assert!(matches!(error, TablesError::Lost { .. }), "{text}");
     assert!(text.contains("resumes from its log") && text.contains("makes no progress"), "{text}");
-    // A process that waits for the servers to be ready gets their state, too.
+    // A process that waits until the servers are ready gets their state too.
     let fresh = stack.client();
     let error = fresh.wait_ready(Duration::from_millis(300)).unwrap_err();
     assert!(matches!(error, TablesError::Recovering { .. }), "{error}");

@@ -131,7 +131,7 @@ impl Setting {
         Self::of(EMBEDDING)
     }
 
-    /// With another embedding configuration.
+    /// The directory with another embedding configuration.
     pub(crate) fn of(embedding: &str) -> Self {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("embedding_config.yml"), embedding).unwrap();
@@ -167,7 +167,7 @@ impl Setting {
     }
 }
 
-/// A run of the configuration above.
+/// A run with the configuration above.
 pub(crate) fn plan() -> Plan {
     plan_of(EMBEDDING)
 }

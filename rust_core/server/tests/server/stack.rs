@@ -42,9 +42,9 @@ pub(crate) struct Plan {
     pub(crate) secret: Option<Secret>,
     pub(crate) tls: TlsFiles,
     pub(crate) turn_timeout: Duration,
-    /// Mebibytes of requests in flight, of each server.
+    /// The memory limit of requests in flight for each server, in mebibytes.
     pub(crate) request_memory: u32,
-    /// The servers have not resumed from their logs: see [`Stack::starting`].
+    /// Whether the servers have not resumed from their logs: see [`Stack::starting`].
     pub(crate) starting: bool,
 }
 
@@ -73,7 +73,7 @@ pub(crate) struct Stack {
     pub(crate) front: Endpoint,
     /// Each server before and after it has resumed.
     pub(crate) starting: Vec<(Arc<StartingNode>, Arc<Node>)>,
-    /// Some until it is dropped.
+    /// Some until the stack is dropped.
     runtime: Option<Runtime>,
     dir: tempfile::TempDir,
 }
@@ -106,7 +106,7 @@ impl Stack {
         options.service = if self.plan.middleware { Service::Middleware } else { Service::Server };
         options.secret.clone_from(&self.plan.secret);
         options.tls = self.plan.tls.client().unwrap();
-        // Cases of the contract choose their directories.
+        // The cases of the contract choose the directories themselves.
         options.checkpoint_root = Some(std::env::temp_dir());
         options
     }
@@ -187,7 +187,7 @@ async fn start_middleware(plan: &Plan, servers: &[Endpoint], dir: &Path) -> Endp
     endpoint
 }
 
-/// Tables, and what keeps them running.
+/// The tables, and the processes that serve them.
 pub(crate) struct Held<T> {
     pub(crate) tables: WireTables,
     /// Dropped last.
@@ -300,7 +300,7 @@ pub(crate) fn push(
     push_as(tables, token, dims, ids, |gradient| gradient)
 }
 
-/// As [`push`], with each number changed by a function.
+/// Like [`push`], with each number changed by a function.
 pub(crate) fn push_as(
     tables: &dyn Tables,
     token: Token,

@@ -1,4 +1,4 @@
-//! Connections that never authenticate shut nobody out for long.
+//! Connections that never authenticate do not block other callers for long.
 
 use std::fs;
 use std::path::Path;
@@ -18,7 +18,7 @@ const SECRET: &str = "0123456789abcdef0123456789abcdef";
 /// HTTP/2's preface, and empty settings.
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
 
-/// Connect from an address of its own, and say no more than an HTTP/2 client must.
+/// Connect from a separate address, and send only what an HTTP/2 client must send.
 async fn connect_from(source: u8, port: u16) -> TcpStream {
     let socket = TcpSocket::new_v4().unwrap();
     socket.bind(([127, 0, 0, source], 0).into()).unwrap();

@@ -25,10 +25,10 @@ const ADAGRAD: Optimizer = Optimizer::Adagrad {
     eps: 1e-10,
     vectorwise_shared: false,
 };
-/// Bytes of one `write` or `read` of the peer.
+/// The number of bytes of one `write` or `read` of the peer.
 const BLOCK: usize = 1 << 20;
 
-/// Measure wall seconds, in turns, in the directory for temporary files.
+/// Measure wall seconds of the two alternately, in the directory for temporary files.
 pub(crate) fn measure(size: &Size) {
     let rows = (size.rows)(2 * DIM) / 4;
     let bench = Bench::new(DIM, rows, ADAGRAD);
@@ -57,7 +57,7 @@ pub(crate) fn measure(size: &Size) {
     print("B6", &case, "ms", meanwhile.mean(), alone.mean(), 1.0 / 1.2, meanwhile.spread());
 }
 
-/// Wall milliseconds of a step of one thread: without a save, and during one.
+/// The wall time in milliseconds of a step of one thread, without a save and during a save.
 fn time_steps(bench: &Bench, rows: usize, root: &Path) -> (Samples, Samples) {
     let mut random = Random(9);
     let batches: Vec<ShardedIds> = (0..8).map(|_| group(&random.distinct(BATCH, rows))).collect();
@@ -119,7 +119,7 @@ fn restore(bench: &Bench, dir: &Path, files: &[FileEntry]) -> f64 {
 #[allow(unsafe_code)]
 fn forget(path: &Path) {
     let file = File::open(path).expect("what was written");
-    // SAFETY: advice about an open file; a length of 0 is all of it.
+    // SAFETY: advice about an open file; a length of 0 means the whole file.
     let refused = unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) };
     assert_eq!(refused, 0, "advice about {}", path.display());
 }

@@ -1,11 +1,11 @@
-//! Samples, and their figures as lines of JSON.
+//! Samples, and results as lines of JSON.
 
 use serde_json::{Value, json};
 
-/// How much faster than its limit the store may appear by noise.
+/// How much faster than its limit the store may appear because of noise.
 const NOISE: f64 = 1.25;
 
-/// Repeated measurements of one thing.
+/// Repeated measurements of the same operation.
 #[derive(Default)]
 pub(crate) struct Samples(Vec<f64>);
 
@@ -22,7 +22,7 @@ impl Samples {
         self.0.iter().sum::<f64>() / self.0.len() as f64
     }
 
-    /// Half the distance of the quartiles over the median.
+    /// Half of the interquartile range, divided by the median.
     pub(crate) fn spread(&self) -> f64 {
         (self.quantile(0.75) - self.quantile(0.25)) / 2.0 / self.median()
     }
@@ -34,21 +34,21 @@ impl Samples {
     }
 }
 
-/// A value and the value of its peer. Less is better.
+/// A value and the value of its peer. Lower is better.
 pub(crate) struct Figure<'a> {
     pub(crate) id: &'a str,
     pub(crate) case: &'a str,
     pub(crate) unit: &'a str,
     pub(crate) value: f64,
     pub(crate) peer: f64,
-    /// The peer is a limit: nothing is faster.
+    /// Whether the peer is a limit, which nothing can exceed.
     pub(crate) limited: bool,
     pub(crate) target: f64,
     pub(crate) spread: f64,
 }
 
 impl Figure<'_> {
-    /// Print the figure, with the reason if it is invalid.
+    /// Print the result, with the reason if it is invalid.
     pub(crate) fn print(&self) {
         println!("{}", self.record());
     }
@@ -74,7 +74,7 @@ impl Figure<'_> {
         self.peer / self.value
     }
 
-    /// Why the figure is not a result; None if it is one.
+    /// Why the figure is not a valid result; None if it is valid.
     fn invalid(&self) -> Option<String> {
         let ratio = self.ratio();
         if !(self.value.is_finite() && self.peer.is_finite() && self.value > 0.0 && self.peer > 0.0) {
@@ -94,7 +94,7 @@ pub(crate) fn print(id: &str, case: &str, unit: &str, value: f64, peer: f64, tar
     Figure { id, case, unit, value, peer, limited: false, target, spread }.print();
 }
 
-/// Round to steps of one over `parts`. A number that is not finite becomes null.
+/// Round to multiples of 1 / `parts`. A number that is not finite becomes null.
 fn rounded(number: f64, parts: f64) -> f64 {
     (number * parts).round() / parts
 }

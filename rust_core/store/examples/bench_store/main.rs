@@ -2,9 +2,10 @@
 //!
 //! `cargo run --release -p persia-store --example bench_store -- [--quick] [B1] [B2] [B6] [B7] [DIM...]` prints one line
 //! of JSON per figure; dimensions select among those of B1 and B2. Times are CPU nanoseconds per row (of all threads
-//! together), medians over many requests. `peer` is the raw operation on as many rows of the same size, measured in turns
-//! with the store; of `ratio` higher is better; `spread` is half the distance of the quartiles over the median. In B7
-//! `peer` is the limit or the smaller size. A figure with `invalid`, which is the reason, is not a result.
+//! together), medians over many requests. `peer` is the raw operation on as many rows of the same size, measured
+//! alternately with the store. A higher `ratio` is better. `spread` is half of the interquartile range divided by the
+//! median. In B7 `peer` is the limit or the smaller size. A figure with `invalid`, which is the reason, is not a
+//! result.
 #![allow(clippy::print_stdout, clippy::unwrap_used, clippy::expect_used, reason = "a program that measures")]
 
 mod batches;
@@ -17,11 +18,11 @@ mod speed;
 
 /// The size of a measurement.
 pub(crate) struct Size {
-    /// Number of rows of so many floats.
+    /// The number of rows that have this many floats.
     rows: fn(usize) -> usize,
-    /// Requests per figure.
+    /// The number of requests for each figure.
     repetitions: usize,
-    /// Rows of B7, ascending.
+    /// The numbers of rows of B7, ascending.
     scales: &'static [usize],
 }
 

@@ -19,7 +19,7 @@ pub(crate) struct RawRows {
 }
 
 impl RawRows {
-    /// `slots` are rows to try distances on.
+    /// `slots` are the rows with which distances are tried.
     pub(crate) fn new(rows: usize, stride: usize, dim: usize, slots: &[Vec<u32>]) -> Self {
         let values = on_huge_pages(rows * stride + 16);
         let first = values.as_ptr().align_offset(64);
@@ -102,7 +102,7 @@ fn update(rows: &mut [f32], stride: usize, ahead: usize, slots: &[u32], gradient
                 at += 16;
             }
         }
-        // A part shorter than the weights: the one number of a row-wise optimizer.
+        // The state may be shorter than the weights: a row-wise optimizer has one number.
         parts.into_remainder().iter_mut().for_each(|value| *value += gradient[0]);
     }
 }

@@ -1,4 +1,4 @@
-//! B7: memory per row, and the cost of look-ups as tables grow.
+//! B7: memory per row, and the cost of look-ups in tables of different sizes.
 
 use persia_types::{Dtype, Mode, Optimizer, Table, TableSettings, Tables};
 

@@ -76,7 +76,7 @@ fn report(id: &str, case: &str, own: &Samples, limit: &Samples, target: f64) {
     Figure { id, case, unit: "CPU ns a row", value, peer, limited: true, target, spread }.print();
 }
 
-/// CPU nanoseconds per row of the store and of the raw gather, in turns, on all threads concurrently.
+/// CPU nanoseconds per row of the store and of the raw gather, measured alternately, on all threads concurrently.
 fn time_lookups(
     bench: &Bench,
     raw: &RawRows,
@@ -118,7 +118,7 @@ fn time_lookups(
     (own, limit)
 }
 
-/// [`time_lookups`], for pushes and raw read-modify-write.
+/// Like [`time_lookups`], for pushes and raw read-modify-write.
 fn time_updates(
     bench: &Bench,
     raw: &mut RawRows,

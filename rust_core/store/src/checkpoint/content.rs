@@ -16,18 +16,18 @@ pub(super) fn is_hash(text: &str) -> bool {
     text.len() == HASH_DIGITS && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
 
-/// The path of a file of a checkpoint: in the staging directory that its name may begin with or, after the save was tidied
-/// up, in the directory of the checkpoint.
+/// The path of a file of a checkpoint: in the staging directory with which its name may begin or, after the staging
+/// directory was removed, in the directory of the checkpoint.
 pub(super) fn locate(dir: &Path, name: &str) -> Result<PathBuf> {
     let Some((staging, file)) = names::split(name) else {
         return Err(CheckpointError::corrupt(
             dir,
-            format!("names a file {name:?}, which no checkpoint may hold"),
+            format!("names a file {name:?}, which is not allowed in a checkpoint"),
         ));
     };
     if let Some(staging) = staging {
         let staging = dir.join(staging);
-        // A link instead of a directory could lead anywhere.
+        // A link in place of a directory could refer to any path.
         let staged = staging.join(file);
         if disk::kind(&staging)?.is_some_and(|kind| kind.is_dir()) && disk::kind(&staged)?.is_some() {
             return Ok(staged);

@@ -1,4 +1,5 @@
-//! Every call to the file system by a checkpoint. Each error names its path, and tests can make the n-th call fail.
+//! All calls of the checkpoint code to the file system. Each error names its path, and tests can make the n-th call
+//! fail.
 //!
 //! Fault points, in builds with the feature `failpoints` only, set by `FAILPOINTS` or `fail::cfg`:
 //! * `ckpt.io=7*off->return`: calls after the seventh fail with EIO
@@ -43,8 +44,8 @@ fn portion(bytes: usize) -> usize {
     bytes
 }
 
-/// A file that is being written. Size and hash are those of the bytes passed to the operating system. Dropped before it
-/// is finished, it is removed.
+/// A file that is being written. Size and hash are those of the bytes passed to the operating system. If it is dropped
+/// before it is finished, it is removed.
 pub(super) struct Output {
     file: File,
     path: PathBuf,
@@ -56,7 +57,7 @@ pub(super) struct Output {
 impl Drop for Output {
     fn drop(&mut self) {
         if !self.finished {
-            let _ = fs::remove_file(&self.path); // the error that ended the work is reported
+            let _ = fs::remove_file(&self.path); // only the error that ended the work is reported
         }
     }
 }
@@ -92,14 +93,14 @@ impl Write for Output {
     }
 }
 
-/// Write a file that does not exist yet and sync it. The caller syncs the directory.
+/// Write a file, which must not exist, and sync it. The caller syncs the directory.
 pub(super) fn write_new(path: &Path, content: &[u8]) -> Result<()> {
     let mut file = Output::create(path)?;
     file.write_all(content).map_err(|error| CheckpointError::io(path, error))?;
     file.finish().map(drop)
 }
 
-/// Append to a file that no checkpoint keeps; it is created if it does not exist, and not synced.
+/// Append to a temporary file, which is created if it does not exist. It is not synced.
 pub(super) fn append(path: &Path, content: &[u8]) -> Result<()> {
     let mut options = OpenOptions::new();
     options.append(true).create(true).custom_flags(libc::O_NOFOLLOW);
@@ -108,8 +109,8 @@ pub(super) fn append(path: &Path, content: &[u8]) -> Result<()> {
 
 /// Replace the content of a file durably and atomically: after a crash the file has the old content or the new one.
 ///
-/// The content is written to `.NAME.tmp` beside the file and synced. Then that file is renamed over the old one and the
-/// directory is synced. Only one writer at a time may replace a file.
+/// The content is written to `.NAME.tmp` in the same directory and synced. Then that file is renamed over the old one
+/// and the directory is synced. Only one writer at a time may replace a file.
 ///
 /// # Errors
 /// `Io`. The file then has the old content, or the new one if only the last sync failed.
@@ -142,7 +143,7 @@ pub(super) struct Input {
 }
 
 impl Input {
-    /// Open a regular file. Symbolic links, devices and the like are refused.
+    /// Open a regular file. Symbolic links, devices and other special files are refused.
     pub(super) fn open(path: &Path) -> Result<Self> {
         let mut options = OpenOptions::new();
         options.read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
@@ -166,7 +167,7 @@ impl Input {
         call(&self.path, || self.file.metadata()).map(|metadata| metadata.len())
     }
 
-    /// Read to the end, piece by piece.
+    /// Read to the end, in chunks.
     pub(super) fn read_pieces(&mut self, mut each: impl FnMut(&[u8])) -> Result<()> {
         let mut buffer = vec![0; 1 << 18];
         loop {
@@ -180,7 +181,7 @@ impl Input {
         }
     }
 
-    /// Sync the content, which another descriptor wrote.
+    /// Sync the content, which was written through another descriptor.
     pub(super) fn sync(&self) -> Result<()> {
         sync(&self.path, &self.file)
     }
@@ -206,8 +207,8 @@ pub(super) struct Lock(File);
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // Closing the file is not enough, because a process forked meanwhile (a worker of a data loader) has it open
-        // too. Unlocking cannot fail for a lock that is held.
+        // Closing the file is not enough, because a process that was forked in the meantime (a worker of a data loader)
+        // has it open too. Unlocking cannot fail for a lock that is held.
         let _ = self.0.unlock();
     }
 }
@@ -230,7 +231,7 @@ pub(super) fn kind(path: &Path) -> Result<Option<FileType>> {
     Ok(found.map(|metadata| metadata.file_type()))
 }
 
-/// Names and types in a directory, sorted by name.
+/// The names and types of the entries of a directory, sorted by name.
 pub(super) fn entries(dir: &Path) -> Result<Vec<(OsString, FileType)>> {
     call(dir, || {
         let mut found = fs::read_dir(dir)?

@@ -7,11 +7,11 @@ use persia_types::TablesError;
 
 use super::names;
 
-/// Result of this module's functions.
+/// The result type of this module's functions.
 pub(super) type Result<T> = std::result::Result<T, CheckpointError>;
 
-/// Why a checkpoint could not be written, found or trusted. Each error names the path, that of a staged file without the
-/// staging directory.
+/// The reason why a checkpoint could not be written, found or used. Each error names the path; for a staged file,
+/// without the staging directory.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
     /// The directory has no manifest.
@@ -30,14 +30,14 @@ pub enum CheckpointError {
         /// The problem.
         what: String,
     },
-    /// A newer version wrote it.
+    /// The checkpoint was written by a newer version.
     #[error("{path}: has format {found}, this build reads formats up to {known}: install a newer Persia")]
     Future {
         /// The manifest.
         path: PathBuf,
-        /// Its format number.
+        /// The format number of the checkpoint.
         found: u32,
-        /// The highest one that this build reads.
+        /// The highest format number that this build reads.
         known: u32,
     },
     /// Another process is saving into the same directory.
@@ -46,10 +46,10 @@ pub enum CheckpointError {
         /// The checkpoint's directory.
         path: PathBuf,
     },
-    /// A foreign file has the name of a file of the new checkpoint.
+    /// A file that belongs to no checkpoint has the name of a file of the new checkpoint.
     #[error("{path}: exists and belongs to no checkpoint; move it away or save somewhere else")]
     Occupied {
-        /// The file in the way.
+        /// The existing file.
         path: PathBuf,
     },
     /// The caller requested an invalid save.
@@ -63,7 +63,7 @@ pub enum CheckpointError {
     /// The operating system returned an error.
     #[error("{path}: {source}")]
     Io {
-        /// The file or directory.
+        /// The path of the file or directory.
         path: PathBuf,
         /// The cause.
         source: io::Error,

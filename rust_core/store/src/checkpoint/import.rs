@@ -1,4 +1,4 @@
-//! [`Import`]: a checkpoint of rows that come in any order.
+//! [`Import`]: a checkpoint of rows that are added in any order.
 
 use std::path::{Path, PathBuf};
 
@@ -11,11 +11,11 @@ use super::rows::{ShardRows, TableRows, check_sizes};
 use super::saver::Saver;
 use super::shard_file::write_shard;
 
-/// Bytes of rows in memory before they are moved to files.
+/// The number of bytes of rows in memory before they are moved to files.
 const MAX_BUFFERED: usize = 64 << 20;
-/// Bytes of a record without its weights: id and row.
+/// The size of a record without its weights: id and row.
 const RECORD_HEAD: usize = 16;
-/// Repeated ids that are reported.
+/// The number of repeated ids that are reported.
 const SHOWN: usize = 5;
 /// The step at which an imported row was last used: that of the first push.
 const FIRST_STEP: u64 = 1;
@@ -25,18 +25,18 @@ const FIRST_STEP: u64 = 1;
 pub struct Duplicate {
     /// The id.
     pub id: u64,
-    /// The row of its first occurrence, from 0.
+    /// The row of its first occurrence, counted from 0.
     pub first: u64,
-    /// The row of another one.
+    /// The row of another occurrence.
     pub again: u64,
 }
 
 /// The ids of a table that occur twice.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Duplicates {
-    /// Number of rows whose id an earlier row has.
+    /// The number of rows that have the id of an earlier row.
     pub count: u64,
-    /// The first of them, by row.
+    /// The first repeated ids, in the order of rows.
     pub shown: Vec<Duplicate>,
 }
 
@@ -49,7 +49,7 @@ impl Duplicates {
     }
 }
 
-/// Rows of one table, of which those that exceed the memory are in files of the staging directory, one for each shard.
+/// The rows of one table. Rows that exceed the memory are in files of the staging directory, one for each shard.
 struct Table {
     name: String,
     dim: usize,
@@ -57,15 +57,16 @@ struct Table {
     buffers: Vec<Vec<u8>>,
 }
 
-/// A checkpoint in progress, of rows without optimizer state. Dropped before [`Import::commit`], it leaves no trace.
+/// A checkpoint in progress, of rows without optimizer state. If it is dropped before [`Import::commit`], it leaves no
+/// files.
 ///
-/// Rows are divided by shard as they come, in at most 64 MiB of memory and files beside the new checkpoint; then each
-/// shard is sorted by id in memory and written.
+/// Rows are divided by shard as they are added, in at most 64 MiB of memory and in files of the staging directory. Then
+/// each shard is sorted by id in memory and written.
 pub struct Import {
     saver: Saver,
     tables: Vec<Table>,
     buffered: usize,
-    /// The bytes in memory at which they are moved to files.
+    /// The number of bytes in memory at which rows are moved to files.
     limit: usize,
 }
 
@@ -120,7 +121,7 @@ impl Import {
                 table.buffers.iter_mut().enumerate().filter(|(_, buffer)| !buffer.is_empty())
             {
                 disk::append(&spilled(self.saver.staging(), number, shard), buffer)?;
-                *buffer = Vec::new(); // the memory too: shards differ in size
+                *buffer = Vec::new(); // also free the memory, because shards differ in size
             }
         }
         self.buffered = 0;
@@ -141,7 +142,7 @@ impl Import {
                 *count += sorted.ids.len() as u64;
                 rows.tables.extend(Some(sorted).filter(|table| !table.ids.is_empty()));
             }
-            // After the first repeated id, the other files only serve to find more.
+            // After the first repeated id, the other files are read only to find more repeated ids.
             if !rows.tables.is_empty() && found.iter().all(|(_, duplicates)| duplicates.count == 0) {
                 let entry = write_shard(self.saver.staging(), &rows)?;
                 self.saver.add(entry)?;
@@ -238,7 +239,7 @@ mod tests {
         }
     }
 
-    /// 5,000 ids in descending order, in pieces of 700; all rows in memory, or hardly any.
+    /// Import 5,000 ids in descending order, 700 at a time, with all rows in memory or hardly any.
     #[test]
     fn rows_in_any_order_become_sorted_shards() {
         let ids: Vec<u64> = (0..5_000).rev().map(|id| id * 7_919).collect();

@@ -15,7 +15,7 @@ use super::names::{self, MANIFEST};
 /// The format of manifests. Raised when an older reader could misread a checkpoint.
 pub const FORMAT: u32 = 1;
 
-/// Far more than a manifest of 256 shards and 4096 tables.
+/// The largest size of a manifest: far more than that of 256 shards and 4096 tables.
 const MAX_BYTES: u64 = 64 << 20;
 const MAX_REVISION: u64 = 1 << 53;
 
@@ -36,7 +36,7 @@ pub struct Head {
     pub cursors: BTreeMap<String, Box<RawValue>>,
     /// Versions and features of the writer.
     pub build: BTreeMap<String, String>,
-    /// Wall clock, RFC 3339. Informative only; it orders nothing.
+    /// The wall-clock time in RFC 3339. It is informative only and does not order checkpoints.
     pub created_at: String,
 }
 
@@ -44,16 +44,16 @@ pub struct Head {
 /// hash of the text before it.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Manifest {
-    /// At most [`FORMAT`].
+    /// The format of the checkpoint, at most [`FORMAT`].
     pub format: u32,
-    /// The number of saves into this directory, including this one. Names the staging directory.
+    /// The number of saves into this directory, including this one. The name of the staging directory contains it.
     #[serde(rename = "generation")]
     pub revision: u64,
     /// The state of the run.
     pub head: Head,
     /// All files, sorted by name. Names are without the staging directory.
     pub files: Vec<FileEntry>,
-    /// Files of the previous checkpoint in the directory that this one does not have.
+    /// Files of the previous checkpoint in the directory that are not part of this one.
     pub replaces: Vec<String>,
 }
 
@@ -82,7 +82,8 @@ impl Manifest {
         parse(&path, &text).map(Some)
     }
 
-    /// The entry of a file. Readers find it in the checkpoint's directory wherever the save was interrupted.
+    /// The entry of a file. Readers find the file in the checkpoint's directory, regardless of where the save was
+    /// interrupted.
     pub fn entry(&self, name: &str) -> Option<FileEntry> {
         self.files.iter().find(|entry| entry.name == name).map(|entry| self.staged(entry))
     }
@@ -93,7 +94,7 @@ impl Manifest {
         shards.map(|entry| self.staged(entry)).collect()
     }
 
-    /// The path of a file now.
+    /// The current path of a file.
     ///
     /// # Errors
     /// `Corrupt` if the manifest does not name it; `Io`.
@@ -114,7 +115,7 @@ impl Manifest {
         if problems.is_empty() { Ok(()) } else { Err(problems) }
     }
 
-    /// Bytes of all files. Saturates, because a manifest may claim any sizes.
+    /// The total size of all files in bytes. It saturates, because a manifest may claim any sizes.
     pub fn bytes(&self) -> u64 {
         self.files.iter().fold(0, |sum, entry| sum.saturating_add(entry.bytes))
     }
@@ -125,7 +126,7 @@ impl Manifest {
             .map_err(|error| CheckpointError::bad_save(path, error.to_string()))?;
         let body = body.strip_suffix("\n}").unwrap_or(&body);
         let text = format!("{body}{HASH_KEY}{}{END}", blake3::hash(body.as_bytes()).to_hex());
-        // A checkpoint must be readable; an infinite learning rate is not.
+        // A checkpoint must be readable, and an infinite learning rate cannot be read.
         parse(path, text.as_bytes()).map_err(|error| CheckpointError::bad_save(path, error.to_string()))?;
         Ok(text)
     }
@@ -142,7 +143,7 @@ impl Manifest {
         for name in self.files.iter().map(|entry| &entry.name).chain(&self.replaces) {
             if !names::is_file_name(name) || !seen.insert(name) {
                 return Err(format!(
-                    "names a file {name:?}, which no checkpoint may hold, or names it twice"
+                    "names a file {name:?}, which is not allowed in a checkpoint, or names it twice"
                 ));
             }
         }
@@ -153,7 +154,7 @@ impl Manifest {
     }
 }
 
-/// The tail of a manifest, around its hash.
+/// The end of a manifest: the text before and after its hash.
 const HASH_KEY: &str = ",\n  \"blake3\": \"";
 const END: &str = "\"\n}\n";
 
@@ -168,7 +169,7 @@ fn parse(path: &Path, text: &[u8]) -> Result<Manifest> {
     struct Format {
         format: u32,
     }
-    let damaged = |error: serde_json::Error| corrupt(format!("is no manifest: {error}"));
+    let damaged = |error: serde_json::Error| corrupt(format!("is not a manifest: {error}"));
     let Format { format } = serde_json::from_slice(text).map_err(damaged)?;
     if format > FORMAT {
         return Err(CheckpointError::Future { path: path.into(), found: format, known: FORMAT });

@@ -8,8 +8,8 @@
 //! ```
 //!
 //! A reader takes a file from the staging directory of the manifest's revision or, if it is not there, from the directory
-//! itself. So it finds the old checkpoint or the new one, in full, at any moment. The next save finishes step 3, or
-//! removes what was staged without a commit.
+//! itself. It therefore finds the complete old checkpoint or the complete new one at any time. The next save finishes
+//! step 3, or removes files that were staged without a commit.
 //!
 //! * [`ShardRows`]: the content of a virtual shard; [`write_shard`] and [`read_shard`]: its file
 //! * [`Saver`]: one save; [`recover`]: finishes or undoes an interrupted one; [`Import`]: a save of rows in any order
@@ -18,8 +18,8 @@
 //! * [`probe`], [`probe_file`]: whether a directory is writable
 //! * [`replace_file`]: replaces a small file durably
 //!
-//! Manifests and shard files have format numbers of their own. A change that an older build must not ignore raises them. A
-//! build reads all formats up to its own.
+//! Manifests and shard files have separate format numbers. A change that an older build must not ignore increments
+//! them. A build reads all formats up to its own.
 
 mod content;
 mod disk;

@@ -11,7 +11,7 @@ pub(super) const MANIFEST: &str = "MANIFEST.json";
 pub(super) const REMOVED: &str = ".REMOVED.json";
 /// Names the last checkpoint of a run, in their common directory.
 pub(super) const LATEST: &str = "LATEST";
-/// Marks a staging directory as ours.
+/// Marks a staging directory as created by a save.
 pub(super) const MARKER: &str = ".persia-save";
 
 const STAGING_PREFIX: &str = ".saving-";
@@ -36,7 +36,7 @@ pub(super) fn revision(name: &str) -> Option<u64> {
     (staging(revision) == name).then_some(revision)
 }
 
-/// The path of a file after its save: without the staging directory, which is gone by then.
+/// The path of a file after its save, without the staging directory, which has been removed by then.
 pub(crate) fn published(path: &Path) -> PathBuf {
     path.iter().filter(|part| part.to_str().and_then(revision).is_none()).collect()
 }
@@ -56,12 +56,12 @@ pub(super) fn shard_file(shard: usize) -> String {
     format!("shard-{shard:03}.arrow")
 }
 
-/// The virtual shard of an entry; None if it is no shard file.
+/// The virtual shard of an entry; None if it is not a shard file.
 pub(crate) fn shard_of_entry(name: &str) -> Option<usize> {
     split(name).and_then(|(_, file)| shard_of_file(file))
 }
 
-/// The virtual shard of a file; None if it is no shard file.
+/// The virtual shard of a file; None if it is not a shard file.
 pub(super) fn shard_of_file(name: &str) -> Option<usize> {
     let shard = name.strip_prefix("shard-")?.strip_suffix(".arrow")?.parse().ok()?;
     (shard < VIRTUAL_SHARDS && shard_file(shard) == name).then_some(shard)

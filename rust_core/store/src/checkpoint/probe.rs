@@ -45,7 +45,7 @@ fn explained(dir: &Path, source: io::Error) -> TablesError {
     let found = match fs::metadata(dir) {
         Ok(found) if found.is_dir() => {
             format!(
-                "the directory is of user {}, mode {:o}",
+                "the directory belongs to user {}, mode {:o}",
                 found.uid(),
                 found.permissions().mode() & 0o7777
             )
@@ -72,8 +72,8 @@ mod tests {
         let missing = dir.path().join("missing");
         let error = probe(&missing, probe_file).unwrap_err().to_string();
         assert!(error.contains("missing") && error.contains("no such directory"), "{error}");
-        // No user can create anything there.
+        // A directory in which no user can create a file.
         let error = probe(Path::new("/proc"), probe_file).unwrap_err().to_string();
-        assert!(error.contains("/proc: user ") && error.contains("is of user 0, mode 555"), "{error}");
+        assert!(error.contains("/proc: user ") && error.contains("belongs to user 0, mode 555"), "{error}");
     }
 }

@@ -26,7 +26,7 @@ pub(super) fn recover_locked(dir: &Path) -> Result<(Option<Manifest>, u64)> {
     for (name, kind) in disk::entries(dir)? {
         let Some(revision) = name.to_str().and_then(names::revision) else { continue };
         match &manifest {
-            // Not made by a save; a link could lead anywhere.
+            // A save does not create links, and a link could refer to any path.
             _ if !kind.is_dir() => {}
             Some(manifest) if revision == current => tidy(dir, manifest)?,
             _ => sweep(&dir.join(&name))?,
@@ -36,7 +36,7 @@ pub(super) fn recover_locked(dir: &Path) -> Result<(Option<Manifest>, u64)> {
     let next = highest.checked_add(1).ok_or_else(|| {
         CheckpointError::bad_save(
             dir,
-            format!("{} leaves no number for another save", names::staging(highest)),
+            format!("{} has the highest number: no further save is possible", names::staging(highest)),
         )
     })?;
     Ok((manifest, next))
@@ -61,8 +61,8 @@ pub(super) fn tidy(dir: &Path, manifest: &Manifest) -> Result<()> {
     sweep(&staging)
 }
 
-/// Remove a staging directory. Without the marker it is foreign, unless it is empty: a crash just after its creation, or
-/// just before its removal, leaves it so.
+/// Remove a staging directory. Without the marker it is not that of a save, unless it is empty: a crash just after its
+/// creation, or just before its removal, leaves an empty directory.
 pub(super) fn sweep(staging: &Path) -> Result<()> {
     let entries = disk::entries(staging)?;
     let marked = entries.iter().any(|(name, kind)| name == MARKER && kind.is_file());
@@ -79,7 +79,7 @@ pub(super) fn sweep(staging: &Path) -> Result<()> {
     if disk::remove_empty_dir(staging)? {
         return disk::sync_dir(&disk::parent(staging));
     }
-    // A file was written meanwhile: mark the directory again.
+    // A file was written in the meantime: mark the directory again.
     if marked { disk::mark(staging) } else { Ok(()) }
 }
 
@@ -97,7 +97,7 @@ pub(super) fn remove(dir: &Path) -> Result<()> {
 /// Delete the files of a checkpoint whose manifest was renamed.
 pub(super) fn finish_removal(dir: &Path) -> Result<()> {
     let Some(removed) = Manifest::find(dir, REMOVED)? else { return Ok(()) };
-    // The checkpoint may have been restored from a replica meanwhile.
+    // The checkpoint may have been restored from a replica in the meantime.
     let current = Manifest::find(dir, MANIFEST)?;
     for entry in &removed.files {
         if current.as_ref().is_none_or(|current| current.entry(&entry.name).is_none()) {

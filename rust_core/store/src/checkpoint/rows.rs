@@ -5,27 +5,27 @@ use std::collections::HashSet;
 use persia_types::limits::{COUNTED_IDS_PER_SHARD, MAX_DIM, MAX_NAME_BYTES, MAX_ROWS_PER_SLAB, MAX_SLOTS};
 use persia_types::{VIRTUAL_SHARDS, shard_of};
 
-/// Floats of optimizer state per row: Adam keeps two per weight.
+/// The most floats of optimizer state per row: Adam has two per weight.
 const MAX_STATE_LEN: usize = 2 * MAX_DIM;
 
-/// Rows of one table in one shard, sorted by id so that equal content gives equal files.
+/// The rows of one table in one shard, sorted by id so that equal content gives equal files.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct TableRows {
     /// The table's name.
     pub name: String,
-    /// Weights per row.
+    /// The number of weights per row.
     pub dim: usize,
-    /// Floats of optimizer state per row.
+    /// The number of floats of optimizer state per row.
     pub state_len: usize,
     /// Ascending.
     pub ids: Vec<u64>,
-    /// Step of the last push, per row.
+    /// The step of the last push of each row.
     pub last_used: Vec<u64>,
     /// `[ids.len(), dim]`.
     pub weights: Vec<f32>,
     /// `[ids.len(), state_len]`.
     pub state: Vec<f32>,
-    /// Ids without a row, ascending, and the pushes counted for each, from 1.
+    /// Ids without a row, ascending, and the number of pushes of each, at least 1.
     pub admission_counts: Vec<(u64, u32)>,
 }
 
@@ -34,7 +34,7 @@ pub struct TableRows {
 pub struct ShardRows {
     /// Its number.
     pub shard: usize,
-    /// In the order of the schema. Empty tables may be omitted.
+    /// The tables, in the order of the schema. Empty tables may be omitted.
     pub tables: Vec<TableRows>,
 }
 
@@ -48,7 +48,7 @@ impl ShardRows {
         self.tables.iter().try_for_each(TableRows::check_values)
     }
 
-    /// [`Self::check`], without weights and state.
+    /// Like [`Self::check`], without weights and state.
     pub(super) fn check_ids(&self) -> Result<(), String> {
         if self.shard >= VIRTUAL_SHARDS {
             return Err(format!("shard {} of {VIRTUAL_SHARDS}", self.shard));
@@ -59,7 +59,7 @@ impl ShardRows {
         let mut names = HashSet::new();
         for table in &self.tables {
             if !names.insert(table.name.as_str()) {
-                return Err(format!("table {:?} is there twice", table.name));
+                return Err(format!("table {:?} occurs twice", table.name));
             }
             table.check_ids(self.shard)?;
         }

@@ -1,4 +1,4 @@
-//! [`Saver`]: files are staged and synced, then the manifest is published, then the directory is tidied up.
+//! [`Saver`]: files are staged and synced, then the manifest is published, then the staging directory is removed.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use super::manifest::{FORMAT, Head, Manifest};
 use super::names::{self, MANIFEST, MARKER};
 use super::recover;
 
-/// A save into a directory. Dropped before [`Saver::commit`], it leaves no trace.
+/// A save into a directory. If it is dropped before [`Saver::commit`], it leaves no files.
 pub struct Saver {
     dir: PathBuf,
     staging: PathBuf,
@@ -20,11 +20,11 @@ pub struct Saver {
     files: Vec<FileEntry>,
     /// The files of the checkpoint that is replaced.
     previous: BTreeSet<String>,
-    /// The manifest may be in place: the staged files belong to the checkpoint.
+    /// Whether the manifest may be in place: the staged files then belong to the checkpoint.
     published: bool,
-    /// The staged files stay.
+    /// Whether the staged files are kept.
     abandoned: bool,
-    /// This save created the directory.
+    /// Whether this save created the directory.
     made: bool,
     _lock: Lock,
 }
@@ -81,18 +81,18 @@ impl Saver {
         let path = self.staging.join(&entry.name);
         self.check_name(&entry.name)?;
         if !content::is_hash(&entry.blake3) {
-            return Err(CheckpointError::bad_save(&path, format!("{:?} is no blake3", entry.blake3)));
+            return Err(CheckpointError::bad_save(&path, format!("{:?} is not a blake3 hash", entry.blake3)));
         }
         let bytes = disk::Input::open(&path)?.len()?;
         if bytes != entry.bytes {
-            let what = format!("has {bytes} bytes, its writer says {}", entry.bytes);
+            let what = format!("has {bytes} bytes, its writer reported {}", entry.bytes);
             return Err(CheckpointError::bad_save(&path, what));
         }
         self.files.push(entry);
         Ok(())
     }
 
-    /// As [`Self::add`], for a file without a hash (`torch.save`). Measures and syncs it.
+    /// Like [`Self::add`], for a file without a hash (`torch.save`). Computes size and hash, and syncs the file.
     ///
     /// # Errors
     /// As [`Self::add`].
@@ -104,11 +104,11 @@ impl Saver {
         Ok(())
     }
 
-    /// Publish the checkpoint: from here on the directory holds it in full.
+    /// Publish the checkpoint: from now on the directory contains the complete checkpoint.
     ///
     /// # Errors
-    /// `BadSave` if a staged file was not added; `Io`. After an `Io` the directory holds the previous checkpoint or this
-    /// one, and the next save tidies up.
+    /// `BadSave` if a staged file was not added; `Io`. After an `Io` the directory contains the previous checkpoint or
+    /// this one, and the next save removes the remaining files.
     pub fn commit(mut self, head: Head) -> Result<Manifest> {
         self.check_staging()?;
         self.files.sort_by(|a, b| a.name.cmp(&b.name));

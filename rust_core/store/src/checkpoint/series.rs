@@ -11,7 +11,7 @@ use super::manifest::Manifest;
 use super::names::{self, LATEST, MANIFEST, REMOVED};
 use super::recover;
 
-/// Longest name of a directory that [`LATEST`] may hold.
+/// The longest name of a directory that [`LATEST`] may contain.
 const MAX_HINT_BYTES: u64 = 255;
 
 /// A sub-folder with a checkpoint or an unfinished save.
@@ -19,7 +19,7 @@ const MAX_HINT_BYTES: u64 = 255;
 pub struct Listed {
     /// The sub-folder.
     pub path: PathBuf,
-    /// Its manifest, or why it cannot be used. Files are not checked: see [`Manifest::verify`].
+    /// Its manifest, or the reason why it cannot be used. Files are not checked: see [`Manifest::verify`].
     pub manifest: Result<Manifest>,
 }
 
@@ -53,7 +53,7 @@ fn list_readable(parent: &Path) -> Result<Vec<Listed>> {
     Ok(listed)
 }
 
-/// Return the first error of such an entry.
+/// Return the first error of an entry whose manifest could not be read.
 fn fail_on(listed: &mut Vec<Listed>, fatal: impl Fn(&Listed) -> bool) -> Result<()> {
     match listed.iter().position(fatal).map(|index| listed.swap_remove(index).manifest) {
         Some(Err(error)) => Err(error),
@@ -61,11 +61,11 @@ fn fail_on(listed: &mut Vec<Listed>, fatal: impl Fn(&Listed) -> bool) -> Result<
     }
 }
 
-/// The newest checkpoint below `parent`. Of several equally new ones, the one that `LATEST` names.
+/// The newest checkpoint below `parent`. If several are equally new, it is the one that `LATEST` names.
 ///
 /// # Errors
-/// The error of the checkpoint that `LATEST` names, or of one that may be newer, if that cannot be used: an older one is
-/// never returned silently. `Missing` if there is none. `Io`, also for an unreadable manifest.
+/// The error of the checkpoint that `LATEST` names, or of one that may be newer, if that checkpoint cannot be used: an
+/// older one is never returned silently. `Missing` if there is none. `Io`, also for an unreadable manifest.
 pub fn latest(parent: &Path) -> Result<(PathBuf, Manifest)> {
     let hint = read_hint(parent)?;
     let hinted = |one: &Listed| one.path.file_name().and_then(|name| name.to_str()) == hint.as_deref();
@@ -99,7 +99,7 @@ fn is_older(one: &Listed, newest: Option<u64>) -> bool {
 pub fn publish_latest(dir: &Path) -> Result<()> {
     let parent = disk::parent(dir);
     let name = dir.file_name().and_then(|name| name.to_str()).filter(|name| !name.contains('\n'));
-    let name = name.ok_or_else(|| CheckpointError::bad_save(dir, "has no name that LATEST could hold"))?;
+    let name = name.ok_or_else(|| CheckpointError::bad_save(dir, "has a name that LATEST cannot contain"))?;
     let hint = parent.join(LATEST);
     if disk::kind(&hint)?.is_some() && read_hint(&parent)?.is_none() {
         return Err(CheckpointError::Occupied { path: hint });
@@ -137,7 +137,7 @@ fn sweep_unfinished(listed: &[Listed]) -> Result<()> {
     let unfinished = |one: &&Listed| matches!(one.manifest, Err(CheckpointError::Missing { .. }));
     for Listed { path, .. } in listed.iter().filter(unfinished) {
         match sweep_one(path) {
-            // A process saves there, or the folder is another user's. It holds no checkpoint.
+            // A process saves there, or the folder belongs to another user. It contains no checkpoint.
             Err(CheckpointError::Busy { .. } | CheckpointError::Io { .. }) => {}
             other => other?,
         }
@@ -157,7 +157,7 @@ fn first_whole(listed: &[Listed]) -> Result<Option<usize>> {
         let Ok(manifest) = &one.manifest else { continue };
         match manifest.verify(&one.path) {
             Ok(()) => return Ok(Some(index)),
-            // A file that could not be read is not a damaged one.
+            // A file that could not be read is not necessarily damaged.
             Err(problems) => {
                 let unread = |problem: &CheckpointError| matches!(problem, CheckpointError::Io { .. });
                 if let Some(error) = problems.into_iter().find(unread) {

@@ -4,7 +4,7 @@ use persia_types::{Id, Initializer};
 
 use crate::math::random::{gamma, mix, normal, poisson, table_key, unit};
 
-/// Writes the weights of new rows of one table.
+/// Computes the weights of new rows of one table.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct InitialWeights {
     initializer: Initializer,
@@ -56,7 +56,7 @@ pub(crate) fn draws_admission(seed: u64, id: Id, step: u64, probability: f32) ->
     probability >= 1.0 || unit(mix(mix(seed ^ ADMISSION) ^ mix(id)), step) < f64::from(probability)
 }
 
-/// Separates the draws of admission from those of weights.
+/// A constant that makes the draws of admission independent of those of weights.
 const ADMISSION: u64 = 0x61_64_6d_69_74;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Optimizers, initialisers and random numbers: pure functions with equal bits on every machine.
+//! Optimizers, initialisers and random numbers: pure functions whose results are bit-identical on every machine.
 
 pub(crate) mod initial;
 pub(crate) mod optimizer;

@@ -49,7 +49,7 @@ pub(crate) enum Rule {
 }
 
 impl Rule {
-    /// For a push of `step`. A `weight_bound` of 0 means no bound.
+    /// The rule for a push of `step`. A `weight_bound` of 0 means no bound.
     pub(crate) fn new(optimizer: &Optimizer, lr_factor: f32, weight_bound: f32, step: u32) -> Self {
         let bound = if weight_bound > 0.0 { weight_bound } else { f32::MAX };
         let rate = |lr: f32| (lr * lr_factor).min(f32::MAX);
@@ -85,7 +85,7 @@ impl Rule {
     }
 }
 
-/// `base` to the power of `exponent`, by squaring: multiplications have equal bits everywhere.
+/// `base` to the power of `exponent`, by squaring: the results of multiplications are bit-identical on every machine.
 fn power(base: f32, mut exponent: u32) -> f64 {
     let (mut square, mut result) = (f64::from(base), 1.0);
     while exponent > 0 {
@@ -102,7 +102,7 @@ fn power(base: f32, mut exponent: u32) -> f64 {
 #[inline(always)]
 pub(crate) fn is_within_limit<L: Lanes>(gradient: &[f32]) -> bool {
     let (blocks, rest) = gradient.as_chunks::<LANES>();
-    // A loop in place of `all`, whose closure would be compiled without the instruction set of `L`.
+    // A loop instead of `all`, whose closure would be compiled without the instruction set of `L`.
     for block in blocks {
         if !L::all_below(block, MAX_GRADIENT_EXPONENT) {
             return false;
@@ -111,13 +111,13 @@ pub(crate) fn is_within_limit<L: Lanes>(gradient: &[f32]) -> bool {
     rest.iter().all(|value| value.abs() < MAX_GRADIENT)
 }
 
-/// A rule for elements that do not depend on each other, with `S` numbers of state per weight.
+/// A rule that updates each element independently, with `S` numbers of state per weight.
 trait ElementRule<const S: usize> {
     /// The new weight and state.
     fn element(&self, weight: f32, state: [f32; S], gradient: f32) -> (f32, [f32; S]);
 }
 
-/// Apply an element rule to a row, in blocks that become vector instructions.
+/// Apply an element-wise rule to a row, in blocks that are compiled to vector instructions.
 #[inline(always)]
 fn elements<const S: usize, R: ElementRule<S>>(
     rule: &R,
@@ -175,7 +175,7 @@ fn block<const W: usize, const S: usize, R: ElementRule<S>>(
     }
 }
 
-/// Clamp to ± `bound`. NaN stays.
+/// Clamp to ± `bound`. A NaN is not changed.
 #[inline(always)]
 fn clamp(weight: f32, bound: f32) -> f32 {
     let below = if weight > bound { bound } else { weight };

@@ -1,4 +1,4 @@
-//! Each rule against its formula written plainly, and every instruction set against every other.
+//! Each rule against its formula in plain code, and every instruction set against every other.
 
 use persia_types::Optimizer;
 use proptest::prelude::*;
@@ -50,7 +50,7 @@ fn all(weight_decay: f32) -> [Optimizer; 6] {
     ]
 }
 
-/// The formula of the documentation, in f32, one element after the other; the row's mean in f64.
+/// The formula of the documentation, in f32, one element after the other, with the mean of a row in f64.
 fn reference(optimizer: &Optimizer, step: u32, weights: &mut [f32], state: &mut [f32], gradient: &[f32]) {
     let dim = weights.len();
     let old = weights.to_vec();
@@ -219,7 +219,7 @@ fn one_bad_value_anywhere_is_seen_on_every_level() {
     }
 }
 
-/// The ends of the ranges of [`Optimizer::check`].
+/// The limits of the ranges of [`Optimizer::check`].
 fn extremes() -> Vec<Optimizer> {
     let mut optimizers = all(f32::MAX).to_vec();
     for (lr, weight_decay) in [(f32::MAX, 0.0), (f32::MAX, f32::MAX), (0.0, 1.0), (1.0, 1e-3)] {

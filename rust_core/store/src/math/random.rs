@@ -1,11 +1,11 @@
-//! Counter-based random numbers, with equal bits on every machine: integers, f64 operations that are not fused, and `libm`
-//! in place of the platform's library.
+//! Counter-based random numbers that are bit-identical on every machine: they use integers, f64 operations that are not
+//! fused, and `libm` in place of the platform's library.
 
 use persia_types::Id;
 
 /// 2⁻⁵³, the resolution of [`unit`].
 const UNIT: f64 = 1.0 / (1u64 << 53) as f64;
-/// 2⁶⁴ over the golden ratio: odd and without pattern, so that counters become distant keys.
+/// 2⁶⁴ divided by the golden ratio: odd and without pattern, so that consecutive counters become distant keys.
 const STRIDE: u64 = 0x9E37_79B9_7F4A_7C15;
 
 /// The key of a table in a run.
@@ -91,17 +91,18 @@ pub(crate) struct RowDraws {
 
 impl Rounder {
     pub(crate) fn new(seed: u64, table: &str) -> Self {
-        /// Separates these draws from those of weights.
+        /// A constant that makes these draws independent of those of weights.
         const ROUNDING: u64 = 0x0072_6F75_6E64;
         Self { key: mix(table_key(seed, table) ^ ROUNDING) }
     }
 
-    /// For the pushes of `rank`: several ranks push in one step, and must round independently. [`Self::new`] is for rank 0.
+    /// The draws for pushes of `rank`: several ranks push in one step, and must round independently. [`Self::new`] is
+    /// for rank 0.
     pub(crate) fn of_rank(self, rank: u32) -> Self {
         Self { key: self.key.wrapping_add(u64::from(rank).wrapping_mul(0x9E37_79B9_7F4A_7C15)) }
     }
 
-    /// For the update of `id` at `step`.
+    /// The draws for the update of `id` at `step`.
     #[inline(always)]
     pub(crate) fn row(self, id: Id, step: u32) -> RowDraws {
         RowDraws { key: mix(mix(self.key ^ id).wrapping_add(u64::from(step))) as u32 }
@@ -110,7 +111,7 @@ impl Rounder {
 
 impl RowDraws {
     /// 32 bits for element `i`: `h(key + i * 0x9E3779B9)`, where `h` is `lowbias32` of Wellons's "Prospecting for Hash
-    /// Functions". Unlike a hash of 64 bits it vectorises.
+    /// Functions". Unlike a 64-bit hash it can be vectorised.
     #[inline(always)]
     pub(crate) fn draw(self, i: u32) -> u32 {
         let value = self.key.wrapping_add(i.wrapping_mul(0x9E37_79B9));
@@ -140,7 +141,7 @@ mod tests {
             assert!((mean - shape).abs() < error, "mean of shape {shape}: {mean}");
             assert!((variance / shape - 1.0).abs() < 0.06, "variance of shape {shape}: {variance}");
         }
-        // Shape 1 is the exponential distribution.
+        // With shape 1 it is the exponential distribution.
         let beyond = (0..DRAWS).filter(|counter| gamma(4, *counter, 1.0) > 2.0).count() as f64;
         assert!((beyond / DRAWS as f64 - (-2.0f64).exp()).abs() < 0.004, "{beyond}");
     }

@@ -20,13 +20,13 @@ pub(crate) struct CheckedLookup<'a> {
     pub(crate) level: InstructionSet,
     /// The step that determines whether rows are expired.
     pub(crate) step: u32,
-    /// A missing id that a push of this step would admit reads as its new row. Otherwise it reads as zeros.
+    /// Whether a missing id that a push of this step would admit reads as its new row. Otherwise it reads as zeros.
     pub(crate) trains: bool,
     pub(crate) tables: &'a [TableIds<'a>],
 }
 
 impl CheckedLookup<'_> {
-    /// Fill `rows`, and `found` with the row indices.
+    /// Write the rows to `rows`, and their row indices to `found`.
     pub(crate) fn run(
         &self,
         shards: &[Mutex<Shard>],
@@ -120,7 +120,7 @@ impl CheckedLookup<'_> {
 
 /// The destination of one table's rows.
 trait Output {
-    /// Write the row of the id at position `at` wherever it is used.
+    /// Write the row of the id at position `at` to every place that uses it.
     fn write<L: Lanes>(&mut self, at: usize, row: impl StoredRow);
 }
 
@@ -153,7 +153,7 @@ impl Output for BySample<'_> {
     }
 }
 
-/// A row as it is stored.
+/// A row in its stored form.
 trait StoredRow: Copy {
     /// Write its weights to `out`, which has `dim` floats.
     fn write<L: Lanes>(self, out: &mut [f32]);
@@ -183,7 +183,7 @@ impl StoredRow for AnyRow<'_> {
 
 /// The first pass over a batch: find and copy existing rows. Returns the number of ids that have one.
 ///
-/// Compiled for each kind of output and row: a branch inside the loop costs more than a short row.
+/// It is compiled for each type of output and row, because a branch inside the loop costs more than a short row.
 struct ReadBatch<'a, 'b, 'm, 's, O> {
     batch: ShardBatch<'b, 's>,
     part: &'a TableIds<'a>,

@@ -1,4 +1,4 @@
-//! [`CheckedPush`]: admits ids and applies gradients. `reserve.rs` makes room for their rows first.
+//! [`CheckedPush`]: admits ids and applies gradients. `reserve.rs` reserves memory for their rows first.
 
 use std::convert::Infallible;
 
@@ -23,7 +23,7 @@ pub(crate) struct CheckedPush<'a> {
     pub(crate) level: InstructionSet,
     pub(crate) step: u32,
     pub(crate) tables: &'a [TableGradients<'a>],
-    /// One for each of `tables`.
+    /// One update for each of `tables`.
     pub(crate) updates: Vec<TableUpdate>,
 }
 
@@ -35,7 +35,7 @@ pub(crate) struct TableUpdate {
 }
 
 impl TableUpdate {
-    /// None without an optimizer.
+    /// The optimizer; None if there is none.
     pub(crate) fn new(run: &ActiveRun, table: usize, lr_factor: f32, step: u32, rank: u32) -> Option<Self> {
         let table = run.table(table);
         let rule = Rule::new(table.optimizer.as_ref()?, lr_factor, run.weight_bound, step);
@@ -48,16 +48,17 @@ impl TableUpdate {
 #[derive(Default)]
 struct Outcome {
     report: PushReport,
-    /// The first row that memory was missing for.
+    /// The first row for which memory was missing.
     failed: Option<TablesError>,
 }
 
 /// The part of a push that a pass covers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Pass {
-    /// Ids with a row.
+    /// The ids that have a row.
     Existing,
-    /// The others. They come after all existing rows of the request, which are then not the first to be evicted.
+    /// The other ids. They follow after all existing rows of the request, so that those are not the first to be
+    /// evicted.
     Missing,
 }
 
@@ -65,7 +66,7 @@ impl CheckedPush<'_> {
     /// Apply the push, after [`Self::reserve`].
     ///
     /// # Errors
-    /// `OutOfMemory` if an admitted id got no row, because another push has used the room. The rest of the push was
+    /// `OutOfMemory` if an admitted id got no row, because another push has used the memory. The rest of the push was
     /// applied: it must not be repeated. With a log, pushes are applied one after another, and this does not happen.
     pub(crate) fn apply(
         &self,
@@ -140,10 +141,10 @@ impl CheckedPush<'_> {
 /// One part of a push.
 struct PartPush<'a> {
     push: &'a CheckedPush<'a>,
-    /// In the tables of the push.
+    /// The index in the tables of the push.
     index: usize,
-    /// Row indices of all ids of the part; after the first pass [`NO_ROW`] where there was no row. Its scratch is for a
-    /// gradient, and for f32 weights of a row of 16 bits.
+    /// The row indices of all ids of the part; after the first pass [`NO_ROW`] for ids without a row. Its scratch memory is
+    /// for a gradient, and for the f32 weights of a 16-bit row.
     found: PartRows<'a>,
     outcome: &'a mut Outcome,
 }
@@ -167,7 +168,8 @@ impl PartPush<'_> {
 
 /// Applies the gradients of one batch to existing rows. As in a look-up, each loop prefetches for the next one.
 ///
-/// `DECAYS`: with weight decay. A test of it in the loop would cost updates without it up to a fifth.
+/// `DECAYS` is true if there is weight decay. A test in the loop would slow down updates without weight decay by up to
+/// a fifth.
 struct ApplyBatch<'a, 'b, 's, 'p, R, const DECAYS: bool> {
     batch: ShardBatch<'b, 's>,
     part: &'a mut PartPush<'p>,
@@ -185,7 +187,7 @@ impl<R: RowRule, const DECAYS: bool> SimdLoop for ApplyBatch<'_, '_, '_, '_, R, 
         let (part, update) = (&push.tables[index], &push.updates[index]);
         let (ids, number) = (part.ids.ids(), part.table);
         let (stride, oldest) = (update.layout.stride(), update.layout.oldest_alive(push.step));
-        // Rows have left the shard since the row indices were found: they need a check.
+        // If rows have left the shard since the row indices were found, these need a check.
         let is_stale =
             |shard: usize| found.is_stale(batch.numbers[shard], batch.shards[shard].eviction_count());
         let prefetcher = batch.prefetcher(number, found.row_indices, true, is_stale);
@@ -256,7 +258,7 @@ impl<R: RowRule, const DECAYS: bool> SimdLoop for AdmitBatch<'_, '_, '_, '_, R, 
     }
 }
 
-/// The update of one row: the place where a row changes.
+/// The update of one row. Rows are changed only here.
 struct RowPush<'a> {
     table: &'a mut ShardTable,
     row_index: u32,
@@ -268,7 +270,7 @@ struct RowPush<'a> {
 }
 
 impl RowPush<'_> {
-    /// Note the use of the row, and apply its gradient if that is within the limit. `scratch` has `2 * dim` floats.
+    /// Record the use of the row, and apply its gradient if that is within the limit. `scratch` has `2 * dim` floats.
     #[inline(always)]
     fn apply<L: Lanes, R: RowRule, const DECAYS: bool>(
         self,
@@ -326,7 +328,7 @@ fn update_floats<L: Lanes, R: RowRule, const DECAYS: bool>(
     updates
 }
 
-/// As [`update_floats`], for a row with weights of 16 bits, on an f32 copy of them.
+/// Like [`update_floats`], for a row with 16-bit weights, on an f32 copy of them.
 #[inline(always)]
 fn update_halves<L: Lanes, R: RowRule, const DECAYS: bool>(
     rule: R,

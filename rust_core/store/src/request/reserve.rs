@@ -13,8 +13,8 @@ use crate::shard::{NO_ROW, Shard, no_memory};
 use crate::simd::{Lanes, SimdLoop};
 
 impl CheckedPush<'_> {
-    /// Find the row indices of all ids, and make room for the rows of the others, so that [`Self::apply`] needs no memory.
-    /// Nothing changes. `found` has the row indices of the look-up, or is empty.
+    /// Find the row indices of all ids, and reserve memory for the rows of ids without one, so that [`Self::apply`] needs
+    /// no memory. No row changes. `found` has the row indices of the look-up, or is empty.
     ///
     /// # Errors
     /// `OutOfMemory`

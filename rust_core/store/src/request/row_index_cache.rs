@@ -13,37 +13,37 @@ use persia_types::{Id, Token, VIRTUAL_SHARDS};
 use crate::request::shard_batch::ShardBatch;
 use crate::simd::Lanes;
 
-/// Buffers that are kept for coming look-ups.
+/// The number of buffers that are kept for later look-ups.
 const MAX_SPARE: usize = 8;
 
-/// Row indices of one look-up, table after table in the request's order.
+/// The row indices of one look-up, table after table in the order of the request.
 #[derive(Debug, Default)]
 pub(crate) struct LookupRows {
     /// The step that determines whether rows are expired; 0 if no row index was found.
     step: u32,
     row_indices: Vec<u32>,
-    /// `(table, row_indices)` per table of the request.
+    /// `(table, row_indices)` for each table of the request.
     parts: Vec<(usize, Range<usize>)>,
-    /// For single rows; reused with the rest of a request's memory.
+    /// Scratch memory for single rows; it is reused with the other memory of a request.
     scratch: Vec<f32>,
     /// The [`eviction_count`](crate::shard::Shard::eviction_count) of each shard when its first row index was found.
     eviction_counts: Vec<u64>,
 }
 
-/// The eviction count of a shard of which no row index was found.
+/// Stands for the eviction count of a shard in which no row index was found.
 const NEVER: u64 = u64::MAX;
 
-/// Row indices of one part of a request, with buffers.
+/// The row indices of one part of a request, with scratch memory.
 pub(super) struct PartRows<'a> {
-    /// In the order of the part's ids.
+    /// The row indices, in the order of the part's ids.
     pub(super) row_indices: &'a mut [u32],
-    /// Floats of unspecified content.
+    /// Scratch memory: floats with unspecified content.
     pub(super) scratch: &'a mut [f32],
     eviction_counts: &'a mut [u64],
 }
 
 impl PartRows<'_> {
-    /// Find the row indices of a batch of `ids`, those of the part.
+    /// Find the row indices of a batch of `ids`, which are those of the part.
     #[inline(always)]
     pub(super) fn find<L: Lanes>(&mut self, batch: &ShardBatch<'_, '_>, table: usize, ids: &[Id]) {
         for (number, shard) in batch.numbers.iter().zip(&*batch.shards) {
@@ -67,7 +67,7 @@ impl PartRows<'_> {
 }
 
 impl LookupRows {
-    /// Make room for parts of these `(table, ids)`. Row indices are unspecified until written.
+    /// Prepare for parts with these `(table, ids)`. Row indices are unspecified until written.
     pub(super) fn reset(&mut self, step: u32, parts: impl Iterator<Item = (usize, usize)>) {
         self.step = step;
         self.parts.clear();
@@ -89,7 +89,7 @@ impl LookupRows {
         self.step
     }
 
-    /// A part of the request, with `scratch` floats.
+    /// A part of the request, with `scratch` floats of scratch memory.
     pub(super) fn part(&mut self, part: usize, scratch: usize) -> PartRows<'_> {
         if self.scratch.len() < scratch {
             self.scratch.resize(scratch, 0.0);
@@ -101,7 +101,7 @@ impl LookupRows {
         }
     }
 
-    /// The part of `table`, if it was looked up with as many ids. A push of fewer ids has to search.
+    /// The part of `table`, if the look-up had the same number of ids. A push of fewer ids has to search.
     pub(super) fn part_of(&self, table: usize, ids: usize) -> Option<usize> {
         self.parts.iter().position(|(candidate, range)| *candidate == table && range.len() == ids)
     }
@@ -110,7 +110,7 @@ impl LookupRows {
 #[derive(Default)]
 struct State {
     by_rank: HashMap<u32, BTreeMap<u64, LookupRows>>,
-    /// Buffers for coming look-ups.
+    /// Buffers for later look-ups.
     spare: Vec<LookupRows>,
 }
 
@@ -141,7 +141,7 @@ impl RowIndexCache {
         self.0.lock().by_rank.get_mut(&token.rank)?.remove(&token.seq)
     }
 
-    /// Reuse a buffer for a coming look-up.
+    /// Keep a buffer for a later look-up.
     pub(crate) fn recycle(&self, row_indices: LookupRows) {
         let mut state = self.0.lock();
         if state.spare.len() < MAX_SPARE {
@@ -197,7 +197,7 @@ mod tests {
         let mut part = row_indices.part(0, 0);
         assert!(part.is_stale(3, 0));
         part.note(3, 5);
-        part.note(3, 6); // another table's row_indices, found later
+        part.note(3, 6); // the row indices of another table, which are found later
         assert!(!part.is_stale(3, 5) && part.is_stale(3, 6) && part.is_stale(4, 5));
         row_indices.reset(1, [(0, 1)].into_iter());
         assert!(row_indices.part(0, 0).is_stale(3, 5));

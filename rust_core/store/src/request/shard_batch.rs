@@ -1,7 +1,7 @@
-//! [`ShardBatch`]: the ids of one table that are worked on together, with the shards they are in.
+//! [`ShardBatch`]: the ids of one table that are processed together, with their shards.
 //!
 //! Neighbouring shards are locked together, so that even a request with few ids per shard has many cache misses in flight.
-//! A request is worked on table by table and not shard by shard: the vectors of a feature's samples then stay in the
+//! A request is processed table by table and not shard by shard: the vectors of a feature's samples then stay in the
 //! core's own cache, and few pages are in use at a time.
 
 use std::ops::Range;
@@ -14,21 +14,21 @@ use persia_types::{Id, ShardedIds};
 use crate::shard::{NO_ROW, Shard};
 use crate::simd::{Lanes, prefetch, prefetch_from};
 
-/// The number of ids of a batch. Their buckets stay in the nearest cache from prefetch to use.
+/// The number of ids of a batch. Their buckets stay in the first-level cache from prefetch to use.
 pub(super) const BATCH_IDS: usize = 256;
 
-/// Ids of one table, with their shards locked.
+/// The ids of a batch in one table, with their shards locked.
 pub(super) struct ShardBatch<'a, 's> {
     /// The locked shards.
     pub(super) shards: &'a mut [MutexGuard<'s, Shard>],
-    /// The number of each of them.
+    /// The number of each locked shard.
     pub(super) numbers: &'a [usize],
-    /// The positions of each shard's ids among the table's. They are contiguous.
+    /// The positions of each shard's ids among those of the table. They are contiguous.
     pub(super) ranges: &'a [Range<usize>],
 }
 
 impl<'s> ShardBatch<'_, 's> {
-    /// Every id of the batch: the index of its shard in [`Self::shards`], and its position.
+    /// For every id of the batch: the index of its shard in [`Self::shards`], and its position.
     pub(super) fn walk(ranges: &[Range<usize>]) -> impl Iterator<Item = (usize, usize)> {
         ranges.iter().enumerate().flat_map(|(shard, range)| range.clone().map(move |at| (shard, at)))
     }
@@ -88,7 +88,7 @@ impl<'s> ShardBatch<'_, 's> {
 }
 
 /// The addresses of a batch's rows, prefetched some ids before their use: the cache does not hold all of them at once.
-/// Null where there is no row; never read through.
+/// An address is null if there is no row, and is never dereferenced.
 pub(super) struct Prefetcher {
     first: usize,
     rows: [*const f32; BATCH_IDS],
@@ -111,7 +111,8 @@ impl Prefetcher {
     }
 }
 
-/// Call `work` with every batch of `table`, in the order of `ids`. A batch has [`BATCH_IDS`] ids, the last one the rest.
+/// Call `work` with every batch of `table`, in the order of `ids`. A batch has [`BATCH_IDS`] ids; the last one has the
+/// remaining ids.
 ///
 /// Every caller locks shards in ascending order, so two requests cannot deadlock. A shard without ids is not locked.
 pub(super) fn for_each_batch<E>(
@@ -129,7 +130,8 @@ pub(super) fn for_each_batch<E>(
         while !range.is_empty() {
             let cut = range.end.min(end);
             let shard = shard.lock();
-            // The table is not in the shard's own cache lines: prefetch those of the whole batch before reading one.
+            // The table is not in the cache lines of its shard: prefetch the tables of the whole batch before reading
+            // one.
             prefetch(&shard.tables, table, 1);
             locked.push(shard);
             numbers.push(number);

@@ -34,7 +34,8 @@ impl Claims {
         self.state.lock().applied.contains(token).map(drop)
     }
 
-    /// The right to apply `token`; None if it was applied before. A duplicate of a request in flight waits for its end.
+    /// A claim to apply `token`; None if it was applied before. A duplicate of a request in flight waits until that
+    /// request ends.
     pub(crate) fn claim(&self, token: Token) -> Result<Option<Claim<'_>>, TablesError> {
         let mut state = self.state.lock();
         loop {
@@ -49,7 +50,7 @@ impl Claims {
         }
     }
 
-    /// The applied pushes. Nothing is in flight.
+    /// The applied pushes. It is called while no push is in flight.
     pub(crate) fn applied(&self) -> SeenTokens {
         self.state.lock().applied.clone()
     }
@@ -65,7 +66,7 @@ impl Claims {
     }
 }
 
-/// The right to apply one token. Dropped before [`Claim::applied`], it leaves the token unknown, for a retry.
+/// A claim to apply one token. If it is dropped before [`Claim::applied`], the token stays unknown, for a retry.
 pub(crate) struct Claim<'a> {
     claims: &'a Claims,
     token: Token,
@@ -73,7 +74,7 @@ pub(crate) struct Claim<'a> {
 }
 
 impl Claim<'_> {
-    /// Remember the token.
+    /// Record the token as applied.
     pub(crate) fn applied(mut self) {
         self.applied = true;
     }

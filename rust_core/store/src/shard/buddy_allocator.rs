@@ -2,8 +2,8 @@
 //!
 //! The size of a free block is a power of two, in units of [`GRAIN`], and its address is a multiple of its size. A block
 //! merges with its neighbour of the same size when both are free. All shards of a table grow at about the same time, so
-//! that one reuses what another has freed, and little memory is idle. The allocator never calls the system: its owner
-//! adds chunks and takes whole ones back.
+//! that one reuses the blocks that another has freed, and little memory is unused. The allocator never calls the
+//! system: its owner adds chunks, and removes chunks that are completely free.
 
 use std::collections::BTreeSet;
 use std::ptr::NonNull;
@@ -14,13 +14,14 @@ pub(super) const GRAIN: usize = 1 << 10;
 pub(super) const CHUNK: usize = GRAIN << LARGEST;
 const LARGEST: usize = 11;
 
-/// Free blocks, by size.
+/// The free blocks, by size.
 pub(super) struct BuddyAllocator {
-    /// Indexed by the power of two. The lowest address is used first, so that the highest chunks become free.
+    /// Indexed by the power of two. The block with the lowest address is used first, so that chunks with high addresses
+    /// become free.
     free: [BTreeSet<NonNull<u8>>; LARGEST + 1],
 }
 
-// SAFETY: the allocator owns the memory at these addresses until it gives it away, and never reads or writes it.
+// SAFETY: the allocator owns the memory at these addresses until it returns a block, and never reads or writes it.
 #[allow(unsafe_code)]
 unsafe impl Send for BuddyAllocator {}
 
@@ -66,7 +67,7 @@ impl BuddyAllocator {
         self.free[power].insert(start);
     }
 
-    /// Remove a chunk that is wholly free, if that leaves another one.
+    /// Remove a chunk that is completely free, if there is another such chunk.
     pub(super) fn spare_chunk(&mut self) -> Option<NonNull<u8>> {
         let whole = &mut self.free[LARGEST];
         if whole.len() > 1 { whole.pop_last() } else { None }
@@ -83,7 +84,7 @@ mod tests {
 
     use super::*;
 
-    /// An address without memory: the allocator must not touch it.
+    /// An address without memory, because the allocator must not access it.
     fn chunk(number: usize) -> NonNull<u8> {
         NonNull::new(std::ptr::without_provenance_mut((number + 1) * CHUNK)).unwrap()
     }

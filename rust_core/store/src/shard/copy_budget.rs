@@ -33,7 +33,7 @@ impl CopyBudget {
         self.bytes.load(Ordering::Relaxed) >= self.limit
     }
 
-    /// Wait until there is room, at most for `timeout`: a stalled disk slows training down but does not stop it.
+    /// Wait until the budget has space, at most for `timeout`: a stalled disk slows training down but does not stop it.
     pub(crate) fn wait(&self, timeout: Duration) {
         if !self.is_full() {
             return;

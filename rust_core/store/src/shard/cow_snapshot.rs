@@ -1,4 +1,4 @@
-//! [`CowSnapshot`]: the rows of one table of a shard at one instant, by copy-on-write.
+//! [`CowSnapshot`]: the rows of one table of a shard at one point in time, by copy-on-write.
 //!
 //! The start of a snapshot copies recency only. From then on a row is copied before it first changes or leaves, unless
 //! it was written to the file already. Unchanged and later rows are never copied.
@@ -11,22 +11,22 @@ use crate::shard::export::{RowList, RowRef};
 use crate::shard::index::Index;
 use crate::shard::row::{FREE, Layout};
 
-/// In [`CowSnapshot::copies`]: the row is still at its index, unchanged.
+/// A value in [`CowSnapshot::copies`]: the row is still at its index, unchanged.
 const UNTOUCHED: u32 = 0;
-/// In [`CowSnapshot::copies`]: the row was taken for its file.
+/// A value in [`CowSnapshot::copies`]: the row was already exported to its file.
 const WRITTEN: u32 = u32::MAX;
 
 /// The part of a snapshot in one table.
 pub(crate) struct CowSnapshot {
     layout: Layout,
     len: usize,
-    /// The recency at each row index that was in use; [`FREE`] for one without a row.
+    /// The recency at each row index at the start of the snapshot; [`FREE`] for one without a row.
     last_used: Vec<u32>,
     /// For each of those row indices [`UNTOUCHED`], [`WRITTEN`], or 1 + the position of the copy in `ids` and `rows`.
     copies: Vec<u32>,
     ids: Vec<u64>,
     rows: Vec<f32>,
-    /// A copy, once the table's counts change.
+    /// A copy of the admission counts, from the first change of the table's counts on.
     admission_counts: Option<Vec<(u64, u32)>>,
     budget: Arc<CopyBudget>,
     copied_bytes: u64,

@@ -9,19 +9,19 @@ use persia_types::id::hash_id;
 use crate::shard::region::{OutOfMemory, Plain, Region};
 use crate::simd::{Lanes, Portable};
 
-/// No row index. A table never has this many rows.
+/// Stands for no row index. A table never has this many rows.
 pub(crate) const NO_ROW: u32 = u32::MAX;
 
-/// Ids in a bucket.
+/// The number of ids in a bucket.
 const WIDTH: usize = 5;
 /// The fewest buckets of a non-empty index.
 const MIN_BUCKETS: usize = 8;
-/// From this many buckets on an index grows by an eighth and not twofold, so that an id costs at most 22 bytes. (It then
-/// moves eight times on average, but in order, which is cheap.)
+/// From this many buckets on, an index grows by an eighth instead of doubling, so that an id costs at most 22 bytes.
+/// (An id is then moved eight times on average, but in order, which is cheap.)
 const GENTLE_FROM: usize = 256;
 
-/// Words 0 to 4 are ids. Then follow five row indices of 32 bits, the number of ids (3 bits) and the number of ids that passed
-/// (29 bits). One array of words, so that one comparison covers all ids.
+/// Words 0 to 4 are ids. Five row indices of 32 bits, the number of ids (3 bits) and the number of ids that passed (29
+/// bits) follow. One array of words, so that one comparison covers all ids.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 pub(crate) struct Bucket([u64; 8]);
@@ -88,7 +88,7 @@ pub(crate) struct Index {
 }
 
 impl Index {
-    /// Empty, without memory.
+    /// An empty index without memory.
     pub(crate) const fn new() -> Self {
         Self { buckets: Region::new(), len: 0 }
     }
@@ -143,7 +143,7 @@ impl Index {
         NO_ROW
     }
 
-    /// Make room for one more id, so that the next [`Index::insert`] cannot fail.
+    /// Reserve space for one more id, so that the next [`Index::insert`] cannot fail.
     pub(crate) fn reserve(&mut self) -> Result<(), OutOfMemory> {
         let buckets = self.buckets.len();
         if self.len < capacity(buckets) {
@@ -152,7 +152,7 @@ impl Index {
         self.move_to(larger(buckets))
     }
 
-    /// Make room for `ids` in all, as [`Index::reserve`] does for one more.
+    /// Reserve space for `ids` in total, as [`Index::reserve`] does for one more.
     pub(crate) fn reserve_for(&mut self, ids: usize) -> Result<(), OutOfMemory> {
         if ids <= capacity(self.buckets.len()) {
             return Ok(());
@@ -162,7 +162,7 @@ impl Index {
 
     fn move_to(&mut self, buckets: usize) -> Result<(), OutOfMemory> {
         let mut grown = Region::zeroed(buckets.max(MIN_BUCKETS))?;
-        // In order of their homes, so both arrays are walked from front to back.
+        // Ids are moved in the order of their home buckets, so that both arrays are accessed sequentially.
         for bucket in self.buckets.iter() {
             for lane in 0..bucket.count() {
                 place(&mut grown, bucket.0[lane], hash_id(bucket.0[lane]), bucket.row_index(lane));
@@ -206,12 +206,12 @@ impl Index {
     }
 }
 
-/// The number of buckets after `buckets`: a multiple, so that the cost of moving stays a constant per id.
+/// The number of buckets after `buckets`. It grows by a factor, so that the cost of moving is constant per id.
 fn larger(buckets: usize) -> usize {
     if buckets < GENTLE_FROM { buckets * 2 } else { buckets + buckets / 8 }
 }
 
-/// Ids that `buckets` hold at a load of 0.66.
+/// The number of ids that `buckets` hold at a load of 0.66.
 fn capacity(buckets: usize) -> usize {
     buckets * 33 / 10
 }
@@ -261,7 +261,7 @@ mod tests {
                 );
             }
         }
-        // The counts are exact: an empty index has none.
+        // The counts are exact: those of an empty index are 0.
         for &id in model.keys() {
             index.remove(id, hash_id(id));
         }

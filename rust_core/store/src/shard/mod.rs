@@ -5,7 +5,7 @@
 //! * [`table`]: the rows of one table; [`row`]: how a row is stored
 //! * [`index`]: from ids to row indices
 //! * [`region`]: growable memory; [`buddy_allocator`]: its small blocks
-//! * [`cow_snapshot`]: rows at one instant; [`copy_budget`]: the limit of their copies
+//! * [`cow_snapshot`]: rows at one point in time; [`copy_budget`]: the limit of their copies
 //! * [`export`]: rows on their way to a checkpoint
 
 mod buddy_allocator;
@@ -47,9 +47,9 @@ const EVICTED_PART: usize = 16;
 /// step treat its id as one without a row. Its memory is freed when a push has the id, when rows have to leave, or by
 /// a sweep: a push of step `t` with ids in shard `t % 256` first removes the expired rows of that shard.
 ///
-/// A push makes two passes over the request, tables and ids in its order. The first notes the use of every id that has
-/// a row, and updates it; the second inserts every other id that is admitted, and updates it. (An id that the second
-/// pass evicts and the request names again is inserted again.)
+/// A push makes two passes over the request, tables and ids in its order. The first records the use of every id that
+/// has a row, and updates the row; the second inserts every other id that is admitted, and updates its row. (An id that
+/// the second pass evicts and the request names again is inserted again.)
 ///
 /// # Admission by count
 ///
@@ -62,18 +62,18 @@ const EVICTED_PART: usize = 16;
 #[repr(align(64))]
 pub(crate) struct Shard {
     pub(crate) tables: Vec<ShardTable>,
-    /// Rows of all tables.
+    /// The number of rows of all tables.
     rows: usize,
     budget: usize,
-    /// Ids of all tables with an admission count.
+    /// The number of ids with an admission count, over all tables.
     counted: usize,
     /// The step of the last sweep.
     swept: u32,
-    /// Grows with every row that leaves. While it stays equal, no row has left its index.
+    /// Incremented when rows are removed. While it is unchanged, no row has left its index.
     eviction_count: u64,
 }
 
-/// The numbers of rows that left, by reason.
+/// The numbers of removed rows, by reason.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct EvictionCounts {
     pub(crate) evicted: u64,
@@ -89,7 +89,7 @@ struct Candidate {
 }
 
 impl Shard {
-    /// Empty tables of these layouts.
+    /// Empty tables with these layouts.
     pub(crate) fn new(layouts: &[Layout], budget: usize) -> Self {
         let tables = layouts.iter().map(|layout| ShardTable::new(*layout)).collect();
         Self { tables, rows: 0, budget, counted: 0, swept: 0, eviction_count: 0 }
@@ -101,7 +101,7 @@ impl Shard {
         *self = Self::new(&layouts, self.budget);
     }
 
-    /// Set the layouts of the tables. Tables with rows have theirs already.
+    /// Set the layouts of the tables. Tables with rows already have these layouts.
     pub(crate) fn set_layouts(&mut self, layouts: &[Layout]) {
         for (table, layout) in self.tables.iter_mut().zip(layouts) {
             if table.layout() != *layout {
@@ -110,7 +110,8 @@ impl Shard {
         }
     }
 
-    /// Insert the row of an id without one, after making room. Returns `(row_index, rows that left)`.
+    /// Insert the row of an id without one. If the shard is full, rows are evicted before. Returns `(row_index, removed
+    /// rows)`.
     pub(crate) fn insert(
         &mut self,
         table: usize,
@@ -137,20 +138,20 @@ impl Shard {
         Ok((row_index, left))
     }
 
-    /// Drop the row of `id`, which must have one.
+    /// Remove the row of `id`, which must have one.
     pub(crate) fn remove(&mut self, table: usize, id: u64) {
         self.tables[table].remove(id);
         self.rows -= 1;
         self.eviction_count += 1;
     }
 
-    /// While this stays equal, no row of the shard has left its index.
+    /// While this number is unchanged, no row of the shard has left its index.
     #[inline(always)]
     pub(crate) fn eviction_count(&self) -> u64 {
         self.eviction_count
     }
 
-    /// [`Self::sweep`], once per step however many ranks there are.
+    /// Like [`Self::sweep`], but only once per step, regardless of the number of ranks.
     pub(crate) fn sweep_once(&mut self, step: u32) -> u64 {
         if self.swept >= step {
             return 0;
@@ -159,7 +160,7 @@ impl Shard {
         self.sweep(step)
     }
 
-    /// Drop all rows that are expired at `step`. Returns their number.
+    /// Remove all rows that are expired at `step`. Returns their number.
     fn sweep(&mut self, step: u32) -> u64 {
         let before = self.rows;
         for table in &mut self.tables {
@@ -176,7 +177,7 @@ impl Shard {
         (before - self.rows) as u64
     }
 
-    /// Make room for the rows of `ids` more ids, and for their admission counts, so that [`Self::count`] and
+    /// Reserve memory for the rows of `ids` more ids, and for their admission counts, so that [`Self::count`] and
     /// [`Self::insert`] need no memory for them.
     pub(crate) fn reserve_admissions(
         &mut self,
@@ -242,7 +243,7 @@ impl Shard {
         self.budget.saturating_mul(2).clamp(least, most)
     }
 
-    /// Halve all counts until at most `most` ids have one. In place, so that it needs no memory of the index.
+    /// Halve all counts until at most `most` ids have one. This is done in place, so that the index needs no memory.
     fn halve_counts_to(&mut self, most: usize) {
         while self.counted > most {
             for table in &mut self.tables {
@@ -261,7 +262,7 @@ impl Shard {
         }
     }
 
-    /// Evict down to the budget: a checkpoint may be of a larger capacity.
+    /// Evict rows down to the budget: a checkpoint may have a larger capacity.
     pub(crate) fn fit_budget(&mut self) {
         if self.rows > self.budget {
             self.evict(self.rows - self.budget);
@@ -269,7 +270,7 @@ impl Shard {
         self.halve_counts_to(self.counted_limit());
     }
 
-    /// Make room for `rows` more of a checkpoint.
+    /// Reserve memory for `rows` more rows of a checkpoint.
     pub(crate) fn reserve(&mut self, table: usize, rows: usize) -> Result<(), OutOfMemory> {
         self.tables[table].reserve(rows)
     }

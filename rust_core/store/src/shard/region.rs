@@ -2,9 +2,9 @@
 //!
 //! Each table has regions for rows, ids, recency and its indexes in every shard, so that hundreds of thousands of regions
 //! may exist. Small ones are blocks of one [`BuddyAllocator`] on huge pages, so that the addresses of small tables fit
-//! the translation look-aside buffer. A large one is a mapping of its own, aligned to a huge page: its untouched part
-//! costs nothing, and it grows by moving page tables, not bytes. Its pages are collapsed into huge ones only where these
-//! are already full, so that a huge page is never half empty.
+//! the translation look-aside buffer. A large region is a separate mapping, aligned to a huge page: its untouched part
+//! costs nothing, and it grows by moving page tables, not bytes. Its pages are collapsed into huge ones only where
+//! these are already full, so that a huge page is never half empty.
 
 #![allow(unsafe_code)]
 
@@ -18,11 +18,11 @@ use parking_lot::Mutex;
 
 use crate::shard::buddy_allocator::{BuddyAllocator, CHUNK, GRAIN};
 
-/// Up to this many bytes a region is a block of the allocator.
+/// The size in bytes up to which a region is a block of the allocator.
 const BLOCK_MAX: usize = 64 << 10;
-/// One entry of the translation look-aside buffer.
+/// The size of a huge page, for which one entry of the translation look-aside buffer suffices.
 const HUGE_PAGE: usize = CHUNK;
-/// The size that the system allocates at the first write.
+/// The size of a page, which the system allocates at the first write.
 const PAGE: usize = 4 << 10;
 
 /// The alignment of every region, including an empty one.
@@ -48,7 +48,7 @@ unsafe impl Plain for u32 {}
 /// The system has no more memory. The region is unchanged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct OutOfMemory {
-    /// The size that was refused.
+    /// The requested size.
     pub(crate) bytes: usize,
 }
 
@@ -66,12 +66,12 @@ unsafe impl<T: Plain> Send for Region<T> {}
 unsafe impl<T: Plain> Sync for Region<T> {}
 
 impl<T: Plain> Region<T> {
-    /// No elements, no memory.
+    /// A region without elements or memory.
     pub(crate) const fn new() -> Self {
         Self { start: NOWHERE, bytes: 0, elements: PhantomData }
     }
 
-    /// Exactly `len` zeros that will all be written: huge pages at once where they fit.
+    /// Exactly `len` zeros that will all be written: whole huge pages are allocated immediately.
     pub(crate) fn zeroed(len: usize) -> Result<Self, OutOfMemory> {
         let need = len * size_of::<T>();
         let bytes = need.next_multiple_of(if need > BLOCK_MAX { PAGE } else { GRAIN });
@@ -82,7 +82,7 @@ impl<T: Plain> Region<T> {
         Ok(Self { start, bytes, elements: PhantomData })
     }
 
-    /// Make room for at least `len` elements; new ones are zero. A block, which is resident as a whole, grows by about a
+    /// Grow to at least `len` elements; new ones are zero. A block, which is resident as a whole, grows by about a
     /// quarter; a mapping, of which only what is written is resident, doubles.
     pub(crate) fn grow(&mut self, len: usize) -> Result<(), OutOfMemory> {
         let need = len.checked_mul(size_of::<T>()).ok_or(OutOfMemory { bytes: usize::MAX })?;
@@ -105,16 +105,16 @@ impl<T: Plain> Region<T> {
         Ok(())
     }
 
-    /// Make room for `len` elements that will all be written now, on huge pages where these will be full: this is far
-    /// cheaper than collapsing small pages later.
+    /// Grow to `len` elements that will all be written now, on huge pages if these will be full. This is far cheaper
+    /// than collapsing small pages later.
     pub(crate) fn grow_filled(&mut self, len: usize) -> Result<(), OutOfMemory> {
         self.grow(len)?;
         let full = len * size_of::<T>() / HUGE_PAGE;
         if self.bytes > BLOCK_MAX && full > 0 {
             advise(self.start, self.bytes, libc::MADV_HUGEPAGE);
             for page in 0..full {
-                // A write that changes nothing. A read would first map the shared page of zeros.
-                // SAFETY: inside the mapping, which `self` owns alone.
+                // A write that does not change the content. A read would first map the shared page of zeros. SAFETY:
+                // inside the mapping, which `self` owns alone.
                 let byte = unsafe { AtomicU8::from_ptr(self.start.as_ptr().add(page * HUGE_PAGE)) };
                 byte.fetch_or(0, Ordering::Relaxed);
             }
@@ -123,7 +123,7 @@ impl<T: Plain> Region<T> {
         Ok(())
     }
 
-    /// Bytes resident when only the first `len` elements were ever written.
+    /// The resident bytes if only the first `len` elements were ever written.
     pub(crate) fn resident_bytes(&self, len: usize) -> usize {
         if self.bytes <= BLOCK_MAX { self.bytes } else { (len * size_of::<T>()).next_multiple_of(PAGE) }
     }
@@ -144,7 +144,7 @@ impl<T: Plain> Region<T> {
         // SAFETY: the range lies inside this mapping; the call changes page sizes, never content.
         let collapsed =
             unsafe { libc::madvise(self.start.as_ptr().add(offset).cast(), bytes, libc::MADV_COLLAPSE) };
-        // Kernels before 6.1 collapse pages only in the background, which needs the advice to stay.
+        // Kernels before 6.1 collapse pages only in the background, which requires that the advice remains set.
         if collapsed == 0 {
             advise(self.start, self.bytes, libc::MADV_NOHUGEPAGE);
         }
@@ -188,7 +188,7 @@ impl<T: Plain> Drop for Region<T> {
     }
 }
 
-/// Free memory for the small regions of all tables.
+/// The free memory for the small regions of all tables.
 static BLOCKS: Mutex<BuddyAllocator> = Mutex::new(BuddyAllocator::new());
 
 /// A block of zeros; `bytes` is a multiple of [`GRAIN`] and at most [`BLOCK_MAX`].
@@ -279,7 +279,7 @@ fn advise(start: NonNull<u8>, bytes: usize, advice: libc::c_int) {
     unsafe { libc::madvise(start.as_ptr().cast(), bytes, advice) };
 }
 
-/// Refuses memory to a thread, for tests.
+/// Refuses allocations of a thread, for tests.
 #[cfg(test)]
 pub(crate) mod refusal {
     use std::cell::Cell;
@@ -293,7 +293,7 @@ pub(crate) mod refusal {
         LEFT.set(requests);
     }
 
-    /// Refuse nothing from now on. Returns whether the refusal has come.
+    /// Refuse nothing from now on. Returns whether a request was refused.
     pub(crate) fn end() -> bool {
         LEFT.replace(u32::MAX) == u32::MAX
     }
@@ -317,7 +317,7 @@ mod tests {
         let mut region = Region::<f32>::new();
         assert!(region.is_empty());
         let mut written = 0;
-        // From a block to the first mapping, which moves twice.
+        // Growth from a block to the first mapping, which is moved twice.
         for len in [1, 100, 5_000, 16_384, 16_385, 600_000, 3_000_000] {
             region.grow(len).unwrap();
             assert!(region.len() >= len);

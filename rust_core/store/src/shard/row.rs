@@ -13,16 +13,16 @@ use crate::simd::{Lanes, Portable};
 /// The recency at a row index without a row. Steps count from 1, so 0 is free; every id is valid, so no id could mark it.
 pub(crate) const FREE: u32 = 0;
 
-/// The storage of a table's rows.
+/// The layout of a table's rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Layout {
-    /// Weights per row.
+    /// The number of weights per row.
     pub(crate) dim: usize,
     /// The stored type of a weight.
     pub(crate) dtype: Dtype,
-    /// Floats of optimizer state per row.
+    /// The number of floats of optimizer state per row.
     pub(crate) state_len: usize,
-    /// Steps that a row lives without a push; None means forever.
+    /// The time to live in steps; None means that rows never expire.
     pub(crate) ttl: Option<u32>,
 }
 
@@ -32,13 +32,13 @@ impl Layout {
         Self { dim: table.dim, dtype: table.settings.dtype, state_len: 0, ttl: table.settings.ttl }
     }
 
-    /// Words from one row to the next.
+    /// The number of words from one row to the next.
     #[inline(always)]
     pub(crate) fn stride(self) -> usize {
         self.weight_words() + self.state_len
     }
 
-    /// Words of the weights.
+    /// The number of words of the weights.
     #[inline(always)]
     pub(crate) fn weight_words(self) -> usize {
         match self.dtype {
@@ -47,7 +47,7 @@ impl Layout {
         }
     }
 
-    /// Bytes of weights and state, without padding.
+    /// The number of bytes of weights and state, without padding.
     pub(crate) fn payload_bytes(self) -> usize {
         let weight = if self.dtype == Dtype::F32 { 4 } else { 2 };
         self.dim * weight + self.state_len * 4
@@ -86,7 +86,7 @@ impl Layout {
         }
     }
 
-    /// Round weights to the dtype of a row. `scratch` is as long.
+    /// Round weights to the dtype of a row. `scratch` has the same length.
     pub(crate) fn round(self, weights: &mut [f32], scratch: &mut [f32]) {
         if self.dtype != Dtype::F32 {
             self.write::<Portable>(scratch, weights, None);

@@ -1,7 +1,7 @@
 //! [`ShardTable`]: the rows of one table in one shard.
 //!
-//! Each row has an index in its table, and starts at `row_index * stride` of one region. Ids and recency have regions of their own. So a row
-//! touches as few cache lines as possible, and a scan finds the recency of sixteen rows in one line.
+//! Each row has an index in its table, and starts at `row_index * stride` of one region. Ids and recency have separate
+//! regions. A row therefore occupies as few cache lines as possible, and a cache line has the recency of sixteen rows.
 
 use std::sync::Arc;
 
@@ -17,28 +17,28 @@ use crate::shard::region::{OutOfMemory, Region};
 use crate::shard::row::{FREE, Layout};
 use crate::simd::Lanes;
 
-/// Rows, their ids, recency and admission counts, and their snapshot while one is held.
+/// The rows of a table, their ids, recency and admission counts, and a snapshot while one is held.
 pub(crate) struct ShardTable {
     layout: Layout,
     pub(crate) index: Index,
     rows: Region<f32>,
-    /// The id of the row at each index; at a free index the next free one.
+    /// The id of the row at each index; at a free index, the next free index.
     ids: Region<u64>,
     /// The step of the last push to the row at each index, from 1; [`FREE`] marks a free index.
     last_used: Region<u32>,
-    /// Row indices ever used. The free ones among them are chained.
+    /// The number of row indices that were ever used. The free ones among them are chained.
     used: u32,
     first_free: u32,
-    /// The pages of rows below this index were given their size by [`Region::grow_filled`].
+    /// [`Region::grow_filled`] has set the page size of rows below this index.
     collapsed: u32,
     len: usize,
-    /// Ids without a row that were pushed, each with the number of pushes in place of the row index.
+    /// Ids without a row, each with its number of pushes in place of a row index.
     pub(crate) admission_counts: Index,
     snapshot: Option<Box<CowSnapshot>>,
 }
 
 impl ShardTable {
-    /// No rows, no memory.
+    /// An empty table without memory.
     pub(crate) fn new(layout: Layout) -> Self {
         Self {
             layout,
@@ -74,12 +74,12 @@ impl ShardTable {
         self.len
     }
 
-    /// Bytes of weights and state held.
+    /// The number of bytes of weights and state in the table.
     pub(crate) fn payload_bytes(&self) -> usize {
         self.len * self.layout.payload_bytes()
     }
 
-    /// Bytes resident for this table.
+    /// The resident bytes of this table.
     pub(crate) fn memory_bytes(&self) -> usize {
         let used = self.used as usize;
         size_of::<Self>()
@@ -116,14 +116,14 @@ impl ShardTable {
         &self.rows[row_index as usize * stride..][..stride]
     }
 
-    /// The row at a row index, to be changed; before that, call [`Self::preserve`] if a snapshot is held.
+    /// The row at a row index, for a change. If a snapshot is held, call [`Self::preserve`] before.
     #[inline(always)]
     pub(crate) fn row_mut(&mut self, row_index: u32) -> &mut [f32] {
         let stride = self.layout.stride();
         &mut self.rows[row_index as usize * stride..][..stride]
     }
 
-    /// Whether `row_index`, found by an earlier look-up, still holds the row of `id`.
+    /// Whether `row_index`, which an earlier look-up found, still holds the row of `id`.
     #[inline(always)]
     pub(crate) fn holds(&self, row_index: u32, id: u64) -> bool {
         self.ids.get(row_index as usize) == Some(&id) && self.last_used[row_index as usize] != FREE
@@ -148,7 +148,7 @@ impl ShardTable {
         *last_used = step.max(*last_used);
     }
 
-    /// Make room for `rows` more in a shard of `budget` rows, some of which may be inserted.
+    /// Reserve memory for `rows` more rows in a shard of `budget` rows; some of them may be inserted.
     pub(super) fn reserve_rows(&mut self, rows: usize, budget: usize) -> Result<(), OutOfMemory> {
         let used = self.used as usize;
         let most = |held: usize| budget.max(held);
@@ -163,7 +163,7 @@ impl ShardTable {
         self.last_used.grow(row_indices)
     }
 
-    /// Make room for `rows` more, all of which will be inserted now.
+    /// Reserve memory for `rows` more rows, all of which will be inserted now.
     pub(super) fn reserve(&mut self, rows: usize) -> Result<(), OutOfMemory> {
         let row_indices = self.used as usize + rows;
         self.index.reserve_for(self.len + rows)?;
@@ -191,7 +191,7 @@ impl ShardTable {
         Ok(row_index)
     }
 
-    /// Drop the row of `id`, which must have one.
+    /// Remove the row of `id`, which must have one.
     pub(super) fn remove(&mut self, id: u64) {
         let row_index = self.index.remove(id, hash_id(id));
         debug_assert!(self.holds(row_index, id));
@@ -256,7 +256,7 @@ impl ShardTable {
         self.snapshot.is_some()
     }
 
-    /// Copy the row in `row_index` for the snapshot, because it is about to change or leave.
+    /// Copy the row at `row_index` for the snapshot, because it is about to be changed or removed.
     #[cold]
     #[inline(never)]
     pub(crate) fn preserve(&mut self, row_index: u32) {
@@ -289,7 +289,7 @@ impl ShardTable {
         )
     }
 
-    /// All current rows and counts; None without either.
+    /// All current rows and counts; None if there are neither.
     pub(crate) fn export(&self, name: &str) -> Option<TableRows> {
         if self.is_empty() {
             return None;

@@ -59,7 +59,7 @@ fn fitting_the_budget_keeps_the_newest() {
     assert_eq!(ids(&shard, 0), [7, 8, 9]);
 }
 
-/// Ten rows of each table, of steps 1 to 10. Those of the first table never expire.
+/// Ten rows of each table, last used at steps 1 to 10. Those of the first table never expire.
 fn aged() -> Shard {
     let mut shard = Shard::new(&[PLAIN, Layout { ttl: Some(5), ..PLAIN }], 20);
     for id in 0..10 {
@@ -82,11 +82,11 @@ fn a_sweep_removes_expired_rows_and_no_others() {
 
 #[test]
 fn expired_rows_leave_before_rows_that_do_not_expire() {
-    // Rows of the first table are equally old, and stay.
+    // The rows of the first table are equally old, and are kept.
     let mut shard = aged();
     assert_eq!(insert(&mut shard, 0, 100, 9), EvictionCounts { evicted: 0, expired: 3 });
     assert_eq!((ids(&shard, 0).len(), ids(&shard, 1)), (11, (3..10).collect()));
-    // No row is expired, so the least recently used one leaves.
+    // No row is expired, so the least recently used one is evicted.
     let mut shard = aged();
     assert_eq!(insert(&mut shard, 0, 100, 6), EvictionCounts { evicted: 1, expired: 0 });
     assert_eq!(ids(&shard, 0)[0], 1);
@@ -128,7 +128,7 @@ fn at_the_limit_counts_are_halved_and_those_of_1_forgotten() {
 }
 
 proptest! {
-    /// Against a plain map, with more ids than are counted.
+    /// Compared with a plain map, with more ids than are counted.
     #[test]
     fn counting_is_as_documented(seed in any::<u64>(), min_count in 1u32..5) {
         let mut shard = Shard::new(&[PLAIN], 1);
@@ -136,7 +136,7 @@ proptest! {
         let mut random = seed | 1;
         for _ in 0..6 * LIMIT {
             random = random.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(1);
-            // Half of the look-ups ask for one of a few ids.
+            // Half of the look-ups are for one of a few ids.
             let id = if random >> 63 == 1 { random >> 40 & 0x7F } else { random >> 40 & 0xFFF };
             let admitted = shard.count(0, id, min_count).unwrap();
             if min_count > 1 {

@@ -42,7 +42,7 @@ pub(crate) fn save(
         written.lock().extend(file.iter().map(|(file, _)| file.name.clone()));
         Ok::<_, TablesError>(file)
     });
-    // The files are durable; now make their names durable.
+    // The files are durable. Make their names durable too.
     let synced = files.and_then(|files| {
         let io = |source| TablesError::Io { path: published(dir), source };
         File::open(dir).and_then(|dir| dir.sync_all()).map_err(io)?;
@@ -88,7 +88,7 @@ mod tests {
 
     use super::*;
 
-    /// As where another run has begun while the last file was written, so that its rows may be gone.
+    /// Another run may have begun while the last file was written, so that its rows may be lost.
     #[test]
     fn a_snapshot_that_is_not_accepted_leaves_no_file() {
         let dir = tempfile::tempdir().unwrap();

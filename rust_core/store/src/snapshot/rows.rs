@@ -11,7 +11,7 @@ use crate::checkpoint::{ShardRows, TableRows, write_shard_of};
 use crate::shard::{Layout, Shard, no_memory};
 use crate::simd::Portable;
 
-/// The file of a shard, and how many rows of which tables are in it; None if the shard is empty.
+/// The file of a shard, and the number of rows of each table in it; None if the shard is empty.
 pub(super) type ShardFile = Option<(FileEntry, Vec<(usize, usize)>)>;
 
 /// All content of a shard, sorted by id. Empty tables are omitted.
@@ -23,8 +23,8 @@ pub(crate) fn export(number: usize, shard: &Shard, schema: &Schema) -> ShardRows
     }
 }
 
-/// Write the snapshot that a shard holds to its file in `dir`, and end it. Locks the shard for some rows at a time;
-/// before that, `check` may end the work.
+/// Write the snapshot that a shard holds to its file in `dir`, and end it. The shard is locked for some rows at a time;
+/// before each lock, `check` may end the work.
 ///
 /// # Errors
 /// As [`write_shard`](crate::checkpoint::write_shard).
@@ -129,7 +129,7 @@ fn import_table(
 }
 
 fn all_finite(numbers: &[f32]) -> bool {
-    // Without a branch for each number, so that it becomes vector instructions.
+    // Written without a branch for each number, so that it is compiled to vector instructions.
     numbers.iter().fold(true, |finite, number| finite & number.is_finite())
 }
 

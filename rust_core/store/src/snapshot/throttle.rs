@@ -17,13 +17,13 @@ pub(super) struct WriteThrottle<T> {
 
 struct State {
     trained: Option<u64>,
-    /// When progress was last seen.
+    /// The time at which progress was last observed.
     progress: Option<Instant>,
     is_lifted: bool,
 }
 
 impl<T: Fn() -> Option<u64>> WriteThrottle<T> {
-    /// `trained` returns a number that grows with training; None lifts the throttle.
+    /// A throttle. `trained` returns a number that grows with training; None lifts the throttle.
     pub(super) fn new(threads: usize, trained: T) -> Self {
         let state = State { trained: trained(), progress: None, is_lifted: false };
         Self {
@@ -50,7 +50,7 @@ impl<T: Fn() -> Option<u64>> WriteThrottle<T> {
 
     /// Return after `longest`, when training makes no progress, or when the throttle is lifted.
     fn pause(&self, longest: Duration) {
-        /// Longer than a request takes.
+        /// The time without progress after which training counts as idle: longer than a request takes.
         const IDLE: Duration = Duration::from_millis(100);
         let began = Instant::now();
         let mut state = self.state.lock();
@@ -88,7 +88,7 @@ fn processor_time() -> Duration {
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// Let training threads run first on the processors that they share with this one.
+/// Give training threads priority on the processors that they share with this thread.
 #[allow(unsafe_code)]
 pub(super) fn yield_to_training() {
     const NICE: libc::c_int = 10;

@@ -42,16 +42,17 @@ pub use transfer::TransferStart;
 /// Limits of a [`Store`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StoreOptions {
-    /// Rows over all tables, at least 1. Memory is allocated as rows are inserted.
+    /// The number of rows over all tables, at least 1. Memory is allocated as rows are inserted.
     pub capacity: u64,
-    /// Threads that write and read a snapshot. At least 1.
+    /// The number of threads that write and read a snapshot, at least 1.
     pub snapshot_threads: usize,
     /// The virtual shards held. Requests with ids of others are refused, files of others are skipped.
     pub shards: Range<usize>,
-    /// Bytes of rows that may be copied because they change before their snapshot is written. Above this, training requests
-    /// wait for room. One request may exceed it.
+    /// Bytes of rows that may be copied because they change before their snapshot is written. Above this limit,
+    /// training requests wait. One request may exceed it.
     pub max_copy_bytes: u64,
-    /// How long a training request waits for room. Zero if the caller waits before: see [`Store::wait_for_room`].
+    /// How long a training request waits for the copy budget. It is zero if the caller waits before: see
+    /// [`Store::wait_for_room`].
     pub throttle: Duration,
 }
 
@@ -70,12 +71,12 @@ impl Default for StoreOptions {
 /// Embedding tables in memory, in [`VIRTUAL_SHARDS`] shards.
 ///
 /// * A *look-up* changes nothing. It passes over its tables with some neighbouring shards locked at a time, and passes
-///   again if ids had no row. In training, an id that a push of the same step would admit reads as its new row. A batch
-///   that is looked up and not trained leaves no trace.
-/// * A *push* is checked as a whole and then applied, once per token. It notes the use of rows, admits ids without one,
-///   and updates rows. An id that is not admitted, or whose gradient is not finite, is skipped. Neither affects other
-///   rows. If memory for a new row is missing, the rest of the push is applied, the token counts as applied, and the
-///   error names the table.
+///     again if ids had no row. In training, an id that a push of the same step would admit reads as its new row. A
+///   batch that is looked up but not trained on has no effect.
+/// * A *push* is checked as a whole and then applied, once per token. It records the use of rows, admits ids without a
+///   row, and updates rows. An id that is not admitted, or whose gradient is not finite, is skipped, without an effect
+///   on other rows. If memory for a new row is missing, the rest of the push is applied, the token counts as applied,
+///   and the   error names the table.
 /// * Beginning a run or a snapshot, restoring and clearing wait for the requests in flight and block new ones. Statistics
 ///   do not. Requests continue while a snapshot is written; rows are copied before they change. An operation that
 ///   replaces or drops all rows waits for the snapshot, unless its [transfer is cancelled](Self::cancel_transfers).
@@ -139,7 +140,7 @@ impl Store {
         })
     }
 
-    /// The schema it was made for.
+    /// The schema of the store.
     pub fn schema(&self) -> &Schema {
         &self.schema
     }
@@ -152,14 +153,14 @@ impl Store {
         snapshot::export(shard, &self.shards[shard].lock(), &self.schema)
     }
 
-    /// Drop all rows. The caller holds the lock of `run`.
+    /// Remove all rows. The caller holds the lock of `run`.
     fn drop_rows(&self) {
         self.row_index_cache.clear();
         self.shards.iter().for_each(|shard| shard.lock().clear());
     }
 }
 
-/// Rows per shard.
+/// The budget of a shard, in rows.
 fn shard_budget(capacity: u64) -> usize {
     usize::try_from(capacity.div_ceil(VIRTUAL_SHARDS as u64)).unwrap_or(usize::MAX)
 }

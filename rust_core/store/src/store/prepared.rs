@@ -14,7 +14,7 @@ pub(super) struct PreparedSnapshot {
 }
 
 impl PreparedSnapshot {
-    /// Record that this snapshot is prepared. Returns false if it was already, and its rows are held.
+    /// Record that this snapshot is prepared. Returns false if it was prepared before, and its rows are held.
     ///
     /// # Errors
     /// `BadShape` if it is not newer than the last snapshot that was released.
@@ -36,12 +36,12 @@ impl PreparedSnapshot {
         std::mem::take(&mut self.held)
     }
 
-    /// [`Self::release`], if the last snapshot has this number.
+    /// Calls [`Self::release`] if the last snapshot has this number.
     pub(super) fn release_number(&mut self, number: u64) -> bool {
         self.number == number && self.release()
     }
 
-    /// [`Self::release`] the rows of this snapshot.
+    /// Calls [`Self::release`] for this snapshot.
     ///
     /// # Errors
     /// `BadShape` if the rows of another snapshot were held, or none.

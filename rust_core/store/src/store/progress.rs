@@ -4,7 +4,7 @@ use persia_types::tables::{LookupReport, PushReport};
 use persia_types::token::SeenTokens;
 use serde::{Deserialize, Serialize};
 
-/// Sums over all training look-ups and pushes.
+/// The sums over all training look-ups and pushes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Counters {
     pub(super) lookups: LookupReport,
@@ -12,7 +12,7 @@ pub(super) struct Counters {
 }
 
 impl Counters {
-    /// Rows looked up and pushed.
+    /// The number of rows that were looked up and pushed.
     pub(super) fn rows(&self) -> u64 {
         let Self { lookups, pushes } = self;
         lookups.hits + lookups.initial + lookups.missing + pushes.rows_pushed

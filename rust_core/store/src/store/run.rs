@@ -1,4 +1,4 @@
-//! To begin and resume a run.
+//! Beginning and resuming a run.
 
 use std::sync::atomic::Ordering;
 
@@ -46,23 +46,23 @@ impl Store {
         Ok(())
     }
 
-    /// The pushes applied since the run began. Consistent with the rows while none is in flight.
+    /// The pushes applied since the run began. They are consistent with the rows while no push is in flight.
     pub fn progress(&self) -> Progress {
         Progress { pushes: self.claims.applied(), counted: self.counters.lock().pushes }
     }
 
-    /// Restore the result of [`Self::progress`]. The rows must be of the same instant.
+    /// Restore the result of [`Self::progress`]. The rows must be those of the same point in time.
     pub fn resume(&self, progress: Progress) {
         self.claims.resume(progress.pushes);
         self.counters.lock().pushes = progress.counted;
     }
 
-    /// The layouts of the tables in `run`, or why the current rows do not fit it.
+    /// The layouts of the tables in `run`, or the reason why the current rows do not fit.
     fn resolve_layouts(&self, run: &ActiveRun) -> Result<Vec<Layout>, TablesError> {
         let mut layouts = run.layouts();
         for (number, table) in self.schema.tables.iter().enumerate() {
             let (rows, held) = self.rows_and_layout(number);
-            // Without an optimizer nothing reads state, so rows may keep theirs.
+            // Without an optimizer nothing reads the state of rows, so they may keep it.
             if rows > 0 && held != layouts[number] && run.trains {
                 let (held, asked) = (held.state_len, layouts[number].state_len);
                 return bad(format!(
@@ -85,7 +85,7 @@ impl Store {
     }
 }
 
-/// Check every number of `run`, and that it is newer than the `active` one.
+/// Check every setting of `run`, and that it is newer than the `active` run.
 fn check_run(active: Option<&ActiveRun>, run: &Run, schema: &Schema) -> Result<ActiveRun, TablesError> {
     let current = active.map_or(0, |active| active.generation);
     if run.generation <= current {

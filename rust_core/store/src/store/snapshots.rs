@@ -94,7 +94,7 @@ impl Store {
         }
         let threads = self.options.snapshot_threads;
         let (tables, shards) = (self.schema.tables.len(), self.options.shards.clone());
-        // Do not throttle writing while training waits for it.
+        // Writing is not throttled while training waits for it.
         let is_unthrottled = || self.copy_budget.is_full() || self.is_cancelled(start);
         let trained = || (!is_unthrottled()).then(|| self.counters.lock().rows());
         let check = || self.check_transfer(start);
@@ -102,13 +102,13 @@ impl Store {
             check().map_err(|source| Self::cancelled_at(dir, source))?;
             snapshot::write_shard_snapshot(dir, shard, &self.shards[shard], &self.schema, &check)
         };
-        // A begin that drops rows leaves shards that look empty.
+        // After a begin that drops rows, shards appear to be empty.
         let accept = || check().map_err(|source| Self::cancelled_at(dir, source));
         let saved = snapshot::save(dir, tables, shards, threads, trained, write, accept);
         if saved.is_err() {
             self.end_snapshot();
         }
-        // Rows that were dropped meanwhile cause other errors.
+        // Rows that were dropped in the meantime cause other errors.
         let cancelled = |error| check().map_or_else(|source| Self::cancelled_at(dir, source), |()| error);
         saved.map_err(cancelled)
     }
@@ -146,7 +146,7 @@ impl Store {
         Ok(())
     }
 
-    /// Read the files of the shards held, and apply `keep` to each shard.
+    /// Read the files of the held shards, and apply `keep` to each shard.
     fn load<T: Send>(
         &self,
         run: &ActiveRun,
@@ -168,7 +168,7 @@ impl Store {
         })
     }
 
-    /// The files of the shards that are held. A file of no shard is among them, because its reader refuses it.
+    /// The files of the held shards. A file that is not of a shard is among them, because its reader refuses it.
     pub fn held_files(&self, files: &[FileEntry]) -> Vec<FileEntry> {
         let may_hold = |file: &&FileEntry| {
             shard_of_entry(&file.name).is_none_or(|shard| self.options.shards.contains(&shard))

@@ -1,4 +1,4 @@
-//! Cancellation of transfers: of a snapshot to files, and of files into rows.
+//! Cancellation of transfers: writing a snapshot to files, and reading files into rows.
 
 use std::io;
 use std::path::Path;
@@ -17,13 +17,13 @@ pub(super) struct Cancellations(AtomicU64);
 pub struct TransferStart(u64);
 
 impl Store {
-    /// The start of a transfer, as of now.
+    /// The start of a transfer that begins now.
     pub fn start_transfer(&self) -> TransferStart {
         TransferStart(self.cancellations.0.load(Ordering::SeqCst))
     }
 
-    /// End the transfers that have started, with an error and as soon as they notice: no process needs their result any
-    /// more. This does not wait for them.
+    /// End the transfers that have started. They end with an error as soon as they check, because no process needs
+    /// their result any more. This does not wait for them.
     pub fn cancel_transfers(&self) {
         self.cancellations.0.fetch_add(1, Ordering::SeqCst);
     }

@@ -12,7 +12,7 @@ use persia_store::checkpoint::{
 use persia_types::tables::Run;
 use persia_types::{Initializer, Optimizer, Schema, shard_of};
 
-/// Ids of a shard, ascending.
+/// The ids of a shard, ascending.
 pub(crate) fn ids_of(shard: usize, count: usize) -> Vec<u64> {
     (0..).filter(|id| shard_of(*id) == shard).take(count).collect()
 }
@@ -38,7 +38,7 @@ pub(crate) fn table(
     }
 }
 
-/// Two shards are the same in each step, the third differs.
+/// Two shards are the same in each step; the third one differs.
 pub(crate) fn shards(step: u64) -> Vec<ShardRows> {
     [3, 10 + (step % 5) as usize, 200]
         .into_iter()

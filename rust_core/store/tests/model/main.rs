@@ -28,7 +28,7 @@ enum Op {
         mode: Mode,
         back: u64,
     },
-    /// Answer the look-up `ago` requests before, for every `keep`-th id; `bad` is the position of a NaN.
+    /// Push gradients for the look-up `ago` requests before, for every `keep`-th id; `bad` is the position of a NaN.
     Push {
         ago: usize,
         keep: usize,
@@ -38,7 +38,7 @@ enum Op {
     Clear,
     /// Prepare the next snapshot.
     Prepare,
-    /// Snapshot into files and restore from them.
+    /// Write a snapshot to files and restore from them.
     Restore,
 }
 
@@ -56,7 +56,7 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// Ids of few shards, so that they fill up, and the ends of the range.
+/// Ids of a few shards, so that these fill up, and the smallest and largest id.
 fn universe() -> Vec<Id> {
     let mut ids: Vec<Id> = (0u64..).filter(|id| [3, 200].contains(&shard_of(*id))).take(27).collect();
     ids.extend([0, u64::MAX, u64::MAX - 1]);
@@ -76,7 +76,7 @@ fn settings(policy: Policy) -> Run {
     }
 }
 
-/// The weights of new rows, from empty stores, and the steps at which their ids are admitted.
+/// The weights of new rows, computed with empty stores, and the steps at which their ids are admitted.
 fn initial(run: &Run, universe: &[Id]) -> (Drawn, Initial) {
     let (mut drawn, mut initial) = (BTreeSet::new(), BTreeMap::new());
     let run = &Run { admit_min_count: 1, ..run.clone() };

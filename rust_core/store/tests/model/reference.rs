@@ -13,7 +13,7 @@ pub(crate) const DECAY: f32 = 0.125;
 
 /// `(step, table, id)` of ids that are admitted by their probability.
 pub(crate) type Drawn = BTreeSet<(u64, usize, Id)>;
-/// Weights of new rows by `(table, id)`.
+/// The weights of new rows by `(table, id)`.
 pub(crate) type Initial = BTreeMap<(usize, Id), Vec<f32>>;
 
 #[derive(Debug, Clone, PartialEq)]
@@ -35,11 +35,11 @@ pub(crate) struct Sent {
 
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Policy {
-    /// Rows of a shard.
+    /// The budget of a shard, in rows.
     pub(crate) budget: usize,
     pub(crate) admit_probability: f32,
     pub(crate) min_count: u32,
-    /// Of the second table; rows of the first do not expire.
+    /// The time to live of the second table; rows of the first do not expire.
     pub(crate) ttl: Option<u32>,
 }
 
@@ -47,7 +47,7 @@ pub(crate) struct Policy {
 pub(crate) struct Model {
     pub(crate) policy: Policy,
     pub(crate) rows: Rows,
-    /// Pushes counted for ids without a row.
+    /// The numbers of pushes of ids without a row.
     pub(crate) counts: AdmissionCounts,
     /// The steps at which each missing id is admitted, once it has its minimum count.
     pub(crate) drawn: Drawn,
@@ -90,7 +90,7 @@ impl Model {
         self.rows.get(&key).is_some_and(|row| row.last_used.saturating_add(ttl) >= step)
     }
 
-    /// Drop the expired rows of a shard.
+    /// Remove the expired rows of a shard.
     fn sweep(&mut self, shard: usize, step: u64) -> u64 {
         let keys: Vec<_> = self.rows.keys().copied().filter(|(_, id)| shard_of(*id) == shard).collect();
         let expired: Vec<_> = keys.into_iter().filter(|key| !self.is_alive(*key, step)).collect();
@@ -155,7 +155,7 @@ impl Model {
         }
         for ((table, id), gradient) in missing {
             if self.is_alive((table, id), step) {
-                self.update((table, id), step, gradient, &mut report); // the request names it twice
+                self.update((table, id), step, gradient, &mut report); // the request has the id twice
                 continue;
             }
             report.rows_expired += u64::from(self.rows.remove(&(table, id)).is_some());

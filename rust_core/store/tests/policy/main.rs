@@ -55,7 +55,7 @@ fn compare(policy: Policy, traffic: Traffic, steps: u64, dtype: Dtype) -> (Looku
     (looked_up, pushed)
 }
 
-/// Ten times as many ids as rows, and a stream of new ones.
+/// Ten times as many ids as rows, with a stream of new ids.
 const TRAFFIC: Traffic = Traffic { ids: 40_960, batch: 3_000, drift: 60 };
 
 fn hit_rate(all: &LookupReport) -> f64 {

@@ -1,5 +1,5 @@
-//! Eviction, admission and time to live as documented, on plain maps: one table, each row of which is minus the number of
-//! its updates.
+//! Eviction, admission and time to live as documented, on plain maps: one table, in which each row is minus the number
+//! of its updates.
 
 use std::collections::HashMap;
 
@@ -22,7 +22,7 @@ struct Shard {
     admission_counts: HashMap<Id, u32>,
 }
 
-/// A table under a policy.
+/// A table with a policy.
 pub(crate) struct Simulation {
     policy: Policy,
     budget: usize,
@@ -146,14 +146,14 @@ impl Shard {
     }
 }
 
-/// Ids as in real features: few ids are most of the traffic, and they drift from step to step.
+/// Ids as in real features: few ids make up most of the traffic, and they drift from step to step.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Traffic {
-    /// Distinct ids at a time.
+    /// The number of distinct ids at a time.
     pub(crate) ids: u64,
-    /// Draws per request; equal ones count once.
+    /// The number of draws per request; equal draws count once.
     pub(crate) batch: usize,
-    /// Ids replaced by new ones per step.
+    /// The number of ids that are replaced by new ones in each step.
     pub(crate) drift: u64,
 }
 
@@ -164,7 +164,7 @@ impl Traffic {
             .map(|_| {
                 random = random.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(0x1405_7B7E_F767_814F);
                 let unit = (random >> 11) as f64 / (1u64 << 53) as f64;
-                // The cube of a uniform number: a tenth of all draws fall into a thousandth of the ids.
+                // The cube of a uniform number: a tenth of all draws are in a thousandth of the ids.
                 let rank = (unit * unit * unit * self.ids as f64) as u64;
                 (rank + step * self.drift).wrapping_mul(0xD6E8_FEB8_6659_FD93)
             })

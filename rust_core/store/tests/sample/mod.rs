@@ -1,4 +1,4 @@
-//! Shared by the tests of the store: a small schema, a run, and requests in one line.
+//! Shared code of the store's tests: a small schema, a run, and short functions for requests.
 #![allow(dead_code, reason = "each test program uses its own part")]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -57,10 +57,10 @@ pub(crate) fn grouped(ids: &[Id]) -> ShardedIds {
     ShardedIds::group(ids).unwrap()
 }
 
-/// Ids of one table.
+/// Ids of one table as a request.
 pub(crate) type Ids = (usize, ShardedIds);
 
-/// Look up; rows in the order of the ids in their groups.
+/// Look up ids. Rows are in the order of the ids in their groups.
 pub(crate) fn try_lookup(
     store: &Store,
     token: Token,
@@ -85,7 +85,7 @@ pub(crate) fn train(store: &Store, seq: u64, table: usize, ids: &[Id]) -> (Looku
     (report, rows.remove(0))
 }
 
-/// The row of one id, as evaluation reads it.
+/// The row of one id, as an evaluation reads it.
 pub(crate) fn read(store: &Store, table: usize, id: Id) -> Vec<f32> {
     try_lookup(store, token(0, 1), 1, Mode::Eval, &[(table, grouped(&[id]))]).unwrap().1.remove(0)
 }
@@ -117,7 +117,7 @@ pub(crate) fn push(store: &Store, seq: u64, table: usize, ids: &[Id], value: f32
     try_push(store, token(0, seq), seq, &[(table, ids)], &gradients).unwrap()
 }
 
-/// Insert rows as a rank of its own, by gradients of 0.
+/// Insert rows as a separate rank, with gradients of 0.
 pub(crate) fn insert(store: &Store, seq: u64, table: usize, ids: &[Id]) -> PushReport {
     let ids = grouped(ids);
     let gradients = vec![vec![0.0; ids.len() * store.schema().tables[table].dim]];
@@ -140,7 +140,7 @@ pub(crate) fn ids_of_shard(shard: usize, count: usize) -> Vec<Id> {
 /// `(last_used, weights, state)` of a row.
 pub(crate) type RowParts = (u64, Vec<f32>, Vec<f32>);
 
-/// Every row held, by table and id.
+/// All rows, by table and id.
 pub(crate) fn all_rows(store: &Store) -> BTreeMap<(usize, Id), RowParts> {
     let mut rows = BTreeMap::new();
     for table in export(store).iter().flat_map(|shard| &shard.tables) {

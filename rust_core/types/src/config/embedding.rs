@@ -11,11 +11,11 @@ use super::tree::Node;
 use crate::limits::{MAX_DIM, MAX_HASH_STACK_ROUNDS, MAX_SAMPLE_FIXED_SIZE, MAX_SLOTS};
 use crate::schema::{HashStack, Pooling, Schema};
 
-/// Bits of an id that PersiaML gives to its feature group.
+/// The number of bits of an id that PersiaML uses for its feature group.
 const DEFAULT_PREFIX_BITS: u64 = 8;
-/// Some bits must be left for the id.
+/// The largest number of bits of a prefix; at least one bit must be left for the id.
 const MAX_PREFIX_BITS: u64 = 63;
-/// PersiaML's.
+/// The default of PersiaML.
 const DEFAULT_SAMPLE_FIXED_SIZE: u32 = 10;
 
 const ROOT_KEYS: &[&str] = &["feature_index_prefix_bit", "slots_config", "feature_groups"];
@@ -39,8 +39,8 @@ const POOLINGS: &[(&str, Pooling)] = &[("sum", Pooling::Sum), ("mean", Pooling::
 /// A valid `embedding_config.yml`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct EmbeddingConfig {
-    /// Bits that PersiaML uses for a group's index. Ids keep all their bits here; only the number of groups is checked
-    /// against it.
+    /// The number of bits that PersiaML uses for a group's index. Ids keep all their bits here; only the number of
+    /// groups is checked against it.
     pub feature_index_prefix_bit: u32,
     /// Slots in the order of the file, and their tables.
     pub schema: Schema,
@@ -106,7 +106,7 @@ fn read_slot<'a>(reader: &mut Reader, name: &'a str, node: &Node, path: &str) ->
     let pooling = reader.choice(&section, &at("pooling"), POOLINGS).unwrap_or(Pooling::Sum);
     let sqrt_scaling = reader.boolean(&section, &at("sqrt_scaling")).unwrap_or(false);
     if let (Pooling::Mean, Some(node), true) = (pooling, section.get("sqrt_scaling"), sqrt_scaling) {
-        let message = "found `true` beside `pooling: mean`; allowed: false, or `pooling: sum`";
+        let message = "found `true` together with `pooling: mean`; allowed: false, or `pooling: sum`";
         reader.error(node.place, &at("sqrt_scaling"), message.into());
     }
     let sample_fixed_size = read_sample_fixed_size(reader, &section, path);
@@ -114,8 +114,7 @@ fn read_slot<'a>(reader: &mut Reader, name: &'a str, node: &Node, path: &str) ->
         && pooling == Pooling::Mean
         && let Some(node) = section.get("pooling")
     {
-        let message =
-            "found `mean` beside `embedding_summation: false`, which pools nothing: remove one of the two";
+        let message = "found `mean` together with `embedding_summation: false`, which pools nothing: remove one of the two";
         reader.error(node.place, &at("pooling"), message.into());
     }
     let hash_stack = read_hash_stack(reader, &section, path);
@@ -124,7 +123,7 @@ fn read_slot<'a>(reader: &mut Reader, name: &'a str, node: &Node, path: &str) ->
     SlotEntry { name, dim, pooling, sqrt_scaling, settings, sample_fixed_size, hash_stack }
 }
 
-/// The number of places of a raw feature; `None` for one that is pooled. Its value is checked for either.
+/// The number of positions of a raw feature; `None` for a feature that is pooled. The value is checked in both cases.
 fn read_sample_fixed_size(reader: &mut Reader, section: &Section<'_>, path: &str) -> Option<u32> {
     let at = |key: &str| format!("{path}.{key}");
     let size = reader.integer(section, &at("sample_fixed_size"), 1..=MAX_SAMPLE_FIXED_SIZE as u64);

@@ -1,17 +1,17 @@
-//! Mistakes of a configuration file, and their places.
+//! Mistakes in a configuration file, and their positions.
 
 use std::fmt;
 
-/// One mistake, or one warning, and its place.
+/// One mistake, or one warning, and its position.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
-    /// Counted from 1.
+    /// The line, counted from 1.
     pub line: usize,
-    /// Counted from 1.
+    /// The column, counted from 1.
     pub column: usize,
-    /// Key path such as `slots_config.age.dim`; empty if the text is not YAML.
+    /// The path of the key, such as `slots_config.age.dim`; empty if the text is not YAML.
     pub path: String,
-    /// The value found, the allowed values, and what to do next.
+    /// The value that was found, the allowed values, and the next step.
     pub message: String,
 }
 
@@ -26,7 +26,7 @@ impl fmt::Display for Finding {
     }
 }
 
-/// All mistakes of one file, in the order of its lines. Never empty.
+/// All mistakes of one file, in the order of its lines. The list is never empty.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub struct ConfigErrors {
     /// The file's name, as the caller gave it.

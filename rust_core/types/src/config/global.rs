@@ -11,7 +11,7 @@ use crate::id::VIRTUAL_SHARDS;
 use crate::limits::MAX_ROWS_PER_SLAB;
 use crate::schema::Dtype;
 
-/// More threads would only wait for the disk.
+/// The largest number of threads; more would only wait for the disk.
 const MAX_WORKERS: u64 = 256;
 const MAX_COPY_BYTES: u64 = i64::MAX as u64;
 const MAX_CAPACITY: u64 = (VIRTUAL_SHARDS * MAX_ROWS_PER_SLAB) as u64;
@@ -58,18 +58,18 @@ const LOG_SYNCS: &[(&str, LogSync)] = &[("every_second", LogSync::EverySecond), 
 /// The durability of a server's log against a power cut.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub enum LogSync {
-    /// Within a second.
+    /// Records are durable within a second.
     #[default]
     EverySecond,
-    /// Before a request is acknowledged.
+    /// A record is durable before its request is acknowledged.
     Always,
 }
 
 /// A valid `global_config.yml`. The default has the values of absent keys.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct GlobalConfig {
-    /// `common_config.metrics_config.enable_metrics`: whether servers and middlewares serve metrics where no address
-    /// for them is given.
+    /// `common_config.metrics_config.enable_metrics`: whether servers and middlewares serve metrics if no address for
+    /// metrics is given.
     pub enable_metrics: bool,
     /// `common_config.metrics_config.job_name`: two jobs never share rows.
     pub job_name: String,

@@ -17,7 +17,7 @@ pub(super) struct SlotEntry<'a> {
     pub(super) dim: Option<usize>,
     pub(super) pooling: Pooling,
     pub(super) sqrt_scaling: bool,
-    /// None when they could not be read, which was reported.
+    /// None if they could not be read, which was reported.
     pub(super) settings: Option<TableSettings>,
     pub(super) sample_fixed_size: Option<u32>,
     pub(super) hash_stack: Option<HashStack>,
@@ -70,7 +70,7 @@ impl<'a> GroupReader<'a> {
         }
     }
 
-    /// The slot `node` names, put into `group`.
+    /// Assign the slot that `node` names to `group`.
     fn member(&mut self, node: &Node, path: &str, group: usize) -> Option<usize> {
         let Value::Scalar { text, .. } = &node.value else {
             let message = format!("found {}, allowed: names of slots", node.found());
@@ -78,7 +78,7 @@ impl<'a> GroupReader<'a> {
             return None;
         };
         let Some(&slot) = self.by_name.get(text.as_str()) else {
-            let mut message = format!("found {}, which is no slot of slots_config", node.found());
+            let mut message = format!("found {}, which is not a slot of slots_config", node.found());
             if let Some(near) = nearest(text, self.slots.iter().map(|slot| slot.name)) {
                 message += &format!(", did you mean `{near}`?");
             }
@@ -173,7 +173,7 @@ impl<'a> GroupReader<'a> {
         schema
     }
 
-    /// A group may bear the name of one of its own slots, but not of a slot that has its own table.
+    /// A group may have the name of one of its own slots, but not of a slot that has its own table.
     fn check_names(&mut self) {
         for (name, place) in &self.names {
             if let Some(&slot) = self.by_name.get(name.as_str())
@@ -188,7 +188,7 @@ impl<'a> GroupReader<'a> {
         }
     }
 
-    /// PersiaML numbers tables from 1 in the prefix bits, and wraps silently beyond them.
+    /// PersiaML numbers tables from 1 in the prefix bits, and silently wraps around if there are more.
     fn check_prefix(&mut self, bits: u64, place: Place, tables: usize) {
         let most = (1u64 << bits) - 1;
         if bits == 0 || tables as u64 <= most {
@@ -198,7 +198,7 @@ impl<'a> GroupReader<'a> {
         let needed = usize::BITS - tables.leading_zeros();
         let message = format!(
             "found {bits}, which distinguishes {most} tables, but there are {tables} ({} groups and {alone} slots \
-             without a group); allowed: {needed} or more, or 0 to do without",
+             without a group); allowed: {needed} or more, or 0 for no prefix",
             tables - alone
         );
         self.reader.error(place, "feature_index_prefix_bit", message);

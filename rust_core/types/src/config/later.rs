@@ -1,15 +1,15 @@
-//! Settings of PersiaML that this version does not have yet. The commit that adds a feature removes its line.
+//! Settings of PersiaML that this version does not support yet. The commit that adds a feature removes its line.
 
 use super::tree::{Node, Value};
 
-/// A key that accepts only some of its values yet.
+/// A key of which only some values, or none, are supported yet.
 #[derive(Debug)]
 pub(super) struct Later {
     /// The key.
     pub(super) key: &'static str,
     /// The accepted values; empty when the key itself is refused.
     pub(super) accepted: &'static [&'static str],
-    /// The missing feature.
+    /// The feature that is missing in this version.
     pub(super) feature: &'static str,
 }
 
@@ -25,7 +25,7 @@ pub(super) const SERVER: &[Later] = &[Later {
 }];
 
 impl Later {
-    /// Whether `node` is accepted by this version. A number or a boolean in quotes is a word, and is not.
+    /// Whether this version accepts `node`. A number or a boolean in quotes is a string, and is not accepted.
     pub(super) fn accepts(&self, node: &Node) -> bool {
         let Value::Scalar { text, quoted } = &node.value else { return false };
         let word = !matches!(text.as_str(), "0" | "true" | "false");

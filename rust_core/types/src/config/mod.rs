@@ -1,14 +1,14 @@
-//! `embedding_config.yml`, `global_config.yml` and the features of `persia.yml`: parsed to a tree, then validated by hand.
+//! `embedding_config.yml`, `global_config.yml` and the features of `persia.yml`: parsed to a tree, then validated.
 //!
-//! All mistakes of a file are reported together, with their places, the values found and what is allowed. No I/O: the
-//! caller reads the file and passes its text and its name.
+//! All mistakes of a file are reported together, with their positions, the values that were found and what is allowed.
+//! No I/O: the caller reads the file and passes its text and its name.
 //!
 //! * [`EmbeddingConfig`]: slots and the tables they share
 //! * [`GlobalConfig`]: the job and its limits
 //! * [`features`]: features and labels, and the embedding configuration that they imply
 //! * [`ConfigErrors`]: all mistakes of one file
 //!
-//! `later.rs` lists the settings of PersiaML's files that this version does not have yet.
+//! `later.rs` lists the settings of PersiaML's files that this version does not support yet.
 
 mod embedding;
 mod error;
@@ -35,6 +35,6 @@ pub use tree::{MAX_CONFIG_BYTES, MAX_CONFIG_DEPTH, MAX_CONFIG_NODES};
 pub struct Parsed<T> {
     /// The configuration.
     pub config: T,
-    /// Keys that are accepted and have no effect, one entry each.
+    /// The keys that are accepted without effect, one entry each.
     pub warnings: Vec<Finding>,
 }

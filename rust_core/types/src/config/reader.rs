@@ -1,4 +1,4 @@
-//! Reads values out of the tree, collecting every mistake instead of stopping at the first.
+//! Reads values from the tree, and collects every mistake instead of stopping at the first.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::RangeInclusive;
@@ -10,7 +10,7 @@ use super::tree::{Key, Node, Place, Value, shorten};
 use super::{Parsed, tree};
 use crate::limits::MAX_NAME_BYTES;
 
-/// A mapping that is being read, and its place.
+/// A mapping that is being read, and its position.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Section<'a> {
     pub(super) place: Place,
@@ -22,7 +22,7 @@ impl<'a> Section<'a> {
         Self { place, entries: &[] }
     }
 
-    /// The value of `key`. Of a key that appears twice, the first.
+    /// The value of `key`. If the key appears twice, it is the first value.
     pub(super) fn get(&self, key: &str) -> Option<&'a Node> {
         self.entries.iter().find(|(known, _)| known.text == key).map(|(_, node)| node)
     }
@@ -39,7 +39,7 @@ impl<'a> Section<'a> {
 pub(super) struct Reader {
     errors: Vec<Finding>,
     warnings: Vec<Finding>,
-    /// Unknown keys are warnings.
+    /// Whether unknown keys are warnings instead of errors.
     pub(super) accepts_unknown_keys: bool,
 }
 
@@ -66,7 +66,7 @@ impl Reader {
         self.errors.push(Finding { path: path.into(), ..place.error(message) });
     }
 
-    /// Mistakes found so far.
+    /// The number of mistakes so far.
     pub(super) fn error_count(&self) -> usize {
         self.errors.len()
     }
@@ -159,7 +159,8 @@ impl Reader {
         allowed
     }
 
-    /// The mapping `node` by its `name`: which of `kinds`, each with its other keys, and the section.
+    /// Reads the mapping `node`, whose key `name` selects one of `kinds`, each with its other keys. Returns the kind
+    /// and the section.
     pub(super) fn named<'a, T: Copy>(
         &mut self,
         node: &'a Node,
@@ -169,7 +170,8 @@ impl Reader {
         self.tagged(node, path, "name", kinds)
     }
 
-    /// The mapping `node` by the word under `tag`: which of `kinds`, each with its other keys, and the section.
+    /// Reads the mapping `node`, whose key `tag` selects one of `kinds`, each with its other keys. Returns the kind and
+    /// the section.
     pub(super) fn tagged<'a, T: Copy>(
         &mut self,
         node: &'a Node,
@@ -247,19 +249,19 @@ impl Reader {
         }
     }
 
-    /// A text of any characters under the last key of `path`; None when the key is missing. Quotes are not needed.
+    /// A string of any characters under the last key of `path`; None when the key is missing. Quotes are not needed.
     pub(super) fn text<'a>(&mut self, section: &Section<'a>, path: &str) -> Option<&'a str> {
         let node = section.get(last(path))?;
         match &node.value {
             Value::Scalar { text, quoted } if !text.is_empty() && (*quoted || !node.is_null()) => Some(text),
             _ => {
-                self.error(node.place, path, format!("found {}, allowed: a text", node.found()));
+                self.error(node.place, path, format!("found {}, allowed: a string", node.found()));
                 None
             }
         }
     }
 
-    /// A list of texts under the last key of `path`; None when the key is missing or has another value.
+    /// A list of strings under the last key of `path`; None when the key is missing or has another value.
     pub(super) fn texts(&mut self, section: &Section<'_>, path: &str) -> Option<Vec<String>> {
         let node = section.get(last(path))?;
         let texts: Option<Vec<String>> = match &node.value {
@@ -272,7 +274,7 @@ impl Reader {
         texts
     }
 
-    /// Report a name that messages, metrics or checkpoints could not hold.
+    /// Report a name that is not allowed in messages, metrics or checkpoints.
     pub(super) fn check_name(&mut self, name: &str, place: Place, path: &str) {
         let printable = name.bytes().all(|byte| byte == b' ' || byte.is_ascii_graphic());
         if printable && name.trim() == name && (1..=MAX_NAME_BYTES).contains(&name.len()) {
@@ -287,7 +289,7 @@ impl Reader {
         self.error(place, path, message);
     }
 
-    /// Warn about those of `keys` that are set: PersiaML reads them, Persia does not.
+    /// Warn about those of `keys` that are set and have no effect: PersiaML reads them, Persia does not.
     pub(super) fn without_effect(&mut self, section: &Section<'_>, path: &str, keys: &[(&str, &str)]) {
         for (key, why) in keys {
             if let Some(node) = section.get(key) {
@@ -297,7 +299,7 @@ impl Reader {
         }
     }
 
-    /// Refuse those of `keys` that need a feature this version does not have yet.
+    /// Refuse those of `keys` that need a feature that this version does not have yet.
     pub(super) fn later(&mut self, section: &Section<'_>, path: &str, keys: &[Later]) {
         for later in keys {
             let Some(node) = section.get(later.key).filter(|node| !later.accepts(node)) else { continue };
@@ -318,7 +320,7 @@ pub(super) fn join(path: &str, key: &str) -> String {
     if path.is_empty() { key } else { format!("{path}.{key}") }
 }
 
-/// The last key of a path of known keys, none of which holds a dot.
+/// The last key of a path of known keys, none of which contains a dot.
 fn last(path: &str) -> &str {
     path.rsplit('.').next().unwrap_or(path)
 }

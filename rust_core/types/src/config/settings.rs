@@ -1,4 +1,4 @@
-//! The settings of a table in a slot: dtype, optimizer, initialiser, admission, time to live.
+//! Reads the settings of a table in a slot: dtype, optimizer, initialiser, admission, time to live.
 
 use std::ops::RangeInclusive;
 
@@ -54,7 +54,7 @@ const INITIALIZERS: &[(&str, InitializerName, &[&str])] = &[
     ("inverse_sqrt_dim", InitializerName::InverseSqrtDim, &[]),
 ];
 
-/// The settings in a slot's section. None when one of them is wrong, which was reported.
+/// The settings in a slot's section. None if one of them is wrong, which was reported.
 pub(super) fn read_settings(reader: &mut Reader, section: &Section<'_>, path: &str) -> Option<TableSettings> {
     let at = |key: &str| format!("{path}.{key}");
     let before = reader.error_count();
@@ -67,8 +67,8 @@ pub(super) fn read_settings(reader: &mut Reader, section: &Section<'_>, path: &s
     if let (Rounding::Stochastic, Dtype::F32, Some(node)) =
         (settings.rounding, settings.dtype, section.get("rounding"))
     {
-        let message = "found `stochastic` for rows of f32, which are not rounded; allowed: nearest, or `dtype: f16` or \
-                       `dtype: bf16` beside it";
+        let message = "found `stochastic` for rows of f32, which are not rounded; allowed: nearest, or set `dtype: f16` or \
+                       `dtype: bf16`";
         reader.error(node.place, &at("rounding"), message.into());
     }
     if let Some(node) = section.get("optimizer") {
@@ -110,7 +110,7 @@ fn described(settings: &TableSettings) -> [(&'static str, String); 6] {
 }
 
 impl TableSettings {
-    /// The settings that differ from the run's, one `key value` each, for people.
+    /// The settings that differ from those of the run, as readable `key value` entries.
     pub fn describe(&self) -> Vec<String> {
         let defaults = described(&Self::default());
         let own = described(self).into_iter().zip(defaults).filter(|(own, default)| own != default);
@@ -118,7 +118,7 @@ impl TableSettings {
     }
 }
 
-/// One entry of a slot that is a mapping of numbers.
+/// A key of a slot whose value is a mapping of numbers.
 struct Entry<'r> {
     reader: &'r mut Reader,
     path: String,
@@ -127,7 +127,7 @@ struct Entry<'r> {
 impl Entry<'_> {
     fn optimizer(&mut self, node: &Node) -> Option<Optimizer> {
         let (name, section) = self.reader.named(node, &self.path, OPTIMIZERS)?;
-        // NaN, which is in no range, replaces a missing or malformed number, so that `check` reports all mistakes
+        // NaN, which is in no range, replaces a missing or malformed number, so that `check` can report all mistakes
         // together.
         let number = |key: &str, default: f32| match section.get(key) {
             None => default,
@@ -259,7 +259,7 @@ fn key_and_range(invalid: &InvalidNumber) -> (&'static str, String) {
     }
 }
 
-/// `[beta1, beta2]`. NaN for any other value.
+/// `[beta1, beta2]`. NaN if the value is anything else.
 fn betas(section: &Section<'_>) -> (f32, f32) {
     let Some(node) = section.get("betas") else { return (0.9, 0.999) };
     let numbers = match &node.value {

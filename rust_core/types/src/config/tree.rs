@@ -1,7 +1,7 @@
-//! YAML text as a tree whose every node knows its place.
+//! YAML text as a tree whose nodes have positions.
 //!
-//! Built from parser events in a loop, never by recursion: text that nests a hundred thousand levels deep, or that
-//! doubles itself through aliases, meets a limit instead of the end of the stack or of the memory.
+//! It is built from parser events in a loop, without recursion. Text that is nested a hundred thousand levels deep, or
+//! that multiplies through aliases, therefore reaches a limit instead of exhausting the stack or the memory.
 
 use std::collections::HashMap;
 
@@ -10,11 +10,11 @@ use saphyr_parser::{Event, Marker, Parser, ScalarStyle, ScanError};
 use super::error::Finding;
 use super::number::number;
 
-/// The most bytes of a configuration file.
+/// The largest size of a configuration file in bytes.
 pub const MAX_CONFIG_BYTES: usize = 4 << 20;
-/// The most nested levels of a configuration file.
+/// The largest number of nested levels in a configuration file.
 pub const MAX_CONFIG_DEPTH: usize = 32;
-/// The most keys and values of a configuration file. Each alias counts the nodes that it repeats.
+/// The largest number of keys and values in a configuration file. Each alias counts for the nodes that it repeats.
 pub const MAX_CONFIG_NODES: usize = 500_000;
 
 /// Line and column, both from 1.
@@ -37,7 +37,7 @@ impl From<Marker> for Place {
     }
 }
 
-/// A value and its place.
+/// A value and its position.
 #[derive(Debug, Clone)]
 pub(super) struct Node {
     pub(super) place: Place,
@@ -46,13 +46,13 @@ pub(super) struct Node {
 
 #[derive(Debug, Clone)]
 pub(super) enum Value {
-    /// As written, without its quotes. A number or a boolean is never quoted.
+    /// A scalar as it is written, without quotes. A number or a boolean is never quoted.
     Scalar {
         text: String,
         quoted: bool,
     },
     Sequence(Vec<Node>),
-    /// In the order of the file; a repeated key is repeated here.
+    /// A mapping in the order of the file; a repeated key occurs repeatedly.
     Mapping(Vec<(Key, Node)>),
 }
 
@@ -82,7 +82,7 @@ impl Node {
         }
     }
 
-    /// The value, if it is a text.
+    /// The value, if it is a string.
     pub(super) fn as_text(&self) -> Option<String> {
         match &self.value {
             Value::Scalar { text, .. } if !self.is_null() => Some(text.clone()),
@@ -101,7 +101,7 @@ impl Node {
         }
     }
 
-    /// Nodes in this tree, and its levels.
+    /// The number of nodes in this tree, and the number of its levels.
     fn extent(&self) -> (usize, usize) {
         let join = |sum: (usize, usize), node: &Self| {
             let (nodes, depth) = node.extent();
@@ -154,7 +154,7 @@ fn syntax_error(error: &ScanError) -> Finding {
 /// A collection whose end was not parsed yet.
 struct Open {
     node: Node,
-    /// The key whose value comes next.
+    /// The key whose value follows.
     key: Option<Key>,
     anchor: usize,
 }
@@ -225,7 +225,7 @@ impl Builder {
         self.close(node, 0)
     }
 
-    /// A whole node: add it to its collection.
+    /// Add a complete node to its collection.
     fn close(&mut self, node: Node, anchor: usize) -> Result<(), Finding> {
         let place = node.place;
         if anchor != 0 {

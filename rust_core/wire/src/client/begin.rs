@@ -1,4 +1,4 @@
-//! Begin a run on all servers.
+//! Beginning a run on all servers.
 
 use persia_types::TablesError;
 use persia_types::tables::Run;
@@ -25,7 +25,7 @@ impl Caller {
             })
             .await;
         match begun {
-            // The run may have begun before the connection failed; a second begin of one generation is refused.
+            // The run may have begun before the connection failed; a second begin of the same generation is refused.
             Err(error @ TablesError::BadRun { .. }) if lost_a_reply => {
                 self.check_begun(run.generation, error).await?;
             }

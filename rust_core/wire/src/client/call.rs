@@ -58,9 +58,9 @@ impl CallError {
 /// The time limits of a call.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CallTimeouts {
-    /// All attempts together; zero is one attempt.
+    /// The limit of all attempts together; zero means one attempt.
     pub(super) total: Duration,
-    /// One attempt. Longer than `total`, it applies in full to an attempt that started in time.
+    /// The limit of one attempt. If it is longer than `total`, it applies in full to an attempt that started in time.
     pub(super) attempt: Duration,
     /// Whether the time of a server that resumes from its log, and makes progress, does not count.
     pub(super) patient: bool,
@@ -125,7 +125,7 @@ impl Caller {
         *self.fence.lock()
     }
 
-    /// For look-ups, pushes and statistics.
+    /// The time limits of look-ups, pushes and statistics.
     pub(super) fn timeouts(&self) -> CallTimeouts {
         CallTimeouts {
             total: self.options.rpc_timeout,
@@ -134,17 +134,18 @@ impl Caller {
         }
     }
 
-    /// For long work, which is retried only if it did not start.
+    /// The time limits of long operations, which are retried only if they did not start.
     pub(super) fn admin_timeouts(&self) -> CallTimeouts {
         CallTimeouts { total: self.options.rpc_timeout, attempt: self.options.admin_timeout, patient: true }
     }
 
-    /// For what need not succeed.
+    /// The time limits of calls that need not succeed.
     pub(super) fn one_attempt(&self) -> CallTimeouts {
         CallTimeouts { total: Duration::ZERO, patient: false, ..self.timeouts() }
     }
 
-    /// For long work that two peers must not run concurrently: an attempt whose reply was lost may still be running.
+    /// The time limits of long operations that two peers must not run concurrently: an attempt whose reply was lost may
+    /// still be running.
     pub(super) fn one_admin_attempt(&self) -> CallTimeouts {
         CallTimeouts { total: Duration::ZERO, patient: false, ..self.admin_timeouts() }
     }
@@ -227,7 +228,7 @@ impl Caller {
         }
     }
 
-    /// Log, at intervals, which server is waited for.
+    /// Log, at intervals, for which server the call waits.
     fn remind(&self, error: &TablesError) {
         let mut reminded = self.reminded.lock();
         if reminded.is_none_or(|at| at.elapsed() >= REMIND_INTERVAL) {
@@ -265,7 +266,7 @@ pub(super) fn with_deadline<T>(limit: Duration, message: T) -> Request<T> {
     request
 }
 
-/// The result of an attempt, or an error with the limit that passed.
+/// The result of an attempt, or an error with the limit that was exceeded.
 async fn within<T>(
     limit: Duration,
     remote: &Remote,

@@ -1,4 +1,4 @@
-//! Look rows up.
+//! Looking up rows.
 
 use std::time::Duration;
 

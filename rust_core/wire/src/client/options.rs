@@ -14,7 +14,7 @@ use crate::settings::Endpoint;
 /// The addresses of the peers.
 #[derive(Debug, Clone)]
 pub enum Targets {
-    /// At these endpoints.
+    /// Peers at these endpoints.
     Fixed(Vec<Endpoint>),
     /// The connection that finds their announcements.
     Discovered(Discovery),
@@ -110,7 +110,7 @@ impl ClientOptions {
     }
 }
 
-/// The path without links. Its last components need not exist.
+/// The path with all links resolved. Its last components need not exist.
 fn without_links(path: &Path) -> io::Result<PathBuf> {
     match path.canonicalize() {
         Err(error) if error.kind() == io::ErrorKind::NotFound => match (path.parent(), path.file_name()) {

@@ -24,7 +24,7 @@ const FIND_TIMEOUT: Duration = Duration::from_secs(2);
 /// A middleware, or the only server.
 #[derive(Debug)]
 pub(super) struct Remote {
-    /// For messages: "middleware at host:7777".
+    /// The name in messages, such as "middleware at host:7777".
     pub(super) name: String,
     service: Service,
     endpoint: Endpoint,
@@ -68,8 +68,8 @@ impl Pool {
         Self { remotes: Arc::default(), rank: options.rank as usize, refreshed: Mutex::default() }
     }
 
-    /// The rank's own peer, else the next one that has not failed recently, else the one that failed first. When all have
-    /// failed, or none is known, discovery is asked first.
+    /// The rank's own peer, else the next one that has not failed recently, else the one that failed first. If all have
+    /// failed, or none is known, discovery is queried first.
     pub(super) async fn pick(&self, options: &ClientOptions) -> Result<Arc<Remote>, TablesError> {
         let fine = |remote: &Remote| remote.failed_at().is_none_or(|at| at.elapsed() >= PASSED_OVER);
         if !self.remotes.lock().iter().any(|remote| fine(remote)) {
@@ -87,7 +87,7 @@ impl Pool {
         })
     }
 
-    /// Ask discovery in the background, after a failure, which peers are announced now.
+    /// After a failure, query discovery in the background for the peers that are announced now.
     pub(super) fn refresh(&self, options: &ClientOptions) {
         if matches!(options.targets, Targets::Fixed(_)) {
             return;
@@ -106,7 +106,7 @@ impl Pool {
     }
 }
 
-/// Replace `remotes` by the announced peers, in their order. If none is announced, they stay.
+/// Replace `remotes` by the announced peers, in their order. If none is announced, `remotes` is kept.
 async fn resolve(remotes: &Mutex<Vec<Arc<Remote>>>, options: &ClientOptions) -> Result<(), TablesError> {
     let found = match &options.targets {
         Targets::Fixed(endpoints) => endpoints.clone(),

@@ -1,4 +1,4 @@
-//! Replace or drop all rows.
+//! Replacing or dropping all rows.
 
 use std::path::Path;
 

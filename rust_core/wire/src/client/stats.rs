@@ -58,7 +58,7 @@ fn all_stats(remote: &Remote, reply: &proto::StatsReply) -> Result<Vec<Stats>, C
         .map(|index| index.to_string())
         .collect();
     if reply.servers == 0 {
-        return Err(CallError::unreachable(remote, "it knows no server yet"));
+        return Err(CallError::unreachable(remote, "it has found no server yet"));
     }
     if !missing.is_empty() {
         return Err(CallError::Transient(TablesError::Unreachable {

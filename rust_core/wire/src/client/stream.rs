@@ -6,7 +6,7 @@ use persia_types::TablesError;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 
-/// Messages made ahead of the connection.
+/// The number of messages that are created ahead of the connection.
 const AHEAD: usize = 8;
 
 /// Send `messages` while `exchange` runs with the stream of them. Ends with `exchange`.

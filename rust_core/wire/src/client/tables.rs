@@ -14,7 +14,7 @@ use super::call::Caller;
 use super::options::ClientOptions;
 use super::stats;
 
-/// Threads that move bytes. The callers' threads make, check and copy chunks.
+/// The number of threads that send and receive bytes. The callers' threads create, check and copy chunks.
 const IO_THREADS: usize = 2;
 
 /// The rows on the embedding servers of a job.
@@ -150,7 +150,7 @@ impl Tables for WireTables {
         self.wait(self.caller.restore(dir, files))
     }
 
-    /// Sums over all servers; tokens and generation are the highest of any.
+    /// The sums over all servers; tokens and generation are the highest of any server.
     fn stats(&self) -> Result<Stats, TablesError> {
         self.stats_by_server().map(stats::sum)
     }

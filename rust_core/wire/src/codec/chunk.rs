@@ -1,4 +1,4 @@
-//! [`Chunk`]: whole items of one part, with a checksum.
+//! [`Chunk`]: complete items of one part, with a checksum.
 
 use std::ops::Range;
 
@@ -10,7 +10,7 @@ use tonic::Status;
 
 use crate::proto::Chunk;
 
-/// Bytes of the chunks that are sent: small enough to stay in the cache between copies.
+/// The size of the chunks that are sent, small enough to stay in the cache between copies.
 pub const CHUNK_BYTES: usize = 128 * 1024;
 
 /// The reason why a chunk, or a stream of chunks, is refused.
@@ -19,7 +19,7 @@ pub enum ChunkError {
     /// Bits changed in transit. A retry helps.
     #[error("damaged in transit: {what}")]
     Damaged {
-        /// The chunk, and both checksums.
+        /// The position of the chunk, and both checksums.
         what: String,
     },
     /// The stream ended early. A retry helps.
@@ -57,14 +57,14 @@ impl From<ChunkError> for Status {
     }
 }
 
-/// Bytes of an item: an id, a row or a word.
+/// The size of an item: an id, a row or a word.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Width(pub(super) usize);
 
 impl Width {
     /// An id.
     pub const ID: Self = Self(size_of::<Id>());
-    /// A word of the lists of samples.
+    /// The size of a word in the lists of samples.
     pub const WORD: Self = Self(size_of::<u32>());
 
     pub(super) fn new(bytes: usize) -> Self {
@@ -98,15 +98,15 @@ pub(super) fn new_chunk(part: u32, first: usize, data: Bytes) -> Chunk {
     Chunk { part, first: first as u64, crc32c: crc32c::crc32c(&data), data }
 }
 
-/// Split `chunk` at `bounds`, which ascend from 0: the index of each piece's lower bound, and the piece with its position
-/// from there. Data is not copied. A checksum is recomputed only where the chunk is split.
+/// Split `chunk` at `bounds`, which ascend from 0. Returns the index of each piece's lower bound, and the piece with
+/// its position relative to it. Data is not copied. A checksum is recomputed only where the chunk is split.
 pub(super) fn split(chunk: Chunk, width: Width, bounds: &[u64]) -> Result<Vec<(usize, Chunk)>, ChunkError> {
     let items = width.items(&chunk)?;
     let all = bounds.last().copied().unwrap_or(0);
     let Some(end) = chunk.first.checked_add(items).filter(|end| *end <= all) else {
         return Err(ChunkError::out_of_range(&chunk, items, all));
     };
-    // The last of equal bounds: the ranges before it are empty.
+    // The last of several equal bounds, because the ranges before it are empty.
     let owner = bounds.partition_point(|bound| *bound <= chunk.first) - 1;
     if end <= bounds[owner + 1] {
         return Ok(vec![(owner, Chunk { first: chunk.first - bounds[owner], ..chunk })]);
@@ -133,6 +133,6 @@ pub(super) fn verify(chunk: &Chunk) -> Result<(), ChunkError> {
     }
     let Chunk { part, first, crc32c: sent, .. } = chunk;
     Err(ChunkError::Damaged {
-        what: format!("part {part}, item {first}: checksum {found:#010x}, sent was {sent:#010x}"),
+        what: format!("part {part}, item {first}: checksum {found:#010x}, the sender's is {sent:#010x}"),
     })
 }

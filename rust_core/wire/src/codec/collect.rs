@@ -8,12 +8,12 @@ use super::parts::Part;
 use super::samples::RequestKind;
 use crate::proto::Chunk;
 
-/// Bytes that are allocated at most for values that were announced and have not arrived.
+/// The largest number of bytes that are allocated for values that were announced and have not arrived.
 const ALLOCATE_AHEAD: usize = 4 << 20;
 
 /// A value that is read from chunks: an id, a word, or a gradient.
 pub trait Value: Copy {
-    /// Append the values of whole items, at any alignment.
+    /// Append the values of complete items, at any alignment.
     fn extend(values: &mut Vec<Self>, bytes: &[u8], format: RowFormat);
 }
 
@@ -49,7 +49,7 @@ pub struct Collector<T> {
 #[derive(Debug)]
 struct Announced<T> {
     width: Width,
-    /// Values of an item.
+    /// The number of values of an item.
     values_each: usize,
     items: usize,
     format: RowFormat,
@@ -114,7 +114,7 @@ impl<T: Value> Collector<T> {
         if chunk.first != next {
             let Chunk { part, first, .. } = chunk;
             return Err(ChunkError::bad_shape(format!(
-                "part {part}: a chunk from item {first} on, the next one is {next}"
+                "part {part}: a chunk starts at item {first}, want {next}"
             )));
         }
         if items > *announced as u64 - next {

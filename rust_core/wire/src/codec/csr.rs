@@ -1,4 +1,4 @@
-//! [`ReceivedCsr`]: which ids each sample uses, in compressed sparse rows, sent after a head.
+//! [`ReceivedCsr`]: the ids of each sample as compressed sparse rows, which are sent after a head.
 
 use futures_util::Stream;
 use persia_kernels::{Bags, Csr, SegmentSum, ShapeError};
@@ -57,13 +57,13 @@ impl ReceivedCsr {
         }
     }
 
-    /// Of a look-up: the ids that each sample pools.
+    /// For a look-up: the ids that each sample pools.
     pub fn bags(&self) -> Bags<'_> {
         let Lists { indices, offsets, per_sample_weights, factors } = self.lists();
         Bags { indices, offsets: Some(offsets), per_sample_weights, divisors: factors }
     }
 
-    /// Of a push: the sum for each id over the `gradients` of samples.
+    /// For a push: the sum for each id over the `gradients` of samples.
     pub fn sum<'a>(&'a self, gradients: &'a [f32], dim: usize) -> SegmentSum<'a> {
         let Lists { indices, offsets, per_sample_weights, factors } = self.lists();
         let csr = Csr { offsets, indices };

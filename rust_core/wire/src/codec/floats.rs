@@ -9,10 +9,10 @@ use persia_types::limits::{MAX_GRADIENT, MAX_GRADIENT_EXPONENT};
 
 use super::chunk::Width;
 
-/// Number and format of the floats of a row.
+/// The number and the format of the floats of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowFormat {
-    /// Floats in a row.
+    /// The number of floats in a row.
     pub dim: usize,
     /// Format of a float on the wire. 16 bits round to nearest, ties to even. A magnitude beyond the largest finite number
     /// becomes that number. An infinity, and in f16 a magnitude of [`MAX_GRADIENT`] or larger, becomes a NaN: a server
@@ -26,7 +26,7 @@ impl RowFormat {
         Self { dim, dtype: Dtype::F32 }
     }
 
-    /// Bytes of a row.
+    /// The size of a row in bytes.
     pub fn width(self) -> Width {
         Width::new(self.dim * if self.dtype == Dtype::F32 { 4 } else { 2 })
     }
@@ -152,7 +152,7 @@ mod tests {
         let format = RowFormat { dim: 1, dtype };
         let bytes = format.encode(floats.to_vec());
         assert_eq!(bytes, format.encode_copy(floats));
-        // Moved by one byte, so that nothing is aligned.
+        // The data is shifted by one byte, so that nothing is aligned.
         let moved = [&[0], &bytes[..]].concat();
         let mut back = vec![f32::NAN; floats.len()];
         format.decode(&moved[1..], &mut back);
@@ -182,7 +182,7 @@ mod tests {
         assert_eq!(sent(Dtype::Bf16, &[f32::MAX, -f32::MAX]), [3.3895314e38, -3.3895314e38]);
     }
 
-    /// The row of such a gradient is skipped, whatever the format.
+    /// The row of such a gradient is skipped, regardless of the format.
     #[test]
     fn a_huge_number_does_not_become_an_acceptable_one() {
         for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {

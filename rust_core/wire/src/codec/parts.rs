@@ -9,20 +9,20 @@ use super::floats::RowFormat;
 use super::samples::Samples;
 use crate::proto::{self, Chunk, TablePart};
 
-/// The part of a request that concerns one table. Numbers of a received part are within their limits.
+/// The part of a request that concerns one table. The numbers in a received part are within their limits.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Part {
     /// Index into the schema's tables. The holder of rows checks it.
     pub table: usize,
     /// Format of rows and gradients. Its dimension is 0 only without ids.
     pub format: RowFormat,
-    /// Some if vectors of samples replace rows of ids.
+    /// The samples, if vectors of samples replace rows of ids.
     pub samples: Option<Samples>,
     offsets: Vec<u32>,
 }
 
 impl Part {
-    /// Bytes of its ids, and of their rows or gradients as f32.
+    /// The size of its ids, and of their rows or gradients as f32, in bytes.
     pub fn bytes(&self) -> u64 {
         self.len() as u64 * (8 + 4 * self.format.dim as u64)
     }
@@ -32,7 +32,7 @@ impl Part {
         Self { table, format, samples: None, offsets: ids.offsets().to_vec() }
     }
 
-    /// The part with vectors of samples, or with None rows of ids.
+    /// The part with vectors of samples, or, with None, rows of ids.
     pub fn with_samples(self, samples: Option<Samples>) -> Self {
         Self { samples, ..self }
     }
@@ -52,7 +52,7 @@ impl Part {
         self.len() == 0
     }
 
-    /// Offset of each virtual shard's ids, and their number at the end.
+    /// The offset of each virtual shard's ids, followed by the number of ids.
     pub fn offsets(&self) -> &[u32] {
         &self.offsets
     }
@@ -199,7 +199,7 @@ impl Split {
         &self.parts
     }
 
-    /// The parts of one server's head. They have rows of ids, even if the request has samples.
+    /// The parts of the head for one server. They have rows of ids, even if the request has samples.
     pub fn parts_of(&self, server: usize) -> Vec<TablePart> {
         let shards = server_shards(server, self.servers);
         self.parts.iter().map(|part| part.counts_within(shards.clone())).collect()

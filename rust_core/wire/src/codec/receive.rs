@@ -1,4 +1,4 @@
-//! A whole, checked look-up or push from a stream.
+//! Receiving and checking a complete look-up or push from a stream.
 
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ const SILENCE: Duration = Duration::from_secs(60);
 /// A received look-up.
 #[derive(Debug)]
 pub struct ReceivedLookup {
-    /// The name of the look-up.
+    /// The token of the look-up.
     pub token: Token,
     /// The global step.
     pub step: u64,
@@ -42,7 +42,7 @@ impl ReceivedLookup {
             .collect()
     }
 
-    /// The request to the holder of rows.
+    /// The request to the store.
     pub fn request<'a>(&self, tables: &'a [TableIds<'a>]) -> LookupRequest<'a> {
         LookupRequest { token: self.token, step: self.step, mode: self.mode, tables }
     }
@@ -56,11 +56,11 @@ impl ReceivedLookup {
 /// A received push.
 #[derive(Debug)]
 pub struct ReceivedPush {
-    /// The name of the push.
+    /// The token of the push.
     pub token: Token,
     /// The global step.
     pub step: u64,
-    /// Multiplies the learning rate.
+    /// The factor of the learning rate.
     pub lr_factor: f32,
     /// Tables and dimensions, in the order of `ids`.
     pub parts: Vec<Part>,
@@ -83,7 +83,7 @@ impl ReceivedPush {
             .collect()
     }
 
-    /// The request to the holder of rows.
+    /// The request to the store.
     pub fn request<'a>(&self, tables: &'a [TableGradients<'a>]) -> PushRequest<'a> {
         PushRequest { token: self.token, step: self.step, lr_factor: self.lr_factor, tables }
     }

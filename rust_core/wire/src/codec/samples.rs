@@ -13,22 +13,22 @@ use crate::proto;
 pub struct Samples {
     /// Number of samples.
     pub samples: usize,
-    /// Number of the indices of ids that they use.
+    /// The number of indices of ids that they use.
     pub indices: usize,
     /// Whether each index has a weight.
     pub per_sample_weights: bool,
     /// Whether each sample has a divisor, or in a push a factor.
     pub factors: bool,
-    /// Of a push: the factor of all sums.
+    /// For a push: the factor of all sums.
     pub scale: f32,
 }
 
 /// The direction of the sums: a look-up has indices for each sample, a push for each id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RequestKind {
-    /// Rows, for each sample.
+    /// Sums of rows, for each sample.
     Lookup,
-    /// Gradients, for each id.
+    /// Sums of gradients, for each id.
     Push,
 }
 
@@ -55,13 +55,13 @@ impl Samples {
         }
     }
 
-    /// Whether vectors of samples with their indices are fewer bytes than the rows of `ids` ids.
+    /// Whether vectors of samples with their indices take fewer bytes than the rows of `ids` ids.
     pub fn save(&self, kind: RequestKind, ids: usize, format: RowFormat) -> bool {
         let width = format.width().0;
         self.samples * width + self.words(kind, ids) * size_of::<u32>() < ids * width
     }
 
-    /// Words of all lists.
+    /// The number of words in all lists.
     pub fn words(&self, kind: RequestKind, ids: usize) -> usize {
         let Self { samples, indices, per_sample_weights, factors, .. } = *self;
         let lists = if kind == RequestKind::Lookup { samples } else { ids };

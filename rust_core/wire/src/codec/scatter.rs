@@ -1,4 +1,4 @@
-//! [`Scatter`]: rows of a reply, written to their place.
+//! [`Scatter`]: writes the rows of a reply to their positions.
 
 use std::ops::Range;
 
@@ -41,7 +41,7 @@ impl Covered {
     }
 }
 
-/// Writes each row to its place. Chunks arrive in any order, each row once.
+/// Writes each row to its position. Chunks arrive in any order, each row once.
 #[derive(Debug)]
 pub struct Scatter<'a, 'b> {
     rows: &'a mut [&'b mut [f32]],
@@ -52,7 +52,7 @@ pub struct Scatter<'a, 'b> {
 }
 
 impl<'a, 'b> Scatter<'a, 'b> {
-    /// Into `rows[p]`, which holds `[parts[p].vectors(), parts[p].dim]`, or a row for each sample of `csr[p]`.
+    /// Write to `rows[p]`, which holds `[parts[p].vectors(), parts[p].dim]`, or a row for each sample of `csr[p]`.
     ///
     /// # Errors
     /// `BadShape` for a buffer of another length, another number of buffers than of parts, or indices that do not fit.
@@ -99,7 +99,7 @@ impl<'a, 'b> Scatter<'a, 'b> {
         verify(chunk)?;
         if !covered.add(chunk.first..end) {
             let Chunk { part, first, .. } = chunk;
-            return Err(ChunkError::bad_shape(format!("part {part}: rows {first}..{end} came before")));
+            return Err(ChunkError::bad_shape(format!("part {part}: rows {first}..{end} arrived before")));
         }
         let (format, dim, rows) = (*format, format.dim, &mut *self.rows[index]);
         let Some(csr) = self.csr[index] else {

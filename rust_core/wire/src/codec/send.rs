@@ -1,4 +1,4 @@
-//! Ids, rows, gradients and lists of samples as chunks. Each chunk is made when it is asked for.
+//! Ids, rows, gradients and lists of samples as chunks. Each chunk is created when it is requested.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -20,8 +20,8 @@ pub fn id_chunks(part: u32, ids: &[Id]) -> impl Iterator<Item = Chunk> + '_ {
     })
 }
 
-/// The gradients of part number `index`, of checked lengths: sums of ids, or gradients of samples. The latter are scaled
-/// where they are sent in 16 bits, so that they have the range of the sums.
+/// The gradients of part number `index`, of checked lengths: sums of ids, or gradients of samples. The latter are
+/// scaled before they are sent in 16 bits, so that they have the range of the sums.
 pub fn gradient_chunks<'a>(
     index: u32,
     part: &'a Part,
@@ -64,7 +64,7 @@ pub fn pooled_chunks<'a>(
     })
 }
 
-/// The lists of words of part number `part`, one after the other.
+/// The lists of words of part number `part`, one after another.
 pub fn word_chunks(part: u32, lists: [&[u32]; 4]) -> impl Iterator<Item = Chunk> + '_ {
     let mut next = 0;
     lists.into_iter().flat_map(move |words| {

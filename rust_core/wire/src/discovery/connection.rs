@@ -15,7 +15,7 @@ use super::peer::{Announcement, Peer, Service, check_job_name};
 use crate::auth::RoleToken;
 use crate::backoff;
 
-/// Silence after an answer that ends a search.
+/// The silence after an answer that ends a search.
 const QUIET: Duration = Duration::from_millis(150);
 /// Interval of pings to NATS.
 const PING_INTERVAL: Duration = Duration::from_secs(10);
@@ -26,7 +26,7 @@ const USER: &str = "persia";
 pub struct DiscoveryOptions {
     /// `nats://host:port`, or `host:port`.
     pub url: String,
-    /// Processes of other jobs are not found.
+    /// The job; processes of other jobs are not found.
     pub job: String,
     /// The token of role `nats`, if NATS requires one.
     pub token: Option<RoleToken>,
@@ -39,7 +39,7 @@ struct Connection {
     job: String,
     /// The last error; None while connected.
     error: Arc<Mutex<Option<String>>>,
-    /// Errors of malformed announcements that were logged.
+    /// The errors of malformed announcements that were already logged.
     logged: Mutex<HashSet<String>>,
 }
 
@@ -49,7 +49,7 @@ pub struct Discovery {
     connection: Arc<Connection>,
 }
 
-/// Keeps a process announced, over restarts of NATS as well. Dropping it withdraws the announcement.
+/// Keeps a process announced, even if NATS is restarted. Dropping it withdraws the announcement.
 #[derive(Debug)]
 pub struct Announced {
     _stop: tokio::sync::oneshot::Sender<()>,
@@ -110,7 +110,7 @@ impl Discovery {
     /// Wait until the connection is up, with no `limit` forever.
     ///
     /// # Errors
-    /// With a limit: `NotConnected` after it, `Refused` at once.
+    /// With a limit: `NotConnected` after it, `Refused` immediately.
     pub async fn wait_connected(&self, limit: Option<Duration>) -> Result<(), DiscoveryError> {
         let start = Instant::now();
         while !self.is_connected() {
@@ -169,7 +169,7 @@ impl Discovery {
             .start(name, crate::VERSION)
             .await
             .map_err(closed)?;
-        // A subject of its own: a request reaches this process and no other replica.
+        // A separate subject, so that a request reaches this process and no other replica.
         let own = format!("persia.{}", service.info().await.id);
         let mut ready = service.group(own).endpoint("ready").await.map_err(closed)?;
         let (stop, mut stopped) = tokio::sync::oneshot::channel::<()>();
@@ -251,7 +251,7 @@ fn note(error: &mut Option<String>, url: &str, event: Event) {
     if error.is_none() {
         tracing::warn!(url, what, "{}", if lost { "lost NATS; reconnecting" } else { "waiting for NATS" });
     }
-    // "authorization violation" stays: it explains the disconnection that follows.
+    // "authorization violation" is kept, because it explains the disconnection that follows.
     if !lost || error.is_none() {
         *error = Some(what);
     }

@@ -19,7 +19,7 @@ pub enum DiscoveryError {
     BadUrl {
         /// The text.
         url: String,
-        /// What is wrong.
+        /// The problem.
         what: String,
     },
     /// NATS does not answer.
@@ -58,7 +58,7 @@ pub enum DiscoveryError {
     },
 }
 
-/// The address for messages.
+/// The address as it is shown in messages.
 pub(super) fn without_password(url: &str) -> String {
     let (scheme, rest) = url.split_once("://").map_or(("", url), |(scheme, rest)| (scheme, rest));
     match rest.rsplit_once('@') {

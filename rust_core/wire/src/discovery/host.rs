@@ -6,8 +6,8 @@ use super::error::{DiscoveryError, without_password};
 
 const NATS_PORT: u16 = 4222;
 
-/// The IPv4 address of the interface `ifname` (`PERSIA_SOCKET_IFNAME`), else the address that this host uses towards
-/// NATS. Blocks while the name of NATS is resolved.
+/// The IPv4 address of the interface `ifname` (`PERSIA_SOCKET_IFNAME`), else the local address of a connection to NATS.
+/// Blocks while the name of NATS is resolved.
 ///
 /// # Errors
 /// `NoInterface`; `NoAddress` when the name of NATS is unknown or has no route.

@@ -1,4 +1,4 @@
-//! The announcement of a process, and its reading.
+//! Announcements of processes, and reading them.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -69,7 +69,7 @@ impl Service {
 /// The announcement of a process.
 #[derive(Debug, Clone)]
 pub struct Announcement {
-    /// Its part of the job.
+    /// Its role in the job.
     pub service: Service,
     /// Its index among the replicas.
     pub index: u32,
@@ -86,7 +86,7 @@ pub struct Announcement {
 impl Announcement {
     pub(super) fn metadata(&self, job: &str) -> HashMap<String, String> {
         let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-        // Shows which of two processes with one index is newer. Clocks of hosts may differ.
+        // Shows which of two processes with the same index is newer. Clocks of hosts may differ.
         let started = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
         let mut metadata: HashMap<String, String> = self.more.clone().into_iter().collect();
         let own = [
@@ -109,9 +109,9 @@ impl Announcement {
 /// The announcement of another process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Peer {
-    /// Its part of the job.
+    /// Its role in the job.
     pub service: Service,
-    /// The id that NATS gave it, new with every start.
+    /// The id that NATS assigned to it; it is new with every start.
     pub id: String,
     /// Its job.
     pub job: String,
@@ -130,14 +130,14 @@ pub struct Peer {
 }
 
 impl Peer {
-    /// From an answer to `$SRV.INFO`, or a text that names the malformed part.
+    /// Parse an answer to `$SRV.INFO`. The error is a message that names the malformed part.
     pub(super) fn parse(service: Service, answer: &[u8]) -> Result<Self, String> {
         if answer.len() > MAX_INFO_BYTES {
             return Err(format!("an answer of {} bytes", answer.len()));
         }
         let info: Info = serde_json::from_slice(answer).map_err(|error| error.to_string())?;
         if info.name != service.name() {
-            return Err(format!("{}: it calls itself {:?}", info.id, info.name));
+            return Err(format!("{}: its name is {:?}", info.id, info.name));
         }
         let metadata: BTreeMap<String, String> = info.metadata.into_iter().collect();
         let text = |key: &str| metadata.get(key).map_or("", String::as_str);
@@ -158,7 +158,7 @@ impl Peer {
         Ok(Self { service, id: info.id, job, index, replicas, address, protocol, version, metadata })
     }
 
-    /// For messages: "server 1 of 2 at host:8888".
+    /// The name in messages: "server 1 of 2 at host:8888".
     pub fn describe(&self) -> String {
         let name = self.service.name().trim_start_matches("persia-");
         let at = self.address.as_ref().map(|address| format!(" at {address}")).unwrap_or_default();

@@ -28,13 +28,13 @@ const AUTHORIZATION: &str = "authorization";
 pub enum Role {
     /// A trainer rank: look-ups, pushes, statistics.
     Trainer,
-    /// A data-compose replica: feeds trainers.
+    /// A data-compose replica: sends batches to trainers.
     Data,
     /// A middleware: look-ups and pushes for trainers.
     Middleware,
     /// Begins, saves, restores, clears.
     Admin,
-    /// Any process, towards NATS.
+    /// Any process that connects to NATS.
     Nats,
 }
 
@@ -69,7 +69,7 @@ impl FromStr for Role {
 /// The reason why a secret is unusable or missing.
 #[derive(Debug, thiserror::Error)]
 pub enum AuthError {
-    /// A token file that cannot be read.
+    /// The token file cannot be read.
     #[error("token file {}: {source}; PERSIA_TOKEN_FILE names it", .path.display())]
     Unreadable {
         /// The file.
@@ -77,7 +77,7 @@ pub enum AuthError {
         /// Why.
         source: io::Error,
     },
-    /// A token file of a wrong size.
+    /// The token file has a wrong size.
     #[error(
         "token file {}: a secret of {found} bytes, want {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES}; \
          make one with: head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \\n'",
@@ -86,10 +86,10 @@ pub enum AuthError {
     BadLength {
         /// The file.
         path: PathBuf,
-        /// Size without trailing white space.
+        /// The size without trailing white space.
         found: u64,
     },
-    /// No secret, and an address that other hosts reach.
+    /// There is no secret, and other hosts can reach the address.
     #[error(
         "refusing to listen on {endpoint} without a token: any host of the network could connect; \
          set PERSIA_TOKEN_FILE, or listen on 127.0.0.1 or unix:/path"
@@ -129,7 +129,7 @@ impl Secret {
         Ok(Self(secret.to_vec()))
     }
 
-    /// The secret in the file, if one is named.
+    /// The secret in the file, if a file is given.
     ///
     /// # Errors
     /// As [`Self::read`].
@@ -157,7 +157,7 @@ impl fmt::Debug for RoleToken {
 }
 
 impl RoleToken {
-    /// The token, to be sent.
+    /// The token in the form in which it is sent.
     pub fn reveal(&self) -> &str {
         &self.0
     }
@@ -171,7 +171,7 @@ pub struct Credentials {
 }
 
 impl Credentials {
-    /// Call as `role`. Without a secret, only processes in protected mode accept it.
+    /// The credentials of `role`. Without a secret, only processes in protected mode accept them.
     pub fn new(role: Role, secret: Option<&Secret>) -> Self {
         let authorization = secret.and_then(|secret| {
             let bearer = format!("Bearer {}", secret.token(role).reveal());
@@ -213,7 +213,7 @@ impl Guard {
         Ok(Self { secret })
     }
 
-    /// The role that a call's metadata proves.
+    /// The role that the metadata of a call authenticates.
     ///
     /// # Errors
     /// `Unauthenticated`, with what is missing or wrong.

@@ -1,4 +1,4 @@
-//! Pauses between attempts.
+//! The pauses between attempts.
 
 use std::hash::{BuildHasher, RandomState};
 use std::time::Duration;

@@ -26,9 +26,9 @@ const FIRST_BYTES_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time without a byte after which a connection is closed. A live peer answers a ping before.
 const SILENCE: Duration =
     KEEPALIVE_INTERVAL.saturating_add(KEEPALIVE_TIMEOUT).saturating_add(Duration::from_secs(15));
-/// Bytes of HTTP/2's connection preface.
+/// The size of HTTP/2's connection preface.
 const FIRST_BYTES: usize = 24;
-/// Pause after a failed accept, which mostly lacks file descriptors.
+/// The pause after a failed accept, which usually lacks file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// A bound socket.
@@ -144,7 +144,7 @@ type SocketStream = Either<TcpStream, UnixStream>;
 pub struct Connection {
     stream: SocketStream,
     peer: PeerInfo,
-    /// Fires at the deadline of the next byte, or before.
+    /// A timer that fires at the deadline of the next byte, or before.
     timer: Pin<Box<Sleep>>,
     accepted: Instant,
     /// When the last byte arrived.
@@ -162,7 +162,7 @@ impl Connected for Connection {
 }
 
 impl Connection {
-    /// When the connection is closed, unless it is used as it should, and why.
+    /// When the connection will be closed unless it is used correctly, and why.
     fn deadline(&self) -> (Instant, &'static str, Duration) {
         let due = |since: Instant, missing, limit| (since + limit, missing, limit);
         if self.read < FIRST_BYTES {

@@ -1,4 +1,5 @@
-//! [`PeerInfo`]: the peer of a connection, and whether it has authenticated. Connections that have not are few and short.
+//! [`PeerInfo`]: the peer of a connection, and whether it has authenticated. Connections that have not authenticated
+//! are limited in number and time.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
@@ -12,7 +13,7 @@ use tonic::transport::server::TlsConnectInfo;
 
 /// Time limit of a new connection to authenticate. Clients authenticate with their first request.
 pub(super) const AUTHENTICATION_TIMEOUT: Duration = Duration::from_secs(10);
-/// Connections of one IP address that have not authenticated, a quarter of all connections.
+/// The limit of connections of one IP address that have not authenticated, a quarter of all connections.
 pub(super) const MAX_UNAUTHENTICATED: usize = persia_types::limits::MAX_CONNECTIONS / 4;
 
 /// The number of connections of each IP address that have not authenticated.
@@ -24,7 +25,7 @@ impl Unauthenticated {
     pub(super) fn admit(&self, address: Option<SocketAddr>) -> Option<PeerInfo> {
         let counted = match address {
             Some(address) => Some(self.count(address.ip())?),
-            None => None, // a Unix socket
+            None => None, // a Unix socket has no address
         };
         let state = State { authenticated: AtomicBool::new(false), counted: Mutex::new(counted) };
         Some(PeerInfo { address, state: Arc::new(state) })
@@ -41,7 +42,7 @@ impl Unauthenticated {
     }
 }
 
-/// A connection in the counts, until it has authenticated or is closed.
+/// A connection that is counted until it has authenticated or is closed.
 #[derive(Debug)]
 struct Counted {
     counts: Unauthenticated,
@@ -66,7 +67,7 @@ struct State {
     counted: Mutex<Option<Counted>>,
 }
 
-/// The peer of a connection. Requests have it in their extensions.
+/// The peer of a connection. Requests have this in their extensions.
 #[derive(Debug, Clone)]
 pub struct PeerInfo {
     address: Option<SocketAddr>,

@@ -9,11 +9,11 @@ use persia_types::limits::{MAX_CHUNK_BYTES, MAX_STREAMS_PER_CONNECTION};
 use serde::{Deserialize, Serialize};
 use tonic::transport::{Channel, ClientTlsConfig, Server, ServerTlsConfig};
 
-/// Bytes of one message: a chunk, or a head with the counts of all shards of 4,096 tables.
+/// The largest message in bytes: a chunk, or a head with the counts of all shards of 4,096 tables.
 pub const MAX_MESSAGE_BYTES: usize = MAX_CHUNK_BYTES + (256 << 10);
 /// HTTP/2 flow control: bytes of a request in flight.
 const WINDOW_BYTES: u32 = 64 << 20;
-/// Bytes of a connection in flight. A request whose receiver does not read leaves room for others.
+/// Bytes of a connection in flight. A request whose receiver does not read leaves space for others.
 const CONNECTION_WINDOW_BYTES: u32 = 4 * WINDOW_BYTES;
 const MAX_FRAME_BYTES: u32 = 256 << 10;
 const MAX_HEADER_BYTES: u32 = 64 << 10;
@@ -29,9 +29,9 @@ pub(crate) const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 pub enum Endpoint {
     /// `host:port`, with an IPv6 address in brackets.
     Tcp {
-        /// Name or address, without brackets.
+        /// The name or address, without brackets.
         host: String,
-        /// 0 binds any free port.
+        /// The port; 0 binds any free port.
         port: u16,
     },
     /// `unix:/path`.
@@ -91,7 +91,7 @@ impl From<Endpoint> for String {
 }
 
 impl Endpoint {
-    /// Whether only processes of this host reach it.
+    /// Whether only processes of this host can reach it.
     pub fn is_local(&self) -> bool {
         match self {
             Self::Unix(_) => true,

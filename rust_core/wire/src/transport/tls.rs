@@ -7,7 +7,7 @@ use tonic::transport::{Certificate, ClientTlsConfig, Identity, ServerTlsConfig};
 
 use crate::settings::CONNECT_TIMEOUT;
 
-/// The name that certificates are checked against by default.
+/// The default name against which certificates are checked.
 pub const DEFAULT_NAME: &str = "persia";
 
 /// Files of certificates and keys.
@@ -19,14 +19,14 @@ pub struct TlsFiles {
     pub key: Option<PathBuf>,
     /// The authority that a client trusts, PEM. Without it, the client does not use TLS.
     pub ca: Option<PathBuf>,
-    /// The name in the server's certificate; None is [`DEFAULT_NAME`].
+    /// The name in the server's certificate; None means [`DEFAULT_NAME`].
     pub name: Option<String>,
 }
 
 /// The reason why TLS cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
-    /// A file that cannot be read.
+    /// The file cannot be read.
     #[error("{variable}={}: {source}", .path.display())]
     Unreadable {
         /// The variable that names it.
@@ -36,14 +36,14 @@ pub enum TlsError {
         /// Why.
         source: io::Error,
     },
-    /// A file without a PEM block of its kind.
+    /// The file has no PEM block of the required kind.
     #[error("{variable}={}: it has no PEM block of {kind}", .path.display())]
     NotPem {
         /// The variable that names it.
         variable: &'static str,
         /// The file.
         path: PathBuf,
-        /// What is missing.
+        /// The kind of the missing block.
         kind: &'static str,
     },
     /// A certificate without a key, or a key without a certificate.

@@ -47,9 +47,9 @@ pub(crate) enum Fault {
     Break,
     /// Some rows arrive twice.
     Twice,
-    /// No answer at all.
+    /// No answer is sent.
     Hang,
-    /// This error, before anything is done.
+    /// This error is returned before anything is done.
     Fail(fn() -> TablesError),
     /// These servers apply the push; the others are not reached, and the reply says so.
     Reach(&'static [u32]),

@@ -73,7 +73,7 @@ fn zeros_that_were_never_written_are_dropped() {
             assert_eq!(fs::metadata(&path).unwrap().len(), *bytes, "{zeros} zeros");
         }
     }
-    // Zeros at the end of a long record.
+    // The end of a long record is zeros.
     let node = server(data.path(), checkpoints.path());
     let before = counters(&node);
     let ids: Vec<u64> = (1 << 40..(1 << 40) + 300).collect();
@@ -88,7 +88,7 @@ fn zeros_that_were_never_written_are_dropped() {
         content[from..].fill(0);
         fs::write(&path, &content).unwrap();
         assert_eq!(counters(&server(data.path(), checkpoints.path())), before, "zeros from {from}");
-        // A hole is not a torn end.
+        // A hole does not count as a torn end.
         *content.last_mut().unwrap() = 1;
         fs::write(&path, &content).unwrap();
         let node = server(data.path(), checkpoints.path());
@@ -179,7 +179,7 @@ fn a_damaged_log_is_never_used() {
     let node = server(data.path(), checkpoints.path());
     assert_eq!(counters(&node), *last);
     drop(node);
-    // Nor is a log of another server or job, or of an earlier generation.
+    // A log of another server or job, or of an earlier generation, is not used either.
     let log = Some(log_options(data.path(), LogSync::EverySecond));
     let of = |capacity| NodeOptions { capacity, ..options(checkpoints.path(), log.clone()) };
     let other = Node::new(of(1024), owned(data.path())).unwrap();
@@ -192,7 +192,7 @@ fn a_damaged_log_is_never_used() {
     fs::write(data.path().join("generation"), "2\n").unwrap();
     let late = server(data.path(), checkpoints.path());
     assert!(matches!(late.prepare_snapshot(fence(1), 1), Err(TablesError::NotBegun)));
-    // The next run starts another log.
+    // The next run starts a new log.
     late.begin(1, &run(3, true), false).unwrap();
     drop(late);
     server(data.path(), checkpoints.path()).prepare_snapshot(fence(3), 1).unwrap();

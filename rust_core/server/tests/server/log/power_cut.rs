@@ -96,7 +96,7 @@ impl Seen {
     }
 }
 
-/// What happens to the unsynced end of a file.
+/// The state of the unsynced end of a file after a power cut.
 #[derive(Debug, Clone, Copy)]
 enum Unsynced {
     Lost,
@@ -115,7 +115,7 @@ const WAYS: [(bool, Unsynced); 6] = [
 ];
 
 impl Disk {
-    /// Watch the log below the data directory `data`. What it contains counts as durable.
+    /// Watch the log below the data directory `data`. Its current content counts as durable.
     fn watch(data: &Path) -> Arc<Self> {
         let dir = data.join("journal");
         fs::create_dir_all(&dir).unwrap();

@@ -136,7 +136,7 @@ fn begin_on(server: &Endpoint, run: &Run) {
     });
 }
 
-/// A server was killed when it had noted the generation, and not yet begun its run in the log.
+/// A server was killed after it had recorded the generation and before it had begun its run in the log.
 #[test]
 fn a_begin_that_one_server_does_not_remember_is_no_success() {
     let setting = Setting::new();
@@ -158,7 +158,7 @@ fn a_begin_that_one_server_does_not_remember_is_no_success() {
     servers[1].kill();
     std::thread::scope(|threads| {
         let begins = threads.spawn(|| client.begin(&run(2)));
-        // Its reply is lost. A call of `wait_ready` may have failed before.
+        // The reply is lost. A call of `wait_ready` may have failed before.
         middleware.logged(r#""method":"begin""#);
         begin_on(&servers[0].endpoint(), &run(2));
         fs::write(PathBuf::from(setting.path("d1")).join("generation"), "2\n").unwrap();

@@ -17,7 +17,7 @@ use super::{counters, fence, left_behind, look_up, push_to, run, server, state, 
 use crate::running::wait_until;
 use crate::stack::token;
 
-/// More than a call without a disk needs on a busy machine.
+/// Longer than a call without disk access takes on a busy machine.
 const PROMPT: Duration = Duration::from_secs(20);
 
 /// Directories whose files are not synced, and the calls that wait.
@@ -62,7 +62,7 @@ impl Drop for Stall {
 extern "C" fn ftruncate64(file: c_int, length: off64_t) -> c_int {
     let path = fs::read_link(format!("/proc/self/fd/{file}")).unwrap_or_default();
     if UNSHORTENED.lock().unwrap().iter().any(|dir| path.starts_with(dir)) {
-        // SAFETY: the variable of this thread.
+        // SAFETY: the variable belongs to this thread.
         unsafe { *libc::__errno_location() = libc::EIO };
         return -1;
     }
@@ -77,7 +77,7 @@ fn train(node: &Node, generation: u64, seq: u64) -> Result<(), TablesError> {
     push_to(node, token, seq, &parts, 1.0).map(drop)
 }
 
-/// The result of `call` on another thread. If there is none soon, the disk resumes, and the test fails.
+/// The result of `call` on another thread. If there is no result soon, the disk resumes, and the test fails.
 fn promptly<T: Send>(what: &str, stall: Stall, call: impl FnOnce() -> T + Send) -> (T, Stall) {
     let (done, answered) = channel();
     thread::scope(|threads| {
@@ -115,7 +115,7 @@ fn a_new_run_cancels_the_snapshot_of_the_one_before() {
             });
             begun.unwrap();
             train(&node, 2, 9).unwrap();
-            // Its files could mix with those of the next one.
+            // Its files could be mixed with those of the next snapshot.
             let early = node.prepare_snapshot(fence(2), 1).unwrap_err();
             assert!(early.to_string().contains("still being written"), "{early}");
             drop(stall);
@@ -159,7 +159,7 @@ fn an_aborted_snapshot_is_not_written_to_its_end() {
     node.prepare_snapshot(fence(1), 2).unwrap();
 }
 
-/// Acknowledged requests that a power cut would lose are of 2 s at most, however slow the disk is.
+/// A power cut loses the acknowledged requests of at most 2 s, regardless of how slow the disk is.
 #[test]
 fn requests_wait_while_the_log_is_not_durable() {
     let (data, checkpoints) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
@@ -179,7 +179,7 @@ fn requests_wait_while_the_log_is_not_durable() {
                         acknowledged.store(start.elapsed().as_millis() as u64, Ordering::Relaxed);
                         seq += 1;
                     }
-                    // The caller tries again.
+                    // The caller retries.
                     Err(error @ TablesError::Unreachable { .. }) => *refused.lock().unwrap() = Some(error),
                     Err(error) => panic!("{error}"),
                 }
@@ -217,7 +217,7 @@ fn a_cut_does_not_wait_for_the_disk_of_the_log() {
     assert_eq!(counters(&server(data.path(), checkpoints.path())), expected);
 }
 
-/// The power failed before the end of a segment was durable: the records of the next one have no place.
+/// The power failed before the end of a segment was durable: the records of the next segment cannot be applied.
 #[test]
 fn records_behind_a_lost_end_are_dropped() {
     let (data, checkpoints) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
@@ -249,7 +249,7 @@ fn records_behind_a_lost_end_are_dropped() {
         found
     };
     assert_eq!(cut_at(whole), complete);
-    // At the boundaries of records, and within them.
+    // Cut at the boundaries of records, and within records.
     let cuts = states.iter().flat_map(|(bytes, _)| [*bytes, bytes + 1, bytes + 20]);
     for bytes in cuts.filter(|bytes| *bytes < whole) {
         let (_, expected) = states.iter().rev().find(|(whole, _)| *whole <= bytes).unwrap();
@@ -277,7 +277,7 @@ fn a_refused_record_that_cannot_be_removed_is_dropped_later() {
     assert_eq!(counters(&resumed), expected);
     train(&resumed, 1, 4).unwrap();
     drop(resumed);
-    // While it is there, nothing is appended behind it.
+    // While the record is in the file, nothing is appended after it.
     train(&node, 1, 4).unwrap_err();
     UNSHORTENED.lock().unwrap().retain(|dir| *dir != journal);
     train(&node, 1, 4).unwrap();

@@ -117,7 +117,7 @@ impl Twins {
             0..24 => self.train(),
             24..30 => self.push(),
             30 => {
-                // Refused: steps begin at 1.
+                // This is refused, because steps begin at 1.
                 let [with, without] =
                     self.nodes.each_ref().map(|node| look_up(node, token(0, 0), 0, &vec![]).is_err());
                 assert!(with && without);

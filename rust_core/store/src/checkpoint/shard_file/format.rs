@@ -6,13 +6,13 @@ use std::sync::Arc;
 use arrow_schema::{DataType, Field, FieldRef};
 use serde::{Deserialize, Serialize};
 
-/// Numbers of the layout; raised when an older reader could misread a file.
+/// The numbers of the layout. A new number is needed if an older reader could misread a file.
 pub(super) const FORMATS: RangeInclusive<u32> = 1..=2;
 pub(super) const FORMAT_KEY: &str = "persia.format";
 pub(super) const SHARD_KEY: &str = "persia.shard";
 pub(super) const TABLES_KEY: &str = "persia.tables";
 
-/// A table in the file's metadata.
+/// The entry of a table in the file's metadata.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct TableHead {
     pub(super) name: String,

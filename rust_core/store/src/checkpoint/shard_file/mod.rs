@@ -10,13 +10,15 @@
 //! | `weights`   | list of float32             |
 //! | `state`     | list of float32             |
 //!
-//! Weights are float32 whatever their type in memory, so that a checkpoint fits a table of any dtype.
+//! Weights are float32 regardless of their type in memory, so that a checkpoint can be loaded into a table of any
+//! dtype.
 //!
-//! The admission counts of a table follow its rows, in batches of their own: `last_used` is the count, both lists are empty.
+//! The admission counts of a table follow its rows, in separate batches: `last_used` is the count, both lists are
+//! empty.
 //!
 //! The schema's metadata has `persia.format`, `persia.shard` and `persia.tables` (JSON: name, dim, state_len, rows and, if
 //! there are any, the number of admission counts (`waiting`) of each table). Equal content gives equal bytes. A file
-//! without admission counts has format 1, one with them format 2.
+//! without admission counts has format 1, a file with admission counts has format 2.
 
 mod format;
 mod read;

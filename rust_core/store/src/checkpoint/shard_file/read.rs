@@ -1,8 +1,8 @@
 //! Reading the file of one virtual shard.
 //!
-//! A checkpoint may come from anywhere: a hash only proves that the manifest's writer meant these bytes. A general reader
-//! trusts the lengths in a file, and asserts or allocates accordingly. So record batches are parsed here, and each length
-//! is compared with the bytes that exist.
+//! A checkpoint is not trusted: a hash only proves that the writer of the manifest intended these bytes. A general
+//! reader trusts the lengths in a file, and asserts or allocates accordingly. Record batches are therefore parsed here,
+//! and each length is compared with the bytes that exist.
 
 use std::path::Path;
 
@@ -21,9 +21,9 @@ use crate::checkpoint::rows::{ShardRows, TableRows, check_counted, check_sizes};
 use crate::checkpoint::{content, names};
 
 const MAGIC: &[u8; 6] = b"ARROW1";
-/// Continuation marker and length before a message.
+/// The size of the continuation marker and the length before a message.
 const MESSAGE_PREFIX: usize = 8;
-/// Bytes of a row without its floats: key, id, last_used and two list offsets.
+/// The size of a row without its floats: key, id, last_used and two list offsets.
 const ROW_OVERHEAD: usize = 2 + 8 + 8 + 4 + 4;
 
 /// Read the rows of a shard. Checks size and hash before it parses anything, then the whole structure.
@@ -84,7 +84,7 @@ fn decode(file: &[u8], into: &mut ShardRows) -> std::result::Result<(), String> 
         }
         current = key;
         let (table, head) = tables.get_mut(key).zip(heads.get(key)).ok_or("has rows of an unknown table")?;
-        // Before they are copied: overlapping blocks could hold more rows than the file has bytes for.
+        // Checked before rows are copied: overlapping blocks could claim more rows than the file has bytes for.
         let (rows, counts) = (head.rows - table.ids.len(), head.counted - table.admission_counts.len());
         if columns.rows > if rows > 0 { rows } else { counts } {
             return Err(format!(
@@ -121,7 +121,7 @@ fn footer(file: &[u8]) -> std::result::Result<Footer<'_>, String> {
     Ok(footer)
 }
 
-/// Shard and tables. The schema must be the one that is written here.
+/// The shard and the tables. The schema must be the one that this module writes.
 fn head(schema: Schema<'_>) -> std::result::Result<(usize, Vec<TableHead>), String> {
     if schema.endianness() != Endianness::Little {
         return Err("is big-endian".into());
@@ -157,7 +157,7 @@ fn check_heads(heads: &[TableHead], file_len: usize) -> std::result::Result<(), 
     Ok(())
 }
 
-/// Make `table` the one of `head`, empty and with room for its rows.
+/// Turn `table` into the table of `head`, empty and with capacity for its rows.
 fn prepare(table: &mut TableRows, head: &TableHead) {
     let TableHead { name, dim, state_len, rows, counted } = head;
     table.name.clone_from(name);
@@ -174,7 +174,7 @@ fn reserve<T>(list: &mut Vec<T>, len: usize) {
     list.reserve_exact(len);
 }
 
-/// The names that other readers show must be those in the metadata.
+/// The names in the dictionary, which other readers show, must be those in the metadata.
 fn check_dictionary(
     file: &[u8],
     footer: &Footer<'_>,
@@ -201,7 +201,7 @@ fn check_dictionary(
     Ok(())
 }
 
-/// The columns of a record batch. Their lengths are checked, their content is not.
+/// The columns of a record batch. Their lengths are checked, but their content is not.
 struct Columns<'a> {
     rows: usize,
     keys: &'a [u8],
@@ -220,7 +220,8 @@ impl<'a> Columns<'a> {
             .ok_or("has no record batch where its footer says so")?;
         let rows = usize::try_from(batch.length()).map_err(|_| "has a record batch of negative length")?;
         let buffers = buffers(batch, body)?;
-        // In the order of `fields`. The first buffer of each column, and of each list's values, is for nulls.
+        // The buffers are in the order of `fields`. The first buffer of each column, and of each list's values, is for
+        // nulls.
         let [_, keys, _, ids, _, last_used, _, w_offsets, _, weights, _, s_offsets, _, state] = buffers[..]
         else {
             return Err(format!("has a record batch of {} buffers", buffers.len()));

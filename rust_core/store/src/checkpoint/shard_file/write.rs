@@ -23,8 +23,8 @@ use crate::checkpoint::names;
 use crate::checkpoint::rows::ShardRows;
 
 const MAX_BATCH_ROWS: usize = 1 << 16;
-/// A batch is copied, framed, hashed and written while it is in a processor's caches: passes over memory slow training
-/// down.
+/// The size of a batch: it is copied, framed, hashed and written while it is in a processor's cache, because passes
+/// over memory slow down training.
 const MAX_BATCH_BYTES: usize = 1 << 20;
 const WRITE_BUFFER: usize = 1 << 16;
 
@@ -48,8 +48,8 @@ pub(crate) struct Values {
     pub(crate) state: Vec<f32>,
 }
 
-/// As [`write_shard`], for `rows` without weights and state. `values` returns those of a range of rows of a table; it is
-/// called once per row, in order. Its error ends the work, and the file is removed.
+/// Like [`write_shard`], for `rows` without weights and state. `values` returns those of a range of rows of a table; it
+/// is called once per row, in order. Its error ends the work, and the file is removed.
 pub(crate) fn write_shard_of(
     dir: &Path,
     rows: &ShardRows,
@@ -127,11 +127,11 @@ fn schema(rows: &ShardRows) -> std::result::Result<Schema, ArrowError> {
     Ok(Schema::new_with_metadata(fields(), metadata))
 }
 
-/// The rows of one record batch.
+/// The columns of one record batch.
 struct BatchRows {
     ids: Vec<u64>,
     last_used: Vec<u64>,
-    /// Values, and the length of a list.
+    /// The values, and the length of each list.
     weights: (Vec<f32>, usize),
     state: (Vec<f32>, usize),
 }

@@ -1,4 +1,4 @@
-//! What features say of each other: the parts of crosses, and the tables that features share.
+//! Checks across features: the parts of crosses, and the tables that features share.
 
 use std::collections::HashMap;
 
@@ -8,7 +8,7 @@ use crate::config::reader::{Reader, nearest};
 use crate::config::settings::first_difference;
 use crate::limits::MAX_DIM;
 
-/// The parts of crosses exist and give ids; a feature without an embedding is a part of one.
+/// Check that the parts of crosses exist and have ids, and that a feature without an embedding is a part of a cross.
 pub(super) fn check_crosses(reader: &mut Reader, entries: &[Entry<'_>], names: &[&str]) {
     let by_name: HashMap<&str, &Entry<'_>> =
         entries.iter().map(|entry| (entry.feature.name.as_str(), entry)).collect();
@@ -26,7 +26,7 @@ pub(super) fn check_crosses(reader: &mut Reader, entries: &[Entry<'_>], names: &
                 None => {
                     let near = nearest(part, names.iter().copied());
                     let near = near.map(|near| format!(", did you mean `{near}`?")).unwrap_or_default();
-                    Some(format!("is no feature of this file{near}"))
+                    Some(format!("is not a feature of this file{near}"))
                 }
                 Some(Rule::Cross(_)) => Some("is a cross: name its parts instead".to_owned()),
                 Some(Rule::Dense(_)) => Some("is dense: declare it as a bucket to combine it".to_owned()),
@@ -59,7 +59,8 @@ pub(super) fn check_crosses(reader: &mut Reader, entries: &[Entry<'_>], names: &
     }
 }
 
-/// Features that share a table agree about it, and their ids mean different things where they are different.
+/// Check that features that share a table have the same settings for it, and that different values do not get the same
+/// id.
 pub(super) fn check_tables(reader: &mut Reader, entries: &[Entry<'_>]) {
     let mut first: HashMap<&str, &Entry<'_>> = HashMap::new();
     for entry in entries {
@@ -88,7 +89,7 @@ pub(super) fn check_tables(reader: &mut Reader, entries: &[Entry<'_>]) {
         if rule.prefix() == shared.prefix() && !equal_numbers(rule, shared) {
             let message = format!(
                 "`{name}` and `{other}` share the table `{}`, and the intervals or parts of one would be ids of the \
-                 other: give each a `prefix`, or a table of its own",
+                 other: give each a `prefix`, or its own table",
                 slot.table
             );
             reader.error(place, &path, message);
@@ -96,7 +97,7 @@ pub(super) fn check_tables(reader: &mut Reader, entries: &[Entry<'_>]) {
     }
 }
 
-/// Whether equal ids of both mean the same, as far as the declarations tell.
+/// Whether equal ids of both features have the same meaning, as far as the declarations show.
 fn equal_numbers(one: &Rule, other: &Rule) -> bool {
     match (one, other) {
         (Rule::Bucket(one), Rule::Bucket(other)) => {

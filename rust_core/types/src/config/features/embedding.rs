@@ -5,8 +5,8 @@ use crate::config::{ConfigErrors, EmbeddingConfig, Parsed};
 use crate::schema::{Schema, Slot, Table};
 
 impl FeaturesConfig {
-    /// The embedding configuration of the text of `file`, which is a `persia.yml`: for servers and middlewares, which
-    /// transform nothing.
+    /// The embedding configuration of the text of `file`, which is a `persia.yml`. Servers and middlewares use it,
+    /// because they do not transform data.
     ///
     /// # Errors
     /// All mistakes of its features and labels, except for the names of time zones.
@@ -15,7 +15,7 @@ impl FeaturesConfig {
         Ok(Parsed { config: parsed.config.embedding(), warnings: parsed.warnings })
     }
 
-    /// The slots and tables of the features, in the order of the file: what an `embedding_config.yml` would say of them.
+    /// The slots and tables of the features, in the order of the file, as an `embedding_config.yml` would define them.
     pub fn embedding(&self) -> EmbeddingConfig {
         let mut schema = Schema::default();
         for (feature, slot) in self.slots() {
@@ -37,11 +37,11 @@ impl FeaturesConfig {
                 ..Slot::default()
             });
         }
-        // Ids keep all 64 bits, so that there are no prefix bits to check.
+        // Ids keep all 64 bits, so there are no prefix bits to check.
         EmbeddingConfig { feature_index_prefix_bit: 0, schema }
     }
 
-    /// The features that have a slot, with it.
+    /// The features that have a slot, each with its slot.
     pub fn slots(&self) -> impl Iterator<Item = (&Feature, &FeatureSlot)> {
         self.features.iter().filter_map(|feature| Some((feature, feature.slot.as_ref()?)))
     }

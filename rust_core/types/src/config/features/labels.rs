@@ -30,7 +30,7 @@ fn read_label(reader: &mut Reader, name: &str, node: &Node, path: &str) -> Label
     let greater = reader.number(&section, &at("greater_than"), f32::MIN..=f32::MAX);
     let target = match (section.get("greater_than"), section.get("equals")) {
         (Some(_), Some(equals)) => {
-            let message = "found beside `greater_than`; allowed: one of the two".into();
+            let message = "found together with `greater_than`; allowed: one of the two".into();
             reader.error(equals.place, &at("equals"), message);
             Target::Value
         }

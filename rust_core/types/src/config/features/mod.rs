@@ -2,10 +2,10 @@
 //! and tables of the ids.
 //!
 //! * [`FeaturesConfig`]: both blocks, parsed and validated
-//! * [`Rule`]: what one feature does with its column
+//! * [`Rule`]: how the column of a feature becomes ids or floats
 //! * [`FeaturesConfig::embedding`]: the embedding configuration that the features imply
 //!
-//! The other blocks of the file are not looked at here.
+//! The other blocks of the file are not checked here.
 
 mod checks;
 mod embedding;
@@ -29,18 +29,18 @@ pub use rules::{
     Label, Loss, Missing, Rule, Scaling, Sequence, Target, ValueType,
 };
 
-/// The most boundaries of a bucket feature.
+/// The largest number of boundaries of a bucket feature.
 pub const MAX_BOUNDARIES: usize = 65_536;
-/// The most parts of a cross.
+/// The largest number of parts of a cross.
 pub const MAX_CROSS_PARTS: usize = 8;
 
 /// The features and labels of a valid `persia.yml`, in the order of the file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FeaturesConfig {
-    /// At least one has a slot.
+    /// The features; at least one has a slot.
     pub features: Vec<Feature>,
-    /// At least one.
+    /// The labels; at least one.
     pub labels: Vec<Label>,
 }
 
@@ -53,7 +53,7 @@ pub struct Feature {
     /// The line of the key; 0 if the feature was not read from a file.
     #[serde(skip)]
     pub line: usize,
-    /// What becomes of its column.
+    /// How its column becomes ids or floats.
     pub rule: Rule,
     /// The slot of an id-like feature; None for a dense one, and with `dim: 0` for one that is only a part of crosses.
     pub slot: Option<FeatureSlot>,
@@ -63,19 +63,19 @@ pub struct Feature {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FeatureSlot {
-    /// Weights in a row.
+    /// The number of weights in a row.
     pub dim: usize,
-    /// Features with equal names share rows.
+    /// The name of the table. Features with equal names share rows.
     pub table: String,
-    /// Of a bag.
+    /// The pooling of a bag.
     pub pooling: Pooling,
-    /// Of the table.
+    /// The settings of the table.
     pub settings: TableSettings,
 }
 
 impl FeaturesConfig {
-    /// Read and validate the blocks `features` and `labels` of the text of `file`. `is_time_zone` says whether a name is
-    /// one of the IANA database.
+    /// Read and validate the blocks `features` and `labels` of the text of `file`. `is_time_zone` returns whether a
+    /// name is in the IANA database.
     ///
     /// # Errors
     /// All mistakes of both blocks.
@@ -92,7 +92,8 @@ impl FeaturesConfig {
         self.features.iter().find(|feature| feature.name == name)
     }
 
-    /// Every column that features need, and with `labels` also those of labels: each once, in the order of the file.
+    /// Every column that the features need, and with `labels` also those of the labels. Each column occurs once, in the
+    /// order of the file.
     pub fn columns(&self, labels: bool) -> Vec<&str> {
         let labels = self.labels.iter().filter(|_| labels).map(|label| label.column.as_str());
         let mut seen = std::collections::HashSet::new();

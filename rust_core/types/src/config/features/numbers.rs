@@ -1,4 +1,4 @@
-//! Features of numbers: bucket and dense.
+//! Reads features of numbers: bucket and dense.
 
 use super::MAX_BOUNDARIES;
 use super::read::FeatureReader;
@@ -6,7 +6,7 @@ use super::rules::*;
 use crate::config::reader::Section;
 use crate::config::tree::{Node, Value};
 
-/// The key of a bucket's boundaries.
+/// The key that defines the boundaries of a bucket.
 const GIVEN: &str = "boundaries";
 
 pub(super) fn read_bucket(one: &mut FeatureReader<'_, '_>) -> Bucket {
@@ -15,7 +15,7 @@ pub(super) fn read_bucket(one: &mut FeatureReader<'_, '_>) -> Bucket {
             one.error(
                 quantiles.place,
                 "quantiles",
-                "found beside `boundaries`; allowed: one of the two".into(),
+                "found together with `boundaries`; allowed: one of the two".into(),
             );
             None
         }
@@ -56,7 +56,7 @@ fn given_boundaries(one: &mut FeatureReader<'_, '_>, node: &Node) -> Option<Boun
     ascending.map(Boundaries::Given)
 }
 
-/// A list in a message.
+/// A list as text for a message.
 fn found_numbers(node: &Node) -> String {
     let Value::Sequence(items) = &node.value else { return node.found() };
     let first: Vec<String> = items.iter().take(6).map(Node::found).collect();
@@ -69,7 +69,7 @@ pub(super) fn read_dense(one: &mut FeatureReader<'_, '_>) -> Dense {
     let standardise = pair_or_fitted(one, "standardise", ["mean", "std"]);
     let min_max = pair_or_fitted(one, "min_max", ["min", "max"]);
     if let (Some(_), Some(_), Some(node)) = (standardise, min_max, one.section.get("min_max")) {
-        one.error(node.place, "min_max", "found beside `standardise`; allowed: one of the two".into());
+        one.error(node.place, "min_max", "found together with `standardise`; allowed: one of the two".into());
     }
     let scaling = match (standardise, min_max) {
         (Some(numbers), _) => Scaling::Standardise(numbers),
@@ -79,7 +79,7 @@ pub(super) fn read_dense(one: &mut FeatureReader<'_, '_>) -> Dense {
     Dense { column: one.column(), missing: missing(one), clip: clip(one), log1p, scaling }
 }
 
-/// `true`: fitted, `Some(None)`; a mapping of both numbers; `false` or nothing: None.
+/// Reads `true` (fitted: `Some(None)`), a mapping of both numbers, or `false` or no value (None).
 fn pair_or_fitted(one: &mut FeatureReader<'_, '_>, key: &str, keys: [&str; 2]) -> Option<Option<(f32, f32)>> {
     let node = one.section.get(key)?;
     match &node.value {

@@ -1,4 +1,4 @@
-//! The block `features`: each feature by itself, then what they say of each other.
+//! Reads the block `features`: first each feature separately, then the checks across features.
 
 use super::checks::{check_crosses, check_tables};
 use super::numbers::{read_bucket, read_dense};
@@ -63,7 +63,7 @@ enum Kind {
     Date,
 }
 
-/// A feature, and its places in the file.
+/// A feature, and its positions in the file.
 pub(super) struct Entry<'a> {
     pub(super) feature: Feature,
     pub(super) key: &'a Key,
@@ -71,7 +71,7 @@ pub(super) struct Entry<'a> {
     pub(super) path: String,
 }
 
-/// The block under `name`, which must be there.
+/// The block under `name`, which must exist.
 pub(super) fn block<'a>(reader: &mut Reader, root: &'a Node, name: &str, example: &str) -> Option<&'a Node> {
     let whole = root.is_mapping();
     let root = reader.mapping(root, "");
@@ -79,7 +79,7 @@ pub(super) fn block<'a>(reader: &mut Reader, root: &'a Node, name: &str, example
     match node {
         None if whole => {
             let others = root.entries().map(|(key, _)| key.text.as_str());
-            let near = nearest(name, others).map(|near| format!("; did you mean it by `{near}`?"));
+            let near = nearest(name, others).map(|near| format!("; is `{near}` meant to be this key?"));
             let message = format!("missing: {example}{}", near.unwrap_or_default());
             reader.error(root.place, name, message);
         }
@@ -97,7 +97,7 @@ pub(super) fn read(reader: &mut Reader, root: &Node, is_time_zone: &dyn Fn(&str)
         Some(node) => read_features(reader, node, is_time_zone),
         None => Vec::new(),
     };
-    // A root that is no mapping was reported once.
+    // A root that is not a mapping was already reported.
     let labels = if root.is_mapping() { labels::read(reader, root) } else { Vec::new() };
     FeaturesConfig { features, labels }
 }
@@ -122,7 +122,7 @@ fn read_features(reader: &mut Reader, node: &Node, is_time_zone: &dyn Fn(&str) -
     entries.into_iter().map(|entry| entry.feature).collect()
 }
 
-/// None if its type is not known, which was reported.
+/// None if its type is unknown, which was reported.
 fn read_feature<'a>(
     reader: &mut Reader,
     key: &'a Key,
@@ -175,7 +175,7 @@ impl FeatureReader<'_, '_> {
         self.reader.choice(self.section, &self.at(key), choices)
     }
 
-    /// The column, which has the feature's name if the file says nothing.
+    /// The column. Its default is the name of the feature.
     pub(super) fn column(&mut self) -> String {
         self.text("column").unwrap_or_else(|| self.name.into())
     }
@@ -268,7 +268,7 @@ impl FeatureReader<'_, '_> {
         }
     }
 
-    /// None with `dim: 0`, and if a setting is wrong, which was reported.
+    /// None with `dim: 0`, or if a setting is wrong, which was reported.
     fn slot(&mut self) -> Option<FeatureSlot> {
         if self.section.get("dim").is_none() {
             let message = format!(
@@ -281,7 +281,7 @@ impl FeatureReader<'_, '_> {
         if let (Pooling::Mean, Some(node), Some(_)) =
             (pooling, self.section.get("weights"), self.section.get("pooling"))
         {
-            let message = "found beside `pooling: mean`; allowed: a sum, or no weights".into();
+            let message = "found together with `pooling: mean`; allowed: a sum, or no weights".into();
             self.error(node.place, "weights", message);
         }
         let table = match self.reader.name(self.section, &self.at("table")) {
@@ -293,7 +293,7 @@ impl FeatureReader<'_, '_> {
             let unused: Vec<&str> =
                 SLOT[1..].iter().copied().filter(|key| self.section.get(key).is_some()).collect();
             if !unused.is_empty() {
-                let message = format!("found 0 beside {}, which need an embedding", unused.join(", "));
+                let message = format!("found 0, but {} can only be set for an embedding", unused.join(", "));
                 self.error(self.section.place, "dim", message);
             }
         }

@@ -1,9 +1,9 @@
-//! What features and labels do with their columns.
+//! How the columns of features and labels become ids and floats.
 
 use serde::{Deserialize, Serialize};
 
-/// What one feature does with its column. Numbers are f32 from the start, so that columns of f64, of f32 and of JSON give
-/// the same.
+/// How the column of a feature becomes ids or floats. Numbers are f32 from the start, so that f64, f32 and JSON columns
+/// give equal results.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum Rule {
@@ -24,7 +24,7 @@ pub enum Rule {
 }
 
 impl Rule {
-    /// Its word in the file.
+    /// Its name in the file.
     pub fn word(&self) -> &'static str {
         match self {
             Self::Id(_) => "id",
@@ -37,7 +37,7 @@ impl Rule {
         }
     }
 
-    /// The columns it reads. A cross reads those of its parts, and none itself.
+    /// The columns that the feature reads. A cross reads only the columns of its parts.
     pub fn columns(&self) -> impl Iterator<Item = &str> {
         let (one, other) = match self {
             Self::Id(id) => (Some(&id.column), None),
@@ -70,17 +70,17 @@ impl Rule {
 pub struct IdColumn {
     /// The column's name.
     pub column: String,
-    /// None: as the column is in the training data.
+    /// The type of the values; None means the type of the column in the training data.
     pub values: Option<ValueType>,
-    /// In front of each value before it is hashed.
+    /// The string that precedes each value when it is hashed.
     pub prefix: String,
-    /// ASCII letters are lower-cased first.
+    /// Whether ASCII letters are changed to lower case before hashing.
     pub lower: bool,
-    /// Of a null, or a value of a wrong type.
+    /// The rule for a null or a value of a wrong type.
     pub if_null: IfNull,
-    /// Of an empty string.
+    /// The rule for an empty string.
     pub if_empty: IfEmpty,
-    /// Of a column that is not there.
+    /// The rule for a missing column.
     pub if_missing: IfMissing,
 }
 
@@ -88,39 +88,39 @@ pub struct IdColumn {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ValueType {
-    /// Integers are ids themselves.
+    /// Integers, which are used as ids directly.
     Integer,
-    /// Strings are hashed.
+    /// Strings, which are hashed.
     String,
 }
 
-/// The ids of a null.
+/// The rule for the ids of a null.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum IfNull {
-    /// One id of its own, which is trained as any other.
+    /// A separate id, which is trained like any other.
     Id,
     /// None.
     Skip,
 }
 
-/// The ids of an empty string.
+/// The rule for the ids of an empty string.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum IfEmpty {
-    /// That of the string, as of any other.
+    /// The id of the empty string, computed as for any string.
     Value,
-    /// Those of a null.
+    /// The ids of a null.
     Null,
     /// None.
     Skip,
 }
 
-/// The ids of a column that is not there.
+/// The rule for the ids of a missing column.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum IfMissing {
-    /// Those of a null.
+    /// The ids of a null.
     Null,
     /// None.
     Skip,
@@ -132,7 +132,7 @@ pub enum IfMissing {
 pub struct Bag {
     /// Its values.
     pub ids: IdColumn,
-    /// Splits a string into values; None takes lists.
+    /// The separator that splits a string into values; None for lists.
     pub separator: Option<String>,
     /// A column with one number for each value.
     pub weights: Option<String>,
@@ -144,9 +144,9 @@ pub struct Bag {
 pub struct Sequence {
     /// Its values.
     pub ids: IdColumn,
-    /// Splits a string into values; None takes lists.
+    /// The separator that splits a string into values; None for lists.
     pub separator: Option<String>,
-    /// How many of the last ids are kept.
+    /// The number of last ids that are kept.
     pub last: u32,
 }
 
@@ -156,13 +156,13 @@ pub struct Sequence {
 pub struct Bucket {
     /// The column's name.
     pub column: String,
-    /// Given or fitted.
+    /// The boundaries, given or fitted.
     pub boundaries: Boundaries,
-    /// With one, the interval's number is hashed behind it.
+    /// The prefix, if any; the number of the interval is then hashed after it.
     pub prefix: String,
-    /// Of a null, NaN, or a value of a wrong type.
+    /// The rule for a null, NaN, or a value of a wrong type.
     pub if_null: IfNull,
-    /// Of a column that is not there.
+    /// The rule for a missing column.
     pub if_missing: IfMissing,
 }
 
@@ -172,7 +172,8 @@ pub struct Bucket {
 pub enum Boundaries {
     /// Ascending.
     Given(Vec<f32>),
-    /// Fitted so that this many intervals have equally many rows, as far as equal numbers allow.
+    /// The number of intervals, whose boundaries are fitted so that they have equally many rows, as far as equal
+    /// numbers permit.
     Quantiles(u32),
 }
 
@@ -180,7 +181,7 @@ pub enum Boundaries {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Cross {
-    /// Names of at least two features, in order. At most one is a bag.
+    /// The names of at least two features, in order. At most one is a bag.
     pub features: Vec<String>,
 }
 
@@ -190,39 +191,39 @@ pub struct Cross {
 pub struct Dense {
     /// The column's name.
     pub column: String,
-    /// In the place of a null, NaN, infinity, or a missing column.
+    /// What replaces a null, NaN, infinity, or a missing column.
     pub missing: Missing,
-    /// Smallest and largest number.
+    /// The limits to which numbers are clipped.
     pub clip: Clip,
-    /// `sign(x) * ln(1 + |x|)`.
+    /// Whether `sign(x) * ln(1 + |x|)` is computed.
     pub log1p: bool,
     /// The last operation.
     pub scaling: Scaling,
 }
 
-/// What takes the place of a number that is missing.
+/// What replaces a missing number.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Missing {
     /// The output is 0.
     Zero,
-    /// This number, which is clipped and scaled as any other.
+    /// This number, which is clipped and scaled like any other.
     Given(f32),
-    /// The fitted mean, clipped and scaled as any other number.
+    /// The fitted mean, which is clipped and scaled like any other number.
     Mean,
-    /// The fitted median, clipped and scaled as any other number.
+    /// The fitted median, which is clipped and scaled like any other number.
     Median,
 }
 
-/// The range of a dense feature.
+/// The limits to which the numbers of a dense feature are clipped.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Clip {
     /// All numbers.
     None,
-    /// From the first to the second.
+    /// Two given numbers.
     Given(f32, f32),
-    /// From one fitted quantile to another.
+    /// Two fitted quantiles.
     Quantiles(f32, f32),
 }
 
@@ -230,11 +231,11 @@ pub enum Clip {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Scaling {
-    /// As it is.
+    /// No scaling.
     None,
-    /// `(x - mean) / std`; None is fitted.
+    /// `(x - mean) / std`; None means fitted values.
     Standardise(Option<(f32, f32)>),
-    /// `(x - min) / (max - min)`, at least 0 and at most 1; None is fitted.
+    /// `(x - min) / (max - min)`, limited to 0 to 1; None means fitted values.
     MinMax(Option<(f32, f32)>),
 }
 
@@ -244,41 +245,42 @@ pub enum Scaling {
 pub struct Date {
     /// The column's name.
     pub column: String,
-    /// Which part is the id.
+    /// The part that is the id.
     pub part: DatePart,
-    /// The IANA zone in which the part is read. Timestamps without a zone are UTC; dates without a time have none.
+    /// The IANA zone in which the part is computed. Timestamps without a zone are UTC. Dates without a time have no
+    /// zone.
     pub timezone: String,
-    /// The unit of a column of integers.
+    /// The unit of the integers, if the column has integers.
     pub unit: Option<Epoch>,
-    /// With one, the part's number is hashed behind it.
+    /// The prefix, if any; the number of the part is then hashed after it.
     pub prefix: String,
-    /// Of a null, or a value of a wrong type.
+    /// The rule for a null or a value of a wrong type.
     pub if_null: IfNull,
-    /// Of a column that is not there.
+    /// The rule for a missing column.
     pub if_missing: IfMissing,
 }
 
-/// A part of a timestamp, and its numbers.
+/// A part of a timestamp, with the range of its numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DatePart {
-    /// 0 to 59.
+    /// The minute, 0 to 59.
     Minute,
-    /// 0 to 23.
+    /// The hour, 0 to 23.
     Hour,
-    /// 0, Monday, to 6.
+    /// The day of the week, from 0 (Monday) to 6.
     Weekday,
-    /// 24 * weekday + hour.
+    /// The hour of the week: 24 * weekday + hour.
     HourOfWeek,
-    /// 1 to 31.
+    /// The day of the month, 1 to 31.
     Day,
-    /// 1 to 366.
+    /// The day of the year, 1 to 366.
     DayOfYear,
-    /// 1 to 12.
+    /// The month, 1 to 12.
     Month,
-    /// 1 to 4.
+    /// The quarter, 1 to 4.
     Quarter,
-    /// As it is.
+    /// The year.
     Year,
 }
 
@@ -299,7 +301,7 @@ pub enum Epoch {
     Nanoseconds,
 }
 
-/// A target of training.
+/// A label.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Label {

@@ -1,4 +1,4 @@
-//! What the blocks `features` and `labels` may hold, and the messages about them.
+//! The allowed content of the blocks `features` and `labels`, and the messages about mistakes.
 
 use super::*;
 use crate::config::tests::said;
@@ -18,7 +18,7 @@ fn features(block: &str) -> FeaturesConfig {
     parse(&format!("features: {{{block}}}{LABELS}")).unwrap().config
 }
 
-/// The messages about the features of this block, without their places.
+/// The messages about the features of this block, without their positions.
 fn refused(block: &str) -> Vec<String> {
     let lines = said(parse(&format!("features: {{{block}}}{LABELS}")));
     lines.iter().map(|line| line.split_once(": features").unwrap().1.to_owned()).collect()
@@ -148,7 +148,7 @@ labels:
             "line 8, column 38: features.price.clip: found `3`, allowed: [low, high], or {quantiles: [low, high]} \
              with 0 <= low < high <= 1",
             "line 8, column 54: features.price.standardise.std: missing, allowed: a number",
-            "line 9, column 41: features.pair.features: `usr` is no feature of this file, did you mean `user`?",
+            "line 9, column 41: features.pair.features: `usr` is not a feature of this file, did you mean `user`?",
             "line 9, column 41: features.pair.features: `price` is dense: declare it as a bucket to combine it",
             "line 11, column 13: labels.clicked.greater_then: unknown key, did you mean `greater_than`?; allowed: \
              column, greater_than, equals, weight, loss",
@@ -161,7 +161,7 @@ fn a_missing_block_is_named() {
     let said = said(parse("feature: {u: {type: id, dim: 2}}"));
     assert_eq!(said.len(), 2, "{said:?}");
     assert!(said[0].contains("features: missing: name at least one feature"), "{said:?}");
-    assert!(said[0].contains("did you mean it by `feature`?"), "{said:?}");
+    assert!(said[0].contains("is `feature` meant to be this key?"), "{said:?}");
     assert!(said[1].contains("labels: missing"), "{said:?}");
     assert!(refused("x: {type: dense}")[0].contains("none has an embedding"));
     assert!(
@@ -175,9 +175,12 @@ fn a_missing_block_is_named() {
 fn contradictions_are_refused() {
     for (block, part) in [
         ("b: {type: bucket, dim: 2}", ".b.boundaries: missing"),
-        ("b: {type: bucket, dim: 2, boundaries: [1], quantiles: 3}", ".b.quantiles: found beside"),
+        ("b: {type: bucket, dim: 2, boundaries: [1], quantiles: 3}", ".b.quantiles: found together with"),
         ("u: {type: id, dim: 2, values: integer, lower: true}", ".u.lower: found `true` for integers"),
-        ("t: {type: bag, dim: 2, weights: w, pooling: mean}", ".t.weights: found beside `pooling: mean`"),
+        (
+            "t: {type: bag, dim: 2, weights: w, pooling: mean}",
+            ".t.weights: found together with `pooling: mean`",
+        ),
         ("u: {type: id, dim: 2}, c: {type: cross, dim: 2, features: [u]}", ".c.features: found 1 features"),
         ("u: {type: id, dim: 2}, c: {type: cross, dim: 2, features: [u, u]}", "`u` is named twice"),
         (
@@ -197,7 +200,10 @@ fn contradictions_are_refused() {
             ".w.table: `w` and `h` share the table `h`",
         ),
         ("x: {type: dense, standardise: {mean: 0, std: 0}}", ".x.standardise.std: found `0`, allowed"),
-        ("x: {type: dense, min_max: true, standardise: true}", ".x.min_max: found beside `standardise`"),
+        (
+            "x: {type: dense, min_max: true, standardise: true}",
+            ".x.min_max: found together with `standardise`",
+        ),
         ("u: {type: id}", ".u.dim: missing"),
         ("u: {dim: 3}", ".u.type: missing, allowed: id, bag"),
         ("u: {type: id, dim: 2}, u: {type: id, dim: 2}", ".u: appears twice"),

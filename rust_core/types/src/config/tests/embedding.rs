@@ -97,7 +97,7 @@ fn mistakes_in_raw_features_and_hash_stacks_are_named() {
     for (keys, expected) in [
         (
             "embedding_summation: false, pooling: mean",
-            "pooling: found `mean` beside `embedding_summation: false`, which pools nothing: remove one of the two",
+            "pooling: found `mean` together with `embedding_summation: false`, which pools nothing: remove one of the two",
         ),
         ("embedding_summation: no", "embedding_summation: found `no`, allowed: true, false"),
         (
@@ -155,7 +155,7 @@ fn each_mistake_in_a_slot_is_named() {
         ),
         (
             "dim: 8, sqrt_scaling: true, pooling: mean",
-            "line 2, column 31: slots_config.age.sqrt_scaling: found `true` beside `pooling: mean`; allowed: false, \
+            "line 2, column 31: slots_config.age.sqrt_scaling: found `true` together with `pooling: mean`; allowed: false, \
              or `pooling: sum`"
                 .into(),
         ),
@@ -260,9 +260,12 @@ fn each_mistake_in_a_group_is_named() {
         ),
         (
             "  g: [age, agge]",
-            "line 3, column 12: feature_groups.g: found `agge`, which is no slot of slots_config, did you mean `age`?",
+            "line 3, column 12: feature_groups.g: found `agge`, which is not a slot of slots_config, did you mean `age`?",
         ),
-        ("  g: [xyz]", "line 3, column 7: feature_groups.g: found `xyz`, which is no slot of slots_config"),
+        (
+            "  g: [xyz]",
+            "line 3, column 7: feature_groups.g: found `xyz`, which is not a slot of slots_config",
+        ),
         (
             "  g: []",
             "line 3, column 6: feature_groups.g: found an empty list, allowed: a list of one slot or more",
@@ -301,7 +304,7 @@ fn more_tables_than_prefix_bits_hold_are_refused_with_both_numbers() {
     let file = |slots: usize, bits: &str| {
         format!("{bits}\nslots_config:{}\nfeature_groups: {{g: [s0, s1]}}", many(slots))
     };
-    // One group of two slots: one table fewer than slots.
+    // One group of two slots, so that there is one table fewer than slots.
     EmbeddingConfig::parse(&file(256, ""), "f").unwrap();
     EmbeddingConfig::parse(&file(300, "feature_index_prefix_bit: 9"), "f").unwrap();
     EmbeddingConfig::parse(&file(300, "feature_index_prefix_bit: 0"), "f").unwrap();
@@ -309,7 +312,7 @@ fn more_tables_than_prefix_bits_hold_are_refused_with_both_numbers() {
         parse(&file(301, "feature_index_prefix_bit: 8")),
         [
             "line 1, column 27: feature_index_prefix_bit: found 8, which distinguishes 255 tables, but there are 300 \
-          (1 groups and 299 slots without a group); allowed: 9 or more, or 0 to do without"
+          (1 groups and 299 slots without a group); allowed: 9 or more, or 0 for no prefix"
         ]
     );
     assert_eq!(parse(&file(257, "")).len(), 1);

@@ -4,7 +4,7 @@ use super::said;
 use crate::config::{GlobalConfig, LogSync};
 use crate::schema::Dtype;
 
-/// Every key PersiaML documents, at its default or near it.
+/// Every key that PersiaML documents, at or near its default.
 const REAL: &str = "
 common_config:
   metrics_config:

@@ -1,4 +1,4 @@
-//! The possible content of a configuration file, and the messages about it.
+//! The allowed content of configuration files, and the messages about mistakes.
 
 mod embedding;
 mod global;

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use crate::config::{ConfigErrors, EmbeddingConfig, GlobalConfig, Parsed};
 
-/// Parts of YAML and of our files; random sequences of them get further than random characters.
+/// Parts of YAML and of our files. Random sequences of them reach more code than random characters.
 const WORDS: &[&str] = &[
     "slots_config",
     "feature_groups",
@@ -55,7 +55,7 @@ const WORDS: &[&str] = &[
     "\u{feff}",
 ];
 
-/// Errors have a place in the text, and their text lists them all.
+/// Every error has a position in the text, and the message lists all errors.
 fn check<T>(text: &str, result: Result<Parsed<T>, ConfigErrors>) {
     let Err(errors) = result else { return };
     assert!(!errors.errors.is_empty());

@@ -83,8 +83,8 @@ fn each_mistake_is_named_with_what_is_allowed() {
         ("dtype: f16, rounding: up", "rounding: found `up`, allowed: nearest, stochastic"),
         (
             "rounding: stochastic",
-            "rounding: found `stochastic` for rows of f32, which are not rounded; allowed: nearest, or `dtype: f16` \
-             or `dtype: bf16` beside it",
+            "rounding: found `stochastic` for rows of f32, which are not rounded; allowed: nearest, or set `dtype: f16` \
+             or `dtype: bf16`",
         ),
         ("ttl: 0", "ttl: found `0`, allowed: a whole number from 1 to 4294967295"),
         ("init: zero", "init: found `zero`, allowed: a mapping (`key: value` lines)"),

@@ -87,7 +87,7 @@ fn nesting_meets_a_limit_before_the_stack_does() {
         let said = parse(&text);
         assert!(said.contains(&format!("nested deeper than {MAX_CONFIG_DEPTH} levels")), "{said}");
     }
-    // Each anchor is within the limit, their sum is not.
+    // Each anchor is within the limit, but their sum is not.
     let deep = "[".repeat(20) + "x" + &"]".repeat(20);
     let said = parse(&format!("a: &a {deep}\nb: {}*a{}", "[".repeat(20), "]".repeat(20)));
     assert!(said.contains("nested deeper than"), "{said}");

@@ -118,7 +118,7 @@ fn a_duplicate_or_missing_row_is_refused() {
         let mut buffers = [&mut buffer[..]];
         let mut scatter = Scatter::new(&parts, &[None; 1], &mut buffers).unwrap();
         scatter.take(&piece(first)).unwrap();
-        assert!(scatter.take(&piece(again)).unwrap_err().to_string().contains("came before"));
+        assert!(scatter.take(&piece(again)).unwrap_err().to_string().contains("arrived before"));
     }
     let mut buffers = [&mut buffer[..]];
     let mut scatter = Scatter::new(&parts, &[None; 1], &mut buffers).unwrap();
