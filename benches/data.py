@@ -1,14 +1,14 @@
-"""B10: rows per CPU-second of reading and transforming files, beside pyarrow, torch's DataLoader, and training (B5).
+"""B10: rows per CPU-second of reading and transforming files, compared with pyarrow, torch's DataLoader and B5.
 
 A Criteo-like table (a label, 13 numbers, 26 columns of hexadecimal strings) as Parquet, CSV, and Criteo's TSV. The
-systems read the same file in turns:
+systems read the same file alternately:
 
 * ``scan``: pyarrow.dataset alone, the limit
 * ``persia``: RecordReader, transform, batches of 4,096, ready for training
 * ``batches``: torch's DataLoader over an IterableDataset that makes whole batches with pyarrow and numpy
 * ``rows``: the same, but the DataLoader collates single rows, as with a data set by index
 
-``memory`` reads a file of 20 times the window in which rows are shuffled; each peak is that of a process of its own.
+``memory`` reads a file of 20 times the window in which rows are shuffled; each peak is that of a separate process.
 """
 
 import argparse
@@ -108,7 +108,7 @@ def scan(path: Path) -> int:
 
 
 def persia(path: Path, transform: Transform, *, shuffle: bool = False, window: int = 1 << 18) -> int:
-    """Read, transform and make batches for training."""
+    """Read, transform and build batches for training."""
     rows = 0
     for records in RecordReader(opened(path), BATCH, shuffle=shuffle, window_rows=window):
         rows += to_batch(transform(records)).batch_size
@@ -116,7 +116,7 @@ def persia(path: Path, transform: Transform, *, shuffle: bool = False, window: i
 
 
 class Tensors(IterableDataset[Any]):
-    """What a script without Persia does: whole batches by pyarrow and numpy, or their rows one by one."""
+    """A data set without Persia: whole batches by pyarrow and numpy, or their rows one by one."""
 
     def __init__(self, path: Path, *, single: bool) -> None:
         self.path, self.single = path, single
@@ -149,7 +149,7 @@ def collated(path: Path, *, single: bool) -> int:
 
 
 def rates(systems: dict[str, Read], seconds: float) -> dict[str, list[float]]:
-    """Return rows per CPU-second, of all threads, of each system, measured in turns at least three times."""
+    """Return rows per CPU-second, of all threads, of each system, measured alternately at least three times."""
     found: dict[str, list[float]] = {name: [] for name in systems}
     end = time.perf_counter() + seconds
     for turn in itertools.count():
@@ -228,7 +228,7 @@ def against_training(path: Path, transform: Transform, seconds: float) -> None:
 
 
 def memory(table: pa.Table, folder: Path) -> None:
-    """Compare the peak of a file of 20 windows with that of one of 4 windows."""
+    """Compare the peak for a file of 20 windows with that for a file of 4 windows."""
     window = len(table)
     for file_format in FORMATS:
         peaks = []
@@ -245,7 +245,7 @@ def memory(table: pa.Table, folder: Path) -> None:
 def peak(path: Path, window: int) -> float:
     """Read and shuffle a file, and return by how many MB the peak of this process was above its memory before."""
     transform = declared().fit(criteo_like(1_000, seed=7))
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is now what is used
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is now the current use
     before = resident("VmRSS")
     persia(path, transform, shuffle=True, window=window)
     return (resident("VmHWM") - before) / 1000

@@ -1,4 +1,4 @@
-"""Quality of optimizers and initial ranges: the AUC of one small model on a table of data, one line a setting.
+"""Quality of optimizers and initial ranges: the AUC of a small model on a table of data, one line per setting.
 
 The file is Parquet or CSV with a label of 0 and 1. Columns of ``--ids`` are features with one id a sample, those of
 ``--bags`` are lists of ids. 70 % of the samples train, 15 % are the validation part, 15 % the test part, chosen by a
@@ -6,7 +6,7 @@ hash of the row number or of ``--group``; ``--samples`` bounds those that train.
 
 A setting is ``SYSTEM,OPTIMIZER,LR,ACCUMULATOR,INIT``: ``persia`` is EmbeddingCollection, ``torch`` is sparse
 nn.EmbeddingBag with torch's optimizers; ``adagrad``, ``rowwise`` (Adagrad with one accumulator a row) or ``adam``;
-new weights are uniform in ±INIT, ``dim`` means 1/√dim, ``default`` is what the system takes. ``--grid`` adds a grid.
+new weights are uniform in ±INIT, ``dim`` means 1/√dim, ``default`` means that of the system. ``--grid`` adds a grid.
 """
 
 import argparse
@@ -40,8 +40,8 @@ GRID += [f"persia,adam,{lr / 10:g},0,{init}" for init in INITS for lr in RATES]
 class Data:
     """Samples: their labels, dense inputs in standard units, and ids.
 
-    All features look into one table, in which no two features have an id in common. This equals a table for each, and
-    takes less time. With F features, bag ``n * F + f``, the ids between two offsets, is feature f of sample n.
+    All features use one table, in which no two features have an id in common. This is equivalent to a table for each
+    feature, and faster. With F features, bag ``n * F + f``, the ids between two offsets, is feature f of sample n.
     """
 
     labels: torch.Tensor
@@ -119,7 +119,7 @@ class Model(torch.nn.Module):
 
 
 def open_table(data: Data, setting: str, dim: int) -> tuple[Lookup, list[torch.optim.Optimizer], Callable[[], None]]:
-    """Return the look-up of a setting, the optimizers that the loop steps, and what to call at the end."""
+    """Return the look-up of a setting, the optimizers that the loop steps, and the function to call at the end."""
     system, kind, lr, accumulator, init = setting.split(",")
     rate, bound = float(lr), 0.0 if init == "default" else dim**-0.5 if init == "dim" else float(init)
     if system == "persia":

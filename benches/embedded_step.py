@@ -1,4 +1,4 @@
-"""B3, our side, one JSON line a case: deduplicate, look up, pool; then segment sum and update."""
+"""B3, Persia's part, one JSON line per case: deduplicate, look up, pool; then segment sum and update."""
 
 import argparse
 import os
@@ -77,7 +77,7 @@ def run(dim: int, per_sample: int, zipf: bool, rowwise: bool, seconds: float) ->
 
 
 def main() -> None:
-    """Measure the cases asked for."""
+    """Measure the requested cases."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dims", type=int, nargs="+", default=[16, 64, 128])
     parser.add_argument("--per-sample", type=int, nargs="+", default=[1, 10])

@@ -1,7 +1,7 @@
-"""Figures: the record of one case, and the conditions under which it is not a result. Needs nothing but Python.
+"""Figures: the record of one case, and the conditions under which it is not a result. It needs only Python.
 
-A record has a ``ratio``, higher-is-better, or the reason why it is not a result: ``invalid`` if the measurement cannot
-be true, ``failed`` if nothing was measured.
+A record has a ``ratio``, of which higher is better, or the reason why it is not a result: ``invalid`` if the
+measurement cannot be true, ``failed`` if nothing was measured.
 """
 
 import json
@@ -16,16 +16,16 @@ UNMEASURED = 3
 """Exit code of a run: a case is invalid, or a part failed."""
 
 NUMBERS = ("value", "peer", "ratio", "target", "spread")
-"""What every figure has."""
+"""The keys that every record has."""
 
 
 def ratio(over: float, under: float) -> float:
-    """Return ``over / under``, NaN where that is no number."""
+    """Return ``over / under``, or NaN if it is not a number."""
     return over / under if under else math.nan
 
 
 def spread(values: Sequence[float]) -> float:
-    """Return half the distance of the quartiles over the median, NaN where the median is 0."""
+    """Return half of the interquartile range divided by the median, NaN if the median is 0."""
     low, middle, high = statistics.quantiles(values, n=4)
     return ratio((high - low) / 2, middle)
 
@@ -37,7 +37,7 @@ def number(record: Record, key: str) -> float:
 
 
 def problem(record: Record) -> tuple[str, str] | None:
-    """Return in which way a record is no result, and why; None where it is one."""
+    """Return the way in which a record is not a result, and the reason; None if it is a result."""
     for kind in ("failed", "invalid"):
         if kind in record:
             return kind, str(record[kind])
@@ -45,7 +45,7 @@ def problem(record: Record) -> tuple[str, str] | None:
 
 
 def checked(record: Record) -> Record:
-    """Return the record; one with a figure that cannot be true says so."""
+    """Return the record, marked as invalid if a value in it cannot be correct."""
     if problem(record) is not None:
         return record
     wrong = [key for key in NUMBERS if not math.isfinite(number(record, key))]
@@ -57,7 +57,7 @@ def checked(record: Record) -> Record:
 
 
 def plain(record: Record) -> Record:
-    """Return the record as JSON can hold it: None in place of a number that is not finite."""
+    """Return the record for JSON, with None in place of numbers that are not finite."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
     }

@@ -1,8 +1,8 @@
-"""B4: B3's step through one middleware and one server on this host, beside the embedded step and plain sockets.
+"""B4: B3's step through a middleware and a server on this host, compared with the embedded step and plain sockets.
 
-The CPU time is that of all processes concerned. The limit of a step is the time of the embedded step plus the time of
-moving ids, rows and gradients over the same two hops with plain sockets. Where samples have many ids the middleware
-pools them, and fewer bytes than that travel between it and the trainer.
+The CPU time is that of all processes concerned. The limit of a step is the time of the embedded step plus the time to
+send ids, rows and gradients over the same two hops with plain sockets. If samples have many ids, the middleware pools
+them, and fewer bytes are sent between it and the trainer.
 """
 
 import argparse
@@ -129,7 +129,7 @@ def run(folder: Path, dim: int, per_sample: int, seconds: float, *, tcp: bool, w
 
 
 def scale(folder: Path, servers: int, seconds: float) -> tuple[float, float, float]:
-    """Return what :func:`cost` says of a step of dim 64, L 1, with so many servers."""
+    """Return the result of :func:`cost` for a step of dim 64, L 1, with this many servers."""
     with job(folder, tcp=False, servers=servers) as pids:
         context = RemoteBackend(trains=True)
         with stepper(context, 64, 1, zipf=False, rowwise=False) as step:
@@ -139,7 +139,7 @@ def scale(folder: Path, servers: int, seconds: float) -> tuple[float, float, flo
 
 
 def slots(folder: Path, dim: int) -> None:
-    """Write the slots where contexts find them."""
+    """Write the slots to the place where contexts find them."""
     path = folder / "embedding_config.yml"
     os.environ["PERSIA_EMBEDDING_CONFIG"] = str(path)
     lines = "".join(f"  f{feature}: {{dim: {dim}}}\n" for feature in range(workload.FEATURES))
@@ -169,7 +169,7 @@ def measure_servers(seconds: float) -> None:
 
 
 def main() -> None:
-    """Measure the cases asked for."""
+    """Measure the requested cases."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dims", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--per-sample", type=int, nargs="+", default=[1, 10])

@@ -1,7 +1,7 @@
-"""B8 on a CUDA device: kernels beside a plain copy, embedding steps and training beside the CPU's and FBGEMM's.
+"""B8 on a CUDA device: kernels, embedding steps and training, compared with a plain copy, the CPU and FBGEMM.
 
-Every line on stdout is JSON, and ``runs/bench-gpu.json`` has them all with their machine. FBGEMM is measured where
-``fbgemm_gpu`` can be imported here; its tables are fixed arrays on the device, Persia's grow beside the CPU.
+Every line on stdout is JSON, and ``runs/bench-gpu.json`` has them all with their machine. FBGEMM is measured if
+``fbgemm_gpu`` can be imported; its tables are fixed arrays on the device, Persia's grow in host memory.
 """
 
 import argparse
@@ -40,13 +40,13 @@ from persia_core.forward import device_memory
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 10_000
-"""Over which memory must not grow."""
+"""The number of steps over which memory must not grow."""
 
 Record = dict[str, Any]
 
 
 def refuse() -> str:
-    """Return why nothing can be measured; empty where it can."""
+    """Return the reason why nothing can be measured; empty if there is none."""
     if not torch.cuda.is_available():
         return "no CUDA device here; check with: nvidia-smi"
     if "cuda" not in persia_core.FEATURES:
@@ -55,7 +55,7 @@ def refuse() -> str:
 
 
 def kernels() -> Iterator[Record]:
-    """The kernels alone, and the copy they are compared with."""
+    """Measure the kernels alone, and the copy with which they are compared."""
     command = ["cargo", "run", "--quiet", "--release", "--locked", "--manifest-path", "rust_core/Cargo.toml"]
     command += ["-p", "persia-cuda", "--example", "bench_kernels"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
@@ -137,7 +137,7 @@ def fbgemm(dim: int, per_sample: int) -> Callable[[int], object] | None:
 
 
 def embedding_steps(seconds: float) -> Iterator[Record]:
-    """The whole embedding step on the device, beside the CPU's and FBGEMM's."""
+    """Measure the embedding step on the device, on the CPU, and of FBGEMM."""
     for dim in (32, 64, 128):
         configure(dim)
         for per_sample in (1, 10):
@@ -154,7 +154,7 @@ def embedding_steps(seconds: float) -> Iterator[Record]:
 
 
 def configure(dim: int) -> None:
-    """Write the slots of the workload where the configuration is looked for."""
+    """Write the slots of the workload to the place where the configuration is searched."""
     slots = "".join(f"  f{feature}: {{dim: {dim}}}\n" for feature in range(workload.FEATURES))
     Path(os.environ["PERSIA_EMBEDDING_CONFIG"]).write_text(f"feature_index_prefix_bit: 0\nslots_config:\n{slots}")
 
@@ -202,7 +202,7 @@ def train(dim: int, device: int | None, steps: int, notice: Callable[[int], None
 
 
 def training(quick: bool) -> Iterator[Record]:
-    """Samples per second of training beside the CPU's, then memory over many steps."""
+    """Measure samples per second of training on the device and on the CPU, then memory over many steps."""
     configure(64)
     steps = 60 if quick else 200
     rates = {name: train(64, device, steps, lambda _: None) for name, device in (("cpu", None), ("cuda", 0))}
@@ -243,14 +243,14 @@ def collect(parts: dict[str, Iterator[Record]]) -> list[Record]:
         try:
             for record in part:
                 add(record)
-        except Exception as error:  # whatever it is, the other parts are to be measured
+        except Exception as error:  # after any error the other parts are measured
             traceback.print_exc()
             add({"id": "B8", "case": name, "failed": f"{type(error).__name__}: {error}"})
     return records
 
 
 def main() -> int:
-    """Measure all, or say why nothing can be."""
+    """Measure all parts, or report why nothing can be measured."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

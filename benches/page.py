@@ -1,7 +1,7 @@
 """Write the tables and plots of docs/performance.md from records of a whole run.
 
 A table is between ``<!-- table ID -->`` and ``<!-- end -->``, with the machine of its figures. The rest of the page is
-written by hand. A table of which a part failed, or all cases are invalid, stays as it was.
+written by hand. A table with a failed part, or without a valid case, is not changed.
 """
 
 import re
@@ -16,10 +16,10 @@ TABLE = re.compile(r"<!-- table (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def write(records: list[Record], machine: str) -> list[str]:
-    """Replace the tables of docs/performance.md that these records are of, and the plots beside it.
+    """Replace the tables of docs/performance.md that these records belong to, and the plots.
 
     Returns:
-        The tables that stay as they were although there are records of them.
+        The tables that are not changed although there are records of them.
     """
     path = DOCS / "performance.md"
     text = path.read_text(encoding="utf-8")
@@ -49,12 +49,12 @@ def results(records: Iterable[Record]) -> list[Record]:
 
 
 def is_whole(records: list[Record]) -> bool:
-    """Whether a table can be made of the records of one id."""
+    """Whether the records of one id suffice for a table."""
     return bool(results(records)) and not any("failed" in record for record in records)
 
 
 def markdown(records: list[Record]) -> str:
-    """Return one table; a spread is half the quartiles' distance over the median. An invalid case has no numbers."""
+    """Return one table; a spread is half of the interquartile range over the median. An invalid case has no numbers."""
     lines = ["| case | value | unit | reference | ratio | target | spread |", "|---|---|---|---|---|---|---|"]
     for record in records:
         if problem(record) is not None:
@@ -74,7 +74,7 @@ def show(value: object) -> str:
 
 
 def draw_step(records: list[Record]) -> None:
-    """Draw B3: how often FBGEMM's rate, for each case, with the target as a mark."""
+    """Draw B3: the ratio to FBGEMM's rate for each case, with the target as a mark."""
     fbgemm = [record for record in records if str(record["case"]).endswith("against fbgemm")]
     if not fbgemm:
         return

@@ -1,4 +1,4 @@
-"""B3, the peers' side, in an environment of its own: FBGEMM on the CPU and torch's EmbeddingBag, same workload.
+"""B3, the peers' part, in a separate environment: FBGEMM on the CPU and torch's EmbeddingBag, same workload.
 
 FBGEMM's tables are fixed arrays: no hashing, no admission, no eviction. Its Adagrad and row-wise Adagrad are fused.
 """
@@ -58,7 +58,7 @@ def embedding_bag(dim: int, per_sample: int, zipf: bool) -> Callable[[int], obje
 
 
 def main() -> None:
-    """Measure the cases asked for."""
+    """Measure the requested cases."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dims", type=int, nargs="+", default=[16, 64, 128])
     parser.add_argument("--per-sample", type=int, nargs="+", default=[1, 10])

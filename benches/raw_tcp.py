@@ -1,4 +1,4 @@
-"""B4's limit: plain sockets that move as many bytes over the same two hops, client - relay - server, and back."""
+"""B4's limit: plain sockets that send as many bytes over the same two hops, client - relay - server, and back."""
 
 import multiprocessing
 import socket
@@ -34,7 +34,7 @@ def _accept(pipe: Connection) -> socket.socket:
 
 
 def _serve(pipe: Connection, up: int, down: int) -> None:
-    """Take ``up`` bytes, give ``down`` bytes, until the client leaves; then say the CPU seconds that took."""
+    """Receive ``up`` bytes and send ``down`` bytes until the client disconnects; then report the CPU seconds."""
     with _accept(pipe) as client:
         taken, given = memoryview(bytearray(PIECE)), memoryview(bytes(PIECE))
         start = time.process_time()
@@ -44,7 +44,7 @@ def _serve(pipe: Connection, up: int, down: int) -> None:
 
 
 def _relay(pipe: Connection, port: int, up: int, down: int) -> None:
-    """Pass ``up`` bytes on and ``down`` bytes back, piece by piece."""
+    """Forward ``up`` bytes and return ``down`` bytes, piece by piece."""
     with _accept(pipe) as client, socket.create_connection(("127.0.0.1", port)) as server:
         server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         buffer = memoryview(bytearray(PIECE))
@@ -59,7 +59,7 @@ def _relay(pipe: Connection, port: int, up: int, down: int) -> None:
 
 
 def _move(total: int, piece: Callable[[int], bool]) -> bool:
-    """Call ``piece(size)`` for ``total`` bytes; False as soon as it says so."""
+    """Call ``piece(size)`` for ``total`` bytes; return False as soon as it does."""
     left = total
     while left > 0:
         if not piece(min(left, PIECE)):

@@ -1,6 +1,6 @@
-"""Run the benchmarks beside their peers, print the ratios, and write ``runs/bench.json``.
+"""Run the benchmarks and their peers, print the ratios, and write ``runs/bench.json``.
 
-Every ratio is higher-is-better and comes from one run on one machine. docs/performance.md describes each id.
+A higher ratio is better. All ratios come from one run on one machine. docs/performance.md describes each id.
 """
 
 import argparse
@@ -39,7 +39,7 @@ PARTS = {
     "startup": ("B9",),
     "data": ("B10",),
 }
-"""What each part measures."""
+"""The ids that each part measures."""
 
 
 def lines(command: list[str], *ids: str) -> Iterator[Record]:
@@ -79,7 +79,7 @@ def ended(code: int) -> str:
 
 
 def failed(name: str, case: str, reason: str) -> Record:
-    """Return the record of what could not be measured."""
+    """Return the record of a case that could not be measured."""
     return {"id": name, "case": case, "failed": reason}
 
 
@@ -100,7 +100,7 @@ def store(quick: bool) -> Iterator[Record]:
 
 
 def embedded_step(quick: bool) -> Iterator[Record]:
-    """B3: the embedded step beside FBGEMM and ``nn.EmbeddingBag``."""
+    """B3: the embedded step, compared with FBGEMM and ``nn.EmbeddingBag``."""
     if not PEERS.exists():
         yield failed("B3", "the peers", "they are not installed: make bench does it, or `make .venv-peers/.installed`")
         return
@@ -115,7 +115,7 @@ def embedded_step(quick: bool) -> Iterator[Record]:
 
 
 def loopback_step(quick: bool) -> Iterator[Record]:
-    """B4: the step through a middleware and a server, beside the embedded one and plain sockets."""
+    """B4: the step through a middleware and a server, compared with the embedded one and plain sockets."""
     script = [sys.executable, str(BENCHES / "loopback_step.py"), "--seconds", "1" if quick else "3"]
     for dim, per_sample, wire in itertools.product(("16", "64"), ("1", "10"), ("f32", "f16")):
         yield from lines([*script, "--dims", dim, "--per-sample", per_sample, "--wire", wire], "B4")
@@ -148,7 +148,7 @@ def data(quick: bool) -> Iterator[Record]:
 
 
 def compare(measured: list[Record], dim: int, per_sample: int) -> Iterator[Record]:
-    """Turn the rates of one case into ratios; one that was not measured gives none."""
+    """Convert the rates of one case to ratios; there is none for a rate that was not measured."""
     rates = {(m["system"], m["optimizer"]): m for m in measured}
     for optimizer, peer in itertools.product(("adagrad", "rowwise"), ("fbgemm", "embedding_bag")):
         own, other = rates.get(("persia", optimizer)), rates.get((peer, optimizer))
@@ -178,12 +178,12 @@ def machine() -> str:
 
 
 def collect(name: str, part: Iterable[Record]) -> list[Record]:
-    """Return the records of a part; where it fails, those before and one for each of its ids that says so."""
+    """Return the records of a part; if it fails, those so far and a failed record for each of its ids."""
     begun, records = time.monotonic(), list[Record]()
     try:
         for record in part:
             records.append(figures.checked(record))
-    except Exception as error:  # whatever it is, the other parts are to be measured
+    except Exception as error:  # after any error the other parts are measured
         traceback.print_exc()
         records += (failed(each, f"--only {name}", f"{type(error).__name__}: {error}") for each in PARTS[name])
     sys.stderr.write(f"{name}: {time.monotonic() - begun:.0f} s\n")
@@ -191,7 +191,7 @@ def collect(name: str, part: Iterable[Record]) -> list[Record]:
 
 
 def show(records: list[Record]) -> None:
-    """Print one line a record."""
+    """Print one line per record."""
     print(f"machine: {machine()}")
     for r in records:
         if problem := figures.problem(r):
@@ -230,7 +230,7 @@ def parse() -> argparse.Namespace:
 
 
 def parts(arguments: argparse.Namespace) -> dict[str, Iterable[Record]]:
-    """Return what measures each part, by name; nothing runs before it is iterated."""
+    """Return the measurement of each part, by name; nothing runs before it is iterated."""
     every: dict[str, Iterable[Record]] = {
         "store": store(arguments.quick),
         "step": embedded_step(arguments.quick),
@@ -258,7 +258,7 @@ def main() -> int:
             print(f"docs/performance.md: table {name} is that of an earlier run, because a part of it failed")
     lost = sum(figures.problem(record) is not None for record in records)
     if lost:
-        print(f"{lost} of {len(records)} records are no results (exit code {UNMEASURED})")
+        print(f"{lost} of {len(records)} records are not results (exit code {UNMEASURED})")
     return UNMEASURED if lost else 0
 
 

@@ -59,7 +59,7 @@ def local() -> float:
 
 
 def containers() -> float:
-    """Return the seconds ``docker compose up`` takes to the first step, in a project of its own."""
+    """Return the seconds ``docker compose up`` takes to the first step, in a separate project."""
     compose = ["docker", "compose", "--project-name", "persia-bench"]
     try:
         return first_step([*compose, "up"])
@@ -79,7 +79,7 @@ CASES: dict[str, tuple[str, Callable[[], float], str, float]] = {
     "help": ("persia --help", command_help, "ms", 300.0),
     "containers": ("docker compose up to the first step", containers, "s", 10.0),
 }
-"""By name on the command line: case, what measures it, unit and limit."""
+"""By name on the command line: case, measurement, unit and limit."""
 
 
 def main() -> None:

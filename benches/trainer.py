@@ -1,8 +1,8 @@
-"""B5 through ``persia train``: samples per second of a Trainer that reads a file, beside a loop over batches in memory.
+"""B5 through ``persia train``: samples per second of a Trainer that reads a file, and of a loop over batches in memory.
 
 Both train the same DLRM (26 slots of dim 16, 13 dense inputs, batch 4,096) on the same rows. The ``trainer`` reads a
-Parquet file, transforms and shuffles it, and reports. The ``loop`` is a script's: TrainCtx and DataLoader over batches
-that were transformed before. Each reading has a process of its own, in turns.
+Parquet file, transforms and shuffles it, and reports. The ``loop`` is that of a script: TrainCtx and a DataLoader over
+batches that were transformed before. Each reading is made in a separate process; the two systems take turns.
 """
 
 import argparse
@@ -63,14 +63,14 @@ def config(folder: Path) -> Path:
 
 
 class Cycle(IterableDataset):
-    """Batches in memory, for ever."""
+    """Batches in memory, repeated without end."""
 
     def __init__(self, batches: list[PersiaBatch]) -> None:
         super().__init__()
         self.batches = batches
 
     def __iter__(self) -> Iterator[PersiaBatch]:
-        """Yield them."""
+        """Yield the batches."""
         yield from itertools.cycle(self.batches)
 
 
@@ -125,7 +125,7 @@ def reading(system: str, folder: Path, seconds: float) -> float:
 
 
 def measured(system: str, folder: Path, seconds: float) -> float:
-    """Return the reading of a process of its own."""
+    """Return the reading of a separate process."""
     command = [sys.executable, __file__, "--system", system, "--folder", str(folder), "--seconds", str(seconds)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=folder)
     return float(json.loads(done.stdout.splitlines()[-1]))

@@ -1,9 +1,9 @@
-"""B5: samples per second of a whole DLRM training loop, one JSON line a case.
+"""B5: samples per second of a whole DLRM training loop, one JSON line per case.
 
 The same model and batches in four systems: ``persia`` (rows in this process), ``stack`` (rows behind one middleware and
 one server on this host), ``plain`` (``torch.nn.EmbeddingBag(sparse=True)``, ids numbered beforehand) and ``dense``
 (every embedding a constant, the upper bound of any embedding system). Adagrad for rows, Adam for the model. Each system
-is measured with one torch thread and with as many as there are cores; its better figure counts.
+is measured with one torch thread and with as many as there are cores; its better result counts.
 """
 
 import argparse
@@ -71,7 +71,7 @@ class Case:
 
 
 def census_case() -> Case:
-    """Return the example's: 45 slots of few ids each, batch 1,024."""
+    """Return the case of the example: 45 slots of few ids each, batch 1,024."""
     samples, _ = census.training_data(census.DATA)
     rows = np.random.default_rng(0).permutation(len(samples))[: BATCHES * census.BATCH_SIZE]
     numbered = [np.unique(column, return_inverse=True)[1] for column in samples.ids[:, rows]]
@@ -87,7 +87,7 @@ def census_case() -> Case:
 
 
 def criteo_case(dim: int) -> Case:
-    """Return one of Criteo's shape: 13 dense inputs, 26 slots, 10⁶ ids in all (Zipf, exponent 1.05), batch 4,096."""
+    """Return a case of Criteo's shape: 13 dense inputs, 26 slots, 10⁶ ids in all (Zipf, exponent 1.05), batch 4,096."""
     rng, batch, slots, ids = np.random.default_rng(0), 4_096, 26, 1_000_000 // 26
     weights = np.arange(1, ids + 1) ** -1.05
     cumulative = np.cumsum(weights) / weights.sum()
@@ -103,14 +103,14 @@ def criteo_case(dim: int) -> Case:
 
 
 class Cycle(IterableDataset):
-    """The case's batches, for ever."""
+    """The batches of the case, repeated without end."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.case = case
 
     def __iter__(self) -> Iterator[PersiaBatch]:
-        """Yield them; ids of different slots are different, as the example's are."""
+        """Yield the batches; ids of different slots differ, as in the example."""
         case = self.case
         for number in itertools.count():
             at = number % BATCHES
@@ -160,7 +160,7 @@ def torch_steps(case: Case, *, sparse: bool) -> Iterator[None]:
 
 
 def rate(steps: Iterator[None], samples: int, seconds: float) -> tuple[float, float]:
-    """Return samples per wall second, median of readings, and half their quartiles' distance over it."""
+    """Return samples per wall second, as the median of readings, and half of their interquartile range over it."""
     for _ in range(2 * STEPS_A_READING):
         next(steps)
     rates: list[float] = []
@@ -174,7 +174,7 @@ def rate(steps: Iterator[None], samples: int, seconds: float) -> tuple[float, fl
 
 
 def config(folder: Path, case: Case) -> None:
-    """Write the slots where the contexts find them."""
+    """Write the slots to the place where the contexts find them."""
     path = folder / "embedding_config.yml"
     slots = "".join(f"  s{slot}: {{dim: {case.dim}}}\n" for slot in range(case.slots))
     path.write_text(f"feature_index_prefix_bit: 0\nslots_config:\n{slots}", encoding="utf-8")
@@ -182,7 +182,7 @@ def config(folder: Path, case: Case) -> None:
 
 
 def run(case: Case, seconds: float, threads: int) -> None:
-    """Measure one case in all systems, in turns so that all meet the same machine."""
+    """Measure one case in all systems, alternately, so that all run under the same conditions."""
     samples = case.labels.shape[1]
     rates: dict[str, list[tuple[float, float]]] = {}
     systems: dict[str, Callable[[], Iterator[None]]] = {
@@ -191,7 +191,7 @@ def run(case: Case, seconds: float, threads: int) -> None:
         "persia": lambda: persia_steps(case),
         "stack": lambda: persia_steps(case),
     }
-    # The engine's threads share the cores with torch's: how many are best differs, so each system gets both.
+    # The engine's threads share the cores with torch's. The best number differs, so each system is measured with both.
     for torch_threads in (1, threads):
         for system, steps in systems.items():
             with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Shared by all tests: a small configuration, small batches, and a record of the checklist rows that passed."""
+"""Shared fixtures: a small configuration, small batches, and a record of the checklist rows that passed."""
 
 import importlib.util
 import json
@@ -29,18 +29,18 @@ from persia.embedding.data import (
 )
 from persia.logger import get_default_logger
 
-torch.set_num_threads(1)  # the models here are too small to share
-# A shell lets its jobs in the background ignore it; the processes that tests start must not.
+torch.set_num_threads(1)  # the models of tests are too small to divide among threads
+# A shell makes its background jobs ignore it; the processes that tests start must not.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[1]
 IN_IMAGE = not (ROOT / "Makefile").exists()
-"""Whether the tests lie in an image, which has no sources of the engine."""
+"""Whether the tests are in an image, which has no sources of the engine."""
 CHOSEN = "live or stack"
 """The tests that `pytest` runs in an image by default."""
 REQUIREMENTS = ("flask", "flask_cors", "moto", "mypy", "xdist")
-"""What `--all` needs beyond the runtime image."""
+"""Packages that `--all` needs in addition to the runtime image."""
 
 pytest_plugins = ["selection"]
 
@@ -69,7 +69,7 @@ def configure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Configure:
 
 @pytest.fixture(autouse=True)
 def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start every test outside of any job, also inside a container of one."""
+    """Run every test outside of any job, even in a container of a job."""
     places = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "REPLICA_INDEX", "REPLICA_SIZE", "GPU_NUM"}
     for name in [*os.environ]:
         if name.startswith("PERSIA_") or name in {*places, "REPRODUCIBLE", "EMBEDDING_STALENESS"}:
@@ -180,14 +180,14 @@ class OneOfEach(IterableDataset):
 
 
 def insert_rows(ctx: TrainCtx, slots: Sequence[str], ids: Sequence[int]) -> None:
-    """Insert rows as they start: one step whose push has gradients of 0 and a learning rate of 0."""
+    """Insert rows with their initial values, by a step whose push has gradients of 0 and a learning rate of 0."""
     for batch in DataLoader(OneOfEach(slots, ids), reproducible=True):
         batch.push([torch.zeros_like(from_dlpack(rows)) for rows in batch.embeddings()], 0.0)
     ctx.engine.drain()
 
 
 class TinyModel(torch.nn.Module):
-    """A dense layer over dense inputs and all embeddings; gives logits."""
+    """A dense layer over dense inputs and all embeddings, which returns logits."""
 
     def __init__(self, dense: int = 3, embeddings: int = 8) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
-    """Refuse ``--all`` where its requirements are missing."""
+    """Refuse ``--all`` if its requirements are missing."""
     absent = [name for name in REQUIREMENTS if importlib.util.find_spec(name) is None]
     if not (IN_IMAGE and config.option.all and absent):
         return None
@@ -241,7 +241,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts processes; let each report carry the checklist rows that its test claims."""
+    """Mark tests that start processes; add to each report the checklist rows that its test claims."""
     for item in items:
         if {"integration", "chaos"} & {*item.path.parts}:
             item.add_marker("integration")
@@ -255,7 +255,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say how many tests ran, and why the others did not."""
+    """Print how many tests ran, and why the others did not."""
     reports = terminalreporter.stats
     ran = len(reports.get("passed", ())) + len(reports.get("failed", ()))
     skipped = reports.get("skipped", ())
@@ -271,7 +271,7 @@ _rows: dict[str, set[str]] = {}
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Note the outcome of every test that claims checklist rows."""
+    """Record the outcome of every test that claims checklist rows."""
     if report.failed:
         outcome = "failed"
     elif report.skipped:
@@ -286,7 +286,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
-    """Note the checklist rows of tests that only the long run includes."""
+    """Record the checklist rows of tests that only the long run includes."""
     for item in items:
         if item.get_closest_marker("nightly"):
             for row in (row for marker in item.iter_markers("row") for row in marker.args):
@@ -301,8 +301,8 @@ def why_skipped(report: pytest.TestReport) -> str:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Write ``runs/checklist.json``: a row passed if every test that claims it did.
 
-    Rows that only another session ran stay: the tests in containers run by themselves. Where tests run in several
-    processes (``pytest -n 2``), this one hears of all.
+    Rows that only another session ran are kept, because the tests in containers run separately. If tests run in several
+    processes (``pytest -n 2``), this one gets all reports.
     """
     config: Any = session.config
     if hasattr(config, "workerinput"):
@@ -313,7 +313,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Take over what only a worker knows: the rows of tests that were deselected there."""
+    """Get the information that only a worker has: the rows of tests that were deselected there."""
     for row, outcomes in getattr(node, "workeroutput", {}).get("rows", {}).items():
         _rows.setdefault(row, set()).update(outcomes)
 

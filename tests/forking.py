@@ -2,7 +2,7 @@
 
 ``with forked_children():`` lets ``persia.launch.process.Process`` start them so. Other processes start as usual: other
 programs, and those whose environment differs in variables that are read before a script runs. ``PERSIA_TEST_FORK=0``
-starts all of them as ever.
+starts all of them in the usual way.
 """
 
 import atexit
@@ -31,13 +31,13 @@ WANTED = os.environ.get("PERSIA_TEST_FORK", "") != "0"
 """Whether processes are forked at all."""
 PADDING_BYTES = 100_000
 _ENVIRON = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-"""The server's environment: what tests change later is not in it, so that most of their processes can be forks."""
+"""The server's environment, without later changes of tests, so that most of their processes can be forks."""
 _DATA_SPARES = 2
-"""Runs of its script that a data-compose starts from a fork: the first, and one for trainers that come back."""
+"""The number of runs of its script that a data-compose starts from a fork: the first, and one after a restart."""
 
 
 class Forked:
-    """A child of the fork server: what ``Process`` needs of a Popen."""
+    """A child of the fork server, with the part of the Popen interface that ``Process`` needs."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -56,7 +56,7 @@ class Forked:
         return self.code
 
     def end(self, code: int) -> None:
-        """Note how it ended."""
+        """Record how it ended."""
         self.code = code
         self.ended.set()
 

@@ -29,9 +29,10 @@ from typing import Any, BinaryIO
 from forkwork import Work, become, read_at_start, receive, run, send, streams, tied_command, with_popen
 
 PRELOADED = ("numpy", "torch", "torch._dynamo", "pytest", "typer", "psutil", "yaml", "pynats")
-"""What most ranks import. Constructing the first optimizer imports ``torch._dynamo``, which takes as long as torch."""
+"""Modules that most ranks import. Constructing the first optimizer imports ``torch._dynamo``, which takes as long as
+torch."""
 OURS = {"persia", "persia_core", "conftest", "stack"}
-"""What each process has to import itself: it reads the environment, sets up logging, or starts threads."""
+"""Modules that each process has to import itself: they read the environment, set up logging, or start threads."""
 PADDING = "PERSIA_TEST_FORK_PADDING"
 """A variable that reserves memory for the command line and environment that ``/proc`` shows of a fork."""
 _PR_SET_PDEATHSIG = 1
@@ -44,7 +45,7 @@ def fork() -> int:
     """Fork. The child is killed when this thread dies, and leads a session before this returns here.
 
     Raises:
-        RuntimeError: This process has several threads; what they hold would be held in the child for ever.
+        RuntimeError: This process has several threads; locks that they hold would be held in the child forever.
     """
     if len(tasks := os.listdir("/proc/self/task")) > 1:  # noqa: PTH208
         raise RuntimeError(f"{len(tasks)} threads before a fork: one of {', '.join(PRELOADED)} has started some")
@@ -86,7 +87,7 @@ class Server:
             if self._control not in ready:
                 continue
             if (work := receive(self._control)) is None:
-                os._exit(0)  # its children are killed by the kernel
+                os._exit(0)  # the kernel kills its children
             if (pid := fork()) == 0:
                 self._leave()
                 return work
@@ -107,7 +108,7 @@ class Server:
     def _tell(self, reply: dict[str, int]) -> None:
         try:
             self._control.send(json.dumps(reply).encode())
-        except OSError:  # the client is ending, too
+        except OSError:  # the client is ending too
             os._exit(0)
 
     def _leave(self) -> None:
@@ -122,7 +123,7 @@ class Server:
 
 
 class Spare:
-    """A child that waits to become a process that this one starts; then what ``persia.launch`` needs of a Popen."""
+    """A child that waits to become a process that this one starts, with the interface that ``persia.launch`` needs."""
 
     def __init__(self, pid: int, control: socket.socket) -> None:
         self.pid = pid
@@ -194,10 +195,10 @@ def use_spares(spares: list[Spare]) -> None:
 
 
 def preload() -> None:
-    """Import what forks share, and leave one thread.
+    """Import the modules that forks share, and leave one thread.
 
-    Forks do not look for garbage in it, which would copy most of its memory at their end. What they make themselves
-    they also destroy. Triton, which torch does without, would take that for a leak and complain.
+    Forks do not collect garbage in these modules, which would copy most of the memory. Objects that forks create
+    themselves are destroyed. Triton, which torch does without, would take that for a leak and complain.
     """
     sys.modules["triton"] = None  # type: ignore[assignment]
     with warnings.catch_warnings():

@@ -34,7 +34,7 @@ class Work:
         cwd: The working directory.
         spares: Processes to fork for the ones it starts itself.
         number: The request's.
-        fds: What becomes its standard input, output and error.
+        fds: The descriptors for its standard input, output and error.
     """
 
     argv: list[str]
@@ -67,7 +67,7 @@ def receive(control: socket.socket) -> Work | None:
 
 
 def streams(stdin: int | None, stdout: int | None, stderr: int | None) -> tuple[list[int], list[int], BinaryIO | None]:
-    """Return the descriptors for a child, those of them to close here, and the other end of a pipe.
+    """Return the descriptors for a child, those of them that must be closed here, and the other end of a pipe.
 
     The arguments are those of ``subprocess.Popen`` that ``persia.launch.process`` uses.
     """
@@ -87,7 +87,7 @@ def streams(stdin: int | None, stdout: int | None, stderr: int | None) -> tuple[
 
 
 def tied_command(words: Sequence[str]) -> list[str] | None:
-    """Return what ``persia/launch/die_with_parent.py`` would have Python run, or None where that is another program."""
+    """Return the Python arguments of a ``persia/launch/die_with_parent.py`` command; None for another program."""
     tied = len(words) > _STREAMS and list(words[1:3]) == ["-I", "-S"] and Path(words[3]).name == "die_with_parent.py"
     if not tied or words[5] != sys.executable or (words[6].startswith("-") and words[6] not in {"-m", "-c"}):
         return None
@@ -105,7 +105,7 @@ def with_popen(popen: Any) -> types.ModuleType:
 
 
 def become(work: Work, site: Sequence[str]) -> None:
-    """Make this process what its work says, as far as a new interpreter has it before it runs anything.
+    """Turn this process into the requested one, in the state of a new interpreter before it runs anything.
 
     Args:
         work: Its descriptors are taken over.
@@ -127,7 +127,7 @@ def become(work: Work, site: Sequence[str]) -> None:
     sys.path_importer_cache.clear()
     importlib.invalidate_caches()
     sys.orig_argv[:] = [sys.executable, *work.argv]
-    sys.modules["numpy"].random.seed()  # each process has its own; random and torch do so by themselves
+    sys.modules["numpy"].random.seed()  # each process has its own state; random and torch reseed themselves
 
 
 def _open_stream(name: str, fd: int, *, unbuffered: bool) -> None:
@@ -152,11 +152,11 @@ def _open_stream(name: str, fd: int, *, unbuffered: bool) -> None:
 def _show(argv: Sequence[str], env: Mapping[str, str]) -> None:
     """Let ``/proc`` show this command line and environment: write them where the kernel put the server's.
 
-    Nothing else points there any more: ``os.environ`` has copies of its own since it was cleared.
+    Nothing else points there any more: ``os.environ`` has its own copies since it was cleared.
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     bounds = [int(field) for field in fields[45:49]]
-    if not all(bounds):  # another kernel than Linux's does not say
+    if not all(bounds):  # kernels other than Linux do not report it
         return
     variables = [f"{name}={value}" for name, value in env.items()]
     for start, end, words in ((bounds[0], bounds[1], argv), (bounds[2], bounds[3], variables)):
@@ -170,7 +170,7 @@ def _show(argv: Sequence[str], env: Mapping[str, str]) -> None:
 def run(argv: Sequence[str]) -> None:
     """Run a module, a command or a file as ``__main__``."""
     main = types.ModuleType("__main__")
-    if "__annotations__" in sys.modules["__main__"].__dict__:  # the server is a script, too, so use this Python's value
+    if "__annotations__" in sys.modules["__main__"].__dict__:  # the server is a script too, so use this Python's value
         main.__annotations__ = {}
     sys.modules["__main__"] = main
     if argv[0] == "-m":

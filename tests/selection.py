@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make N tests of each one."""
+    """Run each test N times."""
     if (count := metafunc.config.getoption("repeat")) > 1:
         metafunc.fixturenames.append("repetition")
         metafunc.parametrize("repetition", range(1, count + 1))
@@ -53,7 +53,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what belongs to another shard or has passed before."""
+    """Deselect tests that belong to another shard or have passed before."""
     part: Shard | None = config.getoption("shard")
     path: Path | None = config.getoption("resume_from")
     passed = set(path.read_text().splitlines()) if path is not None and path.exists() else set()
@@ -75,7 +75,7 @@ class Progress:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """Let a run that had nothing left to do pass."""
+        """Let a run without remaining tests pass."""
         if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and self.path is not None and self.path.exists():
             session.exitstatus = pytest.ExitCode.OK
 

@@ -29,18 +29,18 @@ from persia.runtime.tokens import role_token, secret
 from persia.utils import find_free_port, resolve_binary_execute_path
 
 START = 30.0
-"""Seconds a part has to be ready."""
+"""Seconds in which a part must be ready."""
 END = 30.0
-"""Seconds a part has to end after SIGTERM."""
+"""Seconds in which a part must end after SIGTERM."""
 LIVE_START = 60.0
-"""Seconds that the stack around the tests has to be ready: its containers may have just been started."""
+"""Seconds in which the stack around the tests must be ready; its containers may have just been started."""
 
 TESTS = str(Path(__file__).parent)
 SLOTS = "a: {dim: 4}\nb: {dim: 4}"
 
 
 def missing(*, nats_only: bool = False) -> str | None:
-    """Return why no stack can run here, or None."""
+    """Return the reason why no stack can run here, or None."""
     if shutil.which("nats-server") is None and not Path("/usr/sbin/nats-server").exists():
         return "no nats-server here"
     for binary in () if nats_only else BINARIES.values():
@@ -100,7 +100,7 @@ def start(command: Command, cwd: Path | None = None) -> Part:
 
 
 class Stack:
-    """NATS, servers and middlewares of one job, each started, ended and killed alone or together."""
+    """NATS, servers and middlewares of one job, which can be started, ended and killed alone or together."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class Stack:
         self.nats_url = self.job.nats_url(part.process)
 
     def choose_nats(self) -> None:
-        """Decide where NATS will listen without starting it."""
+        """Choose the port of NATS without starting it."""
         self.nats_url = f"nats://127.0.0.1:{find_free_port()}"
 
     def start_part(self, kind: Kind, index: int = 0, *, env: Mapping[str, str] | None = None) -> Part:
@@ -226,7 +226,7 @@ class Stack:
         return NATSClient(url, socket_timeout=timeout)
 
     def healthy(self, kind: Kind, index: int = 0) -> bool:
-        """Whether a part says that it is ready to serve."""
+        """Whether a part reports that it is ready to serve."""
         words = [resolve_binary_execute_path(BINARIES[kind]), "--health", "--listen", self.job.address(kind, index)]
         env = self.job.client_env(self.nats_url) | {"REPLICA_INDEX": str(index), "REPLICA_SIZE": str(index + 1)}
         done = subprocess.run(words, env=env, check=False, capture_output=True, timeout=START)
@@ -259,7 +259,7 @@ class Stack:
         return self.parts[name].wait(END)
 
     def close(self) -> None:
-        """End everything that still runs, in the reverse order of its start."""
+        """End all processes that still run, in the reverse order of their start."""
         for part in reversed(self.parts.values()):
             if part.process.running:
                 part.process.signal(signal.SIGKILL)
@@ -267,12 +267,12 @@ class Stack:
         shutil.rmtree(self.private, ignore_errors=True)
 
     def logs(self) -> str:
-        """Return what every part wrote, for the report of a failed test."""
+        """Return the output of every part, for the report of a failed test."""
         return "\n".join(f"--- {name}\n{part.output}" for name, part in self.parts.items())
 
 
 class LiveStack:
-    """The stack this process was started in: the environment says where it is."""
+    """The stack in which this process was started, as described by the environment."""
 
     nats_url = os.environ.get("PERSIA_NATS_URL", "")
     settings: Mapping[str, str] = {name: value for name, value in os.environ.items() if name.startswith("PERSIA_")}
@@ -301,7 +301,7 @@ class LiveStack:
             wait_until("the stack around the tests", ready, LIVE_START, evidence=lambda: "\n".join(problems))
 
     def busy(self) -> str | None:
-        """Return why a test may not use the stack now, or None."""
+        """Return the reason why a test may not use the stack now, or None."""
         from persia.discovery import nats
 
         with pytest.MonkeyPatch.context() as monkeypatch:

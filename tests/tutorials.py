@@ -3,9 +3,9 @@
 * A block whose first line is a comment with a file name, such as ``# train.py``, is that file.
 * Another ``python`` block is a script, an ``sh`` block a script of bash. It must end with 0.
 * A block without a language is the standard output of the script before it. ``…`` stands for any characters of a line,
-  a line of ``…`` alone for any lines. So ``AUC 0.81…`` allows 0.81 to 0.82.
+  a line of ``…`` alone for any lines. For example, ``AUC 0.81…`` allows 0.81 to 0.82.
 
-What cannot be run is an error: another language, an output without a script, a file that no script names.
+A block that cannot be run is an error: another language, an output without a script, a file that no script names.
 """
 
 import os
@@ -25,7 +25,7 @@ TIMEOUT_S = 200
 
 
 class PageError(AssertionError):
-    """A page does not do what it says."""
+    """A page does not do what it describes."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def run(block: Block, folder: Path, environment: Mapping[str, str]) -> str:
 
 
 def matches(shown: str, printed: str) -> bool:
-    """Whether an output is the documented one; spaces at the ends of lines do not count."""
+    """Whether an output is the documented one, without trailing spaces."""
     lines = [line.rstrip() for line in shown.strip("\n").splitlines()]
     pattern = "".join(
         r"(?:.*\n)*?" if line.strip() == "…" else re.escape(line).replace("…", ".*?") + r"\n" for line in lines

@@ -1,4 +1,4 @@
-"""Waiting for what can be observed."""
+"""Waiting for observable conditions."""
 
 import time
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def wait_until(
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process has not ended; a zombie has."""
+    """Whether a process has not ended; a zombie counts as ended."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -2,8 +2,7 @@
 
 examples -> persia -> persia_core -> cuda -> engine; persia_core -> features, engine, store, wire -> types -> kernels;
 server -> store, wire.
-Inside the package ``persia``, each layer imports only those below it, without circles.
-Nothing points back.
+Inside the package ``persia``, each layer imports only those below it, without cycles. No dependency points back.
 """
 
 import ast
@@ -46,7 +45,7 @@ FORBIDDEN_CRATES: dict[str, set[str]] = {
     "persia-cuda": {"tokio", "tonic", "pyo3"},
     "persia-embedding-sharded-server": {"pyo3"},
 }
-"""The network and Python stay out of what must work without them."""
+"""Crates that must work without the network and Python may not depend on them."""
 
 FORBIDDEN_STD: dict[str, tuple[str, ...]] = {
     "kernels": ("std::fs", "std::net", "std::thread"),
@@ -55,17 +54,17 @@ FORBIDDEN_STD: dict[str, tuple[str, ...]] = {
     "engine": ("std::fs", "std::net"),
     "store": ("std::net",),
 }
-"""What the sources of a crate may not name; its tests may."""
+"""Names that the sources of a crate may not use; its tests may."""
 
 TESTS = {"tests"}
-"""Parts of a crate that hold tests."""
+"""The parts of a crate that contain tests."""
 
 PYTHON: dict[str, set[str]] = {
     "rust_core/core/python": {"persia_core"},
     "persia_py/persia": {"persia", "persia_core"},
     "examples": {"persia"},
 }
-"""Which of the project's own packages the Python under a folder may import."""
+"""The project's own packages that the Python code in a folder may import."""
 
 OWN_PACKAGES = {"persia", "persia_core", "examples", "benches", "tests", "tools"}
 
@@ -98,10 +97,10 @@ PATHS = ("__main__", "env", "errors", "helper", "launcher", "logger", "prelude",
 """PersiaML's import paths, and ``python -m persia``: they import from every layer, and no layer imports them."""
 
 MOVED = {("persia.embedding", "persia.nn")}
-"""Modules that find a name, asked for under its old path, in the module where it is now."""
+"""Modules that import a name from its new module when it is requested by its old path."""
 
 FORBIDDEN_NAMES = {"common", "helper", "misc", "copies", "meeting", "stopping", "interfaces", "peers"}
-"""Names that say nothing, or that the glossary has a word for."""
+"""Names without meaning, or for which the glossary has another word."""
 
 
 def crate_errors() -> Iterator[str]:
@@ -180,7 +179,7 @@ def imported(file: Path, known: set[str]) -> Iterator[tuple[int, str]]:
 
 
 def package_errors() -> Iterator[str]:
-    """Yield each upward import inside the package, each circle, and each unused name."""
+    """Yield each upward import inside the package, each cycle, and each unused name."""
     files = {module_of(file): file for file in sorted((ROOT / PACKAGE).rglob("*.py"))}
     graph: dict[str, set[str]] = {}
     for name, file in files.items():
@@ -212,7 +211,7 @@ def layer_of(module: str) -> int | None:
 
 
 def circles(graph: dict[str, set[str]]) -> Iterator[list[str]]:
-    """Yield one path for each module from which imports lead back to it, each circle once."""
+    """Yield one path for each module from which imports lead back to it, each cycle once."""
     seen: set[str] = set()
     for start in sorted(graph):
         if start in seen:

@@ -1,6 +1,6 @@
 """Print which rows of tests/checklist.md no test has shown: ``tools/checklist.py [SOURCE ...]``, for example ``S0``.
 
-Reads runs/checklist.json, which a run of all tests writes. Exits with 1 when a row of the sources asked for (all, if
+Reads runs/checklist.json, which a run of all tests writes. Exits with 1 when a row of the requested sources (all, if
 none is given) has no test, or one that failed. A row that was skipped counts, with its reason.
 """
 

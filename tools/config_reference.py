@@ -41,7 +41,7 @@ labels:
 
 ```sh
 persia config check persia.yml                            # every mistake, with line and column
-persia config show persia.yml --set train.seed=7          # all keys with defaults, and where each value came from
+persia config show persia.yml --set train.seed=7          # all keys with defaults, and the source of each value
 ```
 
 ```python
@@ -51,17 +51,17 @@ is_valid, errors = persia.config.validate_config("persia.yml")
 
 * **`--set KEY=VALUE`** changes or adds a key. `KEY` is a path such as `train.dense_optimizer.lr`; `VALUE` is YAML. The
   option can be repeated. If a key is set twice, the last value is used.
-* **`persia config check`** takes `persia.yml`, `embedding_config.yml` and `global_config.yml` together, in any order;
-  it recognises each by its blocks. It compares the slots of the first two. Without arguments it checks the files that a
-  job in this folder would read.
+* **`persia config check`** accepts `persia.yml`, `embedding_config.yml` and `global_config.yml` together, in any order,
+  and recognises each by its blocks. It compares the slots of the first two. Without arguments, it checks the files that
+  a job in this folder would read.
 * **Slots.** A script takes its slots from `PERSIA_CONFIG=persia.yml` or from
   `PERSIA_EMBEDDING_CONFIG=embedding_config.yml`. Setting both variables is an error. Capacity and other limits of a job
   are in [`global_config.yml`](running.md).
 * **Values.** Numbers may be written `1000000`, `1_000_000` or `1e6`. Booleans are `true` and `false`; `yes` and `on`
-  are texts. A text needs quotes only where it looks like a number, `true`, `false` or `null`. `null`, or no value,
-  means "not given". An alias (`*name`) repeats the value of its anchor (`&name`); merge keys (`<<`) and tags (`!name`)
+  are strings. A string needs quotes only if it looks like a number, `true`, `false` or `null`. `null`, or no value,
+  means "not set". An alias (`*name`) repeats the value of its anchor (`&name`); merge keys (`<<`) and tags (`!name`)
   are refused.
-* **Features and labels** are printed by `config show` as they are in the file, without defaults.
+* **Features and labels.** `config show` prints them as they are in the file, without defaults.
   [transforms.md](transforms.md) describes their keys and defaults.
 * **The column of a label** cannot be the column of a feature, a weight, a group or a split. The model would be trained
   on the label.
@@ -135,7 +135,7 @@ def _table(keys: Mapping[str, Argument]) -> str:
     lines = ["| key | value | default | |", "|---|---|---|---|"]
     for key, one in keys.items():
         if not one.text:
-            raise SystemExit(f"{key}: no docstring says what it is")
+            raise SystemExit(f"{key}: no docstring describes it")
         lines.append(f"| `{key}` | {one.allowed} | {_default(one.default)} | {_markdown(one.text)} |")
     return "\n".join([*lines, ""])
 
@@ -149,7 +149,7 @@ def _default(default: Any) -> str:
 def _markdown(text: str) -> str:
     """Return a docstring as Markdown on one line."""
     text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", " ".join(text.split()))
-    return text.replace("``", "`").replace("None:", "Without it:").replace("|", "\\|")
+    return text.replace("``", "`").replace("None:", "If not set:").replace("|", "\\|")
 
 
 def _model_of(annotation: Any) -> type[BaseModel] | None:

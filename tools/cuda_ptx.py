@@ -84,7 +84,7 @@ def main() -> int:
     elif arguments.write:
         PTX.write_text(ptx)
     elif not PTX.exists() or PTX.read_text() != ptx:
-        print(f"error: {PTX.relative_to(ROOT)} is not what {SOURCE.name} gives", file=sys.stderr)
+        print(f"error: {PTX.relative_to(ROOT)} is not current: {SOURCE.name} compiles to another one", file=sys.stderr)
         print("  next: python tools/cuda_ptx.py --write", file=sys.stderr)
         return 1
     return 0

@@ -4,8 +4,8 @@ The steps run one after another; images are built while the first ones run. A fa
 writes its output to ``runs/tests/STEP.log`` and its JUnit file to ``runs/junit/``. ``runs/tests/slowest.txt`` has the
 30 slowest tests. The last lines name every failing test with the end of its output.
 
-``--resume`` continues a run that was interrupted: what passed on the same sources does not run again.
-``--shard 2/4`` runs the second quarter of each suite.
+``--resume`` continues a run that was interrupted: tests that passed on the same sources do not run again. ``--shard
+2/4`` runs the second quarter of each suite.
 
 One run at a time uses a ``CARGO_TARGET_DIR``: another clone that builds into it would replace the binaries under test.
 """
@@ -139,7 +139,7 @@ class Run:
         tell(f"{step.name}: {how} after {minutes(seconds)}; {minutes(time.monotonic() - self.started)} since the start")
 
     def command(self, step: Step, passed: Path) -> int:
-        """Run a step's command; its output goes to the log, and to the terminal unless others run beside it."""
+        """Run a step's command; its output goes to the log, and to the terminal unless others run at the same time."""
         variables = dict(step.variables)
         if step.suite:
             variables |= {"JUNIT": str(JUNIT / f"{step.name}.xml"), "SHARD": self.shard, "PASSED": str(passed)}
@@ -161,7 +161,7 @@ class Run:
         return code
 
     def interrupt(self, number: int, _: object) -> NoReturn:
-        """End the steps' processes and report what is known."""
+        """End the processes of the steps and report the results so far."""
         for process in self.running.values():
             os.killpg(process.pid, signal.SIGTERM)
         tell(f"interrupted by {signal.Signals(number).name}; make test RESUME=1 continues")
@@ -182,7 +182,7 @@ class Run:
 
 
 def fingerprint() -> str:
-    """Return git's hash of all sources as they are now; an empty string outside of a clone."""
+    """Return git's hash of the current sources; an empty string outside of a clone."""
     index = STATE / "index"
     STATE.mkdir(parents=True, exist_ok=True)
     index.unlink(missing_ok=True)
@@ -219,7 +219,7 @@ def tell(line: str) -> None:
 
 
 def main() -> int:
-    """Run what is asked for and return 0 if all of it passed."""
+    """Run the requested steps and return 0 if all of them passed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="the long tests, too")
     parser.add_argument("--lint", action="store_true", help="the lints, too")

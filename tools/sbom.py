@@ -1,4 +1,4 @@
-"""Print what is linked into crates, and with ``--python`` what Python finds, as a bill of materials (CycloneDX 1.5).
+"""Print linked crates, and with ``--python`` Python packages, as a bill of materials (CycloneDX 1.5).
 
 Usage: tools/sbom.py [--crate PACKAGE[:FEATURES]]... [--python] [--add BILL.json]
 """
@@ -52,7 +52,7 @@ def installed() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Print it; the same for the same input."""
+    """Print the bill; equal inputs give equal output."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--crate", action="append", default=[])
     parser.add_argument("--python", action="store_true")

@@ -8,11 +8,11 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 TAIL = 36
-"""Lines within which the end of a failed run names every failing test; with what make adds, the log's last 40 do."""
+"""The number of last lines in which a failed run names every failing test; with the lines of make, it is 40."""
 SLOWEST = 30
 WIDTH = 160
 _BACKTRACE = re.compile(r"^stack backtrace:\n(?:\s+.*\n)*(?:note: .*)?", re.MULTILINE)
-"""Of a Rust panic; its message stands before it."""
+"""The backtrace of a Rust panic, which follows its message."""
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -105,7 +105,7 @@ def summary(
 def _problem(
     step: str, codes: Mapping[str, int], results: Mapping[str, list[Test]], resumed: Mapping[str, int]
 ) -> str | None:
-    """Return what is wrong with a step none of whose tests failed, or None."""
+    """Return the problem of a step that failed without a failing test, or None."""
     if step not in codes:
         return "did not end"
     if codes[step] != 0:
@@ -113,7 +113,7 @@ def _problem(
     if step not in results or resumed.get(step):
         return None
     outcomes = {test.outcome for test in results[step]}
-    # Where no Docker engine answers, all tests in containers are skipped.
+    # If no Docker engine answers, all tests in containers are skipped.
     return "no test ran" if not outcomes or (outcomes == {"skipped"} and step != "compose") else None
 
 
@@ -122,7 +122,7 @@ def _text(path: Path) -> str:
 
 
 def _within(entries: list[tuple[str, str]], room: int) -> list[str]:
-    """Return a heading for each entry, and as many lines of its text's end as there is room for."""
+    """Return a heading for each entry, and as many of its last lines as fit."""
     if len(entries) > room:
         return textwrap.wrap(" ".join(heading for heading, _ in entries), WIDTH)
     each = room // max(1, len(entries)) - 1

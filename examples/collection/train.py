@@ -1,4 +1,4 @@
-"""Train DCN-v2 on Census-Income in a loop of one's own, with the embedding rows in an EmbeddingCollection."""
+"""Train DCN-v2 on Census-Income in your own loop, with the embedding rows in an EmbeddingCollection."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ class Model(torch.nn.Module):
 
 
 def read(name: str) -> pa.Table:
-    """Read a file. Its numbers are whole: as integers they can be ids."""
+    """Read a file. Its numbers are whole, so that as integers they can be ids."""
     table = pq.read_table(DATA / name).drop_columns("instance_weight")
     return table.cast(
         pa.schema([(f.name, pa.int64() if pa.types.is_floating(f.type) else f.type) for f in table.schema])
@@ -57,8 +57,8 @@ def auc(model: Model, samples: Samples) -> float:
 
 
 def main() -> None:
-    """Train, keep the best epoch, and judge it once on the test split."""
-    torch.set_num_threads(1)  # so small a model gains little from more
+    """Train, keep the best epoch, and evaluate it once on the test split."""
+    torch.set_num_threads(1)  # a model this small gains little from more threads
     torch.manual_seed(0)
     table = read("census_income_train.parquet")
     order = np.random.default_rng(0).permutation(len(table))
@@ -77,7 +77,7 @@ def main() -> None:
         for start in range(0, len(order), BATCH):
             batch = train.take(order[start : start + BATCH])
             optimizer.zero_grad()
-            loss_fn(model(batch), label(batch)).backward()  # updates the rows, too
+            loss_fn(model(batch), label(batch)).backward()  # this also updates the rows
             optimizer.step()
         quality = auc(model, valid)
         print(f"epoch {epoch}: valid AUC {quality:.4f}", flush=True)
@@ -85,7 +85,7 @@ def main() -> None:
             best = quality
             model.embeddings.save("checkpoint", model=model.state_dict())
 
-    checkpoint = model.embeddings.load("checkpoint")  # first the rows
+    checkpoint = model.embeddings.load("checkpoint")  # load the rows first
     model.load_state_dict(checkpoint.state("model.pt"))
     print(f"test AUC {auc(model, test):.4f}")
     print(f"{sum(model.embeddings.stats()['rows'].values())} rows in {len(model.slots)} tables")

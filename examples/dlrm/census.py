@@ -1,7 +1,7 @@
 """Census-Income (KDD) as batches: 7 dense inputs, 45 slots with one id per sample, one label of 0 or 1.
 
-Nothing is fitted to the data. An id is a hash of slot and value: there is no vocabulary to build or to ship,
-and every process that reads the data makes the same ids.
+Nothing is fitted to the data. An id is a hash of slot and value: there is no vocabulary to build or to distribute, and
+every process that reads the data computes the same ids.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ EPOCHS = 3
 BATCH_SIZE = 1024
 DATA = Path(__file__).parent / "data"
 VALIDATION_SHARE = 0.05
-"""Of the training file; every choice of the recipe was made on such a part."""
+"""The share of the training file for validation; every choice of the recipe was made on such a part."""
 
 # Options of train.py and data_compose.py, which have to agree; the variables set them for both.
 Seed = Annotated[
@@ -66,7 +66,7 @@ def _quarter_powers(amounts: Floats) -> Floats:
     return buckets
 
 
-# A number is also an id: one slot for its exact value, and a coarser one where most values are rare.
+# A number is also an id: one slot for its exact value, and a coarser one if most values are rare.
 BUCKETS: Mapping[str, Callable[[Floats], Floats]] = MappingProxyType(
     {
         "age": lambda years: years // 5,
@@ -103,7 +103,7 @@ class Samples:
         return Samples(self.dense[rows], self.ids[:, rows], self.labels[rows])
 
     def split(self, share: float, seed: int = 0) -> tuple["Samples", "Samples"]:
-        """Set ``share`` of the samples apart, drawn by ``seed``; return the rest and them."""
+        """Split off ``share`` of the samples, drawn by ``seed``; return the remaining samples and these."""
         order = np.random.default_rng(seed).permutation(len(self))
         apart = round(share * len(self))
         return self.take(np.sort(order[apart:])), self.take(np.sort(order[:apart]))
@@ -128,16 +128,16 @@ def read(path: Path) -> Samples:
         with path.open("rb") as file:
             table = pq.read_table(file)
     except pa.ArrowException as error:
-        raise DataError(f"{path}: not a whole parquet file ({_one_line(error)}); {_restore(path)}") from error
+        raise DataError(f"{path}: not a complete parquet file ({_one_line(error)}); {_restore(path)}") from error
     except OSError as error:
-        if error.errno is None:  # pyarrow's own: the file could be read, its content not be decoded
+        if error.errno is None:  # errors of pyarrow: the file could be read, but its content could not be decoded
             raise DataError(f"{path}: damaged ({_one_line(error)}); {_restore(path)}") from error
         raise StorageError(f"{path}: {error.strerror}; {_restore(path)}") from error
     _check_columns(path, table)
     try:
         numbers = {name: table[name].cast(pa.float32()).to_numpy() for name in (*DENSE, LABEL)}
     except pa.ArrowException as error:
-        raise DataError(f"{path}: a column of numbers holds something else ({error}); {_restore(path)}") from error
+        raise DataError(f"{path}: a column of numbers contains other values ({error}); {_restore(path)}") from error
     _check_numbers(path, numbers)
     values = [table[name] for name in CATEGORICAL] + [pa.array(numbers[name]) for name in DENSE]
     values += [pa.array(bucket(numbers[name])) for name, bucket in BUCKETS.items()]
@@ -219,7 +219,7 @@ class Batches(IterableDataset):
         self._start = self._next = 0
 
     def __len__(self) -> int:
-        """Batches of the whole pass."""
+        """The number of batches of the whole pass."""
         return self.epochs * self._per_epoch
 
     @property
@@ -278,7 +278,7 @@ class Batches(IterableDataset):
         other = {key: state_dict.get(key) for key in self._identity()}
         if other != self._identity():
             raise DataError(
-                f"cannot continue: the position is one in {other}, this run has {self._identity()}; "
+                f"cannot continue: the position belongs to {other}, this run has {self._identity()}; "
                 "start with the options of the run that is continued"
             )
         self._start = self._next = int(state_dict["next"])

@@ -23,14 +23,14 @@ SMOOTHED_STEPS = 20
 
 @dataclass(frozen=True)
 class Quality:
-    """How well scores match labels."""
+    """Metrics of scores and labels."""
 
     auc: float
     log_loss: float
 
     @classmethod
     def of(cls, logits: torch.Tensor, labels: torch.Tensor) -> Self:
-        """Judge logits and labels of the same shape."""
+        """Compute the metrics of logits and labels of the same shape."""
         logits, labels = logits.double().flatten(), labels.double().flatten()
         return cls(
             auc=binary_auroc(torch.sigmoid(logits), labels.int()).item(),
@@ -46,9 +46,9 @@ class Run:
     SIGTERM.
 
     Args:
-        out: Where the run's folder is made.
+        out: The folder in which the run's folder is created.
         name: The suffix of the folder's name.
-        steps: Steps the training will take.
+        steps: The number of steps of the training.
 
     Attributes:
         folder: The run's folder.
@@ -86,14 +86,14 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Say how it ended."""
+        """Record how it ended."""
         if not self._finished:
             self._progress.stop()
             interrupted = kind is not None and issubclass(kind, (KeyboardInterrupt, SystemExit))
             self._write("interrupted" if interrupted else "failed")
 
     def goes_on_behind(self, step: int) -> None:
-        """Count from a step that an earlier process of this run came to."""
+        """Count from a step that an earlier process of this run has reached."""
         self._before = step
         self._progress.update(self._task, completed=step)
 
@@ -106,7 +106,7 @@ class Run:
         self._progress.update(self._task, advance=1, loss=f"{smooth:.4f}", speed=f"{self._speed:,.0f}")
 
     def validated(self, quality: Quality) -> None:
-        """Note the quality on the validation samples after the last step."""
+        """Record the quality on the validation samples after the last step."""
         self._validations.append((self._before + len(self._losses), quality))
         self._seconds = time.perf_counter() - self._start
         self._progress.update(self._task, auc=f"{quality.auc:.4f}")
@@ -144,7 +144,7 @@ class Run:
         }
 
     def _write(self, status: str) -> Path:
-        """Replace the summary as a whole, so that no reader finds half of one."""
+        """Replace the summary atomically, so that no reader finds an incomplete one."""
         path = self.folder / "summary.json"
         temporary = path.with_suffix(".tmp")
         with temporary.open("w", encoding="utf-8") as file:

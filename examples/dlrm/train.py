@@ -1,8 +1,8 @@
 """Train a DLRM on Census-Income. Options and their defaults: python examples/dlrm/train.py --help.
 
 With PERSIA_NATS_URL set, this is one rank of a job: data_compose.py sends the batches, and only rank 0 reports. A
-job that is interrupted resumes after its newest checkpoint when it is restarted. With GPU_NUM set, each rank trains
-on a CUDA device of its own.
+job that is interrupted resumes after its newest checkpoint when it is restarted. With GPU_NUM set, each rank trains on
+a separate CUDA device.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from persia.embedding.optim import Adam
 from persia.errors import PersiaError
 from persia.models import DLRM
 
-EMBEDDING_DIM = 16  # of every slot in config/embedding_config.yml
+EMBEDDING_DIM = 16  # the dimension of every slot in config/embedding_config.yml
 VALIDATE_EVERY = 50  # steps
 SAVE_EVERY = 100  # steps
 EVALUATION_BATCH = 4096
@@ -32,7 +32,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def evaluate(model: torch.nn.Module, dataset: IterableDataset) -> report.Quality:
-    """Judge the model on a data set. Nothing is learned; ids never trained on read as zeros."""
+    """Evaluate the model on a data set. Nothing is trained; ids that were never trained on read as zeros."""
     logits, labels = [], []
     with eval_ctx(model=model) as ctx:
         for batch in DataLoader(dataset):
@@ -59,8 +59,8 @@ def main(
         "runs"
     ),
 ) -> None:
-    """Train a DLRM on Census-Income, then judge it once on the test split."""
-    torch.set_num_threads(1)  # so small a model gains little from more, and loses much on a busy machine
+    """Train a DLRM on Census-Income, then evaluate it once on the test split."""
+    torch.set_num_threads(1)  # a model this small gains little from more threads, and loses much on a busy machine
     torch.manual_seed(seed)
     staleness = 1 if reproducible else staleness
     train, validation = census.training_data(data)
@@ -84,7 +84,7 @@ def main(
     decay = torch.optim.lr_scheduler.LambdaLR(dense_optimizer, lambda step: 1 - step / len(train_set))
 
     in_job = bool(os.environ.get("PERSIA_NATS_URL"))
-    saves = in_job and env.checkpoint_root() is not None  # where the servers of a job write their part
+    saves = in_job and env.checkpoint_root() is not None  # in a job the servers write their part there too
     checkpoints = Checkpoints(every=SAVE_EVERY, state={"decay": decay}) if saves else None
     run = report.Run(out, f"seed{seed}", steps=len(train_set)) if env.get_rank() == 0 else None
     with run or contextlib.nullcontext():

@@ -12,7 +12,7 @@ Layout, from the top; a layer imports only what is below it:
 * :mod:`persia.backend`: rows in this process, or on embedding servers
 * :mod:`persia.distributed`: several ranks
 * :mod:`persia.feed`: batches from data-compose
-* :mod:`persia.discovery`: what the parts of a job announce to NATS
+* :mod:`persia.discovery`: the parts of a job find each other through NATS
 * :mod:`persia.embedding`: features, batches, tables and optimizers of embeddings
 * :mod:`persia.runtime`: settings, errors, exit codes, logging, signals
 * :mod:`persia.proto`: code that is generated from the proto files
@@ -30,9 +30,9 @@ _MODULES = {
     *("config", "ctx", "data", "distributed", "embedding", "env", "errors", "helper", "launcher", "logger", "models"),
     *("nn", "prelude", "service", "trainer", "utils"),
 }
-"""What a script imports."""
+"""The modules that a script imports."""
 _NAMES = {"Trainer": "trainer", "load_config": "config"}
-"""What a script uses of them without their name."""
+"""Names that a script can use without the name of their module."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""PersiaML's import path of functions of its compiled extension."""
+"""Functions of the compiled extension, under PersiaML's import path."""
 
 import numpy as np
 import numpy.typing as npt

@@ -30,10 +30,10 @@ SERVICES = {
 }
 KILLED = 128 + signal.SIGKILL
 AGAIN = {75, KILLED}
-"""How trainers and data-compose may end to be started again."""
+"""The exit codes after which trainers and data-compose are restarted."""
 
 _LITTLE = "64m"
-"""The memory of a container that is to run out of it."""
+"""The memory of a container that is to run out of memory."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Log:
 
 
 def missing() -> str | None:
-    """Return why no containers can be killed here, or None."""
+    """Return the reason why no containers can be killed here, or None."""
     if os.geteuid() != 0:
         return "killing what runs in containers needs root"
     if shutil.which("docker") is None or docker("version", check=False).returncode != 0:
@@ -122,7 +122,7 @@ class Containers(Run):
 
     @property
     def finished(self) -> bool:
-        """Whether every trainer has come to its end."""
+        """Whether every trainer has ended."""
         if not self.ledger_file.exists():
             return False
         return all(
@@ -131,7 +131,7 @@ class Containers(Run):
         )
 
     def look_after(self) -> None:
-        """Note the steps that were done; fail where a container ended as none may."""
+        """Record the steps that were done; fail if a container ended in a way that is not allowed."""
         for log in self._logs:
             self.saw(log.new_lines())
         for line in self._ends.read_text().splitlines():
@@ -141,22 +141,22 @@ class Containers(Run):
 
     @property
     def checkpoints(self) -> Path:
-        """Where servers and trainers keep them."""
+        """The folder in which servers and trainers store them."""
         volume = f"{self._project.name}_checkpoints"
         return Path(docker("volume", "inspect", "--format", "{{.Mountpoint}}", volume).stdout.strip())
 
     @property
     def ledger_file(self) -> Path:
-        """What rank 0 writes at the end."""
+        """The file that rank 0 writes at the end."""
         return self._workspace / "ledger.json"
 
     def kill(self, name: str) -> None:
-        """Kill -9 all of a container, as soon as it runs; the engine starts it again."""
+        """SIGKILL all processes of a container, as soon as it runs; the engine restarts it."""
         name = "nats-0" if name == "nats" else name
 
         def struck() -> bool:
             pid = int(self._inspect(name, "{{.State.Pid}}"))
-            with suppress(ProcessLookupError):  # it has just ended on its own, as parts do that miss another one
+            with suppress(ProcessLookupError):  # it has just ended on its own, because another part is missing
                 if pid:
                     os.kill(pid, signal.SIGKILL)
                     return True
@@ -166,24 +166,24 @@ class Containers(Run):
         self.note_fault()
 
     def exhaust_memory(self, name: str) -> None:
-        """Let a container have little memory, and fill that until the system has killed what needs most of it."""
+        """Limit the memory of a container, and fill it until the system has killed the largest process."""
         started = self._inspect(name, "{{.State.StartedAt}}")
         self.note_fault()
         docker("update", "--memory", _LITTLE, "--memory-swap", _LITTLE, self._ids[name])
         fill = ["sh", "-c", "head -c 64M /dev/zero >/tmp/filler"]
 
         def killed() -> bool:
-            docker("exec", self._ids[name], *fill, check=False)  # it may be the one that is killed
+            docker("exec", self._ids[name], *fill, check=False)  # this process may be the one that is killed
             return self._inspect(name, "{{.State.StartedAt}}") != started
 
         self.wait(f"{name} to be killed", killed, self.patience)
 
     def kill_rank(self, rank: int) -> None:
-        """Kill -9 the container of a rank."""
+        """SIGKILL the container of a rank."""
         self.kill(f"trainer-{rank}")
 
     def logs(self) -> str:
-        """Return what every part wrote, but for the steps."""
+        """Return the output of every part, without the steps."""
         return "\n".join(line for line in self._project.logs().splitlines() if not STEP.search(line))
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """The faults by name: each does one thing to a running ledger job, at a step that a seed chooses.
 
 ``run("F3", 7, new_stack)`` starts a job, injects the fault, waits for the job's end and returns the result of the
-ledger. Steps and victims follow from the seed; where in a step the fault falls is up to the machine.
+ledger. The seed determines the steps and the victims; timing determines the point within a step.
 """
 
 import errno
@@ -30,15 +30,15 @@ from persia_core import checkpoint
 
 SILENT = "silent for"
 STORM_S = 60.0
-"""How long a storm lasts if nothing else is said."""
+"""The default duration of a storm."""
 STORM_STEPS, STORM_STEPS_IN_CONTAINERS = 60, 40
 """Steps of the run for each second of its storm."""
 PLAN: dict[str, Any] = {"steps": 400, "every": 50}
-"""What the ledger's plan is if a fault says nothing else."""
+"""The default plan of the ledger."""
 SAVING: dict[str, Any] = {"steps": 120, "every": 4}
-"""What it is where a save is to be hit."""
+"""The plan of faults that hit a save."""
 DISK = 24 << 20
-"""Bytes of the disk that is filled."""
+"""The size in bytes of the disk that is filled."""
 TRY_S = 3
 """Seconds one try of a look-up or push may take over links: a quarter of PERSIA_RPC_TIMEOUT, a fifth of the usual."""
 
@@ -47,7 +47,7 @@ NEEDS: dict[str, Callable[[], bool]] = {
     "root and iptables": lambda: os.geteuid() == 0 and shutil.which("iptables") is not None,
     "libfaketime": lambda: clock_library() is not None,
 }
-"""What some faults need, and whether it is here."""
+"""The requirements of faults, and whether they are met."""
 
 NewStack = Callable[..., Stack]
 
@@ -67,17 +67,17 @@ class Record:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, and the job it is done to.
+    """A fault, and the job into which it is injected.
 
     Attributes:
         what: Its description in the table.
-        inject: Does it.
+        inject: The function that injects it.
         goes_on: Whether training must continue: the trainers are not restarted, and the generation is the first one.
         plan: Entries of the ledger's plan in addition to :data:`PLAN`.
-        job: What :class:`supervisor.Job` gets.
-        stack: What its :class:`stack.Stack` gets.
+        job: The arguments of :class:`supervisor.Job`.
+        stack: The arguments of its :class:`stack.Stack`.
         containers: The job is the compose stack: :class:`containers.Containers`.
-        needs: What this machine has to have for it, one of :data:`NEEDS`.
+        needs: The requirement for this machine, one of :data:`NEEDS`.
     """
 
     what: str
@@ -90,7 +90,7 @@ class Fault:
     needs: str = ""
 
     def missing(self) -> str | None:
-        """Return why it cannot be done here, or None."""
+        """Return the reason why the fault cannot be injected here, or None."""
         if self.containers and (reason := containers.missing()):
             return reason
         return f"it needs {self.needs}" if self.needs and not NEEDS[self.needs]() else None
@@ -109,7 +109,7 @@ def server_in_save(job: Job, rng: random.Random) -> None:
 
 
 def servers(job: Job, rng: random.Random) -> None:
-    """Three times; the first time whatever is being saved."""
+    """Kill three times, the first time during a save if there is one."""
     some_step(job, rng)
     a_save(job)
     for _ in range(3):
@@ -119,7 +119,7 @@ def servers(job: Job, rng: random.Random) -> None:
 
 
 def middleware_in_save(job: Job, rng: random.Random) -> None:
-    """Whichever rank 0 saves through; several times, because it may be done when the kill comes."""
+    """Kill the middleware through which rank 0 saves; several times, as the save may have ended before."""
     some_step(job, rng)
     for number in range(5):
         a_save(job)
@@ -135,7 +135,7 @@ def middleware(job: Job, rng: random.Random) -> None:
 
 
 def no_middleware(job: Job, rng: random.Random) -> None:
-    """None runs for longer than a request may take."""
+    """No middleware runs for longer than a request may take."""
     some_step(job, rng)
     both = ("middleware-0", "middleware-1")
     for name in both:
@@ -147,7 +147,7 @@ def no_middleware(job: Job, rng: random.Random) -> None:
 
 
 def nats(job: Job, rng: random.Random) -> None:
-    """It keeps nothing on disk, so a restarted one knows no other process."""
+    """NATS stores nothing on disk, so that it knows no other process after a restart."""
     some_step(job, rng)
     job.take_away("nats")
     further(job, 150)
@@ -156,7 +156,7 @@ def nats(job: Job, rng: random.Random) -> None:
 
 
 def messages(job: Job, rng: random.Random) -> None:
-    """Parts come and go while of NATS's messages a fifth is lost, a fifth comes twice and a fifth late."""
+    """Parts end and start while a fifth of NATS's messages is lost, a fifth is doubled and a fifth is late."""
     link = job.nats_link
     assert link is not None
     some_step(job, rng)
@@ -187,7 +187,7 @@ def hang(job: Job, rng: random.Random) -> None:
     process.resume()
     job.wait("the old rank to end", lambda: not old.process.running)
     assert old.process.code != 0, old.output
-    assert "is of another run" in old.output, old.output
+    assert "belongs to another run" in old.output, old.output
 
 
 def data(job: Job, rng: random.Random) -> None:
@@ -222,7 +222,7 @@ def disk_full(job: Job, rng: random.Random) -> None:
     filler = job.checkpoints / "filler"
     job.note_fault()
     fill(filler)
-    job.wait("a save to be given up", lambda: job.said("given up, training continues"))
+    job.wait("a save to be given up", lambda: job.said("abandoned, training continues"))
     assert job.said("failed, retrying in"), "no warning"
     newest = newest_save(job)
     problems = {Path(each["path"]): each["problem"] for each in checkpoint.listing(newest.parent)}
@@ -232,7 +232,7 @@ def disk_full(job: Job, rng: random.Random) -> None:
 
 
 def kills(job: Run, rng: random.Random) -> list[Callable[[], None]]:
-    """Return a kill of each kind."""
+    """Return a kill for each kind of part."""
     return [
         lambda: job.kill("nats"),
         lambda: job.kill(f"server-{rng.randrange(2)}"),
@@ -243,7 +243,7 @@ def kills(job: Run, rng: random.Random) -> list[Callable[[], None]]:
 
 
 def poison(job: Job, rng: random.Random) -> None:
-    """Training fails at one batch of one rank, whenever it comes to it; the plan says at which."""
+    """Training always fails at one batch of one rank, which the plan names."""
     del rng
     step, rank = job.plan["poison"] // RANKS + 1, job.plan["poison"] % RANKS
     for times in ("1st", "2nd", "3rd"):
@@ -269,7 +269,7 @@ def everything(job: Job, rng: random.Random) -> None:
 
 
 def storm(job: Run, rng: random.Random) -> None:
-    """Kill -9 what comes, at intervals of three times the longest pause so far in the mean, the start among them."""
+    """SIGKILL random parts, at mean intervals of three times the longest pause so far, including the start."""
     until = time.monotonic() + job.plan["storm_s"]
     victims = kills(job, rng)
     job.reach(1)
@@ -307,7 +307,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "F22": Fault("server out of its container's memory", scarce.memory, containers=True),
     "F23": Fault("server and middleware out of descriptors", scarce.descriptors, goes_on=True, job={"links": True}),
-    "F24": Fault("ten busy processes beside it on each processor", scarce.starved, goes_on=True),
+    "F24": Fault("ten other busy processes on each processor", scarce.starved, goes_on=True),
     "F26": Fault("storm: anything killed at any time", storm),
     "F26l": Fault("the same storm, servers with logs", storm, stack={"log": "every_second"}),
     "F26d": Fault("the same storm on the compose stack", storm, containers=True),
@@ -330,9 +330,9 @@ def run(name: str, seed: int, new_stack: NewStack, seconds: float = STORM_S) -> 
 
     Args:
         name: One of :data:`FAULTS`.
-        seed: Decides steps and victims.
-        new_stack: Makes a stack that is not started, of the given options of :class:`stack.Stack`.
-        seconds: How long a storm lasts.
+        seed: Determines the steps and the victims.
+        new_stack: Creates a stack from options of :class:`stack.Stack`, without starting it.
+        seconds: The duration of a storm.
 
     Returns:
         The result, and its problem: None if there is none.
@@ -373,7 +373,7 @@ def new_job(fault: Fault, plan: Mapping[str, Any], new_stack: NewStack) -> Run:
 
 
 def check(job: Run, fault: Fault, ledger: Ledger) -> None:
-    """Check what must hold at the end of every run."""
+    """Check the conditions at the end of every run."""
     assert not ledger.rows_wrong, f"{ledger.rows_wrong} rows are wrong: {ledger.wrong}\n{job.logs()}"
     assert ledger.steps == job.plan["steps"], f"{ledger.steps} steps, want {job.plan['steps']}"
     skipped = int("poison" in job.plan)
@@ -395,7 +395,7 @@ def check(job: Run, fault: Fault, ledger: Ledger) -> None:
 
 
 def compare_bits(job: Run, fault: Fault, plan: Mapping[str, Any], new_stack: NewStack) -> tuple[int, int, str | None]:
-    """Compare the last save with that of an undisturbed run; return the rows, those that differ, and the problem."""
+    """Compare the last checkpoint with an undisturbed run's; return the rows, those that differ, and the problem."""
     twin = new_job(fault, plan, new_stack)
     try:
         twin.start().finish()
@@ -415,7 +415,7 @@ def compare_bits(job: Run, fault: Fault, plan: Mapping[str, Any], new_stack: New
 
 
 def newest_save(job: Run) -> Path:
-    """Return the newest whole save of a run."""
+    """Return the newest intact save of a run."""
     folder = job.saves()
     newest = None if folder is None else checkpoint.latest(folder)
     assert newest is not None, "no save"

@@ -1,4 +1,4 @@
-"""The data and model of a ledger run, and what it takes from each row. As a script, the data-compose that sends it."""
+"""The data and the model of a ledger run, and the expected value of each row. As a script, it sends the data."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, Labe
 DIM = 4
 SAMPLES = 16
 SLOTS = {"one": 300, "many": 200}
-"""Slots, and how many ids each has."""
+"""The slots, and the number of ids of each."""
 
 
 def ids(number: int) -> tuple[npt.NDArray[np.uint64], list[npt.NDArray[np.uint64]]]:
@@ -26,7 +26,7 @@ def ids(number: int) -> tuple[npt.NDArray[np.uint64], list[npt.NDArray[np.uint64
 
 
 POISON = b"poison"
-"""What travels with a batch at which training always fails."""
+"""The ``meta`` of a batch at which training always fails."""
 
 
 def batches(count: int, twice: int | None = None, poison: int | None = None) -> Iterator[PersiaBatch]:

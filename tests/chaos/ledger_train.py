@@ -1,12 +1,11 @@
 """One rank of a ledger run: every occurrence of an id in the data takes exactly 1 from its row.
 
-SGD with rate 1, rows that begin at zero, a loss that is the sum of all rows, gradients of ranks added up: whatever
-happens on the way, ``row == -occurrences`` of the id at the end. A lost update makes it too high, a doubled one too
-low. Rank 0 compares all rows and writes ``ledger.json`` into the folder given; a JSON text in the second argument
-changes the run.
+SGD with rate 1, rows that begin at zero, a loss that is the sum of all rows, gradients of ranks added up: regardless of
+the faults, ``row == -occurrences`` of the id at the end. A lost update makes it too high, a doubled one too low. Rank 0
+compares all rows and writes ``ledger.json`` into the given folder; JSON in the second argument changes the run.
 
-With ``bits`` the run is one whose every bit depends on the order of what happens: random rows, Adam, a loss that is not
-linear. Its rows are not compared here.
+With ``bits``, every bit of the result depends on the order of events: random rows, Adam, a loss that is not linear. Its
+rows are not compared here.
 
 With ``evaluate`` the ranks that it names evaluate forever: after a step, ``in`` its body or ``behind`` the loop, which
 all ranks leave there, or ``before`` it.
@@ -63,7 +62,7 @@ class Endless(IterableDataset):
 
 
 def evaluate(where: str, step: int) -> bool:
-    """Evaluate on this rank, if the plan wants it to; return whether it wants any rank to."""
+    """Evaluate on this rank, if the plan says so; return whether the plan has an evaluation on any rank."""
     plan = PLAN["evaluate"]
     if (where, step) != (plan["where"], plan["step"]):
         return False

@@ -15,19 +15,19 @@ import psutil
 Way = Literal["requests", "replies"]
 _CHUNK = 1 << 16
 _CHUNKS = 64
-"""Chunks that may be under way in one direction of one connection; whoever sends more waits."""
+"""The number of chunks that may be in transit in one direction of one connection; a sender of more waits."""
 
 Chunks = queue.Queue[tuple[float, bytes] | None]
 
 
 class Link:
-    """Passes bytes on from ``near``, where it listens, to ``far``, and back.
+    """Forwards bytes from ``near``, where it listens, to ``far``, and back.
 
     Attributes:
-        delay_s: How long each byte is under way, in either direction.
-        slow: The process whose connections alone are delayed; None means all are.
-        bytes_per_s: How many bytes go through in a second, in each direction of each connection.
-        far: To where.
+        delay_s: The delay of each byte, in either direction.
+        slow: The only process whose connections are delayed; None means all.
+        bytes_per_s: The bandwidth in each direction of each connection.
+        far: The address to which bytes are forwarded.
     """
 
     delay_s = 0.0
@@ -48,13 +48,13 @@ class Link:
             self._held |= set(ways)
 
     def heal(self) -> None:
-        """Forward again, held data first."""
+        """Forward again, starting with the data that was held back."""
         with self._changed:
             self._held.clear()
             self._changed.notify_all()
 
     def reset(self) -> None:
-        """End every connection there is now by RST."""
+        """End every current connection by RST."""
         with self._changed:
             for each in self._open:
                 with contextlib.suppress(OSError):  # it has ended on its own
@@ -79,7 +79,7 @@ class Link:
                 return
             try:
                 far = socket.create_connection(self.far)
-            except OSError:  # no process listens there now
+            except OSError:  # no process listens at the target at the moment
                 near.close()
                 continue
             for each in (near, far):
@@ -96,7 +96,7 @@ class Link:
         threading.Thread(target=self._write, args=(sink, chunks, way), daemon=True).start()
 
     def _read(self, source: socket.socket, chunks: Chunks, way: Way, port: int) -> None:
-        with contextlib.suppress(OSError):  # reset; the other side learns of it by the end
+        with contextlib.suppress(OSError):  # reset; the other side detects it by the end of the stream
             for data in self._arrivals(source, way):
                 chunks.put((time.monotonic() + self._delay_of(port), data))
         chunks.put(None)
@@ -126,7 +126,7 @@ class Link:
                 try:
                     sink.sendall(data)
                 except OSError:
-                    gone = True  # the rest is taken and dropped, so that the reader does not wait for room
+                    gone = True  # the remaining data is read and dropped, so that the reader does not wait for space
         with contextlib.suppress(OSError):
             sink.shutdown(socket.SHUT_WR)
 
@@ -147,7 +147,7 @@ class NatsLink(Link):
         super().__init__(near, far)
 
     def disturb(self, share: float, seed: int) -> None:
-        """Do each of the three to this share of the messages from now on; the seed decides to which."""
+        """Apply each of the three faults to this share of the messages from now on; the seed selects the messages."""
         self._random = random.Random(seed)
         self._share = share
 

@@ -1,4 +1,4 @@
-"""Moments of a ledger run to do something in."""
+"""Moments of a ledger run at which a fault can be injected."""
 
 import glob
 import random
@@ -8,24 +8,24 @@ from supervisor import Job, Run
 
 
 def some_step(job: Run, rng: random.Random, low: float = 0.1, high: float = 0.4) -> None:
-    """Wait for a step in this part of the run."""
+    """Wait for a step in this range of the run."""
     steps = job.plan["steps"]
     job.reach(rng.randrange(int(steps * low), int(steps * high)))
 
 
 def a_save(job: Job) -> None:
-    """Wait for the moment in which a save begins."""
+    """Wait until a save begins."""
     before = set(staging(job))
     job.wait("a save", lambda: set(staging(job)) - before)
 
 
 def staging(job: Run) -> list[Path]:
-    """Return where saves are being written."""
-    # pathlib's fails where a folder goes meanwhile.
+    """Return the folders in which saves are being written."""
+    # pathlib's function fails if a folder is removed in the meantime.
     found = glob.iglob("*/step-*/.saving-*", root_dir=job.checkpoints)  # noqa: PTH207
     return [job.checkpoints / path for path in found]
 
 
 def further(job: Job, steps: int) -> None:
-    """Wait until so many more steps are done."""
+    """Wait until this many more steps are done."""
     job.reach(job.furthest + steps)

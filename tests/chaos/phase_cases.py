@@ -1,7 +1,7 @@
-"""The table of faults and phases, and the case that a seed makes of one of its cells.
+"""The table of faults and phases, and the case that a seed selects from one of its cells.
 
 Each seed names one case: its cell, the moment in the phase, the victim, how long the fault lasts, the data, the policy
-of the tables, and what kind of job it is. ``SEEDS=1-N`` with N cells has each cell once.
+of the tables, and the kind of job. ``SEEDS=1-N`` with N cells has each cell once.
 """
 
 import random
@@ -36,7 +36,7 @@ MOMENTS: dict[str, tuple[str, ...]] = {
 """The moments of a phase, in the order of the run."""
 
 CELLS = [(fault, phase) for fault in FAULTS for phase in PHASES if phase not in NOT_BUILT]
-"""The cells of the table: none is left out."""
+"""The cells of the table, without exception."""
 
 
 def _shuffled(cells: list[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -45,26 +45,26 @@ def _shuffled(cells: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 _LATER = {"delay rank", "delay rank 0"}
-"""Faults that were added after seeds of the others were in the record."""
+"""Faults that were added after the seeds of the others were recorded."""
 _ORDER = [
     *_shuffled([cell for cell in CELLS if cell[0] not in _LATER]),
     *_shuffled([cell for cell in CELLS if cell[0] in _LATER]),
 ]
 
 TRY_S = 3
-"""Seconds one try of a request may take in a job with links."""
+"""The time limit in seconds of one attempt of a request in a job with links."""
 SILENCE_S = 8.0
 """Seconds after which a silent rank counts as lost."""
 BIG = 1 << 20
-"""Rows of a shard that never has to evict."""
+"""The capacity of a shard that never has to evict rows."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What a seed decides.
+    """The case that a seed determines.
 
     Attributes:
-        seed: It.
+        seed: The seed.
         fault: Key of :data:`FAULTS`.
         phase: One of :data:`PHASES`.
         gate: Where the fault begins: phase, moment, step and rank. With ``hold`` the rank waits there, so that the
@@ -75,8 +75,8 @@ class Case:
         victim: Which of equal parts.
         also: A part that is killed with its disk.
         log: The log of the servers: None, or when it is synced.
-        plan: What ``phase_train.py`` gets.
-        data: What is trained on.
+        plan: The plan for ``phase_train.py``.
+        data: The data that is trained on.
     """
 
     seed: int
@@ -99,19 +99,19 @@ class Case:
 
     @property
     def target(self) -> str:
-        """To what the fault is done."""
+        """The kind of target of the fault."""
         return self.what.target
 
     @cached_property
     def rank(self) -> int | None:
-        """The rank that it is done to, or that is on the same machine."""
+        """The rank that is the target, or is on the same machine."""
         if self.target in {"rank", "rank 0"}:
             return int(self.target == "rank")
         return int(self.also.removeprefix("rank-")) if self.also.startswith("rank") else None
 
     @cached_property
     def part(self) -> str:
-        """The name of the part that it is done to, or that is on the same machine; empty if there is none."""
+        """The name of the part that is the target, or is on the same machine; empty if there is none."""
         names = {
             "server": f"server-{self.victim}",
             "middleware": "middleware-0",
@@ -121,7 +121,7 @@ class Case:
         return names.get(self.target, self.also)
 
     def folder(self, job: PhaseJob) -> Path:
-        """Return the folder of the disk that it is done to."""
+        """Return the folder of the disk that is the target."""
         return disk_of(self.target, job.stack.folder, self.victim)
 
     @property
@@ -209,7 +209,7 @@ def _data(rng: random.Random, steps: int) -> Data:
 
 
 def _step(rng: random.Random, phase: str, steps: int, every: int) -> int | None:
-    """Return the step of the gate; None is the first time that its phase is reached."""
+    """Return the step of the gate; None means the first time that its phase is reached."""
     if phase == "loop":
         return rng.randrange(1, steps + 1)
     if phase == "save":
@@ -219,7 +219,7 @@ def _step(rng: random.Random, phase: str, steps: int, every: int) -> int | None:
 
 
 def _length(rng: random.Random, kind: str) -> float:
-    """Return how long a fault lasts. One in four is longer than the others wait for what is frozen or cut."""
+    """Return how long a fault lasts. One in four is longer than the other parts wait."""
     if kind in {"kill", "lost"}:
         return 0.0
     if kind == "duplicate":
@@ -228,7 +228,7 @@ def _length(rng: random.Random, kind: str) -> float:
 
 
 def _also(rng: random.Random, kind: str, target: str, victim: int) -> str:
-    """Return what is killed with its disk: a part, a rank, or nothing."""
+    """Return the part or rank that is killed together with its disk, if any."""
     if kind != "lost":
         return ""
     server = f"server-{victim}"

@@ -1,6 +1,7 @@
-"""The judgement of a run of :mod:`phase_train`: rows, admission counts, recency, generations, and what was read.
+"""The verification of a run of :mod:`phase_train`: rows, admission counts, recency, generations, and values read.
 
-At the end either all is exact, or the run has said that it stopped. The comparison is with :mod:`phase_simulation`.
+At the end either all values are exact, or the run has reported that it stopped. The comparison is with
+:mod:`phase_simulation`.
 """
 
 import json
@@ -21,7 +22,7 @@ _SHOWN = 5
 
 
 def problems(job: PhaseJob, data: Data) -> list[str]:
-    """Return all that is wrong at the end of a run that ended with 0; empty if all is exact."""
+    """Return all deviations at the end of a run that exited with 0; empty if all values are exact."""
     simulated = list(states(data))
     saves = [each for each in job.checkpoints.glob("*/step-*") if (each / "MANIFEST.json").exists()]
     found = [*_missing(job, data, saves)]
@@ -46,7 +47,7 @@ def _step(save: Path) -> int:
 
 
 def _missing(job: PhaseJob, data: Data, saves: list[Path]) -> Iterator[str]:
-    """Say what a finished run must have left, and has not."""
+    """Return the files that a finished run must have left, and has not."""
     last = job.plan["steps"]
     if not any(_step(save) == last for save in saves) and not job.lost("checkpoints"):
         yield f"the trainers ended with 0 without a checkpoint of step {last}"
@@ -124,7 +125,7 @@ def _wrong_in_read(entry: dict[str, Any], data: Data, simulated: list[Simulation
 
 
 def _wrong_generations(job: PhaseJob, saves: list[Path]) -> Iterator[str]:
-    """Each generation is above those before it, and continues the one before it in the same process."""
+    """Check that each generation is above the earlier ones, and continues the previous one of the same process."""
     lives: dict[int, list[int]] = {}
     for entry in job.lines("phases.jsonl"):
         if entry["rank"] == 0 and entry["generation"]:

@@ -1,6 +1,6 @@
 """The data of a run of :mod:`phase_train`. As a script, it is the data-compose that sends it.
 
-A batch depends on its number alone. Its ids drift, so that rows are admitted, evicted and expire in every run.
+A batch depends on its number only. Its ids drift, so that rows are admitted, evicted and expire in every run.
 """
 
 import json
@@ -20,7 +20,7 @@ TABLES = ("many", "one")
 DIM = 2
 SAMPLES = 8
 _WINDOW = 48
-"""How many ids a table has at a time."""
+"""The number of ids that a table has at a time."""
 _DRIFT = 3
 """Ids that are replaced by new ones in each step."""
 _SPREAD = 0x9E3779B97F4A7C15
@@ -29,18 +29,18 @@ _SPREAD = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True)
 class Data:
-    """What a run trains on, and the policy of its tables.
+    """The data of a run, and the policy of its tables.
 
     Attributes:
-        seed: Of the ids.
-        steps: The run's.
+        seed: The seed of the ids.
+        steps: The number of steps of the run.
         ordered: Pushes come in the order of steps and ranks: the run is reproducible. If not, each batch has an id at
             most once, and no row leaves, so that the result does not depend on the order.
-        budget: Rows of a virtual shard.
+        budget: The capacity of a virtual shard in rows.
         min_counts: Pushes until an id has a row, by table.
         ttls: Steps until a row expires, by table; 0 is never.
         ranks: How many ranks train on it; rank ``r`` has batch ``(step - 1) * ranks + r``.
-        twice: A batch that is also sent in place of the one after it, which the judgement must find.
+        twice: A batch that is also sent in place of the one after it, which the verification must detect.
     """
 
     seed: int
@@ -58,7 +58,7 @@ class Data:
         return cls(**plan["data"])
 
     def plan(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the data as JSON values."""
         return asdict(self)
 
     def slots(self) -> str:

@@ -1,7 +1,7 @@
-"""The faults of the generated test: each begins, and returns how it ends.
+"""The faults of the generated test: each is a function that begins the fault and returns a function to end it.
 
-A fault has a kind and a target, such as ``kill`` and ``server``. The seed chooses among equal targets, and how long a
-fault lasts.
+A fault has a kind and a target, such as ``kill`` and ``server``. The seed selects one of several equivalent targets,
+and the duration of a fault.
 """
 
 import errno
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 End = Callable[[], None]
 _SHARE = 0.3
-"""Of NATS's messages, how many come twice, and how many are lost or late."""
+"""The shares of NATS's messages that are doubled, and that are lost or late."""
 
 
 def nothing() -> None:
@@ -32,7 +32,7 @@ def nothing() -> None:
 
 
 def kill(job: PhaseJob, case: "Case") -> End:
-    """SIGKILL. The part is started again at once."""
+    """SIGKILL. The part is restarted immediately."""
     job.note_fault()
     if case.rank is not None:
         job.rank(case.rank).kill()
@@ -54,7 +54,7 @@ def freeze(job: PhaseJob, case: "Case") -> End:
 
     def thaw() -> None:
         for process in frozen:
-            with suppress(psutil.NoSuchProcess):  # its launcher killed it meanwhile
+            with suppress(psutil.NoSuchProcess):  # its launcher killed it in the meantime
                 process.resume()
 
     return thaw
@@ -68,7 +68,7 @@ def _links(job: PhaseJob, case: "Case") -> list[Link]:
 
 
 def cut(job: PhaseJob, case: "Case") -> End:
-    """Reset every connection; none gets through until the end."""
+    """Reset every connection; new ones are blocked until the end."""
     job.note_fault()
     links = _links(job, case)
     for link in links:
@@ -84,7 +84,7 @@ def cut(job: PhaseJob, case: "Case") -> End:
 
 
 def delay(job: PhaseJob, case: "Case") -> End:
-    """Each message is late, in both directions; those of a rank alone, if it is done to one."""
+    """Each message is late, in both directions; if the target is a rank, only its messages."""
     job.note_fault()
     links = _links(job, case)
     for link in links:
@@ -150,7 +150,7 @@ def slow(job: PhaseJob, case: "Case") -> End:
 def lost(job: PhaseJob, case: "Case") -> End:
     """The disk is replaced by an empty one; the part on its machine is killed, and started again.
 
-    A process that still runs keeps the files that it has open, as those of a disk that was pulled out.
+    A process that still runs keeps the files that it has open, like those of a disk that was removed.
     """
     job.note_fault()
     folder = case.folder(job)
@@ -171,9 +171,9 @@ class Fault:
     """A fault of the table.
 
     Attributes:
-        begin: Does it, and returns how to end it.
+        begin: Injects it, and returns the function that ends it.
         kind: Its first word.
-        target: To what.
+        target: The kind of its target.
         needs: The program that it needs, if any.
         root: Whether it needs root.
     """
@@ -185,7 +185,7 @@ class Fault:
     root: bool = False
 
     def missing(self) -> str | None:
-        """Return why it cannot be done here, or None."""
+        """Return the reason why it cannot be injected here, or None."""
         if self.root and os.geteuid() != 0:
             return "it needs root"
         if self.needs and shutil.which(self.needs) is None:

@@ -1,4 +1,4 @@
-"""A job of :mod:`phase_train`, kept alive as :mod:`supervisor` does, whose end may be that it says why it stopped."""
+"""A job of :mod:`phase_train`, restarted as by :mod:`supervisor`. It may end by reporting why it stopped."""
 
 import json
 import subprocess
@@ -11,14 +11,14 @@ from supervisor import AGAIN, CHAOS, RANKS, Job
 
 TRAIN, DATA = CHAOS / "phase_train.py", CHAOS / "phase_data.py"
 DISK = 24 << 20
-"""Bytes of a disk that is filled."""
+"""The size in bytes of a disk that is filled."""
 WORDS = 8
-"""Lines of a trainer that stopped, for the record."""
+"""The number of last lines of a stopped trainer that are recorded."""
 _NOISE = (" done", "reducer.cpp")
 
 
 class StoppedError(Exception):
-    """The run has ended before its end, and said why.
+    """The run has stopped early, and reported the reason.
 
     Args:
         code: The exit code of the trainers.
@@ -35,10 +35,10 @@ class PhaseJob(Job):
 
     Args:
         stack: Not started.
-        plan: What ``phase_train.py`` gets.
+        plan: The plan for ``phase_train.py``.
         links: As for :class:`Job`.
         link_nats: As for :class:`Job`.
-        mounts: Folders that get a small file system of their own. Needs root.
+        mounts: Folders that get a separate small file system. Needs root.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class PhaseJob(Job):
         self.stack.trainer(TRAIN, str(self._folder), json.dumps(self.plan), ranks=RANKS, node=node, env=self._env)
 
     def start_again(self) -> None:
-        """Start the trainers after the run has stopped, as its user does."""
+        """Start the trainers after the run has stopped, as a user would."""
         self._past.append(self.stack.parts["trainer-0"])
         self._starts["trainer-0"]()
 
@@ -73,7 +73,7 @@ class PhaseJob(Job):
         return (self._folder / "reached").exists()
 
     def release(self) -> None:
-        """Let it pass."""
+        """Let the rank continue."""
         (self._folder / "go").touch()
 
     # --- what the run did
@@ -89,8 +89,8 @@ class PhaseJob(Job):
 
     @property
     def gave_up_a_save(self) -> bool:
-        """Whether the run has said that a checkpoint is missing."""
-        return bool(self.said("given up, training continues"))
+        """Whether the run has reported that a checkpoint is missing."""
+        return bool(self.said("abandoned, training continues"))
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -120,5 +120,5 @@ class PhaseJob(Job):
 
 
 def last_words(part: Part) -> list[str]:
-    """Return the last lines that a part wrote, without the steps."""
+    """Return the last lines of a part's output, without the steps."""
     return [line for line in part.lines if not any(word in line for word in _NOISE)][-WORDS:]

@@ -1,4 +1,4 @@
-"""A case from its start to its judgement."""
+"""Runs a case and verifies its result."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from stack import Stack
 from persia.runtime.exit_codes import ExitCode
 
 END_S = 150.0
-"""Seconds from the fault to the end of the run. A run that takes longer hangs."""
+"""Seconds from the fault to the end of the run. A run that takes longer counts as hung."""
 
 NewStack = Callable[..., Stack]
 
@@ -30,12 +30,13 @@ class Result:
         seed: The case.
         fault: Its fault.
         phase: Its phase.
-        outcome: ``exact``, ``stopped`` (it has said so), ``wrong``, or ``failed`` (it hung, or ended without a word).
+        outcome: ``exact``, ``stopped`` (with a message), ``wrong``, or ``failed`` (it hung, or ended without a
+            message).
         compared: Rows, counts and values that were compared.
-        restarts: How often the trainers were started again.
+        restarts: How often the trainers were restarted.
         seconds: How long it took.
         text: The case in words.
-        problem: What is wrong, or how it stopped; empty if it is exact.
+        problem: The problem, or how it stopped; empty if it is exact.
     """
 
     seed: int
@@ -50,7 +51,7 @@ class Result:
 
     @property
     def good(self) -> bool:
-        """Whether it is what must be."""
+        """Whether the outcome is allowed."""
         return self.outcome == "exact" or (self.outcome == "stopped" and self.fault in MAY_STOP)
 
 
@@ -58,12 +59,12 @@ MAY_STOP = {
     "full run": r"PERSIA_RUN_DIR: \S+/summary\.json: No space left|\S+/RUN: No space left",
     "full checkpoints": r"not finished: its last checkpoint, of step \d+, cannot be written: .*No space left",
 }
-"""Faults after which the run may stop with exit code 1, with what it has to say: its name, its summary, or its last
-checkpoint cannot be written. Started again by hand, it has to come to the exact end."""
+"""Faults after which the run may stop with code 1: its name, summary or last checkpoint cannot be written. A restart
+must be exact."""
 
 
 def run(case: Case, new_stack: NewStack) -> Result:
-    """Run a case, and judge it."""
+    """Run a case, and verify its result."""
     started = time.monotonic()
     job = new_job(case, new_stack)
     outcome, problem, rows = "exact", "", 0
@@ -118,7 +119,7 @@ def new_job(case: Case, new_stack: NewStack) -> PhaseJob:
 
 
 def inject(job: PhaseJob, case: Case) -> None:
-    """Wait for the phase, do the fault to it, and let the run go on."""
+    """Wait for the phase, inject the fault, and let the run continue."""
     job.wait(f"the gate {json.dumps(case.gate)}", job.reached, job.patience)
     end = case.what.begin(job, case)
     at = next((each["phase"] for each in reversed(job.lines("phases.jsonl")) if each["phase"] != "save"), "")

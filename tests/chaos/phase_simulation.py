@@ -1,4 +1,4 @@
-"""The rows, counts and uses that a run of :mod:`phase_train` has after each step, by the documented rules.
+"""The rows, counts and recency of a run of :mod:`phase_train` after each step, by the documented rules.
 
 The rules are those of ``rust_core/store/src/shard/mod.rs``, on plain dictionaries: admission by count, time to live,
 eviction of the least recently used rows. A row's value is minus the number of updates: SGD with rate 1, from 0.
@@ -119,7 +119,7 @@ class Simulation:
     def possible_uses(self, key: Key) -> set[int]:
         """Return what the last use of a row may be if pushes are not ordered.
 
-        The first ``min_count - 1`` pushes to arrive are counted and not applied. Which steps they are of is open.
+        The first ``min_count - 1`` pushes to arrive are counted and not applied. Their steps are not determined.
         """
         steps = self._pushed[key]
         counted = self.data.min_counts[TABLES[key[0]]] - 1
@@ -130,7 +130,7 @@ class Simulation:
         return {key: count for shard in self.shards for key, count in shard.counts.items()}
 
     def read(self, table: int, number: int) -> int:
-        """Return what an evaluation after this step reads."""
+        """Return the values that an evaluation after this step reads."""
         row = self._shard(number).rows.get((table, number))
         return 0 if row is None or self._expired(table, row, self.step) else row.value
 

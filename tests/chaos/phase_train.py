@@ -1,11 +1,12 @@
-"""One rank of a run that says in which phase it is, and waits in one of them until a fault was injected.
+"""One rank of a run that reports its phase, and waits in one of the phases until a fault was injected.
 
-``phases.jsonl`` in the folder given gets a line for each phase that a rank reaches. At the ``gate`` of the plan the
-rank makes the file ``reached`` and, with ``hold``, waits until the file ``go`` exists. ``reads.jsonl`` gets what each
-evaluation read. Every occurrence of an id in the data takes exactly 1 from its row, as in :mod:`ledger_train`.
+``phases.jsonl`` in the given folder gets a line for each phase that a rank reaches. At the ``gate`` of the plan the
+rank makes the file ``reached`` and, with ``hold``, waits until the file ``go`` exists. ``reads.jsonl`` gets the values
+that each evaluation read. Every occurrence of an id in the data takes exactly 1 from its row, as in
+:mod:`ledger_train`.
 
 The phases, in the order of a run: ``before`` the first loop; ``loop``; ``save``; ``between`` two loops; ``evaluation``;
-``restored``: behind a restore and before a loop; ``end``.
+``restored``: after a restore and before a loop; ``end``.
 """
 
 import json
@@ -40,7 +41,7 @@ HELD_S = 150.0
 MOST_LOOPS = 6
 """Loops of one process: the two of the plan, one more after a load, and empty ones after a restart."""
 READS = 3
-"""Times that an evaluation reads all rows."""
+"""How often an evaluation reads all rows."""
 
 
 def append(name: str, **entry: Any) -> None:
@@ -52,7 +53,7 @@ def append(name: str, **entry: Any) -> None:
 
 
 def reach(phase: str, moment: str, step: int, generation: int = 0) -> None:
-    """Say where this rank is; at the gate, wait."""
+    """Report the phase of this rank; at the gate, wait."""
     append("phases.jsonl", phase=phase, moment=moment, step=step, generation=generation)
     gate = PLAN["gate"]
     here = {"phase": phase, "moment": moment, "rank": env.get_rank(), "step": step}
@@ -60,14 +61,14 @@ def reach(phase: str, moment: str, step: int, generation: int = 0) -> None:
         return
     try:
         os.close(os.open(FOLDER / "reached", os.O_CREAT | os.O_EXCL))
-    except FileExistsError:  # by an earlier life of this rank
+    except FileExistsError:  # by an earlier process of this rank
         return
     if gate["hold"]:
         wait_until("the fault", (FOLDER / "go").exists, HELD_S)
 
 
 class Own(IterableDataset):
-    """This rank's batches without a data-compose. A pass ends at the step where the plan has the next loop begin."""
+    """This rank's batches without a data-compose. A pass ends where the next loop begins."""
 
     def __init__(self) -> None:
         super().__init__(4)
@@ -98,12 +99,12 @@ class Watched:
         return getattr(self._saver, name)
 
     def write_rows(self) -> Any:
-        """As the saver's."""
+        """Like that of the saver."""
         reach("save", "cut", self._step)
         return self._saver.write_rows()
 
     def commit(self, *arguments: Any) -> Any:
-        """As the saver's."""
+        """Like that of the saver."""
         reach("save", "written", self._step)
         result = self._saver.commit(*arguments)
         reach("save", "committed", self._step)
@@ -129,7 +130,7 @@ def watch() -> None:
 
 
 def read(ctx: Any, step: int) -> None:
-    """Read the rows of all ids, and write down what they are."""
+    """Read the rows of all ids, and record their values."""
     ids = array(DATA.known())
     batch = PersiaBatch([IDTypeFeatureWithSingleID(table, ids) for table in TABLES], requires_grad=False)
     found = ctx.get_embedding_from_data(batch).embeddings()
@@ -146,7 +147,7 @@ def evaluate(step: int) -> None:
 
 
 def one_loop(ctx: TrainCtx, loader: DataLoader) -> None:
-    """Train until the data end, or until the step where the plan has the next loop begin."""
+    """Train until the data end, or until the step at which the next loop begins, by the plan."""
     for batch in loader:
         output, _ = ctx.forward(batch)
         reach("loop", "forward", batch.step, ctx.engine.generation)
@@ -159,7 +160,7 @@ def one_loop(ctx: TrainCtx, loader: DataLoader) -> None:
 
 
 def between(ctx: TrainCtx) -> None:
-    """Do what the plan wants between the two loops."""
+    """Execute the actions of the plan between the two loops."""
     step = ctx.step
     distributed.agree(True)  # a loop that is left early does not wait for the pushes of other ranks
     reach("between", "left", step, ctx.engine.generation)

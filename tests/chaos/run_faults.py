@@ -23,7 +23,7 @@ def append(record: faults.Record) -> None:
 
 
 def one(name: str, seed: int, seconds: float) -> bool:
-    """Run a fault; return whether all is well."""
+    """Run a fault; return whether the result is correct."""
     with tempfile.TemporaryDirectory(prefix="persia-chaos-") as folder:
 
         def new_stack(**options: Any) -> Stack:

@@ -1,7 +1,7 @@
 """Run cases of the generated test: ``make chaos-phases SEEDS=17``, ``SEEDS=1-300 SHARD=2/4``.
 
-Each result is added to ``runs/chaos-phases.jsonl``. A range skips the seeds that are good there, so that a run that was
-interrupted continues; single seeds always run. ``SEEDS=table`` prints the table of faults and phases.
+Each result is added to ``runs/chaos-phases.jsonl``. A range skips the seeds that are already recorded as good, so that
+a run that was interrupted continues; single seeds always run. ``SEEDS=table`` prints the table of faults and phases.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from stack import Stack, missing
 
 RUNS = Path(__file__).resolve().parents[2] / "runs" / "chaos-phases.jsonl"
 SHOWN = 60
-"""Lines of a problem on the terminal; the file has all."""
+"""The number of lines of a problem on the terminal; the file has all lines."""
 
 
 def seeds_of(text: str, part: Shard) -> list[int]:
@@ -67,7 +67,7 @@ def one(seed: int) -> Result:
 
 
 def print_table() -> None:
-    """Print what is done in each cell."""
+    """Print the seed or the reason for each cell."""
     cells = {(fault, phase): what for fault, phase, what in table()}
     reasons = sorted({what for what in cells.values() if not what.startswith("seed")})
     rows = [["fault", *PHASES]]
@@ -84,7 +84,7 @@ def print_table() -> None:
 
 
 def main() -> int:
-    """Return 0 if every case was exact, or stopped where it may."""
+    """Return 0 if every case was exact, or stopped in an allowed way."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("seeds", help="17, 3,17 or 1-300, or table")
     parser.add_argument("--shard", type=shard, default=(1, 1), metavar="K/N")
@@ -115,7 +115,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell lets a job in the background ignore it
+    for number in (signal.SIGINT, signal.SIGTERM):  # also if a shell makes background jobs ignore it
         signal.signal(number, signal.default_int_handler)
     try:
         sys.exit(main())

@@ -1,4 +1,4 @@
-"""Faults of the machines: links, processors, descriptors and memory that do not suffice, and clocks that are wrong."""
+"""Faults of the machines: insufficient bandwidth, processors, descriptors and memory, and wrong clocks."""
 
 import os
 import random
@@ -19,12 +19,12 @@ from supervisor import BEHIND, Job
 _BUSY = 10
 """Busy processes for each processor."""
 _STRANGERS = 32
-"""Connections that stand where a part's own are to be."""
+"""The number of connections that occupy a part."""
 _HOUR_S = 3600
 
 
 def slow(job: Job, rng: random.Random) -> None:
-    """Each link has 200 ms there and back, then 1 Mbit/s."""
+    """Each link has a round-trip time of 200 ms, then 1 Mbit/s."""
     some_step(job, rng)
     for name, value in (("delay_s", 0.1), ("bytes_per_s", 125_000.0)):
         job.note_fault()

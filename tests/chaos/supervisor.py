@@ -1,8 +1,8 @@
-"""A ledger run with everything it needs, kept alive: by ``Job`` the way a container engine does it.
+"""A ledger run with all its parts. ``Job`` restarts parts in the way of a container engine.
 
 ``Job`` starts NATS, servers, middlewares, a data-compose and the trainers as processes. A killed part is restarted, as
-is a trainer or a data-compose that exits with 75; any other end fails. Who waits for something waits with
-:meth:`Run.wait`, which looks after the parts meanwhile. ``containers.py`` has the same run in containers.
+is a trainer or a data-compose that exits with 75; any other end fails. Every wait uses :meth:`Run.wait`, which
+supervises the parts during the wait. ``containers.py`` has the same run in containers.
 """
 
 import json
@@ -30,27 +30,27 @@ from persia.runtime import job as job_files
 CHAOS = Path(__file__).parent
 TRAIN, DATA = CHAOS / "ledger_train.py", CHAOS / "ledger_data.py"
 STACK: dict[str, Any] = {"servers": 2, "middlewares": 2, "slots": "one: {dim: 4}\nmany: {dim: 4}"}
-"""What a stack for :class:`Job` is made with."""
+"""The options of a stack for :class:`Job`."""
 RANKS = 2
 
 KILLED = {-signal.SIGKILL}
 AGAIN = {75, *KILLED}
-"""How trainers and data-compose may end to be started again."""
+"""The exit codes after which trainers and data-compose are restarted."""
 FAILED = 1
-"""How trainers end whose script fails; only a fault that lets it fail has them started again."""
+"""The exit code of trainers whose script fails; they are restarted only if the fault makes the script fail."""
 BEHIND = "127.0.0.2"
 """The address that parts behind a link announce; they listen on 127.0.0.1."""
 HEALTHY_S = 30.0
-"""How long behind the end of the run everything else may take to be well."""
+"""The time after the end of the run in which all checks must succeed."""
 UNDER_WAY = 10
-"""Steps that may still be done after a part is lost, from look-ups made ahead."""
+"""The number of steps that may still be done after a part is lost, from look-ups made in advance."""
 STEP = re.compile(r"step (\d+) done")
 
 Found = TypeVar("Found")
 
 
 def clock_library() -> Path | None:
-    """Return the library that gives a process a clock of its own, or None where that is not installed."""
+    """Return the library that gives a process a separate clock, or None if it is not installed."""
     return next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), None)
 
 
@@ -67,7 +67,7 @@ class Ledger:
 
 
 class Run(ABC):
-    """A ledger run, the faults done to it, and how it came through them.
+    """A ledger run, the injected faults, and the recovery from them.
 
     Attributes:
         plan: What ``ledger_train.py`` gets.
@@ -81,9 +81,9 @@ class Run(ABC):
     """
 
     tick = 0.005
-    """Seconds between two looks at the parts."""
+    """Seconds between two checks of the parts."""
     patience = 60.0
-    """Seconds that training may need to come to a step, or to go on after a fault."""
+    """Seconds in which training must reach a step, or continue after a fault."""
 
     def __init__(self, plan: Mapping[str, Any]) -> None:
         self.plan = dict(plan)
@@ -102,33 +102,33 @@ class Run(ABC):
     @property
     @abstractmethod
     def finished(self) -> bool:
-        """Whether every trainer has come to its end."""
+        """Whether every trainer has ended."""
 
     @property
     @abstractmethod
     def checkpoints(self) -> Path:
-        """Where servers and trainers keep them."""
+        """The folder in which servers and trainers store them."""
 
     @property
     @abstractmethod
     def ledger_file(self) -> Path:
-        """What rank 0 writes at the end."""
+        """The file that rank 0 writes at the end."""
 
     @abstractmethod
     def look_after(self) -> None:
-        """Note the steps that were done, and whatever else keeps it going."""
+        """Record the steps that were done, and restart parts."""
 
     @abstractmethod
     def kill(self, name: str) -> None:
-        """Kill -9 a part, such as ``server-0``; it is started again."""
+        """SIGKILL a part, such as ``server-0``; it is restarted."""
 
     @abstractmethod
     def kill_rank(self, rank: int) -> None:
-        """Kill -9 a rank; it is started again."""
+        """SIGKILL a rank; it is restarted."""
 
     @abstractmethod
     def logs(self) -> str:
-        """Return what every part wrote, but for the steps."""
+        """Return the output of every part, without the steps."""
 
     @abstractmethod
     def close(self) -> None:
@@ -137,7 +137,7 @@ class Run(ABC):
     # --- steps
 
     def saw(self, lines: Iterable[str]) -> None:
-        """Note the steps that rank 0 has written of."""
+        """Record the steps that rank 0 has reported."""
         now = time.monotonic()
         for line in lines:
             if not (match := STEP.search(line)):
@@ -154,7 +154,7 @@ class Run(ABC):
             self.recovered += len(over)
 
     def note_fault(self) -> None:
-        """Count a fault; it is recovered from when training has come further."""
+        """Count a fault; it counts as recovered when training has progressed."""
         self.look_after()
         self.injected += 1
         self._marks.append(self.furthest)
@@ -162,7 +162,7 @@ class Run(ABC):
     # --- waiting
 
     def wait(self, what: str, condition: Callable[[], Found | None], timeout: float = 60.0) -> Found:
-        """Return what ``condition`` finds, and look after the parts until then."""
+        """Wait until ``condition`` returns a true value, and return it; supervise the parts until then."""
 
         def look() -> Found | None:
             ended = self.finished
@@ -178,11 +178,11 @@ class Run(ABC):
         self.wait(f"step {step}", lambda: self.furthest >= step, self.patience)
 
     def recover(self) -> None:
-        """Wait until training is further than it was at any fault."""
+        """Wait until training has progressed beyond every fault."""
         self.wait("training to go on", lambda: not self._marks, self.patience)
 
     def let_pass(self, seconds: float) -> None:
-        """Look after the parts for so long, or until the run has ended."""
+        """Supervise the parts for this long, or until the run has ended."""
         until = time.monotonic() + seconds
         self.wait("time to pass", lambda: self.finished or time.monotonic() >= until, seconds + 60)
 
@@ -196,7 +196,7 @@ class Run(ABC):
         return Ledger(**json.loads(self.ledger_file.read_text()))
 
     def saves(self) -> Path | None:
-        """Return the folder of the run's saves, once there is one."""
+        """Return the folder of the run's checkpoints, once there is one."""
         return next(self.checkpoints.glob("*/"), None)
 
 
@@ -208,10 +208,10 @@ class Job(Run):
         plan: What ``ledger_train.py`` gets.
         replicas: Trainer replicas that share the ranks.
         links: Put a :class:`Link` in front of every server and middleware.
-        disk: Bytes of a file system of its own for the checkpoints; 0 leaves them where they are. Needs root.
+        disk: The size of a separate file system for the checkpoints; 0 means none. Needs root.
         twice: A batch that data-compose also sends in place of the one after it.
         link_nats: Put a :class:`NatsLink` in front of NATS.
-        clocks: Give each part, but NATS, a clock of its own: :meth:`set_clock`.
+        clocks: Give each part except NATS a separate clock: :meth:`set_clock`.
     """
 
     def __init__(
@@ -305,7 +305,7 @@ class Job(Run):
         self.stack.trainer(TRAIN, *arguments, ranks=ranks, node=node, nodes=self._replicas, env=env)
 
     def _clock(self, name: str) -> dict[str, str]:
-        """Return what lets a part read the time from the file that :meth:`set_clock` writes."""
+        """Return the variables that make a part read the time from the file of :meth:`set_clock`."""
         library = clock_library()
         if not self._with_clocks or library is None:
             return {}
@@ -320,7 +320,7 @@ class Job(Run):
         }
 
     def set_clock(self, name: str, seconds: int) -> None:
-        """Let the clock of a part, but not the one that deadlines are by, be so far from the right time from now on."""
+        """Set the offset of a part's wall clock from the correct time; its monotonic clock is not changed."""
         fresh = self._clocks / f".{name}"
         fresh.write_text(f"{seconds:+d}\n")
         fresh.replace(self._clocks / name)
@@ -332,7 +332,7 @@ class Job(Run):
 
     @property
     def finished(self) -> bool:
-        """Whether every trainer has come to its end."""
+        """Whether every trainer has ended."""
         trainers = [self.stack.parts[name] for name in self._starts if name.startswith("trainer")]
         return all(not part.process.running and part.process.code == 0 for part in trainers)
 
@@ -354,7 +354,7 @@ class Job(Run):
         return self.wait(f"a process of rank {rank}", found)
 
     def look_after(self) -> None:
-        """Start again what ended and is to run; note the steps that were done."""
+        """Restart parts that ended and should run; record the steps that were done."""
         for name, start in self._starts.items():
             if name in self._away:
                 continue
@@ -378,30 +378,30 @@ class Job(Run):
         self.saw(lines)
 
     def said(self, text: str, name: str = "trainer-0") -> list[str]:
-        """Return the lines with ``text`` that a part has written, in all its lives."""
+        """Return the lines with ``text`` that a part has written, over all its restarts."""
         parts = [part for part in [*self._past, self.stack.parts[name]] if part.process.name == name]
         return [line for part in parts for line in list(part.lines) if text in line]
 
     # --- faults
 
     def kill(self, name: str) -> None:
-        """Kill -9 a part; it is started again."""
+        """SIGKILL a part; it is restarted."""
         self.note_fault()
         self.stack.kill(name)
 
     def kill_rank(self, rank: int) -> None:
-        """Kill -9 a rank; its launcher ends with 75 and is started again."""
+        """SIGKILL a rank; its launcher ends with 75 and is restarted."""
         process = self.rank(rank)
         self.note_fault()
         process.kill()
 
     def take_away(self, name: str) -> None:
-        """Kill -9 a part that stays away until :meth:`bring_back`."""
+        """SIGKILL a part that is not restarted until :meth:`bring_back`."""
         self._away.add(name)
         self.kill(name)
 
     def bring_back(self, name: str) -> None:
-        """Start a part again that was taken away."""
+        """Restart a part that was taken away."""
         self._away.discard(name)
 
     def replace(self, name: str) -> Part:
@@ -415,23 +415,23 @@ class Job(Run):
 
     @property
     def ledger_file(self) -> Path:
-        """What rank 0 writes at the end."""
+        """The file that rank 0 writes at the end."""
         return self._folder / "ledger.json"
 
     @property
     def generation(self) -> int:
-        """The generation in which the run came to its end."""
+        """The generation in which the run ended."""
         summary = job_files.finished_summary(self.stack.folder / "run")
         assert summary is not None, "no summary"
         return int(summary["generation"])
 
     @property
     def checkpoints(self) -> Path:
-        """Where servers and trainers keep them."""
+        """The folder in which servers and trainers store them."""
         return Path(self.stack.settings["PERSIA_CKPT_DIR"])
 
     def logs(self) -> str:
-        """Return what every part wrote, but for the steps."""
+        """Return the output of every part, without the steps."""
         parts = [*self._past, *self.stack.parts.values()]
         return "\n".join(
             line

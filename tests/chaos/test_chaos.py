@@ -1,4 +1,4 @@
-"""Faults with a fixed seed, each judged by the ledger.
+"""Faults with a fixed seed, each verified by the ledger.
 
 ``make test`` runs those of :data:`ALWAYS`, one of each kind of recovery, ``make test-all`` the others, too, and ``make
 chaos-all`` the long ones, with other seeds.
@@ -19,7 +19,7 @@ NAMES = [name for name in faults.FAULTS if name not in LONG]
 ALWAYS = {"F1", "F2l", "F3", "F8"}
 """A server in a save, a server with a log, a middleware, a data-compose: one fault for each kind of recovery."""
 TIMEOUT_S = {"F30": 660}
-"""Where a test's own waits, which show more than a timeout does, may take longer: it starts the trainers four times."""
+"""A longer limit for a test that starts the trainers four times and whose own waits report more than a timeout."""
 
 
 def marked(name: str) -> Any:
@@ -57,7 +57,7 @@ def test_a_recovery_is_one_that_was_seen(make_stack: MakeStack, monkeypatch: pyt
     (job.stack.folder / "ledger" / "ledger.json").write_text(
         json.dumps(dataclasses.asdict(Ledger(1, 0, [], 60, -60.0)))
     )
-    for step in (20, 55):  # no step was observed after the first; no step can follow the second
+    for step in (20, 55):  # no step was observed after the first fault; no step can follow the second
         job.furthest = step
         job.note_fault()
     job.finish()

@@ -1,4 +1,4 @@
-"""The generated test of faults and phases: cases by seed, and proofs that its judgement can fail.
+"""The generated test of faults and phases: cases by seed, and tests that its verification can fail.
 
 ``make test`` runs the cases of :data:`ALWAYS`, ``make test-all`` also those of :data:`NIGHTLY`; ``make chaos-phases``
 runs any.
@@ -40,7 +40,7 @@ ALWAYS = {
     194: "duplicate server loop",
     176: "kill data-compose before",
 }
-"""The cases of ``make test``, which would do most harm: each is one by which rows have been lost, or could be."""
+"""The cases of ``make test``, which are the most harmful: in each, rows have been lost, or could be."""
 WITH_LOG = {2529, 2144, 472}
 """Those in which servers have a log."""
 NIGHTLY = {seed: " ".join(cell_of(seed)) for seed in range(1, len(CELLS) + 1) if seed not in ALWAYS}
@@ -129,7 +129,7 @@ def wrong(save: Path, data: Data) -> list[str]:
 
 
 def test_the_simulation_is_what_the_store_does(configure: Configure, tmp_path: Path) -> None:
-    """With rows that leave by eviction and by expiry, and ids that wait for admission."""
+    """With rows that are evicted or expire, and ids that wait for admission."""
     save = saved(configure, tmp_path / "saves", DATA)
     (last,) = [tables for tables in states(DATA) if tables.step == DATA.steps]
     rows, counts = phase_check.content(save)
@@ -150,7 +150,7 @@ def test_the_simulation_is_what_the_store_does(configure: Configure, tmp_path: P
     ],
 )
 def test_the_judgement_finds(other: dict[str, Any], named: str, configure: Configure, tmp_path: Path) -> None:
-    """A run that did something else than the one that was simulated."""
+    """A run that differs from the simulated one."""
     save = saved(configure, tmp_path / "saves", dataclasses.replace(DATA, **other))
     found = wrong(save, DATA)
     assert any(named in line for line in found), found

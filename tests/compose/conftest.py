@@ -18,10 +18,10 @@ Result = subprocess.CompletedProcess[str]
 BASE = "debian:trixie-slim"
 TEST_OVERLAY = {"COMPOSE_FILE": "docker-compose.yaml:docker-compose.test.yaml"}
 BUILD = 2400.0
-"""Seconds that building all images may take: PyTorch is downloaded, the engine compiled."""
+"""Seconds that building all images may take, including the download of PyTorch and the compilation of the engine."""
 
-# The other limits only end what hangs: `import torch` takes more than a minute where a container reads its gigabytes
-# for the first time from a slow disk.
+# The other limits are only for hangs: `import torch` takes more than a minute if a container reads it for the first
+# time from a slow disk.
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -30,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests in tests/compose. Its time-out is that of a whole training run; building has one of its own."""
+    """Mark the tests in tests/compose. Their time-out is that of a training run; building has a separate one."""
     for item in items:
         if "compose" in item.path.parts:
             item.add_marker("docker")
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def docker(*arguments: str, timeout: float = 300.0, check: bool = True, env: Mapping[str, str] | None = None) -> Result:
-    """Run the docker command in the root of the clone, with ``env`` in place of what this shell chose for the stack."""
+    """Run the docker command in the root of the clone, with ``env`` in place of the shell's settings for the stack."""
     chosen = re.findall(r"^#?([A-Z_]+)=", (ROOT / ".env").read_text(), re.MULTILINE)
     environment = {name: value for name, value in os.environ.items() if name not in chosen}
     result = subprocess.run(
@@ -54,7 +54,7 @@ def docker(*arguments: str, timeout: float = 300.0, check: bool = True, env: Map
 
 
 class Project:
-    """The stack under a project name of its own, with the variables that a user would write into .env."""
+    """The stack with a unique project name, and the variables that a user would write into .env."""
 
     def __init__(self, name: str, folder: Path, **variables: str) -> None:
         self.name = name
@@ -79,11 +79,11 @@ class Project:
         return result
 
     def up(self, *options: str) -> None:
-        """Start services in the background, without those they depend on."""
+        """Start services in the background, without their dependencies."""
         self("up", "--detach", "--no-build", "--no-deps", *options)
 
     def train(self, *, timeout: float = 600.0, env: Mapping[str, str] | None = None) -> Result:
-        """Run the whole stack until the trainers end; the exit code is theirs."""
+        """Run the whole stack until the trainers end; return their exit code."""
         return self("up", "--no-build", "--exit-code-from", "trainer", timeout=timeout, check=False, env=env)
 
     def run(self, *command: str, timeout: float = 300.0, check: bool = True) -> Result:
@@ -116,7 +116,7 @@ class Project:
         self.wait(f"{', '.join(services)} to be healthy", lambda: states() == {"healthy"}, timeout=timeout)
 
     def logs(self, *services: str) -> str:
-        """Return what services wrote."""
+        """Return the output of services."""
         result = self("logs", "--no-color", *services, check=False)
         return result.stdout + result.stderr
 
@@ -147,14 +147,14 @@ class Project:
         return json.loads(text) if text else None
 
     def remove(self, *, volumes: bool = True, grace: int = 0) -> None:
-        """Stop and remove everything of this project. Containers have ``grace`` seconds to end by themselves."""
+        """Stop and remove everything of this project. Containers have ``grace`` seconds to end on their own."""
         options = ["--volumes"] if volumes else []
         self("down", "--timeout", str(grace), "--remove-orphans", *options, check=False)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def engine() -> None:
-    """Skip where no engine answers; make sure of `docker compose` and the base image."""
+    """Skip if no engine answers; ensure that `docker compose` and the base image exist."""
     if shutil.which("docker") is None:
         pytest.skip("no docker command here")
     answer = docker("version", "--format", "{{.Server.Version}}", check=False)

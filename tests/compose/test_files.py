@@ -125,7 +125,7 @@ def test_overlays(services: dict[str, Any]) -> None:
     assert overlaid("debug")["emb_server"]["cap_add"] == ["SYS_PTRACE"]
     gpu = overlaid("gpu")["trainer"]
     assert gpu["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
-    assert gpu["image"] == services["trainer"]["image"]  # built for both: tests/compose/test_images.py
+    assert gpu["image"] == services["trainer"]["image"]  # built for both engines: tests/compose/test_images.py
     test = overlaid("test")
     assert test["trainer"]["image"] == "persia/test:dev" and test["trainer"]["build"]["target"] == "test"
     assert {name for name in SERVICES if test[name] != services[name]} == {"trainer"}

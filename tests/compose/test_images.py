@@ -15,14 +15,14 @@ from conftest import ROOT
 from compose.conftest import docker
 
 BUILDS = ("hatchling", "maturin", "ruff", "uv")
-"""What builds or checks the project, and is in no image that runs it."""
+"""Packages that build or check the project, which no runtime image has."""
 TESTS = ("flask", "moto", "mypy", "pytest-xdist")
-"""What only the test image has."""
+"""Packages that only the test image has."""
 SERVER = "/usr/local/bin/persia-embedding-sharded-server"
 EXTENSION = "/opt/venv/lib/*/site-packages/persia_core/*.so"
-"""In the runtime image."""
+"""Packages in the runtime image."""
 SERVER_LIMIT = 60_000_000
-"""Bytes that the server image may add to its base."""
+"""The number of bytes that the server image may add to its base."""
 
 
 def size(image: str) -> int:
@@ -100,7 +100,7 @@ def test_the_image_of_the_tests_adds_their_requirements() -> None:
     "file", ["/usr/local/bin/persia-embedding-sharded-server", "/opt/venv/lib/*/site-packages/persia_core/*.so"]
 )
 def test_no_vector_instruction_is_a_function_of_its_own(file: str, tmp_path: Path) -> None:
-    """A closure or an iterator's method between a loop and an instruction can make it one: three times slower."""
+    """A closure or an iterator between a loop and an instruction can turn it into a call, three times as slow."""
     command = ["docker", "run", "--rm", "--entrypoint", "sh", "persia/runtime:dev", "-c", f"cat {file}"]
     (tmp_path / "binary").write_bytes(subprocess.run(command, check=True, capture_output=True).stdout)
     symbols = subprocess.run(["nm", "-C", tmp_path / "binary"], check=True, capture_output=True, text=True).stdout
@@ -131,7 +131,8 @@ def test_a_change_of_the_sources_does_not_install_pytorch_again(tmp_path: Path) 
         before, after = layers("persia/runtime:dev"), layers(image)
         assert before != after
         shared = sum(1 for one, other in zip(before, after, strict=True) if one == other)
-        # The base, its certificates, Python, PyTorch, the other requirements, and what comes before the sources.
+        # The layers of the base, its certificates, Python, PyTorch, the other requirements, and those before the
+        # sources.
         assert shared >= 6
     finally:
         docker("image", "rm", "--force", image, check=False)
@@ -143,7 +144,7 @@ def layers(image: str) -> list[str]:
 
 
 def docker_context() -> list[str]:
-    """Name the files of the clone that images are made of: what git tracks, and certificates."""
+    """Return the files of the clone that images are built from: files that git tracks, and certificates."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     return [name for name in listed if (ROOT / name).exists()] + [
         str(path.relative_to(ROOT)) for path in (ROOT / "services" / "ca").glob("*.crt")

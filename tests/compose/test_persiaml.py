@@ -1,4 +1,4 @@
-"""A compose file in PersiaML's style, with its names of images and variables, and no word of what is only here."""
+"""A compose file in PersiaML's style, with its names of images and variables, and no setting that only Persia has."""
 
 import os
 import re
@@ -19,7 +19,7 @@ NATS = "nats:latest"
 NAME = f"persiaml-test-{os.getpid()}"
 FILES = {"COMPOSE_FILE": "docker-compose.yaml:docker-compose.persiaml.yaml"}
 AS_PUBLISHED = 'FROM persia/nats:dev\nENTRYPOINT ["nats-server"]\nCMD []\n'
-"""NATS's own image, of the packaged program: no secret, and every address."""
+"""An image like NATS's own, with the packaged program: without a secret, and listening on every address."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def embedded(folder: Path) -> tuple[str, str]:
 
 
 def compose(folder: Path, *arguments: str, check: bool = True) -> str:
-    """Run ``docker compose`` as a user in that folder does; the result is all output."""
+    """Run ``docker compose`` as a user in that folder does; return all output."""
     done = docker("compose", "--project-directory", str(folder), "--project-name", NAME, *arguments, check=check,
                   env={"COMPOSE_FILE": str(folder / "docker-compose.yml"), "COMPOSE_ANSI": "never"})  # fmt: skip
     return done.stdout + done.stderr

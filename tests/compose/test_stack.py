@@ -1,4 +1,4 @@
-"""The whole stack in containers: it trains, ends as it should, and says what went wrong."""
+"""The whole stack in containers: it trains, ends with the right exit code, and reports what went wrong."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ SHORT = {"PERSIA_NN_WORKER_ENTRY": "train.py --epochs 1", "PERSIA_DATALOADER_ENT
 SMALL = {"SERVER_REPLICA": "1", "MIDDLEWARE_REPLICA": "1", "TRAINER_REPLICA": "1"} | SHORT
 
 EMBEDDED_AUC, TOLERANCE = 0.9568, 0.002
-"""Of the embedded mode's recipe (examples/dlrm/README.md), and how far off the stack may be."""
+"""The AUC of the embedded mode (examples/dlrm/README.md), and the tolerance of the stack."""
 
 
 def finished(project: Project) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def test_the_example_trains_once(stacks: Stacks) -> None:
     summary = finished(project)
     assert summary["world_size"] == 2
     assert abs(summary["result"]["auc"] - EMBEDDED_AUC) <= TOLERANCE
-    assert f"{summary['result']['auc']:.4f}" in first.stdout  # rank 0 shows it
+    assert f"{summary['result']['auc']:.4f}" in first.stdout  # rank 0 prints it
 
     second = project.train()
     assert second.returncode == 0, second.stdout + second.stderr
@@ -79,13 +79,13 @@ def test_reverse_order_and_a_restart_of_nats_change_nothing(stacks: Stacks) -> N
     project = stacks(EXAMPLE, **SHORT)
     for service in ("data_compose", "trainer", "middleware", "emb_server"):
         project.up(service)
-    project.says("emb_server", "NATS")  # it waits, and says for what
+    project.says("emb_server", "NATS")  # it waits, and reports for what
     project.up("persia_nats_service")
     project.says("trainer", "generation 1")
     project("restart", "--timeout", "1", "persia_nats_service")
     assert project.ended("trainer") == [0, 0]
     assert finished(project)["world_size"] == 2
-    # Everything else runs until it is stopped.
+    # All other services run until they are stopped.
     for service in ("persia_nats_service", "emb_server", "middleware", "data_compose"):
         assert {status for status, _ in project.states(service)} == {"running"}, service
 
@@ -112,7 +112,7 @@ def test_an_aborted_run_never_looks_finished(stacks: Stacks, end: str) -> None:
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here")
 def test_the_stack_speaks_tls(stacks: Stacks) -> None:
-    """With the certificates that SECURITY.md tells users to make."""
+    """With certificates as described in SECURITY.md."""
     files = {"CERT": "cert.pem", "KEY": "key.pem", "CA": "ca.pem"}
     chosen = {f"PERSIA_TLS_{name}": f"/workspace/tls/{file}" for name, file in files.items()}
     project = stacks(EXAMPLE, **SMALL, **chosen)
@@ -140,7 +140,7 @@ def test_what_is_missing_is_named(stacks: Stacks) -> None:
 
 @pytest.fixture(scope="module")
 def serving(images: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    """A stack of three servers and a middleware without trainers, for tests that only look."""
+    """A stack of three servers and a middleware without trainers, for tests that only read its state."""
     copy = tmp_path_factory.mktemp("serving") / "workspace"
     project = make_project("serving", EXAMPLE, copy, SERVER_REPLICA="3", MIDDLEWARE_REPLICA="1")
     project.up("persia_nats_service", "emb_server", "middleware")
@@ -218,7 +218,7 @@ def test_containers_have_no_rights(serving: Project) -> None:
 
 @pytest.mark.slow
 def test_pytest_passes_in_the_trainer(stacks: Stacks) -> None:
-    """As README.md has it: compose starts the servers. It ends within the five minutes that are promised."""
+    """As in README.md: compose starts the servers, and the run ends within the promised five minutes."""
     project = stacks(EXAMPLE)
     result = project("run", "--rm", "--no-TTY", "trainer", "pytest", timeout=300, check=False)
     assert result.returncode == 0, result.stdout[-6000:]

@@ -22,7 +22,7 @@ NAME = f"persia-test-{os.getpid()}"
 
 @pytest.fixture
 def swarm() -> Iterator[None]:
-    """A swarm of this machine alone, for the length of a test."""
+    """A swarm of this machine only, for the duration of a test."""
     if docker("info", "--format", "{{.Swarm.LocalNodeState}}").stdout.strip() != "inactive":
         pytest.skip("this engine is part of a swarm already")
     docker("swarm", "init", "--advertise-addr", "127.0.0.1")
@@ -74,8 +74,8 @@ def test_the_stack_trains_on_a_swarm(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("swarm")
 def test_a_compose_file_of_persiaml_trains_on_a_swarm(folder: Path, embedded: tuple[str, str]) -> None:
-    """Here its env file is read by another parser."""
-    # A kernel may lack the virtual addresses that a swarm gives to names.
+    """A swarm reads the env file with another parser."""
+    # A kernel may lack the support for the virtual addresses that a swarm assigns to names.
     overlay = folder / "dnsrr.yml"
     overlay.write_text('version: "3.8"\nservices: {persia_nats_service: {deploy: {endpoint_mode: dnsrr}}}\n')
     files = [f"--compose-file={folder / 'docker-compose.yml'}", f"--compose-file={overlay}"]

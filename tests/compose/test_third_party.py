@@ -1,4 +1,4 @@
-"""One's own builds: made by the development image, put first by every container, and equal in what they compute."""
+"""The user's own builds: the development image makes them, every container uses them first, and results are equal."""
 
 import os
 import re
@@ -109,7 +109,7 @@ def test_the_engine_of_third_party_wins_under_run(clone: Path, stacks: Stacks) -
 
 
 def blocks() -> dict[str, str]:
-    """Return the commands of each section of docs/troubleshooting.md."""
+    """Return the commands in each section of docs/troubleshooting.md."""
     text = (ROOT / "docs" / "troubleshooting.md").read_text()
     return {
         section.split("\n", 1)[0]: commands[0]

@@ -9,7 +9,7 @@ import persia_core
 
 
 def missing() -> str:
-    """Return why they cannot run here; empty where they can."""
+    """Return the reason why they cannot run here; empty if they can."""
     if "cuda" not in persia_core.FEATURES:
         return f"{persia_core.__file__} was built without the feature cuda: make setup"
     if not torch.cuda.is_available():

@@ -46,7 +46,7 @@ class Everything(IterableDataset):
         features: list[Any] = [IDTypeFeatureWithSingleID("single", rng.integers(0, 99, self.batch_size, np.uint64))]
         for name in NAMES[1:]:
             lists = [rng.integers(0, 99, rng.integers(0, 6), np.uint64) for _ in range(self.batch_size)]
-            lists[3] = np.full(900, 7, np.uint64)  # more than one thread adds
+            lists[3] = np.full(900, 7, np.uint64)  # so many that more than one thread adds
             weights = None
             if name == "summed":
                 weights = [rng.standard_normal(len(ids), np.float32) for ids in lists]
@@ -61,7 +61,7 @@ class Everything(IterableDataset):
 
 
 class Wide(torch.nn.Module):
-    """One layer over everything; float64, so that the order of its own sums does not show."""
+    """One layer over everything; float64, so that the order of its own sums has no visible effect."""
 
     def __init__(self) -> None:
         super().__init__()

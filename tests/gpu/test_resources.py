@@ -68,7 +68,7 @@ def test_a_step_waits_for_the_device_once(configure: Configure) -> None:
                 step()
         for _ in loader:
             pass
-    # Of the thread that trains; the trace itself ends with one wait.
+    # Count the waits of the training thread; the trace itself ends with one wait.
     events = [event for event in profile.events() if event.name == "aten::_local_scalar_dense"]
     assert len(events) == steps, [event.name for event in profile.events()]
     waits = [event for event in profile.events() if event.name in WAITS and event.thread == events[0].thread]

@@ -1,6 +1,6 @@
 """A loop of the user's own around EmbeddingCollection, on one rank or under DDP; the result is written to ``out``.
 
-A JSON text in its argument says what else happens.
+JSON in its argument has further actions.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ MANY = 1_100_000  # of each feature, more than a look-up may carry of both
 
 
 def slow(step: int) -> float:
-    """Be a learning rate that rank 1 takes its time for, so that its push is late."""
+    """A learning rate that rank 1 computes slowly, so that its push is late."""
     if RANK == 1 and step in PLAN["slow"]:
         time.sleep(2)
     return 1.0
@@ -51,7 +51,7 @@ def optimizer() -> SGD:
 
 
 def due(event: str, number: int) -> bool:
-    """Whether the plan wants ``event`` on this rank at this step, counted from 0."""
+    """Whether the plan has ``event`` on this rank at this step, counted from 0."""
     return bool(PLAN.get(event) == {"rank": RANK, "step": number})
 
 
@@ -82,7 +82,7 @@ class Loop:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
 
     def train(self, first: int, end: int) -> None:
-        """Make some of the steps."""
+        """Run some of the steps."""
         mine = slice(RANK * BATCH // WORLD, (RANK + 1) * BATCH // WORLD)
         for number in range(first, end):
             rng = np.random.default_rng([7, number])
@@ -117,7 +117,7 @@ class Loop:
         barrier()
 
     def save_and_load(self, folder: str) -> None:
-        """Continue from a checkpoint in mid-training: the same rows on every rank, and the same end."""
+        """Continue from a checkpoint of the middle of training: the same rows on every rank, and the same result."""
         self.train(0, 10)
         everything = torch.nn.ModuleDict({"model": self.model, "tables": self.tables})
         state = copy.deepcopy(everything.state_dict())
@@ -133,11 +133,11 @@ class Loop:
             if RANK == WORLD - 1:
                 del os.environ["PERSIA_CKPT_DIR"]
             self.tables.load(folder)
-        self.train(STEPS + 1, STEPS + 2)  # and they continue in the same loop
+        self.train(STEPS + 1, STEPS + 2)  # and the ranks continue in the same loop
         with fails(CheckpointError, "the state dict belongs to other rows"):
             everything.load_state_dict(state)
         loaded = self.tables.load(folder)
-        everything.load_state_dict(state)  # on every rank, its own
+        everything.load_state_dict(state)  # each rank has its own error
         self.model.load_state_dict(loaded.state("model.pt"))
         for name, rows in read(self.tables).items():
             assert torch.equal(rows, saved[name]), name
@@ -147,7 +147,7 @@ class Loop:
         self.apply()
         for name, rows in read(self.tables).items():
             assert torch.equal(rows, first[name]), name
-        with fails(CheckpointError, "nothing"):  # on every rank, and they continue
+        with fails(CheckpointError, "nothing"):  # on every rank, and the ranks continue
             self.tables.load(str(Path(folder) / "nothing"))
 
 
@@ -180,7 +180,7 @@ def pause(number: int) -> None:
 
 
 def train_in_a_context() -> None:
-    """Train 3 steps in the other way."""
+    """Train 3 steps with the other kind of context."""
     model = TinyModel()
     with TrainCtx(SGD(0.1), torch.optim.SGD(model.parameters(), 0.1), mixed_precision=False, model=model) as ctx:
         assert sum(ctx.get_embedding_size()) == 0
@@ -191,7 +191,7 @@ def train_in_a_context() -> None:
 
 def write(loop: Loop) -> None:
     """Write rows and weights."""
-    barrier()  # the other ranks' pushes are applied by now, too
+    barrier()  # the pushes of the other ranks are also applied by now
     arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in read(loop.tables).items()}
     arrays |= {f"dense{index}": p.detach().numpy() for index, p in enumerate(loop.model.parameters())}
     if RANK == 0 and "out" in PLAN:
@@ -199,9 +199,9 @@ def write(loop: Loop) -> None:
     barrier()
 
 
-if "group" in PLAN:  # of the script's own, before the collection
+if "group" in PLAN:  # the script's own process group, before the collection
     torch.distributed.init_process_group("gloo", init_method=PLAN["group"], rank=RANK, world_size=WORLD)
-loop = Loop()  # of the module, as scripts have it: nothing ends its life before the process's
+loop = Loop()  # a global of the module, as in scripts: it exists until the process ends
 
 if __name__ == "__main__":
     if "folder" in PLAN:
@@ -213,7 +213,7 @@ if __name__ == "__main__":
         read(loop.tables)
         write(loop)
     if PLAN.get("context"):
-        with fails(UsageError, "beside an EmbeddingCollection"):
+        with fails(UsageError, "together with an EmbeddingCollection"):
             train_in_a_context()
         read(loop.tables)
         barrier()

@@ -1,4 +1,4 @@
-"""Evaluation in a process that is no rank of the run."""
+"""Evaluation in a process that is not a rank of the run."""
 
 import os
 import sys

@@ -55,7 +55,7 @@ class Part(IterableDataset):
 
 
 class StatefulPart(Part):
-    """As ``Part``, and can be continued."""
+    """Like ``Part``, but it can be continued."""
 
     next = 0
 
@@ -112,7 +112,7 @@ def part(number: int) -> PersiaBatch:
 
 
 def due(event: str, step: int) -> bool:
-    """Whether the plan wants ``event`` on this rank at ``step``."""
+    """Whether the plan has ``event`` on this rank at ``step``."""
     wanted = PLAN.get(event)
     return wanted is not None and wanted["rank"] == RANK and wanted["step"] == step
 
@@ -132,7 +132,7 @@ def before(step: int) -> None:
 
 
 def hang() -> None:
-    """Wait for what never comes."""
+    """Wait for an event that never occurs."""
     threading.Event().wait()
 
 
@@ -193,14 +193,14 @@ def main() -> None:
         train(ctx)
         if (dump := PLAN.get("dump")) and (RANK == 0 or dump["all"]):
             ctx.dump_checkpoint(dump["dir"])
-        distributed.agree(True)  # every rank's pushes are applied
+        distributed.agree(True)  # the pushes of every rank are applied
         if RANK == 0 and (out := PLAN.get("out")):
             save(ctx, out)
         if RANK == 0:
             distributed.report({"sizes": ctx.get_embedding_size(), "step": ctx.step})
         weights = sha256(b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())).hexdigest()
         peers = distributed.peers()
-        all_weights = [weights] if peers is None else peers.all_gather("weights", weights)  # nobody leaves before this
+        all_weights = [weights] if peers is None else peers.all_gather("weights", weights)  # no rank leaves before this
         distributed.report({"equal_weights": len(set(all_weights)) == 1})
 
 

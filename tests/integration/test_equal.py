@@ -1,4 +1,4 @@
-"""Equal in, equal out: whatever holds the rows, and however many ranks share the batches."""
+"""Equal inputs give equal results, regardless of where the rows are and how many ranks share the batches."""
 
 import json
 import os
@@ -135,7 +135,7 @@ def test_a_collection_on_two_ranks_learns_what_one_does_of_the_whole_batch(
 
 
 def test_a_collection_is_saved_and_loaded_by_two_ranks_together(make_stack: MakeStack) -> None:
-    """Rank 1's last pushes before either are late; the script compares rows."""
+    """Rank 1's last pushes before a save and a load are late; the script compares rows."""
     stack = make_stack(servers=2, env={"REPRODUCIBLE": "1"})
     plan = {"folder": "first", "slow": [10, 22]}
     trainer = stack.trainer(COLLECTION, json.dumps(plan), ranks=2)

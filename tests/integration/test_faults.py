@@ -1,4 +1,4 @@
-"""What goes wrong at a start: one clear line, the right exit code, within seconds."""
+"""Errors at the start: one clear line, the right exit code, within seconds."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ from persia.launch.binaries import MIDDLEWARE, SERVER
 from persia.utils import resolve_binary_execute_path
 
 SECONDS = 20.0
-"""A start that fails takes less, also on a busy machine."""
+"""A start that fails takes less time than this, even on a busy machine."""
 TRAIN = """\
 import torch
 from conftest import Batches, TinyModel
@@ -66,7 +66,7 @@ def train(stack: Stack, script: Path, **env: str) -> "subprocess.CompletedProces
 
 
 def one_line(text: str) -> str:
-    """Return the last line that is no hint; there is no traceback and no panic."""
+    """Return the last line that is not a hint; there must be no traceback and no panic."""
     assert "Traceback" not in text and "panicked" not in text, text
     lines = [line for line in text.strip().splitlines() if not line.startswith(("next:", "persia-launcher:"))]
     assert lines, "nothing was said"
@@ -172,7 +172,7 @@ def test_wrong_token(make_stack: MakeStack, script: Path, tmp_path: Path) -> Non
 
 
 def certificates(folder: Path, name: str) -> dict[str, str]:
-    """Make an authority and a certificate of it for ``persia``; return the variables that name them."""
+    """Create an authority and a certificate for ``persia``; return the variables that name them."""
     folder.mkdir()
     ca, key, request, cert = (folder / f"{name}.{part}" for part in ("ca.pem", "key", "csr", "pem"))
     ca_key, extension = folder / f"{name}.ca.key", folder / "ext"

@@ -1,4 +1,4 @@
-"""Data-compose and trainers as real processes: PersiaML's pair of scripts through whatever happens to either."""
+"""Data-compose and trainers as real processes: PersiaML's pair of scripts, and failures of either."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def summary(stack: Stack) -> dict[str, object]:
 
 
 def test_a_pair_of_scripts_of_persiaml_trains_on_a_stack(pair: Stack) -> None:
-    """The very scripts that run in one process in tests/unit; two replicas feed two ranks."""
+    """The same scripts that run in one process in tests/unit; two replicas feed two ranks."""
     senders = [send(pair, index, 2, BATCHES=100) for index in range(2)]
     trainer = train(pair, ranks=2)
     assert trainer.wait(180) == 0, trainer.output

@@ -1,4 +1,4 @@
-"""``persia.helper``: a whole job for the length of a ``with`` block."""
+"""``persia.helper``: a whole job for the duration of a ``with`` block."""
 
 import os
 from collections.abc import Iterator
@@ -60,7 +60,7 @@ def test_train_here_with_data_from_another_process() -> None:
 
 
 def test_functions_in_processes_of_their_own(tmp_path: Path) -> None:
-    def trainer() -> None:  # a closure, as tests write them
+    def trainer() -> None:  # a closure, as in usual tests
         (tmp_path / os.environ["RANK"]).write_text(str(sum(train())))
 
     with PersiaServiceCtx(data_loader_func=send, nn_worker_func=trainer, embedding_config=SLOTS, nproc_per_node=2):

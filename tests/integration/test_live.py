@@ -49,7 +49,7 @@ class Batches(IterableDataset):
 
 
 class Model(torch.nn.Module):
-    """A dense layer over the mean of each slot's embedding, whatever its shape."""
+    """A dense layer over the mean of each slot's embedding of any shape."""
 
     def __init__(self, slots: int) -> None:
         super().__init__()
@@ -63,9 +63,9 @@ class Model(torch.nn.Module):
 
 @pytest.fixture
 def folder(any_stack: Stack | LiveStack, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
-    """A checkpoint of this test's own below the stack's folder of checkpoints."""
+    """A checkpoint of this test only, below the stack's folder of checkpoints."""
     any_stack.use(monkeypatch)
-    monkeypatch.setenv("PERSIA_RUN_DIR", str(tmp_path / "run"))  # a run of the user's keeps its place
+    monkeypatch.setenv("PERSIA_RUN_DIR", str(tmp_path / "run"))  # a run of the user keeps its folder
     name = f"test-{uuid.uuid4().hex}"
     yield name
     shutil.rmtree(Path(any_stack.settings["PERSIA_CKPT_DIR"]) / name)

@@ -1,4 +1,4 @@
-"""Look-ups are made ahead of training, and leave no trace: rows, recency and counts are those of the steps trained."""
+"""Look-ups in advance have no effect: rows, recency and counts are those of the trained steps."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ Start = Callable[[int], None]
 def start(
     request: pytest.FixtureRequest, configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Start:
-    """Return a function that makes tables of a capacity, in this process or on two servers."""
+    """Return a function that creates tables with a capacity, in this process or on two servers."""
 
     def embedded(capacity: int) -> None:
         configure(SLOTS, capacity=capacity)
@@ -56,7 +56,7 @@ class Given(IterableDataset):
 
 
 class Sum(torch.nn.Module):
-    """The sum of a sample's embedding: every gradient is 1, whatever a look-up has read."""
+    """The sum of a sample's embedding: every gradient is 1, regardless of what a look-up has read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def test_batches_that_are_never_trained_on_leave_no_trace(start: Start) -> None:
                 step(ctx, batch)
             return sum(ctx.get_embedding_size()), shards(ctx, f"staleness-{staleness}")
 
-    # Only the ids of the first batch came twice.
+    # Only the ids of the first batch were pushed twice.
     rows, ahead = trained(AHEAD)
     assert rows == NEW
     assert (rows, ahead) == trained(1)

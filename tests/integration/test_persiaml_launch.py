@@ -33,7 +33,7 @@ def folder(no_job: None, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(folder: Path) -> Iterator[Start]:
-    """Run a command line in the folder, in a session of its own."""
+    """Run a command line in the folder, in a new session."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(line: str, env: Mapping[str, str]) -> "subprocess.Popen[str]":

@@ -1,4 +1,4 @@
-"""Several ranks through faults: they stop together, each knows why, and nothing else disturbs them."""
+"""Several ranks and faults: they stop together, each reports the cause, and other faults do not stop them."""
 
 import json
 import re
@@ -106,7 +106,7 @@ def nodes(stack: Stack, plan: dict[str, Any], count: int = 2, **env: str) -> lis
 
 
 def wait_for_questions(stack: Stack, count: int) -> None:
-    """Wait until ranks have asked this often where the others are."""
+    """Wait until ranks have queried this often for the others."""
     with stack.nats_client(timeout=60) as client:
         client.subscribe("$SRV.INFO.persia-trainer", callback=lambda _: None)
         client.wait(count=count)
@@ -143,7 +143,7 @@ def test_where_one_rank_hangs_all_show_where_they_are_and_end(make_stack: MakeSt
         part.says("rank 2 (pid")
         part.says("has made no progress after step 4")
         part.says(f"threads of rank {rank}:")
-        (main,) = (stack for stack in part.output.split("\n\n") if "in train_once" in stack)  # of the main thread
+        (main,) = (stack for stack in part.output.split("\n\n") if "in train_once" in stack)  # the main thread
         assert ("in hang" in main, "in backward" in main) == (rank == 2, rank != 2), part.output
     assert job.finished_summary(stack.folder / "run") is None
 
@@ -177,7 +177,7 @@ def test_ranks_with_different_schedules_do_not_train(make_stack: MakeStack) -> N
 def test_a_collection_that_is_never_closed_is_closed_before_the_end(
     make_stack: MakeStack, tmp_path: Path, ranks: int
 ) -> None:
-    """The process group is the script's own here."""
+    """The script has its own process group here."""
     stack = make_stack()
     plan = json.dumps({"group": f"file://{tmp_path}/group"})
     trainer = stack.trainer(COLLECTION, plan, ranks=ranks)
@@ -309,7 +309,7 @@ def test_ranks_with_different_slots_do_not_begin(make_stack: MakeStack, tmp_path
     second = stack.trainer(SCRIPT, '{"steps": 5}', node=1, nodes=2, env={"PERSIA_EMBEDDING_CONFIG": str(other)})
     assert first.wait(180) == 2, first.output
     first.says("the ranks have different slots: those of rank 1 differ from rank 0's")
-    # It reports the same, or that rank 0 is lost, whichever it notices first.
+    # It reports the same, or that rank 0 is lost, whichever it detects first.
     assert second.wait(180) in {2, 75}, second.output
 
 
@@ -326,7 +326,7 @@ def test_ranks_that_send_numbers_of_other_sizes_do_not_train(make_stack: MakeSta
 
 
 def test_a_start_that_failed_ends_no_data(make_stack: MakeStack, tmp_path: Path) -> None:
-    """The senders that waited at a rank 0 that gave up send everything to the one that comes after it."""
+    """The senders that waited at a rank 0 that failed send everything to its successor."""
     stack = make_stack()
     script = tmp_path / "data.py"
     script.write_text(
@@ -374,7 +374,7 @@ def test_ranks_may_start_in_any_order(make_stack: MakeStack) -> None:
     stack = make_stack()
     plan = json.dumps({"steps": 4})
     second = stack.trainer(SCRIPT, plan, node=1, nodes=2)
-    wait_for_questions(stack, 3)  # the second looked for rank 0 in vain
+    wait_for_questions(stack, 3)  # the second did not find rank 0
     first = stack.trainer(SCRIPT, plan, node=0, nodes=2)
     assert first.wait() == 0, first.output
     assert second.wait() == 0, second.output
@@ -431,7 +431,7 @@ def test_another_process_evaluates_the_run_that_is_current(make_stack: MakeStack
     during.says(f"a collection: missing {found[4]}")
     (tmp_path / "until").touch()
     assert trainer.wait() == 0, trainer.output
-    for number, change in enumerate(["load_checkpoint", "load_embedding"]):  # also when no rank trains
+    for number, change in enumerate(["load_checkpoint", "load_embedding"]):  # even if no rank trains
         env = {"RANK": str(number), "WORLD_SIZE": "2"}
         refused = stack.python(change, "-m", "persia.launch.rank_main", observer, change, env=env)
         assert refused.wait() == 2, refused.output

@@ -1,4 +1,4 @@
-"""Runs of several ranks that are interrupted and resume from their newest save, checked by tests/chaos's ledger."""
+"""Runs of several ranks that are interrupted and resume from the newest checkpoint, checked by tests/chaos's ledger."""
 
 import contextlib
 import json
@@ -80,10 +80,10 @@ def test_sigterm_to_one_rank_lets_all_save_behind_one_step(ledger: Stack, victim
     ("where", "evaluating", "victims"),
     [
         ("in", [1], [1]),
-        ("in", [0], [1]),  # the victim waits for the other at its next step
+        ("in", [0], [1]),  # the victim waits for the other rank at its next step
         ("in", [0, 1], [0, 1]),
         ("behind", [0], [0]),
-        ("behind", [0], [1]),  # the victim waits for the other at the start of its next loop
+        ("behind", [0], [1]),  # the victim waits for the other rank at the start of its next loop
         ("behind", [0, 1], [0, 1]),
         ("before", [0, 1], [1]),
     ],
@@ -91,7 +91,7 @@ def test_sigterm_to_one_rank_lets_all_save_behind_one_step(ledger: Stack, victim
 def test_sigterm_in_an_evaluation_lets_all_save_what_was_trained(
     ledger: Stack, where: str, evaluating: list[int], victims: list[int]
 ) -> None:
-    """The evaluation never ends; the ranks leave long before they would be killed."""
+    """The evaluation never ends; the ranks end long before they would be killed."""
     parts = nodes(ledger, evaluate={"where": where, "step": 12, "ranks": evaluating})
     for rank in evaluating:
         parts[rank].says(f"evaluating on rank {rank}")
@@ -120,7 +120,7 @@ def test_sigterm_before_the_first_step_ends_all(ledger: Stack) -> None:
 
 
 def test_ranks_agree_on_the_next_save_after_a_load_by_hand(ledger: Stack) -> None:
-    """Rank 0 loads a save that is older than the newest."""
+    """Rank 0 loads a checkpoint that is older than the newest."""
     assert {part.wait() for part in nodes(ledger, every=8, leave_behind_loop=True)} == {75}
     parts = nodes(ledger, every=8, load="step-56")
     assert [part.wait() for part in parts] == [0, 0], parts[0].output
@@ -143,7 +143,7 @@ def test_a_run_that_was_killed_whole_goes_on_and_one_that_ended_does_not(ledger:
     ledger.start()
     assert [part.wait(180) for part in nodes(ledger, every=8)] == [0, 0]
     exact(ledger)
-    (ledger.folder / "run" / "summary.json").unlink()  # as the launcher says, to train again
+    (ledger.folder / "run" / "summary.json").unlink()  # as the launcher suggests, to train again
     (ledger.folder / "ledger.json").unlink()
     first, second = nodes(ledger, every=8)
     assert [first.wait(180), second.wait(180)] == [0, 0]

@@ -1,4 +1,4 @@
-"""``persia status``: the processes it finds, those it misses, and its exit code."""
+"""``persia status``: the processes that it finds and misses, and its exit code."""
 
 import json
 import os

@@ -76,7 +76,7 @@ def verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 
 def interrupt(process: "subprocess.Popen[str]", folder: Path, save: str, number: int) -> tuple[str, str]:
-    """Send a signal when a save is written, and return the output."""
+    """Send a signal when a checkpoint is written, and return the output."""
     with process:
         manifest = folder / "checkpoints" / save / "MANIFEST.json"
         wait_until(save, lambda: manifest.exists() or process.poll() is not None, 90)

@@ -33,7 +33,7 @@ def test_an_example_is_short(example: Path) -> None:
 def test_an_example_does_what_its_page_says(example: Path, tmp_path: Path) -> None:
     made = shutil.ignore_patterns("runs", "checkpoint", "*.parquet", "proposed.yml", "__pycache__")
     copy = shutil.copytree(example, tmp_path / example.name, ignore=made)
-    (tmp_path / "dlrm").symlink_to(ROOT / "examples" / "dlrm")  # it has the data
+    (tmp_path / "dlrm").symlink_to(ROOT / "examples" / "dlrm")  # this folder has the data
     run_page(example / "README.md", copy, os.environ)
 
 

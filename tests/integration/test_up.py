@@ -1,6 +1,6 @@
 """``persia up``: a whole job on this host.
 
-Everything here starts as it does for a user: launchers and ranks are new processes, never forks of ``forking.py``.
+Everything starts as it does for a user: launchers and ranks are new processes, never forks of ``forking.py``.
 """
 
 import contextlib
@@ -84,10 +84,10 @@ class Up:
         return psutil.Process(self._process.pid).children(recursive=True)
 
     def child(self, program: str, **variables: str) -> psutil.Process:
-        """Return the one process below whose command line has ``program``, with these environment variables."""
+        """Return the only child process whose command line has ``program``, with these environment variables."""
 
         def matches(child: psutil.Process) -> bool:
-            with contextlib.suppress(psutil.NoSuchProcess):  # it may end meanwhile
+            with contextlib.suppress(psutil.NoSuchProcess):  # it may end in the meantime
                 return (
                     bool(re.search(program, " ".join(child.cmdline()))) and variables.items() <= child.environ().items()
                 )
@@ -173,7 +173,7 @@ def test_every_mistake_is_listed(up: StartUp) -> None:
         "servers: found `0`, allowed: greater than or equal to 1",
         "middlewars: unknown key, did you mean `middlewares`?",
         "trainer.ranks: found `two`, allowed: a valid integer",
-        "env.a: found `[1]`, allowed: text or a number",
+        "env.a: found `[1]`, allowed: a string or a number",
         "embedding_config: missing",
         "zzz: unknown key, known: job, servers",
     ):
@@ -185,7 +185,7 @@ def test_files_that_are_not_there(up: StartUp) -> None:
     assert one.wait() == 2
     for text in ("embedding_config: found `no.yml`", "trainer.entry: found `no.py`", "token: found `secret`"):
         assert text in one.output
-    assert len(one.lines) == 4 + 1, one.output  # the title, three mistakes, what to do next
+    assert len(one.lines) == 4 + 1, one.output  # the title, three mistakes, and the next step
 
 
 def test_no_nats_server(no_job: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,4 +397,4 @@ def test_mistakes_of_a_table_are_listed_before_anything_starts(up: StartUp) -> N
     assert broken.wait() == 2 and "nats" not in broken.output
     assert "job.yml:3:15: features.id0.type: found `idd`" in broken.output, broken.output
     wrong = up("embedding_config: slots.yml\nservers: 2\n", "--servers", "3")
-    assert wrong.wait() == 2 and "--servers: job.yml is no persia.yml" in wrong.output
+    assert wrong.wait() == 2 and "--servers: job.yml is not a persia.yml" in wrong.output

@@ -46,7 +46,7 @@ class Ranks:
         self.begin(generation, job)
 
     def begin(self, generation: int, job: str = JOB) -> None:
-        """Act as a new run; the ranks of the last one have ended without a message."""
+        """Start a new run; the ranks of the last one have ended without a message."""
         self.kill()
         self.servers = [feed_server.serve(job, host="127.0.0.1") for _ in range(self.count)]
         for rank, server in enumerate(self.servers):
@@ -58,7 +58,7 @@ class Ranks:
             server.close(RuntimeError("killed"))
 
     def find(self) -> list[dict[str, Any]]:
-        """What discovery would say."""
+        """The answer of discovery."""
         return [
             {"index": str(rank), "replicas": str(self.count), "address": server.address, "started": "1"}
             for rank, server in enumerate(self.servers)
@@ -77,7 +77,7 @@ MakeRanks = Callable[..., Ranks]
 
 @contextmanager
 def new_ranks() -> Iterator[MakeRanks]:
-    """Give what makes ranks; they end with it."""
+    """Return a function that creates ranks, which end with the test."""
     with ExitStack() as stack:
 
         def make(*args: Any, **kwargs: Any) -> Ranks:
@@ -98,7 +98,7 @@ def sending(
 ) -> Iterator[tuple[threading.Thread, list[BaseException], list[int]]]:
     """A replica that sends ``count`` batches from a thread; it records the batches sent and an early end.
 
-    The batch ``changed`` is another one than otherwise.
+    The batch ``changed`` differs from the usual one.
     """
     ended: list[BaseException] = []
     sent: list[int] = []

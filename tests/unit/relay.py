@@ -9,10 +9,10 @@ from typing_extensions import Self
 
 
 class Relay:
-    """Passes bytes on to ``target``, both ways.
+    """Forwards bytes to ``target`` and back.
 
     Attributes:
-        address: Where it listens.
+        address: The address at which it listens.
     """
 
     def __init__(self, target: str) -> None:
@@ -34,7 +34,7 @@ class Relay:
         self.cut()
 
     def cut(self) -> None:
-        """End every connection there is now."""
+        """End every current connection."""
         with self._lock:
             for each in self._open:
                 with contextlib.suppress(OSError):

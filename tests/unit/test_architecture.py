@@ -1,4 +1,4 @@
-"""docs/architecture.md names functions that exist, where it says."""
+"""docs/architecture.md names functions that exist in the files that it names."""
 
 import re
 from pathlib import Path

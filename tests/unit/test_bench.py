@@ -1,4 +1,4 @@
-"""A benchmark that noise made meaningless, or that dies, is reported as such, and the others are measured."""
+"""A benchmark that is invalid because of noise, or that dies, is reported as such, and the others are measured."""
 
 import json
 import math
@@ -42,7 +42,7 @@ def program(text: str, *records: Record) -> list[str]:
 
 @pytest.fixture
 def main(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Main:
-    """Run ``benches/run.py`` with these parts in place of its own; records go to ``tmp_path/runs/bench.json``."""
+    """Run ``benches/run.py`` with these parts instead of its own; records go to ``tmp_path/runs/bench.json``."""
 
     def call(*words: str, **parts: Iterator[Record]) -> int:
         monkeypatch.setattr(run, "ROOT", tmp_path)
@@ -78,7 +78,7 @@ def test_an_invalid_case_is_told_and_the_others_go_on(
     out = capsys.readouterr().out.splitlines()
     assert out[1] == "invalid B1 update: 1.69 times as fast as its limit"
     assert [line.split()[0] for line in out[2:4]] == ["ok", "ok"]
-    assert out[-1] == "1 of 3 records are no results (exit code 3)"
+    assert out[-1] == "1 of 3 records are not results (exit code 3)"
 
 
 @pytest.mark.parametrize(

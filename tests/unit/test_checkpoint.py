@@ -1,4 +1,4 @@
-"""Checkpoints as a script and the command line see them. The commit protocol itself is tested in rust_core/store."""
+"""Checkpoints in scripts and on the command line. The commit protocol itself is tested in rust_core/store."""
 
 import json
 import os
@@ -307,7 +307,7 @@ def test_a_name_outside_the_checkpoint_overwrites_nothing(configure: Configure, 
 
 
 def test_the_manifest_counts_what_was_saved(configure: Configure, tmp_path: Path) -> None:
-    """Also while look-ups made ahead insert rows."""
+    """Also while look-ups in advance insert rows."""
     configure(SLOTS)
     with make() as ctx:
         for batch in DataLoader(Batches(20, batch_size=2000, ids=10**9), embedding_staleness=8):

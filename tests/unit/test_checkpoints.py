@@ -1,4 +1,4 @@
-"""Runs that save themselves while they train, and resume from their saves, in embedded mode."""
+"""Runs that save themselves while they train, and resume from their checkpoints, in embedded mode."""
 
 import logging
 import os
@@ -30,7 +30,7 @@ def names(folder: Path) -> list[str]:
 
 
 def whole(configure: Configure, folder: Path, steps: int = STEPS, seed: int = 1, **options: object) -> bytes:
-    """Train up to ``steps`` with a save after every tenth."""
+    """Train up to ``steps`` with a checkpoint after every tenth."""
     configure(SLOTS)
     with make(seed, checkpoints=Checkpoints(folder, every=10, **options)) as ctx:  # type: ignore[arg-type]
         train(ctx, DataLoader(Batches(STEPS), reproducible=True), steps - ctx.step)
@@ -137,7 +137,7 @@ def test_a_schedulers_state_belongs_to_the_run(configure: Configure, tmp_path: P
     (tmp_path / "run").rename(tmp_path / "other")
     third, loaded = ctx_and_scheduler()
     with third:
-        third.load_checkpoint(tmp_path / "by hand")  # has no states: they stay as they are
+        third.load_checkpoint(tmp_path / "by hand")  # has no states, so they are not changed
         assert loaded.last_epoch == 0
         third.load_checkpoint(tmp_path / "other" / "step-8")
         assert loaded.state_dict() == scheduler.state_dict()
@@ -154,13 +154,13 @@ def test_a_damaged_newest_save_is_never_passed_over_unasked(configure: Configure
     folder = tmp_path / "run"
     expected = whole(configure, folder, 23)
     flip(next((folder / "step-20").glob(damaged)))
-    with pytest.raises(CheckpointError, match=r"(?s)step-20.*step-10 is whole: to resume from it"):
+    with pytest.raises(CheckpointError, match=r"(?s)step-20.*step-10 is intact: to resume from it"):
         whole(configure, folder)
     with make(checkpoints=Checkpoints(folder, every=10, allow_previous=True)) as ctx:
         assert ctx.step == 10
         train(ctx, DataLoader(Batches(STEPS), reproducible=True), 23 - 10)
         assert everything(ctx) == expected
-    for newer in folder.glob("step-2*"):  # a save whose folder is damaged is retried under the next name
+    for newer in folder.glob("step-2*"):  # a checkpoint whose folder is damaged is retried under the next name
         shutil.rmtree(newer)
     (folder / "LATEST").write_text("step-10\n")
     flip(next((folder / "step-10").glob(damaged)))
@@ -171,7 +171,7 @@ def test_a_damaged_newest_save_is_never_passed_over_unasked(configure: Configure
 def test_training_goes_on_while_a_save_is_written(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The files have the state of the cut, even if training continues; the next save waits for them."""
+    """The files have the state of the cut, even if training continues; the next checkpoint waits for them."""
     expected = whole(configure, tmp_path / "undisturbed")
     write, trained = Save._write, threading.Event()
 
@@ -225,7 +225,7 @@ def test_a_dump_that_does_not_block(configure: Configure, tmp_path: Path, monkey
 
 
 def test_the_save_of_a_step_that_was_passed_over_is_made_up_for(configure: Configure, tmp_path: Path) -> None:
-    """After a loop that was left at this step, and a batch that was not trained on."""
+    """After a loop that was left at this step, with a batch that was not trained on."""
     configure(SLOTS)
     with make(checkpoints=Checkpoints(tmp_path / "run", every=10)) as ctx:
         loader = DataLoader(Batches(STEPS))
@@ -261,7 +261,7 @@ def test_what_makes_no_sense_is_refused(configure: Configure, tmp_path: Path) ->
 
 
 def test_the_end_of_the_loop_is_saved(configure: Configure, tmp_path: Path) -> None:
-    """What comes after it, an evaluation say, may be interrupted and started again: nothing is trained twice."""
+    """Code after the loop, such as an evaluation, may be interrupted and restarted: nothing is trained twice."""
     configure(SLOTS)
     for trained in (STEPS, 0):
         with make(checkpoints=Checkpoints(tmp_path / "run", every=1000)) as ctx:

@@ -1,4 +1,4 @@
-"""Rows of a checkpoint to Parquet and back: equal rows, one message for what is wrong, nothing half-done."""
+"""Rows of a checkpoint to Parquet and back: equal rows, one message for all mistakes, no partial files."""
 
 import json
 from pathlib import Path
@@ -102,7 +102,7 @@ def test_exported_and_imported_rows_are_equal(
 
 
 def test_training_from_imported_rows_begins_with_the_initial_state(tmp_path: Path) -> None:
-    """Rows of an untrained table and the same rows imported train to equal bits."""
+    """Rows of an untrained table, and the same rows imported, are bit-identical after training."""
     optimizer = Adagrad(0.1, initial_accumulator_value=0.3)
     ids = np.arange(200, dtype=np.uint64)
     zeros = np.zeros((200, 4), np.float32)
@@ -145,7 +145,7 @@ def test_tables_are_listed(saved: tuple[Path, object]) -> None:
 def test_an_export_is_refused_before_it_writes(saved: tuple[Path, object], tmp_path: Path) -> None:
     folder, out = saved[0], tmp_path / "out.parquet"
     assert "its tables are a, b" in str(refused("ckpt", "rows", folder, "--table", "c", "-o", out))
-    assert "of which table" in str(refused("ckpt", "rows", folder, "-o", out))
+    assert "--table is missing" in str(refused("ckpt", "rows", folder, "-o", out))
     assert "-o a.parquet" in str(refused("ckpt", "rows", folder, "--table", "a"))
     assert "out.parquet" in str(refused("ckpt", "rows", folder, "--table", "a", "-o", out.with_suffix(".csv")))
     assert isinstance(refused("ckpt", "rows", tmp_path / "none", "--table", "a", "-o", out), CheckpointError)
@@ -251,7 +251,7 @@ def test_files_that_are_no_rows_are_refused(tmp_path: Path) -> None:
     assert "want a list of floats" in error(write(tmp_path / "i.parquet", pa.array([1, 2]), pa.array([1.0, 2.0])))
     assert "2 files and 1 --table" in error(good, good)
     twice: list[str | Path] = ["ckpt", "import", good, good, "--table", "t", "--table", "t", "-o", tmp_path / "made"]
-    assert "give each file a table of its own" in str(refused(*twice))
+    assert "give each file its own table" in str(refused(*twice))
     assert not (tmp_path / "made").exists()
 
 

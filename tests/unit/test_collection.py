@@ -1,4 +1,4 @@
-"""EmbeddingCollection: equal to TrainCtx in bits and to torch to 1e-5, and safe in loops of the user's own."""
+"""EmbeddingCollection: bit-identical to TrainCtx, equal to torch to 1e-5, and safe in user loops."""
 
 import copy
 import gc
@@ -40,7 +40,7 @@ Arrays = tuple[dict[str, Any], torch.Tensor, torch.Tensor]
 
 
 def arrays(number: int) -> Arrays:
-    """Return what ``Batches(...).batch(number)`` has, as features, dense inputs and labels."""
+    """Return the features, dense inputs and labels of ``Batches(...).batch(number)``."""
     rng = np.random.default_rng([0, number])
     single = rng.integers(0, IDS, 32, dtype=np.uint64)
     lists = [rng.integers(0, IDS, rng.integers(0, 4), dtype=np.uint64) for _ in range(32)]
@@ -56,7 +56,7 @@ def collection(optimizer: Optimizer | None = None, **kwargs: Any) -> EmbeddingCo
 
 
 def step(model: TinyModel, tables: Any, dense_optimizer: torch.optim.Optimizer, number: int) -> float:
-    """Run one step of a loop of the user's own."""
+    """Run one step of a user loop."""
     features, dense, label = arrays(number)
     loss = loss_fn(model([dense], list(tables(features).values())), label)
     loss.backward()
@@ -126,7 +126,7 @@ class Bags(torch.nn.Module):
 
 @pytest.mark.stack
 def test_it_equals_torch_embedding_bag() -> None:
-    """100 steps of SGD to 1e-5: shared tables, mean, per-sample weights, features the loss ignores now and then."""
+    """100 steps of SGD to 1e-5: shared tables, mean, per-sample weights, features that the loss sometimes ignores."""
     torch.manual_seed(5)
     tables = EmbeddingCollection(
         [
@@ -314,7 +314,7 @@ def test_mistakes_are_named() -> None:
     ]:
         with pytest.raises(error, match=text):
             tables(features)
-    tables({"a": ids, "b": ids})["a"].sum().backward()  # it still works
+    tables({"a": ids, "b": ids})["a"].sum().backward()  # the collection still works
 
 
 def test_wrong_tables_are_refused_at_once() -> None:
@@ -410,7 +410,7 @@ def test_a_learning_rate_that_does_not_fit_changes_nothing(tmp_path: Path) -> No
 
 
 def test_a_batch_that_is_refused_ends_no_generation() -> None:
-    """More ids than a look-up may carry is found out by the engine, before the look-up."""
+    """The engine detects more ids than a look-up may have, before the look-up."""
     tables = collection(SGD(1.0), staleness=2)
     ids = torch.arange(6)
     tables({"a": ids, "b": ids})["a"].sum().backward()
@@ -436,7 +436,7 @@ def test_a_batch_that_is_refused_ends_no_generation() -> None:
 def test_the_failure_that_ends_it_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """When it cannot begin, and when it is closed in a run that has failed."""
     ends: list[BaseException | None] = []
-    made: weakref.WeakSet[LocalBackend] = weakref.WeakSet()  # those of other tests may be closed meanwhile
+    made: weakref.WeakSet[LocalBackend] = weakref.WeakSet()  # those of other tests may be closed in the meantime
     make, close = LocalBackend.__init__, LocalBackend.close
 
     def counted(self: LocalBackend, *arguments: Any, **options: Any) -> None:
@@ -451,7 +451,7 @@ def test_the_failure_that_ends_it_is_passed_on(monkeypatch: pytest.MonkeyPatch) 
     def fails(self: LocalBackend, settings: object) -> None:
         raise ConfigError("as planned")
 
-    monkeypatch.setattr(run._process, "failed", "")  # a test before may have failed a run
+    monkeypatch.setattr(run._process, "failed", "")  # an earlier test may have failed a run
     monkeypatch.setattr(LocalBackend, "__init__", counted)
     monkeypatch.setattr(LocalBackend, "close", closed)
     tables = collection()
@@ -481,7 +481,7 @@ class Whole(torch.nn.Module):
         return result
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch._dynamo asks for it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch._dynamo calls it
 @pytest.mark.parametrize("how", ["ddp", "compile"])
 def test_it_works_inside_ddp_and_a_compiled_model(how: str, tmp_path: Path) -> None:
     results = []

@@ -1,4 +1,4 @@
-"""A state dict of a model with a collection refers to rows, and is refused where they are others."""
+"""A state dict of a model with a collection refers to rows, and is refused if they differ."""
 
 import copy
 from pathlib import Path
@@ -156,7 +156,7 @@ def test_ranks_may_name_the_same_rows_differently() -> None:
         ranks[1].check(references[0], 7)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch._dynamo asks for it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch._dynamo calls it
 @pytest.mark.parametrize("how", ["ddp", "compile"])
 def test_a_wrapped_model_is_checked_too(how: str, tmp_path: Path) -> None:
     if how == "ddp":

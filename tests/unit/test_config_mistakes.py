@@ -1,4 +1,4 @@
-"""Mistakes of ``persia.yml``: each with its place, what was found and what is allowed."""
+"""Mistakes in ``persia.yml``: each with its place, the value that was found and what is allowed."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ features:
 labels:
   clicked: {}
 """
-"""Lines 1 to 7; what a test adds begins on line 8."""
+"""Lines 1 to 7; the text that a test adds begins on line 8."""
 
 KEYS = "data, features, labels, model, train, checkpoint, run"
 
@@ -73,9 +73,9 @@ def mistakes(path: Path, text: str, *overrides: str) -> list[str]:
         ("run: {log_every: 010}", "8:18: run.log_every: found `010`, allowed: a whole number of at least 1"),
         ("run: {log_every: '5'}", '8:18: run.log_every: found "5", allowed: a whole number of at least 1'),
         ("run: {log_every: }", "8:18: run.log_every: found nothing, allowed: a whole number of at least 1"),
-        ("run: {dir: {}}", "8:12: run.dir: found a mapping, allowed: a text"),
-        ("run: {dir: ''}", '8:12: run.dir: found "", allowed: a text'),
-        ("run: {dir: [a, b]}", "8:12: run.dir: found a list, allowed: a text"),
+        ("run: {dir: {}}", "8:12: run.dir: found a mapping, allowed: a string"),
+        ("run: {dir: ''}", '8:12: run.dir: found "", allowed: a string'),
+        ("run: {dir: [a, b]}", "8:12: run.dir: found a list, allowed: a string"),
         ("train: {staleness: 65}", "8:20: train.staleness: found `65`, allowed: a whole number from 1 to 64"),
         ("train: {clip_norm: 0}", "8:20: train.clip_norm: found `0`, allowed: a number above 0"),
         ("train: {clip_norm: .inf}", "8:20: train.clip_norm: found `.inf`, allowed: a number above 0"),
@@ -172,8 +172,8 @@ def test_each_mistake_has_its_place(write: Path, added: str, message: str) -> No
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ("{}", "1:7: data.train: missing, allowed: a list of texts, or a text"),
-        ("{train: [a, {}]}", "1:19: data.train: found a mapping, allowed: a text"),
+        ("{}", "1:7: data.train: missing, allowed: a list of strings, or a string"),
+        ("{train: [a, {}]}", "1:19: data.train: found a mapping, allowed: a string"),
         (
             "{train: a, workers: 2}",
             "1:18: data.workers: not a key: Arrow reads with the threads of this host; in a job, "
@@ -194,11 +194,11 @@ def test_each_mistake_has_its_place(write: Path, added: str, message: str) -> No
         ),
         (
             "{train: a, split: {column: t}}",
-            "1:34: data.split.column: found beside `by: hash`; allowed: with `by: time` only",
+            "1:34: data.split.column: found together with `by: hash`; allowed: with `by: time` only",
         ),
         (
             "{train: a, split: {by: time, column: t, test: 5, group: u}}",
-            "1:63: data.split.group: found beside `by: time`; allowed: with `by: hash` only",
+            "1:63: data.split.group: found together with `by: time`; allowed: with `by: hash` only",
         ),
         (
             "{train: a, split: {by: time, test: 2024-05-01}}",
@@ -214,7 +214,7 @@ def test_each_mistake_has_its_place(write: Path, added: str, message: str) -> No
         ),
         (
             "{train: a, split: {by: time, column: t, valid: 3, test: 2024-05-01}}",
-            "1:63: data.split.test: found '2024-05-01' beside valid: 3; want two times of one kind",
+            "1:63: data.split.test: found '2024-05-01' with valid: 3; want two times of one kind",
         ),
         (
             "{train: a, split: {by: file}}",
@@ -222,11 +222,11 @@ def test_each_mistake_has_its_place(write: Path, added: str, message: str) -> No
         ),
         (
             "{train: a, valid: b, test: c, split: {group: u}}",
-            "1:44: data.split: found beside data.valid and data.test, so no rows are divided: remove it",
+            "1:44: data.split: found together with data.valid and data.test, so no rows are divided: remove it",
         ),
         (
             "{train: a, format: parquet, header: [user]}",
-            "1:43: data.header: found beside `format: parquet`, whose files have types and names: remove it",
+            "1:43: data.header: found together with `format: parquet`, whose files have types and names: remove it",
         ),
         (
             "{train: a, header: [user, price, user, clicked]}",
@@ -255,7 +255,7 @@ def test_each_mistake_has_its_place(write: Path, added: str, message: str) -> No
         ),
         (
             "{train: a, preset: criteo, format: csv}",
-            "1:42: data.format: found beside `preset: criteo`, which sets it: remove it",
+            "1:42: data.format: found together with `preset: criteo`, which sets it: remove it",
         ),
     ],
 )
@@ -388,7 +388,7 @@ def test_dlrm_needs_equal_dims(write: Path) -> None:
 def test_the_early_stop_needs_rows_and_a_metric(write: Path) -> None:
     text = GOOD.replace("clicks.parquet", "a\n  split: {fractions: [0.9, 0, 0.1]}") + "train: {early_stop: {}}\n"
     assert mistakes(write, text) == [
-        "9:21: train.early_stop: there is no part valid to judge by: give data.valid, or a share of it"
+        "9:21: train.early_stop: there is no valid part to evaluate on: give data.valid, or a share of it"
     ]
     write.write_text(text.replace("  split", "  valid: b\n  split"))
     assert persia.load_config(write).train.early_stop is not None
@@ -416,7 +416,7 @@ def test_the_arguments_of_a_class_of_the_users_own_are_checked_without_importing
     for model, message in [
         ("class: my_model:Towr", "8:16: model.class: my_model.py has no class `Towr`, did you mean `Tower`?"),
         ("class: my_modell:Tower", "8:16: model.class: no module `my_modell` in . nor among the installed packages"),
-        ("name: dlrm, class: my_model:Free", "8:15: model.name: found beside `class`; allowed: one of the two"),
+        ("name: dlrm, class: my_model:Free", "8:15: model.name: found together with `class`; allowed: one of the two"),
         (
             "class: my_model:Free, any: [{a: 1, a: 2}]",
             "8:44: model.any.a: appears twice, first on line 8: remove one",

@@ -1,4 +1,4 @@
-"""``docs/configuration.md`` is current, and the blocks say what the classes behind them say."""
+"""``docs/configuration.md`` is current, and the blocks agree with the classes behind them."""
 
 import inspect
 

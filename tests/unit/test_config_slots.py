@@ -1,4 +1,4 @@
-"""The slots of a script: those of ``PERSIA_CONFIG``, or of ``embedding_config.yml``, and in what they differ."""
+"""The slots of a script: those of ``PERSIA_CONFIG``, or of ``embedding_config.yml``, and their differences."""
 
 import subprocess
 import sys
@@ -211,7 +211,7 @@ def test_differing_slots_and_the_mistakes_of_all_files_are_one_error(write: Writ
     write("other.yml", "services: {}\n")
     code, _, err = run("config", "check", "other.yml")
     assert code == 2
-    assert "other.yml: not a configuration file that is known here: persia.yml has data, features" in err
+    assert "other.yml: not a known configuration file: persia.yml has data, features" in err
 
 
 def test_the_command_shows_and_checks_the_file_of_the_folder(write: Write, run: Run) -> None:

@@ -1,4 +1,4 @@
-"""ObjectStore of checkpoints in an object store: here S3, served by a real program."""
+"""Checkpoints in an object store: here S3, served by a real program."""
 
 import contextlib
 import http.client
@@ -29,7 +29,7 @@ URL = "s3://bucket/runs/census"
 
 
 class Server:
-    """An S3 server that forgets everything when it ends."""
+    """An S3 server with its objects in memory."""
 
     def __init__(self, log: Path) -> None:
         self.log = log
@@ -44,7 +44,7 @@ class Server:
         return found[1] if found else None
 
     def empty(self) -> None:
-        """Start over with one bucket."""
+        """Start again with one empty bucket."""
         with contextlib.closing(http.client.HTTPConnection(self.address.removeprefix("http://"))) as connection:
             for method, path in (("POST", "/moto-api/reset"), ("PUT", "/bucket")):
                 connection.request(method, path)
@@ -64,7 +64,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def environment(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let everything find the server, which holds nothing."""
+    """Configure the environment for the server, which is empty."""
     server.empty()
     settings = {"ACCESS_KEY_ID": "somebody", "SECRET_ACCESS_KEY": "secret", "REGION": "us-east-1"}
     for name, value in {**settings, "ENDPOINT_URL": server.address}.items():
@@ -79,7 +79,7 @@ def objects(url: str = URL) -> list[str]:
 
 
 def checkpoint(configure: Configure, folder: Path, seed: int = 1) -> Path:
-    whole(configure, folder, steps=11, seed=seed)  # one more: a save follows the body of the loop
+    whole(configure, folder, steps=11, seed=seed)  # one more: a checkpoint follows the body of the loop
     return folder / "step-10"
 
 
@@ -175,7 +175,7 @@ def test_the_newer_one_of_folder_and_store_counts(
 def test_large_files_go_in_parts(
     configure: Configure, tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("persia.checkpoint.object_store.PART_BYTES", 5 << 20)  # the least that S3 takes
+    monkeypatch.setattr("persia.checkpoint.object_store.PART_BYTES", 5 << 20)  # the smallest size that S3 accepts
     saved = checkpoint(configure, tmp_path / "run")
     content = os.urandom(12 << 20)
     (tmp_path / "large").write_bytes(content)
@@ -228,7 +228,7 @@ def test_another_checkpoint_of_the_same_name_is_never_mixed_with_the_first(
 
     with monkeypatch.context() as patch:
         patch.setattr(ObjectStore, "_put", refuse)
-        ObjectStore(URL).put(first, "step-10")  # the same one: nothing to do
+        ObjectStore(URL).put(first, "step-10")  # the same checkpoint: nothing to do
         second = checkpoint(configure, tmp_path / "second", seed=2)
         with pytest.raises(StorageError, match="the store is gone"):
             ObjectStore(URL).put(second, "step-10")
@@ -279,7 +279,7 @@ def test_a_store_that_does_not_answer_holds_up_no_run_that_has_a_save(
         pytest.raises(StorageError, match=f"{URL}/not listed: Generic S3 error: .*127.0.0.1:1/"),
         make(checkpoints=Checkpoints(tmp_path / "other", upload_to=URL)),
     ):
-        pass  # whether there is a save to resume from is unknown
+        pass  # whether there is a checkpoint to resume from is unknown
 
 
 def test_the_command_copies_there_and_back(configure: Configure, tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_the_command_copies_there_and_back(configure: Configure, tmp_path: Path)
     for wrong in ([str(saved), str(tmp_path / "x")], [URL, URL], [str(saved), "s3://bucket"], [str(saved), "xy://a/b"]):
         with pytest.raises(ConfigError, match="s3://bucket/"):
             copy(*wrong)
-    with pytest.raises(StorageError, match="something is there already"):
+    with pytest.raises(StorageError, match="it exists already"):
         copy(f"{URL}/best", str(tmp_path / "back"))
     with pytest.raises(CheckpointError, match=f"{URL}/none: no checkpoint"):
         copy(f"{URL}/none", str(tmp_path / "none"))

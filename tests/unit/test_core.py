@@ -46,7 +46,7 @@ def test_submodules_can_be_imported_by_name() -> None:
 @pytest.mark.stack
 @pytest.mark.row("S0-21")
 def test_a_lone_library_wins_by_pythonpath(tmp_path: Path) -> None:
-    """A developer's persia_core.so shadows the installed package, and nothing is uninstalled."""
+    """A developer's persia_core.so overrides the installed package, which is not uninstalled."""
     shutil.copy(loaded_file(), tmp_path / "persia_core.so")
     code = "import persia, persia_core, persia_core.forward; print(persia_core.__file__, persia_core.FEATURES)"
     done = subprocess.run(

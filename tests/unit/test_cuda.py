@@ -1,4 +1,4 @@
-"""Without a CUDA device one is refused, with instructions; the loop's work for a device is simulated on the CPU."""
+"""Without a CUDA device, requesting one is an error with instructions; device work is simulated on the CPU."""
 
 import contextlib
 import logging
@@ -104,7 +104,7 @@ def train(ctx: TrainCtx, steps: int, spoil: int = -1) -> list[float]:
         output, labels = ctx.forward(batch)
         loss = loss_fn(output, labels[0])
         if number == spoil:
-            loss = loss * 1e36  # finite itself, but not when it is scaled
+            loss = loss * 1e36  # finite, but not after scaling
         losses.append(float(ctx.backward(loss)))
     return losses
 
@@ -117,7 +117,7 @@ def state(ctx: TrainCtx) -> list[torch.Tensor]:
 
 
 def test_a_scaled_loss_trains_model_and_rows_as_an_unscaled_one(configure: Configure) -> None:
-    """All factors are powers of 2, so even the bits are equal."""
+    """All factors are powers of 2, so the results are bit-identical."""
     configure(SLOTS)
     with scaled(None) as ctx:
         plain = train(ctx, 6)
@@ -277,7 +277,7 @@ def test_what_a_device_flags_is_not_pushed(
 
 
 def test_a_gradient_of_a_sample_without_ids_is_looked_at_as_on_the_cpu(caplog: pytest.LogCaptureFixture) -> None:
-    """The sums of the device do not have it: no id of the sample gets it."""
+    """The sums of the device do not contain it: no id of the sample gets it."""
     batch = OnDevice(flag=0)
     with caplog.at_level(logging.WARNING):
         assert one_step(batch, spoilt=1) == 2.0
@@ -286,7 +286,7 @@ def test_a_gradient_of_a_sample_without_ids_is_looked_at_as_on_the_cpu(caplog: p
 
 
 def test_a_step_on_a_device_asks_for_one_number() -> None:
-    """To ask a tensor on a device for a number is to wait for the device."""
+    """Reading a number from a tensor on a device waits for the device."""
     for scale in (None, LossScale(100, "cpu")):
         asked: list[str] = []
         one_step(OnDevice(), scale=scale, asked=asked)
@@ -294,7 +294,7 @@ def test_a_step_on_a_device_asks_for_one_number() -> None:
 
 
 class Asked(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what reads tensors."""
+    """Records the functions that read tensors."""
 
     def __init__(self, asked: list[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -403,7 +403,7 @@ def test_a_run_of_a_device_goes_on_without_one(
         return TrainCtx(SGD(0.1), dense, model=model, checkpoints=Checkpoints(folder, every=2, state=state))
 
     with run(tmp_path) as ctx, monkeypatch.context() as patch:
-        # What torch writes into a file of a tensor on a device.
+        # The content that torch writes for a tensor on a device.
         patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
         train(ctx, 2)
     saved = next(tmp_path.glob("step-2"))

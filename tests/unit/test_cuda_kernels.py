@@ -16,7 +16,7 @@ PTX = ROOT / "rust_core" / "cuda" / "src" / "kernels.ptx"
 
 
 def compile_ptx(*arguments: object) -> str:
-    """Run the tool in a process of its own: each has one version of NVRTC."""
+    """Run the tool in a separate process, because a process has one version of NVRTC."""
     command = [sys.executable, str(TOOL), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -24,7 +24,7 @@ def compile_ptx(*arguments: object) -> str:
 
 
 def torchs_nvrtc() -> Path:
-    """Return the folder of the packages that PyTorch brings."""
+    """Return the folder of the packages that PyTorch depends on."""
     spec = importlib.util.find_spec("nvidia")
     assert spec is not None and spec.submodule_search_locations, "torch has brought no package of NVIDIA"
     return Path(next(iter(spec.submodule_search_locations)))
@@ -72,7 +72,7 @@ def test_sums_are_made_as_the_cpu_makes_them() -> None:
 
 
 def check_arithmetic(text: str) -> None:
-    """Nothing is fused, approximated, flushed to zero, or added up in an order of chance."""
+    """No operation is fused, approximated, flushed to zero, or added in a random order."""
     instructions = re.findall(r"^\s+(?:@!?%p\d+ )?([a-z][\w.:]*)", text, re.MULTILINE)
     floats = {
         name

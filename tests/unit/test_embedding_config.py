@@ -1,4 +1,4 @@
-"""How rows start, and how far they may go."""
+"""The initial values and the bounds of rows."""
 
 import numpy as np
 import pytest

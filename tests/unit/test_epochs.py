@@ -1,4 +1,4 @@
-"""Scripts that repeat passes over the data, resumed: each way to count them trains as often as a run that was whole."""
+"""Resumed scripts with several passes over the data: each way to count them trains as often as an uninterrupted run."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +24,7 @@ class CrashError(Exception):
 
 
 class Counter:
-    """An epoch that a script keeps itself."""
+    """An epoch number that a script stores itself."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -43,10 +43,10 @@ class AllEpochs(IterableDataset):
 
 
 class Script:
-    """A training script. It crashes after the step ``until``; each start is a new process to it.
+    """A training script. It crashes after the step ``until``; each start behaves like a new process.
 
     Args:
-        folder: Of the checkpoints.
+        folder: The folder of the checkpoints.
         kind: How it counts its passes.
     """
 
@@ -142,7 +142,7 @@ def test_passes_that_are_counted_from_0_again_are_a_warning(
 def test_a_pass_that_was_at_its_end_is_a_warning(
     whole: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The step says that the pass is done, the position that it has ended: a script may count it twice."""
+    """Both the step and the position show that the pass has ended, so that a script may count it twice."""
     script = Script(tmp_path / "run", "by step")
     script.start(5)
     with caplog.at_level(logging.WARNING):
@@ -248,7 +248,7 @@ def test_a_wrong_number_of_epochs_is_refused(configure: Configure, monkeypatch: 
             with pytest.raises(UsageError, match="whole number"):
                 ctx.epochs(wrong)  # type: ignore[arg-type]
         for _ in ctx.epochs(1):
-            with pytest.raises(UsageError, match="no epochs of its own"):
+            with pytest.raises(UsageError, match="epochs cannot be nested"):
                 ctx.epochs(1)
         monkeypatch.setattr(LocalBackend, "all_gather", lambda _, what, mine: [mine, [mine[0] + 1, mine[1]]])
         with pytest.raises(UsageError, match=r"it is 2 on rank 0, 3 on rank 1"):

@@ -86,7 +86,7 @@ def test_an_aborted_run_never_looks_finished(small: Path, tmp_path: Path, number
 
 def truncate(path: Path) -> str:
     os.truncate(path, path.stat().st_size // 2)
-    return "whole parquet file"
+    return "complete parquet file"
 
 
 def remove(path: Path) -> str:
@@ -105,7 +105,7 @@ def damage(path: Path) -> str:
     middle = len(data) // 3
     data[middle : middle + 4000] = bytes(4000)
     path.write_bytes(data)
-    return "damaged|whole parquet file"
+    return "damaged|complete parquet file"
 
 
 @pytest.mark.parametrize("spoil", [truncate, remove, rename_column, damage])

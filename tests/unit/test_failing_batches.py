@@ -41,7 +41,7 @@ def refused_at(step: int, text: str) -> DataError:
 
 
 class Marked(Batches):
-    """Batches of few ids, all of which come before the bad one; that says which it is."""
+    """Batches of few ids, all of which occur before the failing batch, whose ``meta`` marks it."""
 
     def __init__(self, count: int = STEPS, bad: int = BAD, refused: bool = False) -> None:
         super().__init__(count, ids=20)
@@ -64,7 +64,7 @@ class Plain(Batches):
 
 @pytest.fixture
 def folder(configure: Configure, tmp_path: Path) -> Path:
-    """Return where the run saves itself."""
+    """Return the folder of the run's checkpoints."""
     configure(SLOTS)
     path = tmp_path / "run"
     path.mkdir()
@@ -72,7 +72,7 @@ def folder(configure: Configure, tmp_path: Path) -> Path:
 
 
 def fails(ctx: TrainCtx, batch: TrainingBatch) -> None:
-    """Train, but for the bad batch."""
+    """Train on all batches except the failing one."""
     if batch.meta is not None:
         raise ZeroDivisionError("at this batch")
     step(ctx, batch)
@@ -85,7 +85,7 @@ def run(
     policy: str = "stop",
     every: int = 10,
 ) -> tuple[TrainCtx, Checkpoints, bytes]:
-    """Train to the end; what ends it before is raised."""
+    """Train to the end; an error that ends it earlier is raised."""
     checkpoints = Checkpoints(folder, every=every, failing_batches=policy)
     with make(checkpoints=checkpoints) as ctx:
         for batch in DataLoader(data(), reproducible=True):
@@ -94,7 +94,7 @@ def run(
 
 
 def fail(times: int, *arguments: Any, **options: Any) -> None:
-    """Fail at a batch so many times."""
+    """Fail at a batch this many times."""
     for _ in range(times):
         with pytest.raises((ZeroDivisionError, DataError)):
             run(*arguments, **options)
@@ -170,7 +170,7 @@ def test_a_batch_that_always_fails_is_left_out(
     assert "step 13 skipped, model and rows unchanged: its batch on rank 0 always fails; 1 skipped" in caplog.text
     assert found == without(BAD)
     assert names(folder) == ["LATEST", "poison", "step-10", "step-20", "step-25"]
-    assert record(folder)["times"] == 3  # it stays, to be looked at
+    assert record(folder)["times"] == 3  # it is kept, so that it can be examined
 
 
 def test_look_ups_ahead_do_not_blame_another_batch(folder: Path) -> None:
@@ -190,7 +190,7 @@ def test_look_ups_ahead_do_not_blame_another_batch(folder: Path) -> None:
 
 
 def test_the_batch_whose_look_up_failed_is_blamed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is ahead of the one that the loop waits for."""
+    """It is later than the batch for which the loop waits."""
     take = TrainingLoop._take
 
     def refuse(self: TrainingLoop) -> TrainingBatch | None:
@@ -209,11 +209,11 @@ def test_the_batch_whose_look_up_failed_is_blamed(folder: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("where", ["in backward", "behind backward", "behind a loop that was left"])
 def test_a_look_up_ahead_that_is_refused_is_not_blamed_on_the_batch_in_work(folder: Path, where: str) -> None:
-    """Who has the rows takes steps of 32 bits, which the engine itself does not know."""
+    """The store has 32-bit steps, which the engine itself does not check."""
     last = 2**32 - 1
 
     class Waiting(Batches):
-        """The batch that is refused comes when that is asked for."""
+        """The refused batch follows when it is requested."""
 
         asked = threading.Event()
 
@@ -280,7 +280,7 @@ def test_the_end_is_behind_a_batch_that_is_left_out(folder: Path) -> None:
 def test_a_batch_is_left_out_with_that_of_another_rank(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And not because it has failed itself, less often; if their batch has changed, nothing is skipped."""
+    """This is not because of its own, fewer failures; if their batch has changed, nothing is skipped."""
     fail(2, folder, Marked)
     theirs = True
 
@@ -540,7 +540,7 @@ def test_an_error_outside_of_a_batch_is_not_written_down(folder: Path, where: st
 
 
 def passed_on(loader: Iterable[TrainingBatch]) -> Iterator[TrainingBatch]:
-    """What wraps a loader to show how far it is."""
+    """A wrapper around a loader, as for a progress display."""
     with contextlib.ExitStack():
         yield from loader
 
@@ -564,7 +564,7 @@ THROUGH = [iter, passed_on, numbered]
 def test_an_error_after_a_loop_that_was_left_is_not_written_down(
     folder: Path, how: str, trained: bool, through: Callable[[Iterable[TrainingBatch]], Iterator[TrainingBatch]]
 ) -> None:
-    """Unless the script left it at a batch that was not trained on: that one is still open."""
+    """Unless the script left the loop at a batch that was not trained on, which is still open."""
 
     def train(ctx: TrainCtx) -> None:
         for batch in through(DataLoader(Batches(STEPS, ids=20), reproducible=True)):
@@ -715,7 +715,7 @@ def test_a_damaged_record_counts_for_nothing(folder: Path, caplog: pytest.LogCap
         (folder / "poison" / "step-13.rank-0.json").write_text(content)
         fail(1, folder, Marked, policy="skip")
         assert record(folder)["times"] == 1
-    assert len(re.findall("is no record of a batch that failed", caplog.text)) == 6
+    assert len(re.findall("is not a record of a failed batch", caplog.text)) == 6
 
 
 def test_another_policy_is_refused(folder: Path) -> None:

@@ -59,8 +59,8 @@ def test_a_save_that_fails_is_tried_again_and_then_training_goes_on(
             step(ctx, batch)
         assert everything(ctx) == expected
     assert checkpoints.failed == 1
-    # Of step 10, or of one soon after: a failed save is retried at a later step boundary.
-    assert re.search(r"checkpoint of step 1\d given up, training continues: no space left", caplog.text)
+    # The step is 10, or one soon after: a failed save is retried at a later step boundary.
+    assert re.search(r"checkpoint of step 1\d abandoned, training continues: no space left", caplog.text)
     latest, saved, end = names(tmp_path / "run")
     assert (latest, saved[:-1], end) == ("LATEST", "step-2", "step-25")
 
@@ -126,7 +126,7 @@ def test_a_context_that_fails_lets_its_save_be_written(
             if ctx.step == 12:
                 raise ZeroDivisionError("mine")
     assert ("LATEST" in names(tmp_path / "run")) == in_time
-    assert f"step-10 {'has ended' if in_time else 'is given up'}" in caplog.text
+    assert f"step-10 {'has ended' if in_time else 'is abandoned'}" in caplog.text
     left.set()
     for thread in threading.enumerate():
         if thread.name == "persia-save":
@@ -238,7 +238,7 @@ def test_a_run_whose_last_save_is_missing_is_not_finished(
     caplog: pytest.LogCaptureFixture,
     fails: int | None,
 ) -> None:
-    """It is tried again at the end of the context; a run that is restarted trains what is missing again."""
+    """It is retried at the end of the context; a restarted run trains the missing steps again."""
     expected = whole(configure, tmp_path / "undisturbed")
     write, tries = Save._write, itertools.count(1)
 
@@ -258,7 +258,7 @@ def test_a_run_whose_last_save_is_missing_is_not_finished(
             make(checkpoints=Checkpoints(tmp_path / "run", every=10)) as ctx,
         ):
             train(ctx, DataLoader(Batches(STEPS), reproducible=True))
-        assert "given up, training continues" in caplog.text
+        assert "abandoned, training continues" in caplog.text
         if not saved:
             assert caught is not None and "continues after its newest checkpoint" in caught.value.hint
     assert names(tmp_path / "run")[-1] == ("step-25" if saved else "step-20")

@@ -1,4 +1,4 @@
-"""Weighted, raw and hash-stacked features through TrainCtx, against torch on rows of the test's own."""
+"""Weighted, raw and hash-stacked features through TrainCtx, compared with torch on rows of the test."""
 
 import logging
 from collections.abc import Iterator
@@ -42,12 +42,12 @@ class Source(IterableDataset):
         self.steps = steps
 
     def __iter__(self) -> Iterator[PersiaBatch]:
-        for _ in range(self.steps):  # through the wire format, as from data-compose
+        for _ in range(self.steps):  # encoded and decoded, as if from data-compose
             yield PersiaBatch.wrap(Batch.from_bytes(self.batch.to_bytes()))
 
 
 class Vectors(torch.nn.Module):
-    """Passes the one slot's tensor on."""
+    """Returns the tensor of the only slot."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def test_a_raw_feature_is_its_first_rows_and_a_mask(configure: Configure, caplog
             assert torch.equal(mask, there)
             expected = weight[index] * there.unsqueeze(2)
             assert torch.equal(embedding, expected)
-            position = torch.arange(1.0, 4).reshape(1, 3, 1)  # so that places differ
+            position = torch.arange(1.0, 4).reshape(1, 3, 1)  # so that positions differ
             torch.autograd.backward((torch.sin(expected) * position).sum())
             ctx.backward((torch.sin(embedding) * position * mask.unsqueeze(2)).sum())
             ctx.engine.drain()
@@ -170,14 +170,14 @@ def test_a_raw_feature_is_its_first_rows_and_a_mask(configure: Configure, caplog
         assert not rows(ctx)[5].any(), "the id that was cut off has no row"
         assert ctx.engine.stats()["slots"]["a"]["truncated"] == 3
         assert caplog.text.count("sample_fixed_size") == 1
-    with context() as ctx, caplog.at_level(logging.WARNING):  # another one says it again
+    with context() as ctx, caplog.at_level(logging.WARNING):  # another context warns again
         for batch in DataLoader(Source(IDTypeFeature("a", arrays(LISTS)))):
             ctx.prepare_features(batch)
     assert caplog.text.count("sample_fixed_size") == 2
 
 
 def test_a_hash_stack_shares_few_rows_among_many_ids(configure: Configure) -> None:
-    """Equal to torch on the rows of the buckets, which are identified by looking each id up alone."""
+    """Equal to torch on the rows of the buckets, which are identified by looking up each id alone."""
     configure("a: {dim: 4, hash_stack_config: {hash_stack_rounds: 2, embedding_size: 40}}")
     ids = [np.array([i], np.uint64) for i in range(5000)]
     with context() as ctx:

@@ -27,13 +27,13 @@ from persia.runtime import tokens
 
 @pytest.fixture
 def ranks() -> Iterator[MakeRanks]:
-    """Make ranks, and end them."""
+    """Create ranks, and end them after the test."""
     with new_ranks() as make:
         yield make
 
 
 def test_waiting_for_a_rank_that_takes_no_batches_is_logged(ranks: MakeRanks, caplog: pytest.LogCaptureFixture) -> None:
-    """One that trains with an EmbeddingCollection announces no address."""
+    """A rank that trains with an EmbeddingCollection announces no address."""
     run = ranks(1)
     found = run.find()
     run.find = lambda: [{**found[0], "address": ""}]  # type: ignore[method-assign]
@@ -115,7 +115,7 @@ def test_a_trainer_that_stops_ends_a_sender_that_waits(ranks: MakeRanks) -> None
         thread.join(20)
         assert not thread.is_alive()
         assert isinstance(ended[0], Stopped)
-    with sending(run, 5) as (thread, ended, _):  # one that comes when all is over
+    with sending(run, 5) as (thread, ended, _):  # a replica that connects after the end
         thread.join(20)
         assert isinstance(ended[0], Stopped)
 
@@ -186,7 +186,7 @@ def test_a_new_generation_restarts_the_script(ranks: MakeRanks) -> None:
 def test_a_rank_that_gives_up_before_the_run_began_does_not_end_its_senders(
     ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Rank 0 ends, because rank 1 is missing, and both are restarted: rank 0 gets its batches, too."""
+    """Rank 0 ends, because rank 1 is missing, and both are restarted: rank 0 also gets its batches."""
     monkeypatch.setattr(logging.getLogger("persia"), "propagate", True)
     caplog.set_level(logging.INFO, "persia.feed")
     run = ranks(2)
@@ -249,7 +249,7 @@ def test_a_wrong_token_is_refused(
 
 
 def certificate(folder: Path, name: str) -> tuple[str, str]:
-    """Make a certificate for ``persia`` that signs itself; return its path and its key's."""
+    """Create a self-signed certificate for ``persia``; return its path and that of its key."""
     certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",

@@ -26,7 +26,7 @@ from persia.feed.sender import Sender
 
 @pytest.fixture
 def ranks() -> Iterator[MakeRanks]:
-    """Make ranks, and end them."""
+    """Create ranks, and end them after the test."""
     with new_ranks() as make:
         yield make
 
@@ -45,7 +45,7 @@ def test_a_resumed_run_skips_what_it_has_trained_on(ranks: MakeRanks) -> None:
 def test_a_resumed_run_counts_in_the_order_of_training(
     ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch, of_second: int, rest: list[int]
 ) -> None:
-    """Replica 1 ended early, perhaps with one batch less for this rank than for rank 0, which wrote the checkpoint."""
+    """Replica 1 ended early, perhaps with one batch fewer for this rank than for rank 0, which wrote the checkpoint."""
     run = ranks(1)
     run.servers[0].close()
     run.servers = [feed_server.serve(JOB, host="127.0.0.1")]
@@ -174,7 +174,7 @@ def test_a_resumed_run_warns_of_batches_that_differ_from_those_trained_on(
     known: str,
     warned: list[int],
 ) -> None:
-    """Two replicas; what a checkpoint keeps goes through its JSON and its rank's file."""
+    """Two replicas; the state is written to the JSON of a checkpoint and to the file of a rank, and read again."""
     run = ranks(1)
     data = streaming(run, 2, monkeypatch)
     with sending(run, 8, 0, 2), sending(run, 8, 1, 2, first=100):

@@ -29,7 +29,7 @@ Script = Callable[[str], Path]
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, configure: Configure) -> Script:
-    """Write a data script and name it as the entry; ``COUNT`` and the like are in its scope."""
+    """Write a data script and name it as the entry; ``COUNT`` and similar names are in its scope."""
     configure(SLOTS)
 
     def write(body: str) -> Path:
@@ -107,7 +107,7 @@ def test_a_loop_left_early_resumes_after_the_last_trained_batch(script: Script, 
                 output, labels = ctx.forward(batch)
                 ctx.backward(output.sum())
                 trained.append(int(labels[0][0]))
-        assert train(ctx, loader) == []  # one stream, one end
+        assert train(ctx, loader) == []  # the stream has ended, and stays so
     assert trained == list(range(9))
 
 
@@ -157,7 +157,7 @@ def test_a_resumed_run_whose_script_sends_other_batches_gives_a_warning(
     old: bool,
     warnings: int,
 ) -> None:
-    """And resumes, also from an ``old`` checkpoint, which has no digests of the batches."""
+    """It also resumes from an ``old`` checkpoint, which has no digests of the batches."""
 
     def sends(changed: int | None) -> None:
         script(f"""
@@ -175,7 +175,7 @@ def test_a_resumed_run_whose_script_sends_other_batches_gives_a_warning(
                 del state["passed"]
                 patch.setattr(RunState, "rank_state", lambda _: state)
             ctx.dump_checkpoint(tmp_path / "checkpoint")
-    for again in (1, 2):  # the second time from a save that was made before anything else was trained
+    for again in (1, 2):  # the second time from a checkpoint that was written before anything else was trained
         sends(changed)
         with make(seed=5) as ctx:
             ctx.load_checkpoint(tmp_path / "checkpoint")
@@ -283,7 +283,7 @@ def test_a_generator_around_a_data_context_that_is_closed_ends_its_data(script: 
 
 
 class Sender:
-    """The sender of a ``DataCtx``, to trainers that want no more batches."""
+    """The sender of a ``DataCtx`` to trainers that accept no more batches."""
 
     rank_0 = ""
     closed = False
@@ -378,7 +378,7 @@ PAIR = ROOT / "tests" / "persiaml_style"
 
 
 def test_a_pair_of_scripts_of_persiaml_runs_in_one_process(tmp_path: Path) -> None:
-    """The very scripts that tests/integration runs on a stack."""
+    """The same scripts that tests/integration runs on a stack."""
     env = {name: value for name, value in os.environ.items() if name in {"PATH", "PYTHONPATH"}}
     done = subprocess.run(
         [sys.executable, str(PAIR / "train.py")],
@@ -403,4 +403,4 @@ def test_an_evaluation_over_a_stream_that_is_left_early_loses_nothing(script: Sc
                 seen.append(int(ctx.prepare_features(batch)[2][0][0]))
                 if taken == 3:
                     break
-    assert seen == [0, 1, 2, 3, 3, 4, 5, 6, 6, 7, 8]  # the one in hand at the break comes again
+    assert seen == [0, 1, 2, 3, 3, 4, 5, 6, 6, 7, 8]  # the batch at which the loop was left is yielded again

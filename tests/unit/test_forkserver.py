@@ -1,4 +1,4 @@
-"""Processes of tests that are forks: what they find, how they end, and that nothing outlives what started it."""
+"""Processes of tests that are forks: their state, how they end, and that none outlives its parent."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Who gives a gradient's memory back: a thread that holds the GIL, never one of the engine's."""
+"""A gradient's memory is freed by a thread that holds the GIL, never by a thread of the engine."""
 
 import ctypes
 import threading
@@ -14,7 +14,7 @@ from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
 
 
 class DLTensor(ctypes.Structure):
-    """DLPack's, of version 0.8; type and device are written as they lie in memory."""
+    """The structure of DLPack 0.8; type and device are written in memory order."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -28,7 +28,7 @@ class DLTensor(ctypes.Structure):
 
 
 class DLManagedTensor(ctypes.Structure):
-    """As above."""
+    """The managed structure of DLPack 0.8."""
 
 
 Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(DLManagedTensor))
@@ -38,7 +38,7 @@ NAME = b"dltensor"
 
 
 class Noted:
-    """A gradient that notes which thread gives its memory back."""
+    """A gradient that records the thread that frees its memory."""
 
     def __init__(self, values: np.ndarray) -> None:
         self.values = values
@@ -51,7 +51,7 @@ class Noted:
         self.destructor = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(self._end)
 
     def _end(self, capsule: int) -> None:
-        """End an unused capsule, as the protocol asks of its producer."""
+        """Free an unused capsule, as the protocol requires of its producer."""
         valid = ctypes.pythonapi.PyCapsule_IsValid
         valid.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
         if valid(capsule, NAME):
@@ -85,6 +85,6 @@ def test_gradients_are_given_back_by_a_thread_that_has_the_gil(configure: Config
         assert ctx.engine.stats()["pushes"]["rows_applied"] == 128
         for gradient in gradients:
             (thread,) = gradient.freed
-            # Python knows a thread of the engine by a stand-in only.
+            # For a thread of the engine, Python has only a dummy object.
             assert not isinstance(thread, threading._DummyThread), thread
     assert torch.equal(torch.from_numpy(gradients[0].values), torch.ones(64, 4))

@@ -32,7 +32,7 @@ def forwards(parts: Parts) -> Parts:
 
 
 def backwards(parts: Parts) -> Parts:
-    """Give the parts of a batch in the opposite order."""
+    """Reverse the order of the parts of a batch."""
     ids, dense, labels = parts
     return ids[::-1], dense[::-1], labels[::-1]
 
@@ -67,7 +67,7 @@ class Given(IterableDataset):
 
 
 class Model(torch.nn.Module):
-    """Weighs every input differently."""
+    """Uses a different weight for every input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ def test_the_order_is_part_of_a_checkpoint(configure: Configure, tmp_path: Path,
 def test_a_checkpoint_without_names_loads(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Older versions have written no names: the first batch decides."""
+    """Older versions wrote no names, so the first batch determines the order."""
     configure(SLOTS)
     with make() as ctx:
         train(ctx, [batch(0)])
@@ -220,7 +220,7 @@ def test_a_batch_with_other_parts_is_refused_with_both_lists(configure: Configur
 
 
 def test_some_features_may_be_looked_up(configure: Configure) -> None:
-    """As for an index of items: no model gets them."""
+    """As for an index of items; no model gets the tensors."""
     configure(SLOTS)
     with make() as ctx:
         train(ctx, [batch(0)])
@@ -240,7 +240,7 @@ def names(*dense: str | None, ids: str = "ab", labels: tuple[str | None, ...] = 
 
 
 class Named:
-    """A batch that is only names."""
+    """A batch that consists of names only."""
 
     def __init__(self, given: InputNames) -> None:
         self.slots = [*given.id_features]

@@ -1,4 +1,4 @@
-"""What `persia data inspect` proposes: a rule or a usual mistake each."""
+"""Proposals of `persia data inspect`: each test is for a rule or a common mistake."""
 
 import json
 from collections.abc import Callable
@@ -28,7 +28,7 @@ SETTING = Setting({}, "")
 
 @pytest.fixture
 def inspected(tmp_path: Path) -> Inspect:
-    """Inspects columns of a Parquet file; ``label`` is a column that is not given."""
+    """Inspects columns of a Parquet file; ``label`` is a column that is added if it is not given."""
 
     def run(columns: dict[str, Any] | None = None, /, suffix: str = ".parquet", **options: Any) -> Inspection:
         path = tmp_path / f"train{suffix}"
@@ -147,10 +147,10 @@ def test_useless_columns_are_left_out_with_a_reason(inspected: Inspect) -> None:
     assert [*features(found)] == ["item"]
     assert left_out(found, "constant") == "every row is x"
     assert left_out(found, "nothing") == "all rows are null"
-    assert "a value of its own (2,000 of 2,000)" in left_out(found, "uuid")
+    assert "a different value (2,000 of 2,000)" in left_out(found, "uuid")
     assert "counts the rows" in left_out(found, "index")
-    assert "a value of its own" in left_out(found, "event_id")
-    assert "is no feature" in left_out(found, "struct")
+    assert "a different value" in left_out(found, "event_id")
+    assert "cannot be a feature" in left_out(found, "struct")
     assert "free text" in left_out(found, "text")
     assert "# index: {type: bucket, quantiles: 64, dim: 16}" in found.yaml
 
@@ -209,8 +209,8 @@ def test_the_only_column_of_two_numbers_is_the_label(inspected: Inspect) -> None
 @pytest.mark.parametrize(
     ("columns", "message", "hint"),
     [
-        ({"a": LABEL, "b": LABEL}, "'a', 'b' may be it", "--label b"),
-        ({"click": LABEL, "target": LABEL}, "'click', 'target' may be it", "--label target"),
+        ({"a": LABEL, "b": LABEL}, "Candidates: 'a', 'b'", "--label b"),
+        ({"click": LABEL, "target": LABEL}, "Candidates: 'click', 'target'", "--label target"),
         ({"x": np.arange(ROWS)}, "no column looks like a label; there are x", "--label COL"),
     ],
 )
@@ -251,7 +251,7 @@ def test_a_label_of_other_values_gets_a_rule(
         (["won", "lost", "drawn", "won"] * (ROWS // 4), "y", "3 different strings"),
         (np.tile([1, 2, 3, 4], ROWS // 4), "y>9", "no rows of the sample are 1"),
         (["a", "b"] * (ROWS // 2), "y=c", "no rows of the sample are 1; it has"),
-        ([[1, 2]] * ROWS, "y", "a list column is no label"),
+        ([[1, 2]] * ROWS, "y", "a list column cannot be a label"),
         (["a", "b"] * (ROWS // 2), "y>1", "the column is string, want numbers"),
         (np.arange(ROWS), "y>x", "'x' is not a number"),
         (LABEL, "Y", r"did you mean 'y'\?"),
@@ -339,8 +339,8 @@ def test_few_rows_are_warned_of(inspected: Inspect) -> None:
 @pytest.mark.parametrize(
     ("values", "wrong"),
     [
-        (["2024-02-29", "2024-02-31"], "'2024-02-31', which is no date"),
-        (["2024-02-29 10:00", "2024-02-29 25:00"], "'2024-02-29 25:00', which is no timestamp"),
+        (["2024-02-29", "2024-02-31"], "'2024-02-31', which is not a valid date"),
+        (["2024-02-29 10:00", "2024-02-29 25:00"], "'2024-02-29 25:00', which is not a valid timestamp"),
     ],
 )
 def test_a_date_that_does_not_exist_is_named(
@@ -356,7 +356,7 @@ def test_a_date_that_does_not_exist_is_named(
 
 
 def test_times_with_nanoseconds_are_times(inspected: Inspect) -> None:
-    """They have no type that `data.columns` can declare; features read them from the text."""
+    """`data.columns` has no type for them; features parse the strings."""
     found = inspected(
         {"at": [f"2024-05-{1 + row % 20:02d} 1{row % 9}:00:00.123456789" for row in range(ROWS)]}, suffix=".csv"
     )

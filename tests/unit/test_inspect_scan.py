@@ -1,4 +1,4 @@
-"""One pass over a table: counts, estimates, and what is read of a table that is too large."""
+"""One pass over a table: counts, estimates, and the rows that are read if a table is too large."""
 
 from pathlib import Path
 

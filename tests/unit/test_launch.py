@@ -98,7 +98,7 @@ def test_ranks_know_their_place(launch: Launch, tmp_path: Path, order: str) -> N
 def test_nats_is_where_persiaml_has_it_unless_a_variable_says_so(
     launch: Launch, tmp_path: Path, given: str | None, seen: str
 ) -> None:
-    """Set to nothing, the variable means the embedded mode."""
+    """If the variable is empty, it means the embedded mode."""
     (tmp_path / "train.py").write_text("import os\nprint(f\"url=<{os.environ['PERSIA_NATS_URL']}>\")\n")
     code, output = result(launch("nn-worker", "train.py", env={"PERSIA_NATS_URL": given}))
     assert code == 0 and f"url=<{seen}>" in output, output
@@ -221,7 +221,7 @@ with preemption.saving_run():
 
 @pytest.mark.parametrize(("gap", "saved"), [(0.1, True), (2.1, False)])
 def test_a_signal_to_launcher_and_ranks_counts_once(launch: Launch, tmp_path: Path, gap: float, saved: bool) -> None:
-    """Some senders signal all processes, and the launcher passes it on; one that comes later is meant."""
+    """Some senders signal all processes, and the launcher forwards it too; only a later one counts as a second."""
     (tmp_path / "train.py").write_text(NOTES)
     process = launch("nn-worker", "train.py", "--nproc-per-node", 2)
     pids = up(process, 2)
@@ -288,7 +288,7 @@ def test_a_script_that_fails_leaves_no_summary(launch: Launch, tmp_path: Path) -
 def test_a_script_that_ends_well_without_training_leaves_no_summary(
     launch: Launch, tmp_path: Path, script: str, ranks: int, expected: int, said: str
 ) -> None:
-    """It caught its TrainCtx's error, or never had one: other ranks count on it."""
+    """It caught the error of its TrainCtx, or never had one, while other ranks depend on it."""
     (tmp_path / "train.py").write_text(script)
     env = {"PERSIA_NATS_URL": "nats://127.0.0.1:1", "PERSIA_RUN_DIR": "run"}
     code, output = result(launch("nn-worker", "train.py", "--nproc-per-node", ranks, env=env))
@@ -316,7 +316,7 @@ def test_output_that_cannot_be_written_stops_no_program() -> None:
 def test_an_unusable_token_file_is_exit_code_5(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str | None
 ) -> None:
-    """As for the servers."""
+    """The same as for the servers."""
     path = tmp_path / "token"
     if content is not None:
         path.write_text(content)
@@ -327,7 +327,7 @@ def test_an_unusable_token_file_is_exit_code_5(
 
 
 def test_what_a_killed_up_left_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its folder holds a secret. One in use stays, however old it is."""
+    """The folder contains a secret. A folder in use is kept, regardless of its age."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     left, young, other = (tmp_path / name for name in ("persia-up-left", "persia-up-young", "persia-other"))
     for folder in (left, young, other):
@@ -345,7 +345,7 @@ def test_a_log_is_written_when_the_output_is_closed(monkeypatch: pytest.MonkeyPa
     reader, writer = os.pipe()
     os.close(reader)
     with Logs(tmp_path) as logs, monkeypatch.context() as patch:
-        broken = os.fdopen(writer, "w", buffering=1)  # closing it fails, as its writes do
+        broken = os.fdopen(writer, "w", buffering=1)  # closing it fails, like its writes
         patch.setattr(sys, "stdout", broken)
         write = logs.writer("part")
         write("one")

@@ -222,7 +222,7 @@ def test_a_finished_run_is_shown_and_not_trained_again(run: Run, tmp_path: Path,
         for name in ("one  # ours", "'one'", '"one" # ours'):
             config.write_text(f"common_config:\n  metrics_config:\n    job_name: {name}\n")
             assert launched() is again
-    # The run of another job does not count. If the job's name is not known, the launcher decides.
+    # The run of another job does not count. If the job's name is not known, the launcher checks it.
     assert launched(PERSIA_JOB="two")
     for text in ("    job_name: two\n", "    job_name: 'one\"\n", "    job_name: x\n    job_name: ne\n", "{}\n"):
         config.write_text(text)
@@ -259,13 +259,13 @@ def test_persia_yml_takes_the_place_of_the_default_of_the_slots(run: Run) -> Non
     assert run(*show, **default).stdout == f"{slots} {general}\n"
     assert run(*show, **default, PERSIA_CONFIG="persia.yml").stdout == "none none\n"
     chosen = {"PERSIA_EMBEDDING_CONFIG": "mine.yml", "PERSIA_GLOBAL_CONFIG": "mine.yml", "PERSIA_CONFIG": "persia.yml"}
-    assert run(*show, **chosen).stdout == "mine.yml mine.yml\n"  # the launcher refuses the first
+    assert run(*show, **chosen).stdout == "mine.yml mine.yml\n"  # the launcher refuses the first value
 
 
 @pytest.mark.parametrize(("status", "code"), [("running", 75), ("finished", 0)])
 def test_a_stop_during_the_start(run: Run, tmp_path: Path, packaged: Path, status: str, code: int) -> None:
     (tmp_path / "summary.json").write_text(f'{{"status": "{status}", "job": "one"}}\n')
-    # What asks for the file's hash represents any moment of the start.
+    # The command that computes the file's hash represents any moment of the start.
     script(packaged / "sha256sum", 'kill -TERM "$PPID"')
     script(packaged / "persia-launcher", "exit 42")
     result = run("launch_server.sh", PERSIA_RUN_DIR=str(tmp_path), PERSIA_JOB="one", check=False)
@@ -281,7 +281,7 @@ def test_pytest_runs_in_the_folder_of_the_tests(run: Run, packaged: Path) -> Non
     script(packaged / "pytest", "exit 0")
     result = run("pytest", "-k", "a name", PERSIA_RUN_DIR="/runs", check=False)
     assert "collecting tests" in result.stderr
-    assert "/opt/persia" in result.stdout + result.stderr  # which only the image has
+    assert "/opt/persia" in result.stdout + result.stderr  # a file that only the image has
 
 
 def test_launch_scripts_are_short() -> None:

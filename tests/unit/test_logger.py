@@ -20,7 +20,7 @@ def unconfigured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     logger = logging.getLogger(NAME)
     logger.handlers.clear()
-    logger.propagate = True  # pytest has handlers of its own on loggers that do not
+    logger.propagate = True  # pytest has separate handlers on loggers that do not
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_leaving_the_loop_early_and_looping_again(configure: Configure) -> None:
         for steps in (3, 1, 7):
             assert len(train(ctx, DataLoader(Batches(50), embedding_staleness=2), steps)) == steps
         for _ in DataLoader(Batches(20), embedding_staleness=2):
-            pass  # batches that are never trained on give their permits back
+            pass  # batches that are never trained on leave the staleness window
         assert len(train(ctx, DataLoader(Batches(20), embedding_staleness=1))) == 20
     wait_until("threads to end", lambda: not persia_threads(), 5.0, evidence=lambda: str(persia_threads()))
 
@@ -64,7 +64,7 @@ def test_waiting_for_batches_to_evaluate_is_told(
 
 @pytest.fixture(autouse=True)
 def threads_before() -> None:
-    """Remember what other tests in this process have left running."""
+    """Record the threads that other tests in this process have left running."""
     _before[:] = []
     _before[:] = persia_threads()
 
@@ -73,10 +73,10 @@ _before: list[str] = []
 
 
 def persia_threads() -> list[str]:
-    """Return the names of the threads that persia, Rust included, has started in this process since the test began."""
+    """Return the names of the threads that Persia, including Rust, has started in this process since the test began."""
     names = []
     for path in Path("/proc/self/task").glob("*/comm"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since then
             names.append(path.read_text().strip())
     python = [thread.name for thread in threading.enumerate()]
     running = Counter(name for name in (*names, *python) if name.startswith("persia"))
@@ -222,7 +222,7 @@ def test_a_loop_whose_end_fails_reads_no_further(configure: Configure, monkeypat
             ctx.backward(loss_fn(output, labels[0]))
         with pytest.raises(UnreachableError):
             loop.close()  # type: ignore[attr-defined]
-    assert data.next == 2  # not where the thread that reads ahead was
+    assert data.next == 2  # not at the position of the thread that reads ahead
     wait_until("threads to end", lambda: not persia_threads(), 5.0, evidence=lambda: str(persia_threads()))
 
 
@@ -291,7 +291,7 @@ def test_wrong_use_is_named(configure: Configure) -> None:
         ctx.get_embedding_size()
     with pytest.raises(UsageError, match="inside TrainCtx or eval_ctx"):
         iter(DataLoader(Batches(1)))
-    with pytest.raises(UsageError, match="not in this version"):
+    with pytest.raises(UsageError, match="not supported in this version"):
         InferCtx(["localhost:1"])
     with pytest.raises(DeviceError, match="device 1000"):
         EmbeddingCtx(PreprocessMode.EVAL, device_id=1000)

@@ -50,7 +50,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture
 def meet(pool: ThreadPoolExecutor) -> Iterator[Meet]:
-    """Bring ranks together; they leave with the test."""
+    """Connect ranks, which end with the test."""
     made: list[control_plane.Peers] = []
     listeners: list[socket.socket] = []
 
@@ -119,7 +119,7 @@ def test_a_rank_that_ended_cleanly_is_missed_only_where_it_is_needed(meet: Meet,
 
 
 def test_ranks_meet_wherever_they_are_and_go_on_sharing(meet: Meet, pool: ThreadPoolExecutor) -> None:
-    """Two wait for a share that the third does not come to; one of them has shared more than the others."""
+    """Two wait in an all-gather that the third does not call; one of them has completed more than the others."""
     ranks = meet(3)
     waiting = [pool.submit(each.all_gather, "the loop", 0) for each in ranks[:2]]
     third = pool.submit(ranks[2].all_gather_at_exit, 20, LONG)
@@ -137,7 +137,7 @@ def test_ranks_meet_wherever_they_are_and_go_on_sharing(meet: Meet, pool: Thread
 def test_a_collective_that_fails_because_a_rank_is_gone_is_no_failure_of_a_batch(
     meet: Meet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, rank: int
 ) -> None:
-    """Torch may notice before that rank's word is here, and those above 0 learn of each other from rank 0."""
+    """Torch may detect it before that rank's message arrives; ranks above 0 hear of each other from rank 0."""
     *ranks, last = meet(3)
     monkeypatch.setattr(run, "peers", lambda: ranks[rank])
     batch = PersiaBatch(
@@ -176,7 +176,7 @@ def test_a_rank_that_does_not_come_to_meet_is_named(meet: Meet, pool: ThreadPool
 
 
 def test_a_rank_that_waits_lets_all_know_that_it_was_asked_to_stop(meet: Meet, pool: ThreadPoolExecutor) -> None:
-    """Its loop waits for a rank that evaluates, say."""
+    """Its loop waits, for example for a rank that evaluates."""
     ranks = meet(3)
     with preemption.saving_run():
         waiting = pool.submit(ranks[1].all_gather, "the loop", 0)
@@ -306,7 +306,7 @@ def test_garbage_takes_no_place(pool: ThreadPoolExecutor) -> None:
 
 
 def test_strangers_that_say_nothing_hold_nobody_up(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither while rank 0 waits for ranks nor afterwards; of too many, the oldest are closed."""
+    """This is so while rank 0 waits for ranks and afterwards; if there are too many, the oldest are closed."""
     monkeypatch.setattr(handshake, "INTRODUCTION_S", 10 * LONG)
     listener = handshake.listen("127.0.0.1")
     address = ("127.0.0.1", listener.getsockname()[1])
@@ -338,7 +338,7 @@ def test_a_stranger_that_trickles_is_cut_off(pool: ThreadPoolExecutor, monkeypat
     first = pool.submit(handshake.host, listener, me(0), LONG)
     with socket.create_connection(listener.getsockname()) as stranger:
         assert b"challenge" in stranger.recv(1000)
-        monkeypatch.setattr(handshake, "INTRODUCTION_S", LONG)  # the rank has time
+        monkeypatch.setattr(handshake, "INTRODUCTION_S", LONG)  # the rank has enough time
 
         def trickle() -> bool:
             try:
@@ -370,7 +370,7 @@ def test_a_hello_has_an_end(pool: ThreadPoolExecutor) -> None:
 
 
 def test_no_line_of_a_stranger_ends_rank_0(pool: ThreadPoolExecutor) -> None:
-    """Neither while it waits for ranks nor afterwards."""
+    """This is so while it waits for ranks and afterwards."""
     listener = handshake.listen("127.0.0.1")
     address = ("127.0.0.1", listener.getsockname()[1])
     lines = [b"[" * 10_000, json.dumps({"hello": {**me(1).__dict__, "token": "\ud800"}}).encode()]
@@ -397,12 +397,12 @@ def test_no_line_of_a_stranger_ends_rank_0(pool: ThreadPoolExecutor) -> None:
 
 @pytest.mark.parametrize("met", [True, False])
 def test_a_rank_that_starts_again_is_not_taken_for_its_twin(pool: ThreadPoolExecutor, met: bool) -> None:
-    """It comes while rank 0 does not know yet, or has not ended yet: that is no reason to give up."""
+    """It connects before rank 0 has detected the loss, or before rank 0 has ended, and must retry in both cases."""
     listener = handshake.listen("127.0.0.1")
     address = ("127.0.0.1", listener.getsockname()[1])
     first = pool.submit(handshake.host, listener, me(0, 2 if met else 3), LONG)
     killed = handshake.join(address, me(1, 2 if met else 3), LONG)
-    killed._links[0].send({"alive": True})  # it may have said something before
+    killed._links[0].send({"alive": True})  # it may have reported something before
     killed._links[0].hang_up()
     if met:
         alone = first.result(LONG)
@@ -460,7 +460,7 @@ def test_a_start_that_fails_leaves_nothing_open(pool: ThreadPoolExecutor) -> Non
 
 
 class FakeDiscovery:
-    """Of one job. NATS is away the first few times that it is asked."""
+    """A discovery of one job. NATS is unreachable for the first few queries."""
 
     def __init__(self, away: int = 0) -> None:
         self.away = away

@@ -1,4 +1,4 @@
-"""What PersiaML's scripts rely on: names, defaults, attributes, and calls that must not do nothing."""
+"""Interfaces that PersiaML's scripts use: names, defaults, attributes, and calls that must have an effect."""
 
 import logging
 import subprocess
@@ -157,7 +157,7 @@ def a_batch(*, labels: bool = True) -> PersiaBatch:
 
 
 class Sum(torch.nn.Module):
-    """One layer over whatever embeddings there are."""
+    """One layer over all embeddings of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ def test_a_free_port_may_be_asked_for_with_an_interval() -> None:
 
 
 def test_keys_without_effect_are_one_warning(configure: Configure, log: list[str], tmp_path: Path) -> None:
-    """Those of other versions of PersiaML, which itself ignores every key that it does not know."""
+    """The keys of other versions of PersiaML, which itself ignores every unknown key."""
     configure(SLOTS)
     (tmp_path / "global_config.yml").write_text(
         "common_config:\n  metrics_config: {enable_metrics: false, push_interval_seconds: 10}\n  job_type: Train\n"

@@ -1,4 +1,4 @@
-"""Rows of files: every row of its part once, in an order that depends on the seed, and a reader that resumes."""
+"""Rows of files: every row of a part occurs once, in an order that depends on the seed, and a reader resumes."""
 
 import gzip
 import json
@@ -103,7 +103,7 @@ def test_a_resumed_reader_refuses_other_data_and_settings(folder: Path) -> None:
 
 @pytest.mark.parametrize("count", [3, 40])
 def test_shards_divide_the_rows(folder: Path, count: int) -> None:
-    """By units if there are enough of them, else row by row."""
+    """The rows are divided by units if there are enough of them, else row by row."""
     files = open_files(str(folder))
     parts = [
         rows_of(RecordReader(files, 16, shuffle=True, seed=2, shard=(index, count), window_rows=64))
@@ -132,7 +132,7 @@ def test_a_hash_split_divides_and_keeps_groups_together(folder: Path, group: str
 
 
 def test_files_are_read_in_the_order_given(folder: Path) -> None:
-    """Those of a folder or a glob are sorted by their paths."""
+    """The files of a folder or a glob are sorted by their paths."""
     a, b = str(folder / "a.parquet"), str(folder / "b.parquet")
     assert rows_of(RecordReader(open_files([b, a]), 64)) == [*range(600, ROWS), *range(600)]
     (folder / "day").mkdir()
@@ -157,7 +157,7 @@ def test_a_file_is_given_once(folder: Path) -> None:
 
 
 def test_other_files_do_not_move_a_row_to_another_part(tmp_path: Path) -> None:
-    """Not even one that is sorted before it, nor another order or folder; partitions are files of their own."""
+    """Neither an earlier file, another order nor another folder changes it; partitions are separate files."""
     for name, start in (("day=2/m", 0), ("day=3/m", 1000), ("more/day=1/m", 2000)):
         (tmp_path / name).parent.mkdir(parents=True)
         pa.parquet.write_table(table(start), tmp_path / f"{name}.parquet")
@@ -178,7 +178,7 @@ def test_other_files_do_not_move_a_row_to_another_part(tmp_path: Path) -> None:
 
 
 def test_a_position_of_an_older_split_is_refused_by_name(folder: Path) -> None:
-    """Rows were divided by the number of their file."""
+    """Rows used to be divided by the number of their file."""
     reader = RecordReader(open_files(str(folder)), 32, split=HashSplit())
     state = json.loads(json.dumps(reader.state_dict()))
     del state["of"]["split"]["row"]
@@ -207,7 +207,7 @@ def test_a_time_split_judges_on_later_rows(folder: Path) -> None:
     ("given", "wanted"), [(20240106, "2024-01-06"), (1704499200, "2024-05-01"), (2024.5, "2024-05-01")]
 )
 def test_a_number_is_no_time(kind: pa.DataType, given: float, wanted: str) -> None:
-    """As an epoch, 20240106 would be a moment of 1970: all rows were test rows."""
+    """As seconds since 1970, 20240106 would be a moment in 1970, and all rows would be test rows."""
     batch = pa.record_batch({"time": table()["time"].combine_chunks().cast(pa.date32()).cast(kind)})
     with pytest.raises(
         UsageError, match=f"split by 'time': valid={given} is a number, the column is of type"
@@ -251,7 +251,7 @@ def test_partitions_of_folders_are_columns(tmp_path: Path) -> None:
 
 
 def test_each_text_file_has_its_own_header(tmp_path: Path) -> None:
-    """Columns are known by name in every file, not by the order of the first one."""
+    """Columns are found by name in every file, not by the order of the first file."""
     (tmp_path / "a.csv").write_text("user,item\nu1,i1\n")
     (tmp_path / "b.csv").write_text("item,more,user\ni2,,u2\n")
     batches = RecordReader(open_files(str(tmp_path), columns=["user", "item"]), 10)
@@ -265,7 +265,7 @@ def test_each_text_file_has_its_own_header(tmp_path: Path) -> None:
 
 
 def test_a_text_file_is_not_read_far_ahead(tmp_path: Path) -> None:
-    """Not even where the consumer is slow."""
+    """Not even if the consumer is slow."""
     path = tmp_path / "a.csv"
     path.write_text("row\n" + "1234567890123456789\n" * 5_000_000)  # 100 MB
     files = open_files(str(path))
@@ -316,7 +316,7 @@ def test_wrong_arguments_are_listed_at_once(folder: Path) -> None:
 
 
 def test_splits_are_pinned() -> None:
-    """A split stays what it was in an older version. Text has the ids of `persia.features`."""
+    """A split is the same as in older versions. Strings have the ids of `persia.features`."""
     assert hash_values(pa.array([1, -1])).tolist() == [1, 2**64 - 1]
     a = 11714444025550555977
     assert hash_values(pa.array(["a", "b", "a"])).tolist() == [a, hash_text("b"), a]

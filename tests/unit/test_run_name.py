@@ -16,7 +16,7 @@ FIRST, SECOND = "census-20260101-000000", "census-20260102-000000"
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder of checkpoints of a job, in which no test before has failed a run."""
+    """Return the folder of checkpoints of a job in which no earlier test has failed a run."""
     monkeypatch.setattr(run, "_process", run._Process())
     monkeypatch.setenv("PERSIA_JOB", "census")
     monkeypatch.setenv("PERSIA_RUN_DIR", str(tmp_path / "run"))

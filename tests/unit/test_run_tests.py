@@ -1,4 +1,4 @@
-"""What runs the tests: a failure names itself, an interrupted run continues, shards are parts of one whole."""
+"""The test runner: it names failures, continues interrupted runs, and divides tests into shards."""
 
 import os
 import shutil
@@ -50,7 +50,7 @@ sys.exit(1 if failed else 0)
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A clone whose suites are made of the names in variables: test_rust="one bad"."""
+    """A clone whose suites have the tests that variables name: test_rust="one bad"."""
     (tmp_path / "tools").mkdir()
     for name in ("run_tests.py", "test_report.py"):
         shutil.copy2(ROOT / "tools" / name, tmp_path / "tools")

@@ -1,4 +1,4 @@
-"""Which tests `pytest` runs in an image."""
+"""The tests that `pytest` runs in an image."""
 
 import importlib.util
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ ARGS, TESTPATHS = pytest.Config.ArgsSource.ARGS, pytest.Config.ArgsSource.TESTPA
 
 
 def expression(source: object = TESTPATHS, **options: object) -> str:
-    """Return the marker expression that a command line leads to."""
+    """Return the marker expression for a command line."""
     option = SimpleNamespace(**{"all": False, "keyword": "", "markexpr": "", **options})
     conftest.pytest_configure(SimpleNamespace(option=option, args_source=source, addinivalue_line=print))  # type: ignore[arg-type]
     return str(option.markexpr)

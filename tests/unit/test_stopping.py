@@ -27,7 +27,7 @@ def terminate() -> None:
 
 @pytest.mark.parametrize("waiting", [False, True])
 def test_sigterm_saves_the_run_and_leaves(configure: Configure, tmp_path: Path, waiting: bool) -> None:
-    """In the body of the loop, and while it waits for a batch that does not come."""
+    """In the body of the loop, and while it waits for a batch that never arrives."""
 
     class Slow(Batches):
         def __iter__(self) -> Iterator[PersiaBatch]:
@@ -78,7 +78,7 @@ class Endless(Batches):
 
 
 def evaluate(ctx: TrainCtx) -> None:
-    """Be sent SIGTERM in the middle of an evaluation that takes for ever."""
+    """Receive SIGTERM in the middle of an evaluation that never ends."""
     with eval_ctx(model=ctx.model) as inner:
         for number, batch in enumerate(DataLoader(Endless(1))):
             inner.forward(batch)

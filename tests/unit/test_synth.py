@@ -1,4 +1,4 @@
-"""Made-up rows: the same for the same seed, by the power law, with labels of the teacher."""
+"""Synthetic rows: equal for equal seeds, by the power law, with labels of the teacher."""
 
 from pathlib import Path
 
@@ -64,7 +64,7 @@ def test_rows_depend_on_the_seed_alone_and_more_begin_with_the_same(tmp_path: Pa
 
 @pytest.mark.parametrize("group", [None, "id0"])
 def test_labels_do_not_depend_on_the_split_whatever_its_seed(group: str | None) -> None:
-    """The teacher's random numbers and a split's hash are of the same function."""
+    """The teacher's random numbers and the hash of a split use the same function."""
     teacher = synth.Teacher(ids=(20_000,), exponent=0, dense=0)
     rows, labels = [], []
     for batch, _ in teacher.batches(40_000):

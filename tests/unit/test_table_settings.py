@@ -1,4 +1,4 @@
-"""The settings of tables in slots, as training sees them: dtype, rounding, optimizer, init, admission, ttl."""
+"""The effect on training of the settings of tables in slots: dtype, rounding, optimizer, init, admission, ttl."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ class Repeated(IterableDataset):
 
 
 class Sum(torch.nn.Module):
-    """Sum of a sample's embedding, with a parameter so that there is something to optimise."""
+    """The sum of a sample's embedding, with a parameter for the dense optimizer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.clone
 
 
 def load(name: str) -> ModuleType:
-    """Import a tool by its file: ``tools/`` is no package."""
+    """Import a tool by its file, because ``tools/`` is not a package."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

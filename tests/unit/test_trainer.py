@@ -1,4 +1,4 @@
-"""The trainer: the bits of a hand-written loop, evaluation, early stop, resume, predictions."""
+"""The trainer: bit-identical to a hand-written loop, evaluation, early stop, resume, predictions."""
 
 import json
 import sys
@@ -137,7 +137,7 @@ def test_a_run_that_is_left_and_resumed_equals_one_that_is_not(tmp_path: Path) -
     with Trainer(config) as trainer:
         for report in trainer.fit():
             if isinstance(report, StepReport) and report.step == 8:
-                break  # the newest save is that of step 5
+                break  # the newest checkpoint is that of step 5
     assert summary(trainer)["status"] == "interrupted"
     assert trainer.folder is not None and whole.folder is not None
     with Trainer(config).resume() as resumed:
@@ -198,7 +198,7 @@ def test_a_model_learns(tmp_path: Path) -> None:
     options: dict[str, Any] = {"data": {"epochs": 3, "batch_size": 512}, "train": {"metrics": ["auc", "ne"]}}
     trainer, _ = train(config_of(tmp_path, **options))
     label = summary(trainer)["test"]["labels"]["label"]
-    assert label["auc"] > 0.68 and label["ne"] < 0.95  # a model of nothing has 0.5 and 1
+    assert label["auc"] > 0.68 and label["ne"] < 0.95  # a model without information has 0.5 and 1
 
 
 def test_training_stops_early_and_keeps_the_best(tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_rows_of_weight_0_change_nothing(tmp_path: Path) -> None:
     both = pa.concat_tables(
         [table.append_column("w", pa.array(np.ones(1000))), flipped.append_column("w", pa.array(np.zeros(1000)))]
     )
-    order = np.arange(2000).reshape(2, 1000).T.reshape(-1)  # a row, and beside it the same of weight 0
+    order = np.arange(2000).reshape(2, 1000).T.reshape(-1)  # a row, and the same row with weight 0
     pa.parquet.write_table(both.take(pa.array(order)), tmp_path / "clicks.parquet")
     data = {"shuffle": False, "split": {"fractions": [1, 0, 0]}}
     optimizer = {"embedding_optimizer": {"name": "adam", "lr": 0.01}}
@@ -346,7 +346,7 @@ def test_a_model_of_ones_own(tmp_path: Path) -> None:
     trainer, _ = train(config_of(tmp_path, model={"class": "own_model_of_a_test:Own", "width": 8}))
     assert trainer.folder is not None
     with Trainer(trainer.folder.config()).resume(trainer.folder.path) as again:
-        assert again.evaluate().step == 13  # found from the folder of persia.yml, not from that of the run
+        assert again.evaluate().step == 13  # found in the folder of persia.yml, not in that of the run
     given, _ = train(config_of(tmp_path, run={"name": "two"}), model=DCNv2(1, [4, 4, 4]))
     assert summary(given)["status"] == "finished"
 
@@ -455,7 +455,7 @@ def test_a_trainer_restores_the_settings_of_torch(tmp_path: Path) -> None:
     assert torch.get_num_threads() == 1 and torch.are_deterministic_algorithms_enabled() is before
 
 
-# --- sources and rivals
+# --- sources and baselines
 
 
 def test_files_and_batches_of_ones_own(tmp_path: Path) -> None:

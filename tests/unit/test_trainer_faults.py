@@ -1,4 +1,4 @@
-"""What goes wrong in a run: outputs that are NaN, a full disk, a mistake in the call, a value of the data."""
+"""Failures of a run: outputs that are NaN, a full disk, a mistake in a call, an invalid value in the data."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ from persia.trainer.run_folder import RunFolder
 
 
 def small(folder: Path, **blocks: Any) -> Config:
-    """As config_of, with 500 rows."""
+    """Like config_of, with 500 rows."""
     if not (folder / "clicks.parquet").exists():
         write_clicks(folder / "clicks.parquet", 500)
     return config_of(folder, **{**blocks, "data": {"batch_size": 100, **blocks.get("data", {})}})
@@ -221,7 +221,7 @@ def test_another_rank_learns_from_rank_0_what_is_saved(tmp_path: Path, monkeypat
         gather = backend.all_gather
 
         def gathered(what: str, mine: Any) -> list[Any]:
-            if what == "saved run":  # as on rank 1, whose disk may be another
+            if what == "saved run":  # as on rank 1, which may have a different disk
                 assert mine is None
                 return [["/of/rank0/step-1", written.pop(0)], mine]
             found: list[Any] = gather(what, mine)

@@ -1,4 +1,4 @@
-"""Bad input of the trainer: one clear message, before anything is made where that is possible."""
+"""Invalid input of the trainer: one clear message, if possible before any file is created."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A run that is used again: with other files, another configuration, a lost file, or an early stop that is changed."""
+"""Resuming a run with other files, another configuration, a lost file, or a changed early stop."""
 
 import shutil
 from pathlib import Path
@@ -13,11 +13,11 @@ from persia.trainer import EvaluationReport, StepReport, Trainer
 from persia.trainer.run_folder import find_checkpoint
 
 STOP: dict[str, Any] = {"early_stop": {"patience": 1}, "evaluate_every": 1}
-FAST = {"dense_optimizer": {"name": "adam", "lr": 0.3}}  # so fast that it soon gets worse
+FAST = {"dense_optimizer": {"name": "adam", "lr": 0.3}}  # so fast that the metric soon gets worse
 
 
 def small(folder: Path, **blocks: Any) -> Config:
-    """As config_of, with 500 rows in a folder."""
+    """Like config_of, with 500 rows in a folder."""
     (folder / "rows").mkdir(exist_ok=True)
     if not (folder / "rows" / "b.parquet").exists():
         write_clicks(folder / "rows" / "b.parquet", 500)
@@ -49,7 +49,7 @@ def interrupted(config: Config, step: int) -> None:
 def test_rows_of_other_files_are_never_scored_as_the_test_part(tmp_path: Path) -> None:
     config = small(tmp_path)
     fit(config)
-    write_clicks(tmp_path / "rows" / "a.parquet", 500)  # the rows of b.parquet would be divided otherwise
+    write_clicks(tmp_path / "rows" / "a.parquet", 500)  # the rows of b.parquet would be divided differently
     with Trainer(config).resume() as again:
         with pytest.raises(DataError, match=r"data\.train.*added: a\.parquet") as caught:
             again.evaluate()
@@ -135,7 +135,7 @@ def test_a_run_that_stopped_early_continues_if_it_may(tmp_path: Path, change: st
     assert again.folder is not None and again.folder.read_json("summary.json")["status"] == "finished"
 
 
-# --- what is lost
+# --- lost files
 
 
 def test_a_best_checkpoint_that_is_lost_is_judged_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -69,7 +69,7 @@ def everything(ctx: TrainCtx) -> bytes:
 @pytest.mark.parametrize(("pooling", "mode"), [("sum", "sum"), ("mean", "mean")])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_training_equals_torch_embedding_bag(configure: Configure, pooling: str, mode: str, momentum: float) -> None:
-    """SGD, K = 1 and equal initial rows: 200 steps to 1e-5, sparse ids that repeat inside a batch included."""
+    """SGD, K = 1 and equal initial rows: 200 steps to 1e-5, including sparse ids that repeat in a batch."""
     configure(f"a: {{dim: 4}}\nb: {{dim: 4, pooling: {pooling}}}")
     data = Batches(200, ids=200)
     with make(optimizer=SGD(0.1, momentum=momentum)) as ctx:
@@ -223,7 +223,7 @@ def test_another_seed_gives_other_rows(configure: Configure) -> None:
 
 
 class Skipping(IterableDataset):
-    """As ``Batches``, without a state dict: a resumed run has to read and skip."""
+    """Like ``Batches``, without a state dict: a resumed run has to read and skip."""
 
     def __iter__(self) -> Iterator[PersiaBatch]:
         source = Batches(40)
@@ -238,7 +238,7 @@ class Skipping(IterableDataset):
 def test_resuming_equals_never_stopping(
     configure: Configure, tmp_path: Path, stateful: bool, optimizer: Optimizer, capacity: int
 ) -> None:
-    """The same bits, with eviction going on too (capacity 256: one row per shard)."""
+    """Bit-identical, even with evictions (capacity 256: one row per shard)."""
     configure(SLOTS, capacity=capacity)
 
     def data() -> IterableDataset:

@@ -1,4 +1,4 @@
-"""Feature transforms as Python uses them: tables and records in, arrays and batches out."""
+"""Feature transforms in Python: from tables and records to arrays and batches."""
 
 import datetime
 import json

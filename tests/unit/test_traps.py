@@ -1,4 +1,4 @@
-"""Usual mistakes that gave a wrong model or a nameless error: each is now reported, with what to do."""
+"""Common mistakes that led to a wrong model or an unclear error: each is now reported with the next step."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -47,7 +47,7 @@ class Few(IterableDataset):
         yield from [self.batch] * self.count
 
 
-# --- rows that are not there
+# --- missing rows
 
 
 def test_an_evaluation_of_empty_tables_warns_once(configure: Configure, caplog: pytest.LogCaptureFixture) -> None:
@@ -123,7 +123,7 @@ def test_a_collection_reports_each_evaluation(tmp_path: Path, caplog: pytest.Log
     tables.save(tmp_path / "c")
     assert "evaluation: 2 batches, 800 ids, 50.0 %" in caplog.text
     tables.load(tmp_path / "c")
-    for _ in range(3):  # an evaluation in each step is warned of once, and logged for debugging
+    for _ in range(3):  # evaluations in each step cause one warning, and are logged for debugging
         with torch.no_grad():
             tables({"a": ids, "b": ids + 100})
         tables({"a": ids, "b": ids})["a"].sum().backward()
@@ -295,7 +295,7 @@ def test_a_table_that_the_checkpoint_does_not_have_is_named(
 ) -> None:
     path, _, _ = of_collection
     EmbeddingCollection([*TABLES, TableConfig("new", 4, ["c"])], Adagrad(0.1)).load(path)
-    (warning,) = warnings(caplog, "")  # the feature of that table is not a second one
+    (warning,) = warnings(caplog, "")  # the feature of that table does not count as a second one
     assert "has no table new, which starts without rows; the checkpoint has a, b" in warning
 
 

@@ -1,4 +1,4 @@
-"""A loop that never trains says so: gradients that are not pushed, and forwards without a backward."""
+"""A loop that never trains is reported: gradients that are not pushed, and forwards without a backward."""
 
 import gc
 import logging
@@ -19,7 +19,7 @@ from persia.logger import get_default_logger
 
 @pytest.fixture
 def log() -> Iterator[list[str]]:
-    """Return what persia has logged so far, each message after its level."""
+    """Return the messages that Persia has logged so far, each after its level."""
     messages: list[str] = []
 
     class Handler(logging.Handler):
@@ -40,14 +40,14 @@ Step = Callable[[TrainCtx, torch.Tensor], object]
 
 
 def own_backward(ctx: TrainCtx, loss: torch.Tensor) -> None:
-    """Do as in a loop of plain torch."""
+    """Run the calls of a plain torch loop."""
     loss.backward()  # type: ignore[no-untyped-call]
     ctx.dense_optimizer.step()
     ctx.dense_optimizer.zero_grad()
 
 
 def no_backward(ctx: TrainCtx, loss: torch.Tensor) -> None:
-    """Forget the loss."""
+    """Drop the loss."""
 
 
 def run(ctx: TrainCtx, step: Step, count: int = 10) -> None:
@@ -101,7 +101,7 @@ def test_an_error_that_leaves_the_context_is_not_replaced(configure: Configure) 
 
 
 def test_how_many_batches_were_trained_on_is_logged(configure: Configure, log: list[str]) -> None:
-    """A batch without a backward now and then, an evaluation, and a loop that is left are no mistakes."""
+    """An occasional batch without a backward, an evaluation, and a loop that is left are not mistakes."""
     configure(SLOTS)
 
     def most(ctx: TrainCtx, loss: torch.Tensor) -> None:
@@ -207,7 +207,7 @@ def test_a_backward_before_ours_is_the_named_cause(configure: Configure, retain:
             output, labels = ctx.forward(batch)
             loss = loss_fn(output, labels[0])
             loss.backward(retain_graph=retain)
-            if retain:  # a loss of two parts may be meant
+            if retain:  # a loss of two parts may be intended
                 ctx.backward(loss)
                 continue
             with pytest.raises(UsageError, match=r"loss.backward\(\) was called on this loss before.*remove loss"):
@@ -224,10 +224,10 @@ def test_a_checkpoint_of_a_loop_without_a_backward_is_a_warning(
         getattr(ctx, dump)(tmp_path / "before")
         run(ctx, no_backward, 2)
         getattr(ctx, dump)(tmp_path / "nothing")
-        assert len(of(log, "WARNING the checkpoint has nothing of the 2 batches so far")) == 1
+        assert len(of(log, "WARNING the checkpoint contains no training: none of the 2 batches so far")) == 1
         train(ctx, DataLoader(Batches(2)))
         getattr(ctx, dump)(tmp_path / "something")
-    assert len(of(log, "the checkpoint has nothing")) == 1
+    assert len(of(log, "the checkpoint contains no training")) == 1
 
 
 def test_a_checkpoint_of_a_collection_without_a_backward_is_a_warning(tmp_path: Path, log: list[str]) -> None:
@@ -235,8 +235,8 @@ def test_a_checkpoint_of_a_collection_without_a_backward_is_a_warning(tmp_path: 
     tables.save(tmp_path / "before")
     tables(arrays(0)[0])
     tables.save(tmp_path / "nothing")
-    assert len(of(log, "WARNING the checkpoint has nothing of the 1 training forwards so far")) == 1
+    assert len(of(log, "WARNING the checkpoint contains no training: none of the 1 training forwards so far")) == 1
     tables(arrays(1)[0])["a"].sum().backward()
     tables.save(tmp_path / "something")
-    assert len(of(log, "the checkpoint has nothing")) == 1
+    assert len(of(log, "the checkpoint contains no training")) == 1
     tables.close()

@@ -1,4 +1,4 @@
-"""Waiting: the GIL is free, Ctrl-C is heard, and every wait has a name (ARCHITECTURE section 11, defect 12)."""
+"""Waiting: the GIL is free, Ctrl-C works, and every wait has a name (ARCHITECTURE section 11, defect 12)."""
 
 import os
 import signal
@@ -86,7 +86,7 @@ def test_ctrl_c_ends_a_wait_and_the_process_ends_cleanly(configure: Configure) -
 
 
 def test_a_wait_that_the_loop_itself_blocks_is_named(configure: Configure) -> None:
-    """A batch that is kept without backward holds its permit: with K = 2 the third look-up can never start."""
+    """A batch without a backward stays in the staleness window: with K = 2 the third look-up cannot start."""
     configure(SLOTS)
     with make():
         kept = []

@@ -1,4 +1,4 @@
-"""A training loop that hangs says where, and ends; one that waits for data or files does not."""
+"""A training loop that hangs reports the place and ends; one that waits for data or files does not."""
 
 import os
 import subprocess
@@ -94,7 +94,7 @@ def test_a_loop_that_hangs_ends_and_one_that_waits_for_data_or_files_goes_on(
 def test_a_process_that_hangs_ends_whatever_fails(tell: str) -> None:
     """Standard error is replaced by the script, other ranks are unreachable, or the report to them never ends.
 
-    Or it is told of its own report by another rank, meanwhile.
+    Or it receives its own report from another rank in the meantime.
     """
     script = f"""
 import faulthandler

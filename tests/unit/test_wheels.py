@@ -27,7 +27,7 @@ from persia.embedding.optim import SGD
 
 
 class Parity(IterableDataset):
-    # The label is the id's parity: only rows of their own can learn it.
+    # The label is the id's parity: only separate rows can learn it.
     def __iter__(self):
         for step in range(100):
             ids = np.random.default_rng(step).integers(0, 20, 32, dtype=np.uint64)

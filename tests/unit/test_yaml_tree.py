@@ -1,4 +1,4 @@
-"""YAML as a tree: the same texts, numbers and limits as the Rust parser has."""
+"""YAML as a tree: the same strings, numbers and limits as in the Rust parser."""
 
 import math
 from typing import Any
@@ -32,7 +32,7 @@ def test_both_parsers_read_the_same_numbers(text: str) -> None:
 
 
 def refused(text: str) -> set[str]:
-    """Return the keys that the Rust parser refuses; an empty one means the text."""
+    """Return the keys that the Rust parser refuses; an empty one means the whole text."""
     try:
         Features.parse(text, "f")
     except ConfigError as error:

@@ -30,7 +30,7 @@ class RowSettings:
     """The initialisation and the updates of rows.
 
     Attributes:
-        optimizer: None while only evaluating.
+        optimizer: The optimizer of rows; None for evaluation only.
         config: The initializer, the admission rule and the weight bound.
     """
 
@@ -72,7 +72,7 @@ class NonFiniteTensor:
 
     Attributes:
         text: The tensor and the position.
-        averaged: It was averaged over all ranks, so the cause may be another rank.
+        averaged: Whether it was averaged over all ranks, so that the cause may be another rank.
     """
 
     text: str
@@ -91,7 +91,7 @@ class BackgroundSave(Protocol):
     error: BaseException | None
 
     def wait(self, seconds: float = ...) -> bool:
-        """Wait at most so many seconds, and return whether it has ended."""
+        """Wait at most this many seconds, and return whether it has ended."""
 
 
 class Backend(ABC):
@@ -100,12 +100,12 @@ class Backend(ABC):
     Attributes:
         engine: The engine.
         configuration: Slots and general settings; read from the two files where none is given.
-        row_settings: What the run's generation began with.
+        row_settings: The row settings with which the generation began.
         device: Where look-ups are pooled; None is the CPU.
         trained_step: The last step whose gradients were pushed, or that was skipped.
         feed: The feed that a :class:`persia.data.StreamingDataset` reads; None before one is opened.
         activity: The number of loops and look-ups for evaluation that have started.
-        closed: The outermost context has ended.
+        closed: Whether the outermost context has ended.
         gradient_scale: The factor of every summed embedding gradient.
         inputs: The parts of a batch that each model gets.
     """
@@ -136,8 +136,8 @@ class Backend(ABC):
         """Start a new generation of the run.
 
         Args:
-            optimizer: None keeps the current one.
-            config: None keeps the current one.
+            optimizer: The optimizer of rows; None keeps the current one.
+            config: The settings of new rows; None keeps the current ones.
             resume: Generation, step and seed of the checkpoint whose rows were just loaded; imported rows have no seed.
 
         Raises:
@@ -147,8 +147,8 @@ class Backend(ABC):
         self.apply(RowSettings(optimizer or self.row_settings.optimizer, config or self.row_settings.config), resume)
 
     def apply(self, rows: RowSettings, resume: tuple[int, int, int | None] | None = None) -> None:
-        """As :meth:`begin`, with exactly these settings. A checkpoint that is being written is completed first."""
-        self.join_checkpoint_thread()  # servers cancel the files of an earlier generation
+        """Like :meth:`begin`, with exactly these settings. A checkpoint that is being written is completed first."""
+        self.join_checkpoint_thread()  # servers cancel writing the files of an earlier generation
         after_generation, step, seed = resume or (0, self.trained_step, self._seed)
         seed = torch.initial_seed() % 2**64 if seed is None else seed
         self._begin(rows, after_generation, step, seed)
@@ -156,7 +156,7 @@ class Backend(ABC):
 
     @abstractmethod
     def _begin(self, rows: RowSettings, after_generation: int, step: int, seed: int) -> None:
-        """Make the store or the servers begin a generation."""
+        """Begin a generation in the store or on the servers."""
 
     def _begin_rows(
         self, rows: RowSettings, after_generation: int, step: int, seed: int, *, fresh: bool = False
@@ -174,7 +174,7 @@ class Backend(ABC):
         )
 
     def drain_all_ranks(self) -> None:
-        """Wait until no rank can push. Rank 0 waits for all ranks; the others return at once.
+        """Wait until no rank can push. Rank 0 waits for all ranks; the others return immediately.
 
         Raises:
             UsageError: This rank is in a training loop.
@@ -194,7 +194,7 @@ class Backend(ABC):
             self.drain_all_ranks()
 
     def join_checkpoint_thread(self) -> None:
-        """Return when no save is being written in the background any more, however it ended."""
+        """Return when no checkpoint is being written in the background any more, whether it succeeded or failed."""
         if self.checkpoint_thread is not None:
             with watchdog.waiting():
                 self.checkpoint_thread.wait()
@@ -202,7 +202,7 @@ class Backend(ABC):
             self.checkpoint_thread = None
 
     def finish_checkpoint(self) -> None:
-        """Return when no save is being written in the background any more.
+        """Return when no checkpoint is being written in the background any more.
 
         Raises:
             StorageError: A checkpoint could not be written, and this was not reported yet.
@@ -213,13 +213,13 @@ class Backend(ABC):
             raise unwritten
 
     def finish_checkpoint_within(self, seconds: float) -> None:
-        """Give a save that is being written so many seconds, because an error ends this process; log the outcome."""
+        """Wait up to this many seconds for a checkpoint in progress, after an error; log the outcome."""
         saving, self.checkpoint_thread = self.checkpoint_thread, None
         if saving is None or saving.wait(0.0):
             return
         _logger.warning("%s is being written: waiting for it, for up to %g s", saving.what, seconds)
         if not saving.wait(seconds):
-            _logger.error("%s is given up, because the context ends with an error", saving.what)
+            _logger.error("%s is abandoned, because the context ends with an error", saving.what)
         elif saving.error is None:
             _logger.info("%s has ended", saving.what)
 
@@ -238,7 +238,7 @@ class Backend(ABC):
         A rank that waits in another all-gather gets SystemExit there, and then calls this.
 
         Raises:
-            UnreachableError: A rank does not come in time.
+            UnreachableError: A rank does not arrive in time.
         """
         del timeout_s
         return [mine]
@@ -262,7 +262,7 @@ class Backend(ABC):
 
         Args:
             staleness: K: a look-up may miss up to K - 1 updates.
-            reproducible: Equal runs give equal bits.
+            reproducible: Whether runs with equal inputs give bit-identical results.
             buffer: The number of batches that may wait for their look-up.
             hooks: The identities of the loop's hooks, which ranks compare.
         """
@@ -281,7 +281,7 @@ class Backend(ABC):
         pipeline.close()
 
     def lookup(self, batch: Batch, device_id: int | None = None) -> TrainingBatch:
-        """Look a batch up for evaluation, on the context's device or another; no row is changed."""
+        """Look up a batch for evaluation, on the context's device or another; no row is changed."""
         self.activity += 1
         return self.engine.lookup(batch, device_id)
 
@@ -295,7 +295,7 @@ class Backend(ABC):
 
     @contextlib.contextmanager
     def quiesce(self) -> Iterator[None]:
-        """Quiesce this rank. Its pushes are applied before the block, and no look-up starts inside it."""
+        """Pause this rank. Its pushes are applied before the block, and no look-up starts inside the block."""
         self.engine.pause()
         try:
             yield

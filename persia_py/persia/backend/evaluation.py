@@ -1,4 +1,4 @@
-"""How many ids of an evaluation have no row: a report, and a warning where predictions cannot depend on ids."""
+"""The ids of an evaluation that have no row: a report, and a warning if predictions cannot depend on ids."""
 
 import logging
 from dataclasses import dataclass, field
@@ -82,7 +82,7 @@ class Evaluation:
         if report.missing and report.batches & (report.batches - 1) == 0:
             self._count_slots(batch)
         if missing and missing == ids and not self._asked_rows:
-            self._asked_rows = True  # once in an evaluation, because servers are asked
+            self._asked_rows = True  # only once in an evaluation, because this queries the servers
             self._warned_empty = self._warned_empty or self._warn_if_empty(batch)
         self._warn(_ENOUGH)
 
@@ -117,7 +117,7 @@ class Evaluation:
         self._warn(1)
         by_slot = [f"{slot} {share:.1%}" for slot, share in report.slot_shares.items() if share][:_SHOWN]
         _logger.log(
-            logging.DEBUG if self._ended and report.batches == 1 else logging.INFO,  # one in each step of training
+            logging.DEBUG if self._ended and report.batches == 1 else logging.INFO,  # may occur in each step
             "evaluation: %d batches, %d ids, %.1f %% of them without a row, which read as zeros%s",
             report.batches,
             report.ids,

@@ -27,7 +27,7 @@ class ModelInputs:
         return self._last if model is None else _of_models.get(unwrap_model(model))
 
     def for_evaluation(self, model: torch.nn.Module | None) -> InputNames | None:
-        """As :meth:`of`; a model that was never trained here, such as a copy, gets what the last one trained gets."""
+        """Like :meth:`of`; a model that was not trained here, such as a copy, gets the inputs of the last one."""
         return self.of(model) or self._last
 
     def set(self, model: torch.nn.Module | None, names: InputNames | None) -> None:
@@ -43,13 +43,13 @@ class Arranger:
     """Finds the inputs of a context's model in batches."""
 
     def __init__(self) -> None:
-        self._first_batch: InputNames | None = None  # where the model was not trained
+        self._first_batch: InputNames | None = None  # if the model was not trained here
         self._unchecked = ""  # the parts that were logged
 
     def arrange(
         self, batch: NamedBatch, inputs: ModelInputs, model: torch.nn.Module | None, *, training: bool, whole: bool
     ) -> Arrangement:
-        """Find the inputs of ``model``. The first batch that it is trained on decides what they are.
+        """Find the inputs of ``model``. The first training batch determines them.
 
         A batch that is not for the whole model may have some of its inputs, or others.
 

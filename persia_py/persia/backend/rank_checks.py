@@ -12,7 +12,7 @@ from persia.runtime import errors, watchdog
 from persia.runtime.errors import ConfigError, PersiaError, UsageError
 
 _KEPT = 4096
-"""Characters of an error that the other ranks get."""
+"""The number of characters of an error that are sent to the other ranks."""
 
 
 @contextlib.contextmanager
@@ -24,7 +24,7 @@ def together(peers: Peers | None, what: str) -> Iterator[None]:
     failed: Exception | None = None
     try:
         yield
-    except Exception as error:  # any error: the other ranks wait for the outcome
+    except Exception as error:  # any error, because the other ranks wait for the outcome
         failed = error
     if peers is not None:
         mine = None if failed is None else [type(failed).__name__, str(failed)[:_KEPT]]
@@ -51,7 +51,8 @@ def collective(peers: Peers | None) -> Iterator[None]:
 def first_nonfinite(peers: Peers, mine: NonFiniteTensor | None) -> str | None:
     """Return the first tensor with NaN or infinity on any rank.
 
-    NaN on one rank makes DDP's averages NaN on all ranks. A tensor that is not averaged comes first: it is the cause.
+    NaN on one rank makes DDP's averages NaN on all ranks. A tensor that is not averaged has precedence, because it is
+    the cause.
     """
     found = peers.all_gather("gradients", None if mine is None else [mine.averaged, mine.text])
     offenders = [
@@ -88,7 +89,7 @@ def rate(optimizer: Optimizer | None, *, restored: bool) -> dict[str, Any]:
 
 
 def check_same(given: list[dict[str, Any]]) -> None:
-    """Check that all ranks start a loop with equal settings; ``given`` has those of all ranks, so all find the same.
+    """Check that all ranks start a loop with equal settings; ``given`` has those of all ranks, so all agree.
 
     A value that is None or missing on any rank is not compared.
 

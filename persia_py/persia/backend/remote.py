@@ -108,7 +108,7 @@ class RemoteBackend(Backend):
         _logger.info("embedding slots from %s, rows on the servers of job %s", self.configuration.source, self._job)
 
     def _join_ranks(self) -> None:
-        """Announce this rank, and get in touch with the others."""
+        """Announce this rank, and connect to the others."""
         address = ""  # data-compose waits for one
         if self._takes_batches:
             self.feed = feed_server.serve(self._job, host=advertised_host(self._url))
@@ -155,7 +155,7 @@ class RemoteBackend(Backend):
                 self._restored = True
 
     def drain_all_ranks(self) -> None:
-        """Wait until no rank can push. Rank 0 waits for all ranks; the others return at once.
+        """Wait until no rank can push. Rank 0 waits for all ranks; the others return immediately.
 
         Raises:
             UnreachableError: A rank has not left its training loop in ``PERSIA_RPC_TIMEOUT`` seconds; it is named.
@@ -194,7 +194,9 @@ class RemoteBackend(Backend):
     def _begin_run(self, rows: RowSettings, after_generation: int, step: int, seed: int) -> None:
         """Rank 0 begins the run and drops the rows of an earlier one; the others join."""
         if self._peers is not None:
-            rank_checks.check_slots(self._peers.all_gather("begin", self.configuration.digest), self.configuration.source)
+            rank_checks.check_slots(
+                self._peers.all_gather("begin", self.configuration.digest), self.configuration.source
+            )
         generation = 0
         if self.rank == 0:
             generation = begin_when_stored(lambda: self._begin_rows(rows, after_generation, step, seed, fresh=True))
@@ -231,7 +233,7 @@ class RemoteBackend(Backend):
             wire_dtype = self.configuration.general.wire_dtype
             own = {"staleness": staleness, "reproducible": reproducible, "wire_dtype": wire_dtype, "hooks": hooks}
             if self._begun and self.engine.generation:
-                self.engine.drain()  # each rank comes with its pushes acknowledged
+                self.engine.drain()  # the pushes of each rank are acknowledged by then
             rate = rank_checks.rate(self.row_settings.optimizer, restored=self._restored)
             rank_checks.check_same(self._peers.all_gather("start of a loop", {**own, **rate}))
             generation = begin_when_stored(lambda: self.engine.renew(reproducible)) if self.rank == 0 else 0
@@ -245,7 +247,7 @@ class RemoteBackend(Backend):
         return self.engine.open(staleness, reproducible, buffer, self.gradient_scale)
 
     def close_loop(self, pipeline: Pipeline, *, together: bool) -> None:
-        """End a training loop, complete or not; rank 0 learns when this rank's pushes are applied.
+        """End a training loop, complete or not; rank 0 is informed when this rank's pushes are applied.
 
         If all ranks end it ``together``, each returns when the pushes of all are applied, so that an evaluation or
         checkpoint that follows does not depend on the speed of ranks.
@@ -266,7 +268,7 @@ class RemoteBackend(Backend):
             _logger.warning("the training loop ends without its last pushes: %s", error)
 
     def _note_loop(self, others: control_plane.Peers) -> None:
-        """Let rank 0 know that this rank's pushes are applied."""
+        """Inform rank 0 that this rank's pushes are applied."""
         self.engine.drain()
         others.note(others.loops)
 
@@ -282,7 +284,7 @@ class RemoteBackend(Backend):
         return None if self.rank == 0 else box[0]
 
     def lookup(self, batch: Batch, device_id: int | None = None) -> TrainingBatch:
-        """Look a batch up for evaluation, in the current generation."""
+        """Look up a batch for evaluation, in the current generation."""
         self.activity += 1
         try:
             return self.engine.lookup(batch, device_id)
@@ -339,7 +341,7 @@ class RemoteBackend(Backend):
         if not self._trains:
             raise UsageError(
                 f"{what} in a process that only evaluates: with servers, the training script loads rows, inside its "
-                "TrainCtx; evaluation reads those that are there, and load_torch_state_dict loads the model"
+                "TrainCtx; evaluation reads the existing rows, and load_torch_state_dict loads the model"
             )
 
     def checkpoint_dir(self, directory: str | os.PathLike[str]) -> Path:

@@ -1,4 +1,4 @@
-"""Opens a checkpoint; one of PersiaML is refused by its name."""
+"""Opens a checkpoint, and refuses those of PersiaML."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def check_not_persiaml(directory: str | os.PathLike[str]) -> None:
     optimizer state.
 
     Raises:
-        CheckpointError: They are there.
+        CheckpointError: There are such rows.
     """
     folder = Path(directory)
     found = next((path for pattern in (_DONE, "*.emb", f"*/{_DONE}", "*/*.emb") for path in folder.glob(pattern)), None)

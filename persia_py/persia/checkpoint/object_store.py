@@ -24,16 +24,16 @@ from persia.runtime.job import MANIFEST
 from persia_core import checkpoint as _core
 
 PART_BYTES = 16 << 20
-"""Bytes of one part of an upload; S3 takes up to 10,000 of one file."""
+"""The size of one part of an upload; S3 accepts up to 10,000 parts per file."""
 
 PARTS_AT_A_TIME = 2
-"""Parts of a file that are on their way together."""
+"""The number of parts of a file that are transferred concurrently."""
 
 FILES_AT_A_TIME = 8
-"""Files that are on their way together."""
+"""The number of files that are transferred concurrently."""
 
 RETRY_S = 60
-"""Seconds for which a request is retried that met no server, or one that could not answer."""
+"""Seconds for which a request is retried if the server cannot be reached, or cannot answer."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class ObjectStore:
         self.url = url.rstrip("/")
         if not is_url(url):
             raise ConfigError(f"{url!r}: want a URL such as s3://bucket/prefix")
-        self._store  # noqa: B018  # refuses what is no such URL
+        self._store  # noqa: B018  # refuses other URLs
 
     @cached_property
     def _store(self) -> Any:
@@ -79,7 +79,7 @@ class ObjectStore:
         from obstore.store import from_url
 
         options: dict[str, Any] = {}
-        if self.url.startswith(("s3://", "s3a://")):  # other stores take no client options
+        if self.url.startswith(("s3://", "s3a://")):  # other stores have no client options
             options["client_options"] = {"allow_http": os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")}
             options["retry_config"] = {"retry_timeout": timedelta(seconds=RETRY_S)}
         try:
@@ -122,10 +122,11 @@ class ObjectStore:
         """
         what = f"{name}: not fetched to {directory}"
         if directory.exists():
-            raise StorageError(f"{self.url}/{what}: something is there already")
+            raise StorageError(f"{self.url}/{what}: it exists already")
         with self._reporting(what):
             directory.parent.mkdir(parents=True, exist_ok=True)
-            # One level deeper: if this process is killed, the remains are not taken for a checkpoint.
+            # The folder is one level deeper, so that its remains do not count as a checkpoint if this process is
+            # killed.
             with tempfile.TemporaryDirectory(prefix=".copying-", dir=directory.parent) as unfinished:
                 self._get(name, Path(unfinished, directory.name))
                 Path(unfinished, directory.name).rename(directory)
@@ -186,7 +187,7 @@ class ObjectStore:
         return Replica(name, (opened.generation, opened.step), sum(head["rows"].values()), size, head["created_at"])
 
     def prune(self, keep_last: int) -> list[str]:
-        """Delete all but the newest replicas, and the remains of failed uploads of earlier saves.
+        """Delete all but the newest replicas, and the remains of failed uploads of earlier checkpoints.
 
         Returns:
             The names of the deleted replicas.
@@ -252,7 +253,7 @@ class ObjectStore:
 
     @contextlib.contextmanager
     def _reporting(self, what: str) -> Iterator[None]:
-        """Turn an error of the store into one that names the place and the failed operation."""
+        """Convert an error of the store to one that names the place and the failed operation."""
         from obstore import exceptions
 
         try:
@@ -290,7 +291,7 @@ def copy(source: str, destination: str) -> None:
 
 
 def _all(work: Callable[[Path], None], paths: list[Path]) -> None:
-    """Call ``work`` for every file, several at a time; the first error is raised when those in progress have ended."""
+    """Call ``work`` for every file, several at a time; the first error is raised after all have ended."""
     with ThreadPoolExecutor(FILES_AT_A_TIME) as threads:
         waiting = [threads.submit(work, path) for path in paths]
         try:

@@ -22,45 +22,46 @@ STATE = "state.pt"
 
 
 class Checkpoints:
-    """Saves a run every ``every`` steps, and resumes it from the newest save when it is restarted.
+    """Saves a run every ``every`` steps, and resumes it from the newest checkpoint when it is restarted.
 
-    For ``TrainCtx(checkpoints=...)``, on every rank. Each save is one consistent cut: all ranks are after the same
-    step, all pushes are applied, and none is in flight. It holds what :meth:`TrainCtx.dump_checkpoint` saves, and the
-    random state of every rank. Training pauses only for the cut; files are written while it continues.
+    For ``TrainCtx(checkpoints=...)``, on every rank. Each checkpoint is one consistent cut: all ranks are after the
+    same step, all pushes are applied, and none is in flight. It holds what :meth:`TrainCtx.dump_checkpoint` saves, and
+    the random state of every rank. Training pauses only for the cut; files are written while it continues.
 
-    A run is saved between two steps, after the body of the loop over a :class:`persia.data.DataLoader`. So a save
-    includes what the body does after ``backward``, such as a scheduler's step. The run is also saved at the end of the
-    loop, and the loop returns when that save is written. After SIGTERM to any rank, all ranks finish the current step,
-    save the run and exit with 75, wherever they are in the context: in the loop, in an evaluation, or between two
-    loops. Ctrl-C does the same with exit code 130; a second Ctrl-C ends the process at once.
+    A run is saved between two steps, after the body of the loop over a :class:`persia.data.DataLoader`. A checkpoint
+    therefore includes what the body does after ``backward``, such as a scheduler's step. The run is also saved at the
+    end of the loop, and the loop returns when that checkpoint is written. After SIGTERM to any rank, all ranks finish
+    the current step, save the run and exit with 75, regardless of where they are in the context: in the loop, in an
+    evaluation, or between two loops. Ctrl-C does the same with exit code 130; a second Ctrl-C ends the process
+    immediately.
 
     Args:
-        folder: The folder of the saves: a folder ``step-N`` for each, and ``LATEST``, which names the newest. A
+        folder: The folder of the checkpoints: a folder ``step-N`` for each, and ``LATEST``, which names the newest. A
             relative one is below ``PERSIA_CKPT_DIR``, if that is set. None, in a job, means a folder of this run: an
             interrupted run resumes in it; a run that starts after the end of another gets a new one.
-        every: The number of steps between saves.
-        keep_last: The number of saves that are kept; older ones are deleted, but never the newest complete one.
-        upload_to: A URL such as ``s3://bucket/prefix``, below which each save is uploaded when it is written, before
-            the next one is. ``keep_last`` applies there too. If the newest replica is newer than the folder's saves
-            (after a disk was replaced, for example), the run resumes from it. If no folder is given, replicas are below
-            the name of the run; a run whose name was lost with its disk is found by its replicas. Credentials come from
-            the environment: see :class:`persia.checkpoint.object_store.ObjectStore`.
+        every: The number of steps between checkpoints.
+        keep_last: The number of checkpoints that are kept; older ones are deleted, but never the newest complete one.
+        upload_to: A URL such as ``s3://bucket/prefix``, below which each checkpoint is uploaded when it is written,
+            before the next one is. ``keep_last`` applies there too. If the newest replica is newer than the folder's
+            checkpoints (after a disk was replaced, for example), the run resumes from it. If no folder is given,
+            replicas are below the name of the run; a run whose name was lost with its disk is found by its replicas.
+            Credentials come from the environment: see :class:`persia.checkpoint.object_store.ObjectStore`.
         state: Further objects of the run by name, each with ``state_dict`` and ``load_state_dict``. All ranks
             receive what rank 0 saved, with tensors on the CPU.
-        allow_previous: Where the newest save is damaged, resume from the newest whole one; a warning names both.
+        allow_previous: If the newest checkpoint is damaged, resume from the newest intact one; a warning names both.
         failing_batches: The treatment of a batch at which training has failed 3 times on one rank, each time after a
             restart of the run. ``stop``: it fails again. ``skip``: all ranks skip the step together, without the body
             of the loop; model and rows stay as they are. Steps that always fail and are less than 100 apart, without a
-            save between them, are not skipped, because the data is unlikely to be the cause. Failures of a batch, but
-            not of a part of the system, are recorded with the batch in the folder ``poison`` beside the saves, until
-            the step is trained and saved.
+            checkpoint between them, are not skipped, because the data is unlikely to be the cause. Failures of a batch,
+            but not of a part of the system, are recorded with the batch in the folder ``poison`` next to the
+            checkpoints, until the step is trained and saved.
         copy_to: The old name of ``upload_to``.
 
     Attributes:
         saved: The step that was last saved, or resumed from; the same on all ranks.
-        written: The step of the newest save that is known to be written, on rank 0.
-        failed: The number of saves that were given up; ranks above 0 learn of one at the next save.
-        not_uploaded: The number of saves that were written but could not be uploaded, on rank 0.
+        written: The step of the newest checkpoint that is known to be written, on rank 0.
+        failed: The number of checkpoints that were abandoned; ranks above 0 count one at the next checkpoint.
+        not_uploaded: The number of checkpoints that were written but could not be uploaded, on rank 0.
         skipped: The number of steps that this process has skipped because their batch always fails; the same on all
             ranks.
 
@@ -84,7 +85,7 @@ class Checkpoints:
     ) -> None:
         for name, value in (("every", every), ("keep_last", keep_last)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UsageError(f"Checkpoints({name}={value!r}): want a whole number from 1 on")
+                raise UsageError(f"Checkpoints({name}={value!r}): want a whole number of at least 1")
         for name, each in (state or {}).items():
             if not isinstance(each, Stateful):
                 raise UsageError(
@@ -93,7 +94,7 @@ class Checkpoints:
         if failing_batches not in {"stop", "skip"}:
             raise UsageError(f"Checkpoints(failing_batches={failing_batches!r}): want 'stop' or 'skip'")
         if folder is None and settings.nats_url is None:
-            raise UsageError("Checkpoints(): give a folder; only a job has one of its own")
+            raise UsageError("Checkpoints(): give a folder; only a job has a default one")
         if upload_to is not None and copy_to is not None:
             raise UsageError("Checkpoints(upload_to=..., copy_to=...): two names of one argument; give upload_to")
         self._upload_to = copy_to if upload_to is None else upload_to
@@ -120,7 +121,7 @@ class Checkpoints:
         self.saved = self.written = 0
 
     def name(self) -> str:
-        """Return the folder as given, or the name of the run."""
+        """Return the folder as it was given, or the name of the run."""
         return self._run_name() if self._given is None else os.fspath(self._given)
 
     def _run_name(self) -> str:
@@ -137,10 +138,10 @@ class Checkpoints:
             store.finish_run()
 
     def folder(self, backend: Backend) -> Path:
-        """Return the folder of the saves; made if missing.
+        """Return the folder of the checkpoints, which is created if it is missing.
 
         Raises:
-            ConfigError: It cannot be made.
+            ConfigError: It cannot be created.
         """
         folder = backend.checkpoint_dir(self.name())
         try:
@@ -150,7 +151,7 @@ class Checkpoints:
         return folder
 
     def store(self) -> ObjectStore | None:
-        """Return the object store that saves are uploaded to, if any."""
+        """Return the object store that checkpoints are uploaded to, if any."""
         if self._upload_to is None:
             return None
         whole = self._upload_to if self._given is not None else f"{self._upload_to.rstrip('/')}/{self._run_name()}"
@@ -169,7 +170,7 @@ class Checkpoints:
         return state
 
     def check_has_state(self, loaded: snapshot.Load) -> None:
-        """Check that a save has the states of the ``state`` objects.
+        """Check that a checkpoint has the states of the ``state`` objects.
 
         Raises:
             CheckpointError: It has none of them.
@@ -178,7 +179,7 @@ class Checkpoints:
             self._check_state({})
 
     def resume(self, step: int, state: dict[str, Any] | None) -> None:
-        """Continue after a save of ``step`` with the result of :meth:`state_dict`, if known; every rank calls this."""
+        """Continue after a checkpoint of ``step`` with its :meth:`state_dict`, if known; every rank calls this."""
         if state is not None:
             self._check_state(state)
             for name, each in self.state.items():

@@ -15,14 +15,14 @@ _logger = get_logger("checkpoint")
 
 
 def resume(checkpoints: Checkpoints, state: RunState) -> bool:
-    """Load the newest save, on rank 0; the other ranks get it at the start of the next training loop.
+    """Load the newest checkpoint, on rank 0; the other ranks get it at the start of the next training loop.
 
     Returns:
         Whether there is one.
 
     Raises:
-        CheckpointError: The newest save is damaged, or of another configuration.
-        StorageError: This process or a server cannot write where saves are to be.
+        CheckpointError: The newest checkpoint is damaged, or belongs to another configuration.
+        StorageError: This process or a server cannot write to the folder of checkpoints.
     """
     folder = checkpoints.folder(state.backend)
     try:
@@ -48,7 +48,7 @@ def resume(checkpoints: Checkpoints, state: RunState) -> bool:
 
 
 def _newer_replica(store: ObjectStore, folder: Path, newest: str | None) -> str | None:
-    """Return the newest save in ``folder``, after a newer replica of the store is fetched into it."""
+    """Return the newest checkpoint in ``folder``, after a newer replica of the store is fetched into it."""
     try:
         newer = next(iter(store.whole()), None)
     except StorageError as error:
@@ -68,13 +68,13 @@ def _newer_replica(store: ObjectStore, folder: Path, newest: str | None) -> str 
 
 
 def _previous(folder: Path, error: CheckpointError, *, allowed: bool) -> snapshot.Load:
-    """Return the newest save that is whole, where the newest of all is damaged."""
+    """Return the newest intact checkpoint, if the newest of all is damaged."""
     whole = next((each["path"] for each in _core.listing(folder) if each["problem"] is None), None)
     if whole is None:
         raise error
     if not allowed:
         raise CheckpointError(
-            f"{error}\n{whole} is whole: to resume from it, give Checkpoints(allow_previous=True), or remove the "
+            f"{error}\n{whole} is intact: to resume from it, give Checkpoints(allow_previous=True), or remove the "
             "damaged one"
         )
     _logger.warning("resuming from %s, because the newer one is damaged: %s", whole, error)

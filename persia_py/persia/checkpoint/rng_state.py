@@ -1,4 +1,4 @@
-"""The state of the random generators of each rank, as a checkpoint keeps it."""
+"""The state of the random generators of each rank, as a checkpoint stores it."""
 
 import random
 import re

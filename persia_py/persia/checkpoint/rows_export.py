@@ -19,7 +19,7 @@ from persia.runtime.errors import StorageError, UsageError
 from persia_core import checkpoint as _core
 
 GROUP_BYTES = 16 << 20
-"""Bytes of rows that are collected for one row group."""
+"""The number of bytes of rows that are collected for one row group."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def export_rows(
 
     Columns: ``id`` (uint64) and ``weights`` (a list of ``dim`` float32); with ``state`` also ``last_used`` (uint64, a
     step) and, if the rows have any, ``state`` (a list of float32). Rows are ordered by shard and id, so that equal
-    checkpoints give equal rows. Memory is that of one shard, 1/256 of all rows, and of one row group.
+    checkpoints give equal rows. One shard, 1/256 of all rows, and one row group are held in memory.
 
     Args:
         directory: The checkpoint.

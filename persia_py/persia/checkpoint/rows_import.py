@@ -20,20 +20,20 @@ from persia.runtime.errors import DataError, StorageError, UsageError
 from persia_core import checkpoint as _core
 
 BATCH_BYTES = 16 << 20
-"""Bytes of vectors that are read at a time."""
+"""The number of bytes of vectors that are read at a time."""
 _SHOWN = 5
-"""Rows of one mistake that a message names."""
+"""The number of rows that a message names for each kind of mistake."""
 _MANIFEST = "MANIFEST.json"
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Where the ids and the vectors of a file are, and what the ids are.
+    """The columns of the ids and the vectors of a file, and how values become ids.
 
     Attributes:
         id: The column of ids, integers or strings.
         weights: The column of vectors, lists of floats.
-        prefix: As of an ``id`` feature in ``persia.yml``: strings and integers become the id of the prefixed string.
+        prefix: As for an ``id`` feature in ``persia.yml``: strings and integers become the id of the prefixed string.
         lower: As there: ASCII letters of strings are changed to lower case.
     """
 
@@ -64,8 +64,8 @@ def import_rows(
         The number of rows of each table.
 
     Raises:
-        DataError: A file has no rows or no such column, or rows that are no rows of a table (null, NaN, infinity,
-            vectors of several lengths, an id twice); the message names the rows, counted from 0.
+        DataError: A file has no rows or no such column, or rows that are not valid (null, NaN, infinity, vectors of
+            several lengths, an id twice); the message names the rows, counted from 0.
         UsageError: Two files have one table, or there is a checkpoint in ``directory``.
         CheckpointError: A source is a checkpoint of PersiaML.
         StorageError: A file cannot be read or written.
@@ -73,7 +73,7 @@ def import_rows(
     columns = columns or Columns()
     names = [table for _, table in sources]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise UsageError(f"table {repeated[0]}: it is given for two files; give each file a table of its own")
+        raise UsageError(f"table {repeated[0]}: it is given for two files; give each file its own table")
     _check_target(Path(directory), force=force)
     readers = [_Reader(path, table, columns) for path, table in sources]
     tables = [(reader.table, reader.dim) for reader in readers]
@@ -92,12 +92,12 @@ def import_rows(
 
 def _check_target(folder: Path, *, force: bool) -> None:
     if (folder / _MANIFEST).exists() and not force:
-        raise UsageError(f"{folder}: there is a checkpoint; give another folder, or --force to replace it")
+        raise UsageError(f"{folder}: it has a checkpoint already; give another folder, or --force to replace it")
     inside = next(folder.glob(f"*/{_MANIFEST}"), None)
     if inside is not None:
         raise UsageError(
-            f"{folder}: it is a folder of checkpoints, such as {inside.parent.name}; give the new one a folder of its "
-            f"own, such as {folder / 'imported'}"
+            f"{folder}: it is a folder of checkpoints, such as {inside.parent.name}; give the new one a separate "
+            f"folder, such as {folder / 'imported'}"
         )
 
 
@@ -108,7 +108,7 @@ class _Mistakes:
     Attributes:
         what: The mistake, for messages.
         count: How many rows have it.
-        shown: The first of them.
+        shown: The first such rows.
     """
 
     what: str
@@ -185,7 +185,7 @@ class _Reader:
             raise DataError(f"{self.path}: {error}") from error
 
     def rows(self) -> Iterator[tuple[int, npt.NDArray[np.uint64], npt.NDArray[np.float32]]]:
-        """Yield the number of the first row, ids and vectors ``[rows, dim]``; after a mistake only read on.
+        """Yield the number of the first row, ids and vectors ``[rows, dim]``; after a mistake only check rows.
 
         Raises:
             DataError: All mistakes of the file.
@@ -205,7 +205,7 @@ class _Reader:
             lengths = pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False)
             values, null = lists.flatten(), _true(lists.is_null())
             other_dim.add(first, (lengths != self.dim) & ~null, lambda place, of=lengths: f" ({of[place]})")  # type: ignore[misc]
-            with np.errstate(over="ignore"):  # a float64 beyond float32 becomes infinity, which is found here
+            with np.errstate(over="ignore"):  # a float64 beyond float32 becomes infinity, which is detected here
                 floats = pc.fill_null(values, 0).to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
             infinite = ~np.isfinite(floats)
             if values.null_count or infinite.any():
@@ -247,7 +247,7 @@ def _open(path: Path) -> pq.ParquetFile:
 
 
 def _id_transform(path: Path, column: "pa.Field[Any]", columns: Columns) -> Transform:
-    """Return the transform that makes ids of a column, by the rules of an ``id`` feature."""
+    """Return the transform that converts a column to ids, by the rules of an ``id`` feature."""
     kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     if pa.types.is_integer(kind):
         values = "integer"

@@ -23,7 +23,7 @@ LOSS_SCALE = "loss_scale.pt"
 PASSES = "passes"
 """The name of the number of finished passes over the data, in a rank's state."""
 PASSED = "passed"
-"""The name of what a rank's state has of the batches that were trained on."""
+"""The name, in a rank's state, of the record of the batches that were trained on."""
 
 
 class UserState(Protocol):
@@ -32,10 +32,10 @@ class UserState(Protocol):
     saved: int
 
     def state_in(self, loaded: snapshot.Load) -> dict[str, Any] | None:
-        """Return its checked state from a checkpoint; None if there is none."""
+        """Return the checked state from a checkpoint; None if there is none."""
 
     def resume(self, step: int, state: dict[str, Any] | None) -> None:
-        """Restore the state of a checkpoint of ``step``."""
+        """Restore the state from a checkpoint of ``step``."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
@@ -45,7 +45,7 @@ class RunState:
     """The state of a training run on this rank.
 
     Args:
-        backend: Where the rows are, and the other ranks.
+        backend: The access to the rows and to the other ranks.
         model: Returns the model; None if the context has none.
         dense_optimizer: Returns the optimizer that updates it.
         embedding_optimizer: Updates the rows, until another one is applied.
@@ -79,15 +79,15 @@ class RunState:
         self._cursor: dict[str, Any] | None = None
         self._replay_digests: dict[str, Any] | None = None
         self._loaded = False  # position and digests are a checkpoint's, which no loop has taken
-        self._ranks: dict[str, dict[str, Any]] = {}  # of all ranks, as a checkpoint has them
+        self._ranks: dict[str, dict[str, Any]] = {}  # those of all ranks, as a checkpoint stores them
 
     @property
     def optimizer(self) -> Optimizer:
-        """The embedding optimizer in force: the last one applied."""
+        """The current embedding optimizer: the last one that was applied."""
         return self.backend.row_settings.optimizer or self._embedding_optimizer
 
     def record(self, cursor: dict[str, Any] | None, replay_digests: dict[str, Any] | None) -> None:
-        """Record the position after the last batch that was trained on, and what is known of those before."""
+        """Record the position after the last batch that was trained on, and the record of the batches before."""
         self._end = None
         self._cursor, self._replay_digests = cursor, replay_digests
 
@@ -101,9 +101,10 @@ class RunState:
 
     @contextlib.contextmanager
     def at_end_of_pass(self) -> Iterator[None]:
-        """Between two loops, save the position at the end of the last one in the block, where automatic saves are.
+        """Save the end of the last loop as the position of checkpoints in the block, between two loops.
 
-        A script that is resumed there repeats what follows the loop, and trains as often as if it was not interrupted.
+        A script that is resumed there repeats what follows the loop, and trains as many steps as without an
+        interruption.
         """
         if self._end is None:
             yield
@@ -121,7 +122,7 @@ class RunState:
         return (self._cursor, self._replay_digests) if loaded else (None, None)
 
     def rank_state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of this rank: its generators, and what its data was."""
+        """Return the state of this rank for a checkpoint: its random generators, and the record of its data."""
         return {**rng_state.random_state(self.optimizer), PASSED: self._replay_digests, PASSES: self.passes}
 
     def begin_save(
@@ -132,7 +133,7 @@ class RunState:
         optimizer: str = "opt.pt",
         jit: str | None = None,
     ) -> snapshot.Save:
-        """Return a save of the run as it is now into ``directory``, on rank 0, with ``more`` states by file name."""
+        """Return a save of the current run into ``directory``, on rank 0, with ``more`` states by file name."""
         self.backend.join_checkpoint_thread()
         model = self._model()
         save = snapshot.Save(self.backend.engine, directory, self.backend.trained_step, self._cursor)
@@ -191,7 +192,7 @@ class RunState:
             self._user.resume(loaded.step, user)
 
     def _restore_imported(self, loaded: snapshot.Load) -> None:
-        """Start from rows that were imported; the model and all the rest are as the script made them."""
+        """Start from rows that were imported; the model and everything else are as the script created them."""
         restore_rows(self.backend, loaded)
         self._set_loaded(None, None, 0)
         if self._user is not None:
@@ -217,7 +218,7 @@ class RunState:
                 "inputs": None if names is None else names.state(),
             }
         )
-        self._ranks = {}  # shared: a later generation of this context must not restore them again
+        self._ranks = {}  # the variable is shared: a later generation of this context must not restore them again
         if state is None:
             return
         if module is not None:
@@ -255,6 +256,6 @@ def saved_inputs(loaded: snapshot.Load) -> inputs.InputNames | None:
 def restore_rows(backend: Backend, loaded: snapshot.Load) -> None:
     """Replace the rows by a checkpoint's, and begin a generation after it."""
     backend.finish_checkpoint()
-    backend.drain_all_ranks()  # what another rank pushed after this would reach the restored rows
+    backend.drain_all_ranks()  # later pushes of another rank would be applied to the restored rows
     loaded.restore(backend.engine)
     backend.begin(resume=(loaded.generation, loaded.step, loaded.seed))

@@ -41,13 +41,13 @@ DENSE_MODEL = "dense.pt"
 
 
 class Save:
-    """One save, of the rows at the time of construction; training may continue before it is written.
+    """A save of the rows as they are at construction; training may continue before it is written.
 
     ``with Save(...) as save: save.add_state(...)`` writes it at the end of the block.
 
     Args:
         engine: Its pushes are awaited, so that the cut is of one step.
-        directory: Made if missing.
+        directory: The directory, which is created if it is missing.
         step: The last step that was trained.
         cursor: The position of the data loader.
 
@@ -176,7 +176,7 @@ class Writing:
             _logger.error("%s failed: %s", self.what, error, exc_info=not isinstance(error, PersiaError))
 
     def wait(self, seconds: float = math.inf) -> bool:
-        """Wait at most so many seconds, and return whether it has ended; a long wait is logged every 30 s."""
+        """Wait at most this many seconds, and return whether it has ended; a long wait is logged every 30 s."""
         deadline = time.monotonic() + seconds
         while self._thread.is_alive() and (left := deadline - time.monotonic()) > 0:
             self._thread.join(min(REMIND_S, left))
@@ -201,7 +201,7 @@ class Load:
         names: Its files.
         generation: The generation of the run at the cut.
         seed: The run's seed; None if it was imported, so that it has no run.
-        imported: It has rows that ``persia ckpt import`` has written, and nothing else.
+        imported: Whether it has only rows that ``persia ckpt import`` has written.
         tables: The names of its tables.
         step: The step of the cut.
         cursor: The position of the data loader.
@@ -227,7 +227,7 @@ class Load:
         self.read: set[str] = set()
 
     def state(self, name: str, map_location: str | torch.device | None = None) -> dict[str, Any]:
-        """Return what :meth:`Save.add_state` saved as ``name``, by default on the CPU.
+        """Return the state that :meth:`Save.add_state` saved as ``name``, by default on the CPU.
 
         Raises:
             CheckpointError: The checkpoint has no such file, or the file has no state dict.
@@ -249,7 +249,7 @@ class Load:
         return COLLECTION_MODEL if from_collection else name
 
     def restore(self, engine: Engine) -> None:
-        """Replace the engine's rows by the checkpoint's; warn of tables that it does not have."""
+        """Replace the engine's rows by the checkpoint's; log a warning about tables that it does not have."""
         absent = [table for table in engine.stats()["rows"] if table not in self.tables]
         self._opened.restore(engine)
         if not self._has_state:
@@ -280,7 +280,7 @@ def _read_state(path: Path, map_location: str | torch.device | None) -> dict[str
         state = torch.load(path, map_location=map_location or "cpu", weights_only=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file") from error
-    except Exception as error:  # the errors of damaged pickles are not documented
+    except Exception as error:  # the exceptions for damaged pickles are not documented
         raise CheckpointError(f"{path}: not a state dict that torch can load: {error}") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: want a state dict, got {type(state).__name__}")
@@ -294,7 +294,7 @@ def check_module(module: torch.nn.Module, state: dict[str, Any], path: Path) -> 
         CheckpointError: Keys or shapes differ; the message lists all.
     """
     own = module.state_dict()
-    # The module itself decides about the extra state that an older version has not saved.
+    # The module itself handles extra state that an older version has not saved.
     wrong = [f"{key}: not in the checkpoint" for key in own if key not in state and not key.endswith("_extra_state")]
     wrong += [f"{key}: not in the model" for key in state if key not in own]
     wrong += [

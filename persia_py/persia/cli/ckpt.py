@@ -101,7 +101,7 @@ def ckpt_rows(
     folder = _folder(directory)
     tables = saved_tables(open_checkpoint(folder))
     if table is None and out is not None:
-        raise UsageError(f"-o {out}: of which table? Give --table; it has {', '.join(each.name for each in tables)}")
+        raise UsageError(f"-o {out}: --table is missing; the tables are {', '.join(each.name for each in tables)}")
     if table is None:
         for each in tables:
             of = f"  features {', '.join(each.slots)}" if each.slots else ""

@@ -1,4 +1,4 @@
-"""``persia eval``: judge a trained model."""
+"""``persia eval``: evaluate a trained model."""
 
 from pathlib import Path
 from typing import Annotated

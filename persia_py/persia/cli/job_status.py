@@ -18,7 +18,7 @@ from persia.proto import tables_pb2, tables_pb2_grpc
 _DEADLINE = 2.0
 """Seconds in which a process has to answer."""
 _PIPED_COLUMNS = 240
-"""Width of the table if the output is no terminal."""
+"""The width of the table if the output is not a terminal."""
 _NEEDED = ("persia-server", "persia-middleware")
 """Services of which a trainer needs at least one process."""
 _COUNTED = ("persia-server", "persia-data", "persia-trainer")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def _finished(folder: "RunFolder") -> str:
-    """Return what is said of a run that has no step left."""
+    """Return the message about a run that has no step left."""
     from persia.trainer.run_folder import SUMMARY
 
     if folder.read_json(SUMMARY).get("early_stopped"):
@@ -43,7 +43,7 @@ def train(
 
     only_warnings(evaluations=False)
     if run is not None and not resume:
-        raise UsageError(f"{run}: a second argument is a run to continue: persia train {file} --resume {run}")
+        raise UsageError(f"{run}: to continue a run, use persia train {file} --resume {run}")
     compare = None if baseline is None else baselines.find(baseline)
     config = load_config(file, set_ or ())
     stop = config.train.early_stop

@@ -36,7 +36,7 @@ class SplitBlock(Block):
     valid: str | int | float | None = None
     """With ``time``: the first time of valid, such as 2024-05-01. It is a number only if the column has numbers."""
     test: str | int | float | None = None
-    """With ``time``: the first time of test, likewise."""
+    """With ``time``: the first time of test, in the same form as ``valid``."""
     seed: Seed = 0
     """With ``hash``: the seed of the hash."""
 
@@ -155,15 +155,15 @@ class CheckpointBlock(Block):
     dir: str | None = None
     """The folder of the checkpoints. None: ``checkpoints`` in the run's folder."""
     every: Annotated[int, Field(ge=1)] = 1000
-    """Steps between saves. The end of training is always saved."""
+    """Steps between checkpoints. A checkpoint is always written at the end of training."""
     keep: Annotated[int, Field(ge=1)] = 3
-    """The number of saves that are kept, beside the best one."""
+    """The number of checkpoints that are kept, in addition to the best one."""
     upload_to: str | None = None
-    """An address such as ``s3://bucket/prefix`` to which each save is uploaded."""
+    """An address such as ``s3://bucket/prefix`` to which each checkpoint is uploaded."""
 
 
 class RunBlock(Block):
-    """The folder of a run, and what is shown."""
+    """The folder of a run, and its output."""
 
     dir: str = "runs"
     """The folder of all runs. A relative path is relative to the working directory."""
@@ -176,7 +176,7 @@ class RunBlock(Block):
 
 
 class Config(Block):
-    """A whole ``persia.yml``."""
+    """A complete ``persia.yml``."""
 
     data: DataBlock
     """Where rows come from."""
@@ -191,7 +191,7 @@ class Config(Block):
     checkpoint: CheckpointBlock = CheckpointBlock()
     """What is saved while training."""
     run: RunBlock = RunBlock()
-    """The folder of a run, and what is shown."""
+    """The folder of a run, and its output."""
 
     _folder: Path = PrivateAttr()
     _compiled: Features = PrivateAttr()
@@ -199,7 +199,7 @@ class Config(Block):
 
     @property
     def is_located(self) -> bool:
-        """Whether it was read from a file, and not made by a program."""
+        """Whether it was read from a file, and not built by a program."""
         return self.__pydantic_private__ is not None and "_folder" in self.__pydantic_private__
 
     @property
@@ -224,10 +224,10 @@ class Config(Block):
     __hash__ = None  # type: ignore[assignment]  # keys hold lists
 
     def located(self, folder: Path, compiled: Features, described: str) -> Self:
-        """Return this configuration with what :func:`load_config` knows beside the keys."""
+        """Return this configuration with the information that :func:`load_config` has in addition to the keys."""
         self._folder, self._compiled, self._described = folder, compiled, described
         return self
 
 
 RESERVED = ("precision", "parallel", "dist", "nccl", "profile", "memory", "spot", "budget", "serving", "publish")
-"""Blocks that a later version will have."""
+"""Blocks that are reserved for later versions."""

@@ -1,4 +1,4 @@
-"""What the keys of a ``persia.yml`` say of each other."""
+"""Checks across the keys of a ``persia.yml``."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -14,12 +14,12 @@ from persia.runtime.yaml_tree import Entries, Items, Node, Place, Scalar, number
 from persia_core.features import Features
 
 _SPLIT_KEYS = {"hash": ("fractions", "group", "seed"), "time": ("column", "valid", "test"), "file": ()}
-"""The keys of ``data.split`` beside ``by`` that have a meaning."""
+"""The keys of ``data.split``, apart from ``by``, that have a meaning."""
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 
 
 def check(root: Entries, values: Mapping[str, Any], features: Features | None, findings: Findings) -> None:
-    """Report what does not fit together.
+    """Report keys that contradict each other.
 
     Args:
         root: The tree of the file, with overrides.
@@ -39,7 +39,7 @@ def check(root: Entries, values: Mapping[str, Any], features: Features | None, f
 
 @dataclass(frozen=True)
 class _Use:
-    """A column that something reads."""
+    """A column that is read."""
 
     column: str
     by: str
@@ -70,7 +70,7 @@ class _Checks:
         self._findings.error(self._place(path), path, message)
 
     def check_split(self) -> None:
-        """Each way to divide rows has keys of its own, and needs rows to divide."""
+        """Check that the keys are those of the method of the split, and that there are rows to divide."""
         split = self._data.get("split")
         if not split or split["by"] is None:
             return
@@ -79,19 +79,19 @@ class _Checks:
             if key == "by" or key in _SPLIT_KEYS[by] or value in (None, getattr(default, key)):
                 continue
             other = next(way for way, keys in _SPLIT_KEYS.items() if key in keys)
-            self._error(f"data.split.{key}", f"found beside `by: {by}`; allowed: with `by: {other}` only")
+            self._error(f"data.split.{key}", f"found together with `by: {by}`; allowed: with `by: {other}` only")
         own = {part for part in ("valid", "test") if self._data.get(part) is not None}
         if by == "file" and not own:
             self._error("data.split.by", "found `file`, but neither data.valid nor data.test; give one of them")
         if by != "file" and len(own) == 2 and self._is_given("data.split", SplitBlock().model_dump(), split):
-            self._error("data.split", "found beside data.valid and data.test, so no rows are divided: remove it")
+            self._error("data.split", "found together with data.valid and data.test, so no rows are divided: remove it")
         if by == "hash":
             self._check_fractions(split["fractions"])
         if by == "time":
             self._check_times(split, own)
 
     def _is_given(self, path: str, default: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
-        """Whether a block is in the file with other values than the defaults."""
+        """Whether the file has a block with values other than the defaults."""
         return self._node(path) is not None and any(values[key] not in (None, default[key]) for key in values)
 
     def _check_fractions(self, fractions: tuple[float, float, float] | None) -> None:
@@ -109,7 +109,9 @@ class _Checks:
         bounds = {part: split[part] for part in ("valid", "test")}
         for part in own:
             if bounds[part] is not None:
-                self._error(f"data.split.{part}", f"found beside data.{part}, whose files are the part: remove one")
+                self._error(
+                    f"data.split.{part}", f"found together with data.{part}, whose files are the part: remove one"
+                )
         if all(bound is None for bound in bounds.values()) and len(own) < 2:
             lacking = [part for part in bounds if part not in own]
             message = f"missing, allowed: the first time of the part, such as `{lacking[0]}: 2024-05-01`"
@@ -117,28 +119,30 @@ class _Checks:
         first, second = bounds["valid"], bounds["test"]
         if first is not None and second is not None:
             if isinstance(first, str) != isinstance(second, str):
-                self._error("data.split.test", f"found {second!r} beside valid: {first!r}; want two times of one kind")
+                self._error("data.split.test", f"found {second!r} with valid: {first!r}; want two times of one kind")
             elif second < first:
                 self._error("data.split.test", f"found {second!r}, which is before valid ({first!r})")
 
     def check_files(self) -> None:
-        """Keys of text files need text files."""
+        """Check that keys for text files are used with text files only."""
         data = self._data
         is_text = data.get("format") in ("csv", "tsv") or data.get("preset") or data.get("format") is None
         for key in ("columns", "header"):
             if not is_text and data.get(key):
-                message = f"found beside `format: {data['format']}`, whose files have types and names"
+                message = f"found together with `format: {data['format']}`, whose files have types and names"
                 self._error(f"data.{key}", f"{message}: remove it")
         if data.get("preset"):
             for key in ("header", "format"):
                 if data.get(key) is not None:
-                    self._error(f"data.{key}", f"found beside `preset: {data['preset']}`, which sets it: remove it")
+                    self._error(
+                        f"data.{key}", f"found together with `preset: {data['preset']}`, which sets it: remove it"
+                    )
         repeated = [name for name in data.get("header") or [] if data["header"].count(name) > 1]
         if repeated:
             self._error("data.header", f"`{repeated[0]}` appears twice; each column has one name")
 
     def check_training(self) -> None:
-        """Metrics, the early stop, the course of the learning rate, and the reproducible mode."""
+        """Check the metrics, early stopping, the learning-rate schedule, and the reproducible mode."""
         train, metrics = self._train, self._train.get("metrics")
         stop = train.get("early_stop") or {}
         if metrics is not None:
@@ -155,7 +159,7 @@ class _Checks:
             message = f"found `{stop['metric']}`, but the first label, `{label}`, has `loss: mse`; allowed: loss"
             self._error("train.early_stop.metric", message)
         if stop and not self._has_valid():
-            self._error("train.early_stop", "there is no part valid to judge by: give data.valid, or a share of it")
+            self._error("train.early_stop", "there is no valid part to evaluate on: give data.valid, or a share of it")
         for key in ("embedding_optimizer", "dense_optimizer"):
             chosen = train.get(key) or {}
             if chosen.get("nesterov") and not (chosen.get("momentum") and chosen.get("dampening") == 0):
@@ -183,7 +187,7 @@ class _Checks:
         return bool(split["by"] == "time" and split["valid"] is not None)
 
     def check_run(self) -> None:
-        """Names and places of what is read and written."""
+        """Check the names and places of files that are read and written."""
         for path in ("data.train", "data.valid", "data.test", "run.dir", "checkpoint.dir"):
             node = self._node(path)
             for one in node.items if isinstance(node, Items) else [node]:
@@ -209,7 +213,7 @@ class _Checks:
             self._findings.error(node.place, path, f"found `{node.text}`, but there is no such user's folder")
 
     def check_columns(self, features: Features | None) -> None:
-        """Every column that is read is one of the files, as far as the file says which ones they have."""
+        """Check that every column that is read exists, as far as the file declares the columns."""
         given = CRITEO_HEADER if self._data.get("preset") == "criteo" else self._data.get("header")
         header: list[str] = [*(given or ())]
         uses = [*self._uses()]
@@ -228,7 +232,7 @@ class _Checks:
                 self._findings.warn(name.place, f"data.columns.{name.text}", message)
 
     def check_leaks(self) -> None:
-        """No feature, group or weight is read from the column of a label, which is not known when the model is used."""
+        """Check that no feature, group or weight is the column of a label, which is unknown when the model is used."""
         labels = {use.column: use.by for use in self._uses() if use.by.startswith("labels.")}
         for use in self._uses():
             if use.column in labels and not use.by.startswith("labels."):
@@ -258,7 +262,7 @@ class _Checks:
                 yield _Use(node.text, path, node.place)
 
     def check_dims(self) -> None:
-        """A DLRM multiplies the embeddings of all features with each other."""
+        """Check that all features of a DLRM have one dimension: it multiplies their embeddings with each other."""
         model = self._values.get("model") or {}
         if model.get("name") != "dlrm":
             return

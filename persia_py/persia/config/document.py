@@ -27,7 +27,7 @@ class Document:
     Attributes:
         name: The name of the file in messages.
         findings: All mistakes and warnings.
-        tree: All keys in the order of the reference, with defaults; what each came from is the place of its node.
+        tree: All keys in the order of the reference, with defaults. The place of a node is the source of its value.
         config: The configuration; None if there are mistakes.
     """
 
@@ -79,7 +79,7 @@ class Document:
         self.config = Config.model_validate(values).located(self._folder, features, Rendered(described).text)
 
     def _features(self, root: Entries, text: str | None, guessed: Set[str]) -> Features | None:
-        """Return the features and labels, or report their mistakes at the places of the file."""
+        """Return the features and labels, or report their mistakes with their places in the file."""
         rendered = None
         if text is None:
             free = [(key, node) for key, node in root.entries if key.text in FREE]
@@ -92,14 +92,14 @@ class Document:
             for line, column, path, message in error.findings:
                 place = Place(line, column) if rendered is None else rendered.origin(line, column)
                 if path in guessed and root.get(path) is None:
-                    continue  # reported as the unknown key that is meant to be this one
+                    continue  # already reported, because an unknown key is probably meant to be this one
                 if path.partition(".")[0] in FREE or not path:  # without a path: YAML that only Rust refuses
                     self.findings.error(place, path, message)
         return None
 
 
 def _resolve(values: dict[str, Any], tree: Entries) -> None:
-    """Set the values that follow from others, where the file does not give them."""
+    """Set the values that follow from others, if the file does not give them."""
     train: dict[str, Any] = values["train"]
     rows: dict[str, Any] = train["embedding_optimizer"]
     shown = tree.at("train", "embedding_optimizer")
@@ -119,11 +119,11 @@ def load_config(
     Args:
         path: The file.
         overrides: Changes such as ``train.seed=7``; the value is YAML.
-        folder: To what paths of data, and modules of the user's own, are relative; None means the file's folder.
+        folder: The folder to which paths of data, and the user's modules, are relative; None means the file's folder.
 
     Raises:
         ConfigError: The file cannot be read, or has mistakes; the message has all of them, each with file, line and
-            column, and ``findings`` has (line, column, key, message). What an override gave has line 0.
+            column, and ``findings`` has (line, column, key, message). For the value of an override, the line is 0.
     """
     document = open_document(path, overrides, folder=folder)
     document.findings.raise_if_any()

@@ -21,11 +21,11 @@ _KEYS = {
 
 @dataclass
 class Checked:
-    """What was found in some files.
+    """The result of checking files.
 
     Attributes:
         summary: A line for each valid file, and more about it.
-        warnings: What has no effect, or is unusual.
+        warnings: Keys that have no effect or are unusual.
         mistakes: The messages of all files with mistakes.
     """
 
@@ -38,7 +38,7 @@ def kind_of(text: str, path: Path) -> str:
     """Return the kind of a file by its blocks, or by its name if it has none that is known.
 
     Raises:
-        ConfigError: Neither tells.
+        ConfigError: Neither determines the kind.
     """
     try:
         root = parse(text)
@@ -52,21 +52,21 @@ def kind_of(text: str, path: Path) -> str:
     if path.name in _KEYS:
         return path.name
     if root is None:
-        return PERSIA  # which says what is wrong with the text
+        return PERSIA  # which reports the mistake in the text
     kinds = "; ".join(f"{kind} has {', '.join(known)}" for kind, known in _KEYS.items())
-    raise ConfigError(f"{path}: not a configuration file that is known here: {kinds}")
+    raise ConfigError(f"{path}: not a known configuration file: {kinds}")
 
 
 def check_files(paths: Sequence[Path], overrides: Sequence[str] = (), kinds: dict[Path, str] | None = None) -> Checked:
-    """Check files, and the slots of those that have slots against each other.
+    """Check files, and compare the slots of those that have slots.
 
     Args:
         paths: The files.
         overrides: The texts after ``--set``, for each ``persia.yml``.
-        kinds: The kinds of files that are known otherwise than by their content.
+        kinds: The kinds of files, if they are known in another way than by their content.
 
     Raises:
-        ConfigError: A file cannot be read, or is of no known kind.
+        ConfigError: A file cannot be read, or its kind is unknown.
     """
     checked = Checked()
     valid: dict[str, list[tuple[str, str]]] = {PERSIA: [], SLOTS: [], LIMITS: []}
@@ -86,7 +86,7 @@ def check_files(paths: Sequence[Path], overrides: Sequence[str] = (), kinds: dic
 
 
 def _compare(ours: tuple[str, str], theirs: tuple[str, str], checked: Checked) -> None:
-    from persia.features.slots import differences  # and with it NumPy
+    from persia.features.slots import differences  # this also imports NumPy
 
     if found := differences(ours, theirs):
         lines = "".join(f"\n  {each}" for each in found)

@@ -15,7 +15,7 @@ class Finding:
     Attributes:
         place: Where it is.
         path: The key, such as ``train.seed``; empty if it is the whole text.
-        message: What was found, what is allowed, and what to do.
+        message: The value that was found, what is allowed, and the next step.
     """
 
     place: Place
@@ -63,7 +63,7 @@ class Findings:
         return bool(self._errors)
 
     def has(self, path: str) -> bool:
-        """Whether a key, or one in it, has a mistake."""
+        """Whether a key, or a key below it, has a mistake."""
         return any(one.path == path or one.path.startswith(f"{path}.") for one in self._errors)
 
     @property
@@ -93,7 +93,7 @@ class Findings:
 
 
 def near(word: str, known: Iterable[str]) -> str:
-    """Return ``, did you mean `NAME`?`` for the most similar of the known words; empty if none is."""
+    """Return ``, did you mean `NAME`?`` for the most similar of the known words; empty if none is similar."""
     found = get_close_matches(word[:100], [*known], n=1)
     return f", did you mean `{found[0]}`?" if found else ""
 

@@ -1,4 +1,4 @@
-"""The models of ``model``, and their arguments, read from their source: nothing is imported, torch neither."""
+"""The models of ``model``, and their arguments, read from their source, without importing torch or the models."""
 
 import ast
 import sys
@@ -17,12 +17,12 @@ MODELS: Mapping[str, str] = MappingProxyType({"dcnv2": "persia.models.dcnv2:DCNv
 """The models of ``model.name``, and their classes."""
 
 SUPPLIED = ("num_dense", "num_slots", "embedding_dims", "num_labels", "inputs")
-"""Arguments that the trainer gives to any model that has them."""
+"""Arguments that the trainer passes to every model that has them."""
 
 REFUSED: Mapping[str, str] = MappingProxyType(
     dict.fromkeys((*SUPPLIED, "embedding_dim"), "found, but it follows from `features` and `labels`: remove it")
 )
-"""Arguments of :data:`MODELS` that a file may not give, and why."""
+"""Arguments of :data:`MODELS` that a file must not set, and the reasons."""
 
 _TYPES: dict[str, Any] = {
     "bool": bool,
@@ -38,12 +38,12 @@ _TYPES: dict[str, Any] = {
 
 @cache
 def arguments_of(name: str) -> Mapping[str, Argument]:
-    """Return the arguments of one of :data:`MODELS` that a file may give."""
+    """Return the arguments of one of :data:`MODELS` that a file may set."""
     module, _, class_name = MODELS[name].partition(":")
     tree = ast.parse((Path(__file__).parents[1] / "models" / f"{module.rpartition('.')[2]}.py").read_text("utf-8"))
     declared = _declared(_classes(tree)[class_name]) or {}
     arguments = {key: argument for key, argument in declared.items() if key not in REFUSED}
-    # What the class itself requires has a default in the trainer, which knows the dimensions.
+    # For arguments that the class requires, the trainer has defaults, because it knows the dimensions.
     return {
         key: replace(argument, default=COMPUTED) if argument.default is REQUIRED else argument
         for key, argument in arguments.items()
@@ -51,14 +51,14 @@ def arguments_of(name: str) -> Mapping[str, Argument]:
 
 
 def arguments_of_class(reference: str, folder: Path) -> Mapping[str, Argument] | None:
-    """Return the arguments of a class of the user's own; None if its source does not say which it takes.
+    """Return the arguments of a user's class; None if its source does not show them.
 
     Args:
         reference: ``module:Class``.
-        folder: Where the module is looked for first, then on ``sys.path``.
+        folder: The folder in which the module is searched first, before ``sys.path``.
 
     Raises:
-        LookupError: There is no such module or class; the message says what to do.
+        LookupError: There is no such module or class; the message has the next step.
     """
     module, _, name = reference.partition(":")
     if not module or not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
@@ -71,7 +71,7 @@ def arguments_of_class(reference: str, folder: Path) -> Mapping[str, Argument] |
     except (OSError, UnicodeDecodeError, SyntaxError, ValueError, RecursionError) as error:
         raise LookupError(f"{file} cannot be read: {error}") from error
     if name not in classes:
-        # It may come from an import, which is not followed.
+        # The class may be imported; imports are not followed.
         if not classes:
             return None
         guess = near(name, classes)
@@ -100,7 +100,7 @@ def _classes(tree: ast.Module) -> dict[str, ast.ClassDef]:
 
 
 def _declared(declared: ast.ClassDef) -> dict[str, Argument] | None:
-    """Return the arguments of a class; None if it has no ``__init__`` of its own, or one that takes any."""
+    """Return the arguments of a class; None if it has no ``__init__``, or one that accepts any argument."""
     made = (node for node in declared.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
     function = next(made, None)
     if function is None or function.args.kwarg is not None:
@@ -129,7 +129,7 @@ def _default(node: ast.expr | None, kind: Any) -> Any:
 
 
 def _type(node: ast.expr | None) -> Any:
-    """Return the type of an annotation; Any where it is not one of those that YAML can have."""
+    """Return the type of an annotation; Any if it is not a type that YAML has."""
     if isinstance(node, ast.Constant) and node.value is None:
         return None
     if isinstance(node, ast.Name):
@@ -146,7 +146,7 @@ def _type(node: ast.expr | None) -> Any:
 
 
 def _texts(docstring: str) -> dict[str, str]:
-    """Return what the section ``Args:`` of a docstring says of each argument."""
+    """Return the description of each argument in the section ``Args:`` of a docstring."""
     texts: dict[str, str] = {}
     name, inside = "", False
     for line in docstring.splitlines():

@@ -27,7 +27,7 @@ class RowAdagrad(Block):
     lr: NotNegative = 0.1
     """The learning rate."""
     initial_accumulator_value: NotNegative | None = None
-    """Where the sum of squared gradients starts. None: ``1e-6 * (256 / data.batch_size) ** 2``, small beside the
+    """Where the sum of squared gradients starts. None: ``1e-6 * (256 / data.batch_size) ** 2``, small compared with the
     square of a gradient of a mean over the batch."""
     weight_decay: NotNegative = 0.0
     """The factor of a weight that is added to its gradient."""
@@ -60,7 +60,7 @@ class DenseSgd(Block):
     momentum: NotNegative = 0.0
     """The share of the last update that is kept."""
     dampening: float = 0.0
-    """The share of the gradient that is left out of the momentum."""
+    """The share of the gradient that is not added to the momentum."""
     weight_decay: NotNegative = 0.0
     """The factor of a weight that is added to its gradient."""
     nesterov: bool = False
@@ -101,7 +101,7 @@ class DenseAdamW(DenseAdam):
     """:class:`torch.optim.AdamW`: the decay is applied to the weights, not to the gradient."""
 
     weight_decay: NotNegative = 1e-2
-    """The factor of a weight that is taken from it in each step, times the learning rate."""
+    """The factor of a weight that is subtracted from it in each step, times the learning rate."""
 
 
 OF_ROWS: dict[str, type[Block]] = {"adagrad": RowAdagrad, "adam": RowAdam, "sgd": RowSgd}
@@ -113,7 +113,7 @@ OPTIMIZERS = {"embedding_optimizer": OF_ROWS, "dense_optimizer": OF_MODEL}
 
 
 def initial_accumulator_value(batch_size: int) -> float:
-    """Return the ``initial_accumulator_value`` of :class:`RowAdagrad` where the file gives none.
+    """Return the ``initial_accumulator_value`` of :class:`RowAdagrad` if the file gives none.
 
     The gradient of a mean over the batch is inversely proportional to the batch size.
     """

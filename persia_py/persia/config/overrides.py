@@ -15,7 +15,7 @@ def apply(root: Entries, overrides: Sequence[str], findings: Findings) -> None:
     Args:
         root: The tree, which is changed.
         overrides: The texts after ``--set``; values are YAML.
-        findings: Gets what is wrong with them.
+        findings: Receives the mistakes in them.
     """
     for override in overrides:
         place = Place(0, 0, override)
@@ -63,14 +63,14 @@ def _put(block: Entries, keys: list[str], value: Node, place: Place, findings: F
             findings.error(place, ".".join(done), f"the file has {inner.found()} here, which has no key `{keys[0]}`")
             return
         elif index is not None:
-            # An alias is one node at several places; the others keep their values.
+            # An alias is one node at several places. The other places keep their values.
             inner = Entries(inner.place, [*inner.entries])
             block.entries[index] = (block.entries[index][0], inner)
         block = inner
 
 
 def _next(block: Entries, keys: list[str]) -> tuple[str, list[str]]:
-    """Return the next key and the rest. A known key may have dots in it."""
+    """Return the next key and the remaining path. A known key may contain dots."""
     for count in range(len(keys), 1, -1):
         if (whole := ".".join(keys[:count])) in block.first:
             return whole, keys[count:]

@@ -40,8 +40,8 @@ class Reader:
 
     Attributes:
         findings: The mistakes.
-        tree: What was read with defaults filled in, in the order of the reference.
-        guessed: Keys that an unknown key is probably meant to be; that they are missing is no mistake of its own.
+        tree: The values that were read, with defaults, in the order of the reference.
+        guessed: Keys that an unknown key is probably meant to be. That they are missing is not reported as well.
     """
 
     def __init__(self, findings: Findings, folder: Path) -> None:
@@ -87,7 +87,7 @@ class Reader:
     def _check_keys(
         self, block: Entries, path: str, known: Mapping[str, Any], refused: Mapping[str, str] = _EMPTY
     ) -> None:
-        """Report unknown keys, and those in ``refused``, which says why."""
+        """Report unknown keys, and those in ``refused``, with the reasons given there."""
         for key, _ in block.entries:
             at = _join(path, key.text)
             if key.text in refused:
@@ -140,10 +140,10 @@ class Reader:
         return self._named(block, at, {"name": name}, {key: Argument.of(field) for key, field in fields.items()})
 
     def _model(self, block: Entries, at: str, default: ModelBlock) -> tuple[Any, Node]:
-        """Read the model: one by ``name``, or a ``class`` of the user's own; ``null`` is none of the two."""
+        """Read the model, which is selected by ``name`` or by the ``class`` of the user; ``null`` is neither."""
         given, name = (None if one is None or one.is_null else one for one in map(block.get, ("class", "name")))
         if given is not None and name is not None:
-            self.findings.error(name.place, _join(at, "name"), "found beside `class`; allowed: one of the two")
+            self.findings.error(name.place, _join(at, "name"), "found together with `class`; allowed: one of the two")
         if given is not None:
             return self._class(block, at, given)
         chosen = self._choice(block, at, MODELS, default)
@@ -152,7 +152,7 @@ class Reader:
         return self._named(block, at, {"name": chosen, "class": None}, arguments_of(chosen), REFUSED)
 
     def _class(self, block: Entries, at: str, given: Node) -> tuple[Any, Node]:
-        """Read a model of the user's own. Its arguments are checked where its source says which ones it has."""
+        """Read a model of the user. Its arguments are checked if its source shows them."""
         reference = self._value(given, _join(at, "class"), str)
         arguments: Mapping[str, Argument] | None = None
         if reference is not None:
@@ -172,7 +172,7 @@ class Reader:
     def _choice(
         self, block: Entries, at: str, kinds: Mapping[str, Any], default: OptimizerBlock | ModelBlock
     ) -> str | None:
-        """Return the ``name`` of a block, which must be one of these; that of the default if it has none."""
+        """Return the ``name`` of a block, which must be one of these; if it has none, the default."""
         node = block.get("name")
         if node is None or node.is_null:
             return default.name
@@ -192,7 +192,7 @@ class Reader:
         arguments: Mapping[str, Argument],
         refused: Mapping[str, str] = _EMPTY,
     ) -> tuple[Any, Node]:
-        """Read the arguments of what the keys in ``chosen`` select; those that are not given have their defaults."""
+        """Read the arguments of the object that the keys in ``chosen`` select; absent ones get their defaults."""
         self._check_keys(block, at, {**chosen, **arguments}, refused)
         values: dict[str, Any] = {key: value for key, value in chosen.items() if value is not None}
         entries = [(Scalar(NOWHERE, key), _shown(value, block.get(key))) for key, value in values.items()]

@@ -1,4 +1,4 @@
-"""A tree as YAML text, with a comment that says where each value came from."""
+"""A tree as YAML text, with a comment on the source of each value."""
 
 import re
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class Rendered:
             start = " " * indent + (key.text if _PLAIN_KEY.fullmatch(key.text) else _quote(key.text)) + ":"
             if isinstance(value, Entries) and value.entries:
                 self._lines.append(start)
-                # A parser places a mapping at its first key.
+                # A parser reports the position of a mapping as that of its first key.
                 self._places[line + 1, indent + 3] = value.place
                 self._block(value, indent + 2)
                 continue

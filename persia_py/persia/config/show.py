@@ -1,4 +1,4 @@
-"""A whole configuration as YAML, and where each value came from."""
+"""A complete configuration as YAML, and the source of each value."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def to_yaml(config: Config) -> str:
     """Return a configuration as the text of a ``persia.yml``: all keys, and absolute paths of data and of checkpoints.
 
     ``load_config`` of the text gives an equal configuration, except for these paths: features and labels are written as
-    they were given, since a text such as ``1e6`` is another value as a number.
+    they were given, because a string such as ``1e6`` differs from the number.
     """
     values = config.model_dump(by_alias=True)
     described = parse(config.described)

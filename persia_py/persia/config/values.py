@@ -1,4 +1,4 @@
-"""What a key may hold, by the annotation of its field: a value is read, or refused with what is allowed."""
+"""The allowed values of a key, by the annotation of its field: a value is read, or refused with a message."""
 
 import types
 from collections.abc import Iterator, Sequence
@@ -18,13 +18,13 @@ COMPUTED: Any = object()
 
 @dataclass(frozen=True)
 class Argument:
-    """A key of a block: what it may hold, and what it is.
+    """A key of a block: its allowed values, and its description.
 
     Attributes:
         annotation: The type.
         metadata: The limits that are not in the annotation.
-        default: The value where the key is not given; :data:`REQUIRED` if it must be.
-        text: What the reference says about it.
+        default: The value if the key is not given; :data:`REQUIRED` if it must be.
+        text: Its description in the reference.
     """
 
     annotation: Any
@@ -40,12 +40,12 @@ class Argument:
 
     @property
     def allowed(self) -> str:
-        """What it may hold, in words."""
+        """Its allowed values, in words."""
         return allowed(self.annotation, self.metadata)
 
 
 class RefusedError(ValueError):
-    """A value that a key may not hold.
+    """A value that is not allowed for a key.
 
     Attributes:
         node: The value, or the part of it that is wrong.
@@ -105,11 +105,11 @@ def _limit(limit: float | None) -> str:
 
 
 def read(annotation: Any, node: Node, metadata: Sequence[Any] = ()) -> Any:
-    """Return the value of a node, as the annotation wants it.
+    """Return the value of a node, converted to the type of the annotation.
 
     Args:
         annotation: A type: bool, int, float, str, None, Any, a Literal, a list, tuple, Sequence or dict of them, a
-            union, or one with limits in ``Annotated``. Any other means what the text means by itself.
+            union, or one with limits in ``Annotated``. With any other annotation, the type follows from the text.
         node: The value.
         metadata: Limits that are not part of the annotation.
 
@@ -154,7 +154,7 @@ def allowed(annotation: Any, metadata: Sequence[Any] = (), *, plural: bool = Fal
         words = {int: ("a whole number", "whole numbers"), float: ("a number", "numbers")}[annotation]
         return f"{words[plural]}{Range.of(metadata)}"
     if annotation in {bool, str}:
-        return {bool: ("true, false", "true, false"), str: ("a text", "texts")}[annotation][plural]
+        return {bool: ("true, false", "true, false"), str: ("a string", "strings")}[annotation][plural]
     if _is_list(annotation):
         count, item = _item(annotation)
         number_of = f"{count} " if count else ""
@@ -168,7 +168,7 @@ def allowed(annotation: Any, metadata: Sequence[Any] = (), *, plural: bool = Fal
 
 
 def is_optional(annotation: Any) -> bool:
-    """Whether an annotation allows nothing (``null``)."""
+    """Whether an annotation allows ``null``."""
     annotation, _ = _unpacked(annotation, ())
     return annotation is Any or (_is_union(annotation) and type(None) in get_args(annotation))
 
@@ -205,7 +205,7 @@ def _is_union(annotation: Any) -> bool:
 
 
 def _members(annotation: Any) -> Iterator[Any]:
-    """Yield the types of a union, None left out, numbers before texts: ``2024`` is a number if it may be one."""
+    """Yield the types of a union without None, numbers before strings: ``2024`` is a number if it may be one."""
     members = [one for one in get_args(annotation) if one is not type(None)]
     yield from sorted(members, key=lambda one: one is str)
 

@@ -1,10 +1,10 @@
 """The contexts of training and evaluation scripts.
 
-A context is entered once; contexts nest, and an inner one shares the outermost one's engine and rows. With
-``PERSIA_NATS_URL`` unset the rows live in this process and end with the outermost context: save a checkpoint to keep
-them. :class:`Checkpoints` is :class:`persia.checkpoint.policy.Checkpoints`.
+A context is entered once; contexts nest, and an inner one shares the outermost one's engine and rows. If
+``PERSIA_NATS_URL`` is not set, the rows are in this process and are dropped with the outermost context: save a
+checkpoint to keep them. :class:`Checkpoints` is :class:`persia.checkpoint.policy.Checkpoints`.
 
-* :mod:`persia.ctx.base`: what every context has
+* :mod:`persia.ctx.base`: the base of all contexts
 * :mod:`persia.ctx.embedding`: look-ups and evaluation
 * :mod:`persia.ctx.train`: training
 * :mod:`persia.ctx.data`: sending batches to trainers

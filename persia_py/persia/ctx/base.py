@@ -33,9 +33,9 @@ class BaseCtx:
 
     Args:
         threadpool_worker_size: PersiaML's; accepted, the engine sizes its own threads.
-        device_id: CUDA device of the model, 0 included; None, or a negative number, trains on the CPU. Batches arrive
-            on it, and gradients are summed on it. The outermost context makes it PyTorch's current device; nested
-            contexts use the outermost one's.
+        device_id: The CUDA device of the model; None, or a negative number, means the CPU. Batches are returned on it,
+            and gradients are summed on it. The outermost context makes it PyTorch's current device; nested contexts use
+            the outermost one's.
         embedding_dtype: The dtype of the embedding tensors on that device: float32, float16 or bfloat16.
         configuration: The slots, and the limits of the job; None reads ``embedding_config.yml`` and
             ``global_config.yml``. A nested context has those of the outermost one.
@@ -72,10 +72,10 @@ class BaseCtx:
     def __enter__(self) -> Self:
         """Make this the current context."""
         if self in contexts.stack:
-            raise UsageError("this context is already entered; make a new one to nest")
+            raise UsageError("this context is already entered; create a new one to nest contexts")
         self._owner = not contexts.stack
         if self._owner and self.device_id is not None:
-            torch.cuda.set_device(self.device_id)  # before the process group, whose ranks exchange tensors there
+            torch.cuda.set_device(self.device_id)  # before the process group, which uses the device
         self.common_context = self._open_backend() if self._owner else contexts.stack[-1].common_context
         contexts.stack.append(self)
         try:
@@ -101,9 +101,9 @@ class BaseCtx:
             self._release(None if value is None or ends_well(value) else value)
 
     def _open_backend(self) -> Backend:
-        """What the outermost context holds for all inside it."""
+        """Create what the outermost context holds for all contexts inside it."""
         if settings.nats_url is not None:
-            from persia.backend.remote import RemoteBackend  # and with it gRPC
+            from persia.backend.remote import RemoteBackend  # this also imports gRPC
 
             return RemoteBackend(trains=False, device=self._device, configuration=self._configuration)
         return LocalBackend(self._configuration, self._device)

@@ -17,7 +17,7 @@ _NODES = 1000
 
 
 def named_error(error: RuntimeError, dense: list[torch.Tensor], names: list[str | None]) -> RuntimeError | TypeError:
-    """Return an error that names the dense inputs a model cannot take, if a dtype is why it failed; else ``error``.
+    """Return an error that names the dense inputs with a wrong dtype, if that is the cause; else ``error``.
 
     Args:
         error: The error of the model.
@@ -39,7 +39,7 @@ def named_error(error: RuntimeError, dense: list[torch.Tensor], names: list[str 
 
 
 class LabelCheck:
-    """Converts labels to the output's kind of number where that is exact, and finds losses that broadcast them."""
+    """Converts labels to floats like the output, if that is exact, and detects losses that broadcast them."""
 
     def __init__(self) -> None:
         self._suspects: list[tuple[torch.Tensor, torch.Tensor, str]] = []
@@ -117,7 +117,7 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 class TruncatedSlots:
-    """Logs once for each raw slot whose samples have more ids than places."""
+    """Logs once for each raw slot whose samples have more ids than positions."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
@@ -136,13 +136,13 @@ class TruncatedSlots:
 
 
 def check_rows(given: object, where: str) -> None:
-    """Refuse slots, whose class has the same name, and anything else that does not say how rows begin."""
+    """Refuse slots, whose class has the same name, and anything else that does not configure new rows."""
     if given is None or isinstance(given, EmbeddingConfig):
         return
     if isinstance(given, Slots):
         error = UsageError(
             f"{where}(embedding_config=...): got slots, such as features.embedding_config() returns; want "
-            "persia.embedding.EmbeddingConfig, which says how rows begin"
+            "persia.embedding.EmbeddingConfig, which sets how rows are initialized"
         )
         error.hint = "take the slots from the features: PERSIA_CONFIG=persia.yml in the environment"
         raise error

@@ -27,8 +27,8 @@ class DataCtx:
 
     Its ``n``-th batch (from 0) goes to rank ``n mod world_size``. The end of the block ends the replica's data, also by
     ``sys.exit(0)`` or when a generator around it is closed. An exception that leaves the block is reported to the
-    trainers, which stop. When the trainers want no more batches, the block ends early without an error. Without
-    ``PERSIA_NATS_URL`` the training script runs this one in a thread, and batches stay in the process.
+    trainers, which stop. When the trainers accept no more batches, the block ends early without an error. If
+    ``PERSIA_NATS_URL`` is not set, the training script runs this one in a thread, and batches stay in the process.
 
     A restarted script has to send the same batches: the replica skips those that the trainers have received, and warns
     if they differ.
@@ -45,7 +45,7 @@ class DataCtx:
         self._announcement: Announcement | None = None
 
     def __enter__(self) -> Self:
-        """Connect to every trainer rank; wait until they run and ask for data.
+        """Connect to every trainer rank; wait until they run and request data.
 
         Raises:
             AuthError: A trainer refuses the token.
@@ -94,7 +94,7 @@ class DataCtx:
         """Report how the data ended; at the end of the data, wait until every rank has received it.
 
         Returns:
-            True if the block was left because the trainers want no more batches; False if the script ended it.
+            True if the block was left because the trainers accept no more batches; False if the script ended it.
         """
         sender = self._sender
         if sender is None:
@@ -128,7 +128,7 @@ class DataCtx:
 
         Raises:
             FeatureTypeError: It is not a :class:`~persia.embedding.data.PersiaBatch`.
-            DataError: The batch is too large for the wire.
+            DataError: The batch is too large to be sent.
             UsageError: Outside the ``with`` block.
         """
         if not isinstance(persia_batch, PersiaBatch):
@@ -147,7 +147,7 @@ class DataCtx:
 
     @property
     def transform(self) -> str:
-        """What makes the batches, as JSON: the ``transform`` of the ranks' ``StreamingDataset``. Empty without one.
+        """The ``transform`` of the ranks' ``StreamingDataset`` as JSON; empty if there is none.
 
         Raises:
             IncompatibleError: The ranks have different ones.

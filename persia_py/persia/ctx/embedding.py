@@ -27,7 +27,7 @@ from persia_core.data import Batch
 
 
 class EmbeddingCtx(BaseCtx):
-    """Looks embeddings up and runs the model on them.
+    """Looks up embeddings and runs the model on them.
 
     Args:
         preprocess_mode: Look-ups change nothing. Those for training read missing rows as their push will insert them;
@@ -56,7 +56,7 @@ class EmbeddingCtx(BaseCtx):
         self.embedding_config = embedding_config
         self.current_batch: _forward.TrainingBatch | None = None
         self._embeddings: list[torch.Tensor] = []
-        self._modes: list[tuple[torch.nn.Module, bool]] = []  # of the model's modules, before an evaluation
+        self._modes: list[tuple[torch.nn.Module, bool]] = []  # the modes of the model's modules before an evaluation
         self._outer: RowSettings | None = None
         self._truncated = TruncatedSlots()
         self._arranger = Arranger()
@@ -106,12 +106,12 @@ class EmbeddingCtx(BaseCtx):
         Returns:
             The model's output, and the labels: a list of tensors, or None where :meth:`prepare_features` returns None.
             A label of whole numbers or bools that has the shape of an output of floats is float32; with numbers beyond
-            2^24 it stays, and a warning names it.
+            2^24 it is not converted, and a warning names it.
 
         Raises:
             DataError: The batch has other inputs than those that the model was trained on; the message lists both.
             UsageError: The context has no model.
-            FeatureTypeError: The model cannot take the dtype of a dense input, which is named.
+            FeatureTypeError: The model does not accept the dtype of a dense input; the message names the input.
         """
         watchdog.progress()
         if self.model is None:
@@ -123,7 +123,7 @@ class EmbeddingCtx(BaseCtx):
             places = self._arrange(batch, whole=True)
             non_id_tensors, embedding_tensors, labels = self.prepare_features(batch)
             try:
-                if not training:  # on one rank alone, so nothing that all ranks do together
+                if not training:  # this runs on one rank alone, so it must not use a collective
                     output = unwrap_model(self.model)(non_id_tensors, embedding_tensors)
                 else:
                     with self._backend.collective():
@@ -183,11 +183,11 @@ class EmbeddingCtx(BaseCtx):
     def get_embedding_from_data(
         self, persia_batch: PersiaBatch, device_id: int | None = None
     ) -> "_forward.TrainingBatch":
-        """Look a batch up outside any data loader, without changing a row; ``device_id`` None means the context's."""
+        """Look up a batch outside any data loader without changing rows; ``device_id`` None is the context's device."""
         return self._lookup(persia_batch.data, device_id)
 
     def get_embedding_from_bytes(self, data: bytes, device_id: int | None = None) -> "_forward.TrainingBatch":
-        """As :meth:`get_embedding_from_data`, for the result of :meth:`PersiaBatch.to_bytes`.
+        """Like :meth:`get_embedding_from_data`, for the result of :meth:`PersiaBatch.to_bytes`.
 
         Raises:
             DataError: The bytes are not an encoded batch, or are damaged.
@@ -385,7 +385,9 @@ class EmbeddingCtx(BaseCtx):
 
 def _local(caller: str, path: str | os.PathLike[str]) -> Path:
     if is_url(path):
-        raise UsageError(f"{caller}: {os.fspath(path)}: want a path of this host; HDFS and object stores are not read")
+        raise UsageError(
+            f"{caller}: {os.fspath(path)}: want a path of this host; HDFS and object stores are not supported"
+        )
     return Path(path)
 
 

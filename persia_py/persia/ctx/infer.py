@@ -25,6 +25,6 @@ class InferCtx(EmbeddingCtx):
             UsageError: Always.
         """
         raise UsageError(
-            "InferCtx: serving from embedding servers is not in this version; evaluate with eval_ctx, in the embedded "
-            "mode after load_checkpoint, with servers on the rows that a TrainCtx of their job has made or loaded"
+            "InferCtx: serving from embedding servers is not supported in this version; evaluate with eval_ctx, in the "
+            "embedded mode after load_checkpoint, with servers on the rows that a TrainCtx of their job made or loaded"
         )

@@ -56,7 +56,7 @@ class TrainCtx(EmbeddingCtx):
         distributed_option: How several ranks train the model, one of :mod:`persia.distributed`; None is DDP. It has no
             effect with one rank.
         *args: As in :class:`EmbeddingCtx`, after its mode.
-        checkpoints: Saves the run while it trains, and resumes it from the newest save when it is restarted. The
+        checkpoints: Saves the run while it trains, and resumes it from the newest checkpoint when it is restarted. The
             same on every rank.
         embedding_gradient_scale: With several ranks, ``mean`` divides embedding gradients by their number, as DDP does
             the dense ones; ``none`` sums them, as PersiaML does.
@@ -127,10 +127,10 @@ class TrainCtx(EmbeddingCtx):
         if settings.nats_url is not None:
             if run.holds_session():
                 raise UsageError(
-                    "TrainCtx beside an EmbeddingCollection: both keep their rows on the same servers, and TrainCtx "
-                    "starts from empty tables; close() the collection first"
+                    "TrainCtx together with an EmbeddingCollection: both keep their rows on the same servers, and "
+                    "TrainCtx starts from empty tables; close() the collection first"
                 )
-            from persia.backend.remote import RemoteBackend  # and with it gRPC
+            from persia.backend.remote import RemoteBackend  # this also imports gRPC
 
             return RemoteBackend(
                 trains=True,
@@ -212,7 +212,7 @@ class TrainCtx(EmbeddingCtx):
 
         A run that starts yields 0 to ``count - 1``. One that was resumed begins with the interrupted epoch, whose
         training loop continues after the last batch of the checkpoint. If that was the last batch of the epoch, the
-        loop has no batch, and what follows it in the body is run again. Every rank calls this.
+        loop gets no batch, and the code after the loop is run again. Every rank calls this.
 
         Args:
             count: The number of epochs of the whole run.
@@ -242,7 +242,7 @@ class TrainCtx(EmbeddingCtx):
 
     @property
     def step(self) -> int:
-        """The number of the last batch that was trained on, from 1; a resumed run counts on."""
+        """The number of the last batch that was trained on, from 1; a resumed run continues the count."""
         return self._backend.trained_step
 
     @property
@@ -253,7 +253,7 @@ class TrainCtx(EmbeddingCtx):
     def prepare_features(
         self, batch: TrainingBatch | PersiaBatch
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], Any]:
-        """As in :class:`EmbeddingCtx`; a training batch before it that had no :meth:`backward` is counted."""
+        """Like that of :class:`EmbeddingCtx`; a previous training batch without :meth:`backward` is counted."""
         before = self.current_batch
         if batch is not before:
             self._trained_batches.end_step(self._embeddings)
@@ -284,7 +284,7 @@ class TrainCtx(EmbeddingCtx):
         watchdog.progress()
         batch, self.current_batch = self.current_batch, None
         if batch is None or not batch.requires_grad:
-            raise UsageError("TrainCtx.backward without a forward of a training batch before it")
+            raise UsageError("TrainCtx.backward was called without a forward of a training batch before it")
         self._label_check.backward(loss)
         embeddings, self._embeddings = self._embeddings, []
         self._trained_batches.backward()
@@ -301,7 +301,7 @@ class TrainCtx(EmbeddingCtx):
         return super()._begin_save(directory)
 
     def wait_servers_ready(self) -> None:
-        """Wait until the embedding servers are ready. In the embedded mode, return at once."""
+        """Wait until the embedding servers are ready. In the embedded mode, return immediately."""
         self._backend.wait_ready()
 
     def dump_checkpoint(  # type: ignore[override]  # PersiaML's signature
@@ -347,7 +347,7 @@ class TrainCtx(EmbeddingCtx):
         self._write(save, blocking=blocking)
 
     def save_run(self) -> None:
-        """Save the run now, as ``checkpoints`` does every so many steps, and return when it is written or given up.
+        """Save the run now, as ``checkpoints`` does at its interval, and return when it is written or abandoned.
 
         Every rank calls this after the same step: between two steps, or after a loop that the script has left early.
 

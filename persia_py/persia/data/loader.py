@@ -1,4 +1,4 @@
-"""The data loader: batches whose embeddings are looked up ahead of time."""
+"""The data loader: batches whose embeddings are looked up in advance."""
 
 import queue
 import threading
@@ -23,7 +23,7 @@ _logger = get_logger("data")
 
 
 class DataLoader:
-    """Iterates batches whose embeddings are looked up ahead of time.
+    """Iterates batches whose embeddings are looked up in advance.
 
     Inside a :class:`persia.ctx.TrainCtx` the look-ups of coming batches overlap the dense step and the pushes of past
     ones; inside :func:`persia.ctx.eval_ctx` they change nothing.
@@ -33,8 +33,8 @@ class DataLoader:
         forward_buffer_size: PersiaML's; accepted, the staleness bounds the batches looked up ahead.
         timeout_ms: The time limit of a look-up. Waiting for the data set has no limit, but is logged every 30 s.
         num_workers: PersiaML's; accepted, the engine sizes its own threads.
-        reproducible: Bit-equal runs: staleness 1 (a warning says so if another one is given), every look-up after the
-            push before it.
+        reproducible: Bit-identical runs: staleness 1 (with a warning if another one is given), and every look-up waits
+            for the previous push.
         embedding_staleness: K: at most K - 1 pushes are unacknowledged when a look-up is served. None means
             ``EMBEDDING_STALENESS``, else 8.
 
@@ -73,7 +73,7 @@ class DataLoader:
 
     @property
     def dataset(self) -> IterableDataset:
-        """Where batches come from. Another data set is iterated from its start."""
+        """The source of batches. A new data set is iterated from its start."""
         return self._dataset
 
     @dataset.setter

@@ -22,7 +22,7 @@ class IterableDataset(ABC):
     With several ranks each rank iterates its own data set.
 
     Args:
-        buffer_size: Batches read ahead of training.
+        buffer_size: The number of batches that are read ahead of training.
     """
 
     def __init__(self, buffer_size: int = 10) -> None:

@@ -20,12 +20,12 @@ from persia.runtime.settings import settings
 _logger = get_logger("data")
 
 _AHEAD = 64
-"""Batches that look-ups may run ahead of training, beyond the buffer: the greatest staleness."""
+"""The number of batches beyond the buffer by which look-ups may be ahead of training: the largest staleness."""
 
 
 @dataclass
 class _Taken:
-    """A taken batch, and the position of the data set after it."""
+    """A batch that was taken, and the position of the data set after it."""
 
     state: list[int]
     batch: PersiaBatch
@@ -35,11 +35,11 @@ class _Taken:
 class StreamingDataset(IterableDataset):
     """The batches that data-compose sends to this rank with :meth:`persia.ctx.DataCtx.send_data`.
 
-    Batches of several replicas come in turn, in the same order in every run. With ``PERSIA_NATS_URL`` unset the data
-    script (``PERSIA_DATALOADER_ENTRY``, else ``data_loader.py`` or ``data_compose.py`` beside the main script) runs in
-    a thread of this process.
+    The batches of several replicas alternate, in the same order in every run. If ``PERSIA_NATS_URL`` is not set, the
+    data script (``PERSIA_DATALOADER_ENTRY``, else ``data_loader.py`` or ``data_compose.py`` next to the main script)
+    runs in a thread of this process.
 
-    A training context has one stream: a loop continues where the one before it was left early, and after the last batch
+    A training context has one stream: a loop continues where the previous one was left early, and after the last batch
     every loop is empty.
 
     Args:
@@ -58,14 +58,14 @@ class StreamingDataset(IterableDataset):
     def _forget(self, inbox: Inbox | None) -> None:
         """Reset the state of a stream that is not open yet."""
         self._inbox = inbox
-        self._taken: list[int] = []  # batches of each replica that were taken from the inbox
-        self._trained: list[int] = []  # those that were trained on
-        self._state: list[int] = []  # those that were yielded
+        self._taken: list[int] = []  # the number of batches of each replica that were taken from the inbox
+        self._trained: list[int] = []  # the number that were trained on
+        self._state: list[int] = []  # the number that were yielded
         self._rounds = RoundDigests()  # after those that were taken
         self._replay_digests: dict[str, Any] | None = None  # the same after those trained on, as a checkpoint keeps it
         self._drop = 0
-        self._held: deque[_Taken] = deque(maxlen=2 * self.buffer_size + _AHEAD)  # yielded, and not trained on
-        self._again: deque[_Taken] = deque()  # to be yielded again
+        self._held: deque[_Taken] = deque(maxlen=2 * self.buffer_size + _AHEAD)  # yielded, but not trained on
+        self._again: deque[_Taken] = deque()  # those that will be yielded again
 
     def __iter__(self) -> Iterator[PersiaBatch]:
         """Yield batches until every replica has ended."""
@@ -153,7 +153,7 @@ class StreamingDataset(IterableDataset):
         return self._replay_digests
 
     def set_replay_digests(self, replay_digests: dict[str, Any] | None) -> None:
-        """Take the digests of the batches that are skipped after :meth:`load_state_dict`; None if not known."""
+        """Set the digests of the batches that are skipped after :meth:`load_state_dict`; None if they are not known."""
         if self._inbox is None:
             self._replay_digests = replay_digests
 
@@ -161,10 +161,10 @@ class StreamingDataset(IterableDataset):
         """Prepare for the next loop, after this one was interrupted.
 
         Args:
-            completed: The loop came to its end. After one that was left early, what was not trained on, or evaluated,
-                is yielded again.
+            completed: Whether the loop came to its end. If it was left early, batches that were neither trained on nor
+                evaluated are yielded again.
         """
-        self._stop = threading.Event()  # a thread of the last loop that is still running keeps its own
+        self._stop = threading.Event()  # a thread of the last loop that is still running keeps its own queue
         if completed:
             self._held.clear()
             return
@@ -184,7 +184,7 @@ class StreamingDataset(IterableDataset):
 
         Raises:
             DataError: The earlier run had another number of ranks.
-            UsageError: This context's stream has begun, and cannot be reset.
+            UsageError: The stream of this context has begun, and cannot be reset.
         """
         self._context()
         if state_dict["world_size"] != settings.world_size:

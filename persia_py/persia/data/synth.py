@@ -1,4 +1,4 @@
-"""Synthetic clicks of a known model, the teacher, in any number: to benchmark, and to try out a model."""
+"""Synthetic clicks of a known model, the teacher, in any number, for benchmarks and for experiments with models."""
 
 import os
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ _CHUNK = 1 << 17
 _FACTORS = 4
 _BINS = 1 << 18
 _DOMAIN = 0x7465616368657273
-"""Random numbers are hashed a second time with this seed: a split that hashes rows or ids must not follow labels."""
+"""The seed of a second hash of random numbers, so that labels do not correlate with a split that hashes rows or ids."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class Teacher:
 
     ``w`` and the four numbers of ``f`` are normal with standard deviations of 0.5 and 0.6, and functions of seed,
     column and id. Dense inputs are standard normal. The k-th most frequent id of a column has a share proportional to
-    ``k ** -exponent``. The label is 1 with the probability ``sigmoid(logit)``; ``b`` gives it the mean ``positive``.
+    ``k ** -exponent``. The label is 1 with the probability ``sigmoid(logit)``; ``b`` is chosen so that the mean is
+    ``positive``.
 
     Attributes:
         ids: The number of different ids of each id column. Columns with an even number hold integers, others strings.
@@ -76,7 +77,7 @@ class Teacher:
             yield batch.append_column("label", labels), probabilities
 
     def _bias(self) -> float:
-        """Return the ``b`` that gives labels their mean, on the first rows."""
+        """Return the ``b`` with which labels have their mean, computed on the first rows."""
         _, logits = self._chunk(0, _CHUNK)
         low, high = -30.0, 30.0
         for _ in range(60):
@@ -125,7 +126,7 @@ class Made:
     Attributes:
         rows: The number of rows.
         positive: The share of labels that are 1.
-        best_auc: The expected AUC of the teacher's own probabilities: a model does better only by chance.
+        best_auc: The expected AUC of the teacher's own probabilities; a model exceeds it only by chance.
         best_log_loss: The same for the log loss.
     """
 
@@ -149,7 +150,7 @@ def write(path: str | os.PathLike[str], rows: int, teacher: Teacher) -> Made:
 
     Raises:
         UsageError: The ending is another one, or there are no rows.
-        StorageError: The file cannot be written; nothing is left of it.
+        StorageError: The file cannot be written; the incomplete file is removed.
     """
     path = Path(path)
     if path.suffix not in (".parquet", ".csv") or rows < 1:

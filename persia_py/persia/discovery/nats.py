@@ -19,7 +19,7 @@ with warnings.catch_warnings():
     from pynats.exceptions import NATSError, NATSUnexpectedResponse
 
 KINDS = ("persia-server", "persia-middleware", "persia-data", "persia-trainer")
-"""The service names of persia."""
+"""The service names of Persia."""
 
 _CONNECT = 3.0
 """Seconds to connect and to log in."""
@@ -39,7 +39,7 @@ class Service:
 
     Attributes:
         kind: ``persia-server``, ``persia-middleware``, ``persia-trainer`` or ``persia-data``.
-        id: Its id on NATS, new at every start.
+        id: Its id on NATS, which is new at every start.
         metadata: Its metadata; all values are text.
     """
 
@@ -106,7 +106,7 @@ def _ask(url: str, subject: str) -> list[bytes]:
     except (OSError, NATSError) as error:
         raise UnreachableError(f"NATS at {shown} is not reachable: {error or type(error).__name__}") from error
     finally:
-        with contextlib.suppress(OSError, AttributeError):  # it never connected, or is closed already
+        with contextlib.suppress(OSError, AttributeError):  # it never connected, or is already closed
             client.close()
     return answers
 

@@ -4,7 +4,7 @@
 * :mod:`persia.distributed.run`: this process's part in its run; the run's end and summary
 * :mod:`persia.distributed.rendezvous`, :mod:`persia.distributed.handshake`: how ranks find and admit each other
 * :mod:`persia.distributed.control_plane`: agreements of ranks, and detection of lost ranks, over one
-:mod:`persia.distributed.link` each
+  :mod:`persia.distributed.link` each
 * :mod:`persia.distributed.network`: network interfaces and GPUs named by the environment
 """
 

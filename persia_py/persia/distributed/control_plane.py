@@ -1,7 +1,7 @@
 """The control plane of a run: every rank above 0 keeps one connection to rank 0.
 
-Over it the ranks agree on flags (:meth:`Peers.all_gather`), and learn at once, and by name, when one of them fails,
-dies or falls silent: torch's collectives do neither.
+Over it the ranks agree on flags (:meth:`Peers.all_gather`), and are informed immediately, by name, when one of them
+fails, dies or falls silent. Torch's collectives do neither.
 
 Messages are lines of JSON. The connections carry flags and names, never tensors.
 """
@@ -22,17 +22,17 @@ from persia.runtime.waits import REMIND_S, SLICE_S
 _logger = get_logger("peers")
 
 _ALIVE_S = 5.0
-"""Seconds between the signs of life of a rank."""
+"""Seconds between the heartbeats of a rank."""
 SILENCE_S = 120.0
-"""Seconds that a rank may be silent before it counts as lost: stopped, frozen, or its network is gone."""
+"""Seconds that a rank may be silent before it counts as lost, such as one that is frozen, or without a network."""
 _GRACE_S = 15.0
 """Seconds that the training loop may take to notice that a rank is lost, before this process ends by itself."""
 _NOTICED_S = 3.0
-"""Seconds until it is known here that a rank is gone, after a collective has failed because of it."""
+"""Seconds until this rank detects that another is gone, after a collective has failed because of that."""
 
 
 class Peers:
-    """This rank's view of the others.
+    """The other ranks, as this rank knows them.
 
     Made by :func:`persia.distributed.handshake.host` on rank 0, and by ``join`` of the same module on the others.
 
@@ -144,7 +144,7 @@ class Peers:
         self._relay_stop(of, {"meet": [of, count, value]})
 
     def _relay_stop(self, of: int, message: Message) -> None:
-        """Let all ranks know that ``of`` ends the run; rank 0 passes it on."""
+        """Inform all ranks that ``of`` ends the run; rank 0 forwards it."""
         self._asked = True
         preemption.note_remote_stop()
         for rank, link in self._links.items():
@@ -160,7 +160,7 @@ class Peers:
         """On rank 0: wait until every other rank has noted ``value`` or more.
 
         Raises:
-            UnreachableError: A rank has not in time; the message names it.
+            UnreachableError: A rank has not done so in time; the message names it.
         """
         deadline = time.monotonic() + timeout_s
 
@@ -216,7 +216,7 @@ class Peers:
         return self._closed
 
     def holds(self, rank: int) -> bool:
-        """Whether ``rank`` is still part of the run, as far as this rank knows."""
+        """Whether ``rank`` is still part of the run, according to what this rank has received."""
         with self._changed:
             over = self._closed or self._lost is not None or rank in self._left
         return not over and not self._links[rank].over

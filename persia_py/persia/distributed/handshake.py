@@ -20,9 +20,9 @@ from persia.runtime.waits import REMIND_S, SLICE_S
 INTRODUCTION_S = 5.0
 """Seconds that an introduction may take."""
 UNAUTHENTICATED = 64
-"""Connections that may be open before they have introduced themselves, in addition to one for each rank."""
+"""The number of connections that may be open without an introduction, in addition to one for each rank."""
 _HELLO = 1 << 14
-"""Bytes an introduction may have."""
+"""The largest size of an introduction in bytes."""
 
 _logger = get_logger("meeting")
 
@@ -120,7 +120,7 @@ class _Lobby:
     def __init__(self, listener: socket.socket, most: int) -> None:
         self._listener = listener
         self._most = most
-        self._pending: list[_Pending] = []  # in the order they came in
+        self._pending: list[_Pending] = []  # in the order in which they arrived
         self._ready: deque[tuple[socket.socket, str, Introduction]] = deque()
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
@@ -245,7 +245,7 @@ def _reason_to_refuse(
 
 
 def _refuse_all(lobby: _Lobby, me: Introduction, peers: Peers, known: dict[int, Introduction]) -> None:
-    """Refuse ranks that connect when all ranks are there, and name the process that holds the rank.
+    """Refuse ranks that connect when all ranks are connected, and name the process that holds the rank.
 
     If the process that holds the rank is gone, or the run is ending, close the connection without an answer. The rank
     retries; the next rank 0 admits it.
@@ -292,7 +292,7 @@ def join(address: tuple[str, int], me: Introduction, timeout_s: float) -> Peers:
 
 
 def unreachable(address: tuple[str, int], error: OSError) -> str:
-    """Describe the problem of ``host:port``: its name, or its port."""
+    """Describe why ``host:port`` cannot be reached: its name, or its port."""
     name, port = address
     if isinstance(error, socket.gaierror):
         return f"{name}:{port} not reachable (DNS failed: {error.strerror})"

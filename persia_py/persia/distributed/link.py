@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 _LINE = 1 << 20
-"""Bytes a message may have."""
+"""The largest size of a message in bytes."""
 
 Message = dict[str, Any]
 

@@ -9,7 +9,7 @@ from persia.runtime import settings
 from persia.runtime.errors import UsageError
 
 VARIABLES = ("PERSIA_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Where the user may name an interface."""
+"""Environment variables in which the user may name an interface."""
 
 
 def check() -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _logger = get_logger("distributed")
 
 _COLLECTIVE = timedelta(days=1)
-"""How long torch waits for a rank, which may be evaluating; :class:`Peers` knows sooner who is dead or silent."""
+"""How long torch waits for a rank, which may be evaluating; :class:`Peers` detects dead and silent ranks earlier."""
 
 
 class DistributedBaseOption(ABC):
@@ -79,7 +79,7 @@ class DDPOption(DistributedBaseOption):
 
 
 def unwrap_model(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the user's own module, without what trains it on several ranks."""
+    """Return the user's own module, without the wrapper that trains it on several ranks."""
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         module: torch.nn.Module = model.module
         return module

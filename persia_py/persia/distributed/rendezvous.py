@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from persia_core.discovery import Announcement
 
 AFTER_OTHERS_S = 30.0
-"""Seconds for what follows the wait for other ranks, however long that wait was."""
+"""Seconds for the steps after the wait for other ranks, regardless of how long that wait was."""
 
 
 class Rendezvous:
@@ -80,7 +80,7 @@ class Rendezvous:
         return announcement
 
     def connect(self) -> "tuple[Peers, Store]":
-        """Get in touch with the other ranks: rank 0 waits for them, each of them for rank 0.
+        """Connect to the other ranks: rank 0 waits for them, each of them for rank 0.
 
         Raises:
             UnreachableError: A rank did not appear in time; the message names it.
@@ -96,7 +96,7 @@ class Rendezvous:
         )
         descriptor = None
         if self._listener is not None and self._store_listener is not None:
-            listener, self._listener = self._listener, None  # the run's from here on
+            listener, self._listener = self._listener, None  # it belongs to the run from here on
             peers = handshake.host(listener, me, self.left())
             place = self._address, self._store_listener.getsockname()[1]
             descriptor = self._store_listener.detach()
@@ -109,13 +109,13 @@ class Rendezvous:
             raise
 
     def close(self) -> None:
-        """Close the listener, unless the run has taken it over."""
+        """Close the listener, unless the run uses it now."""
         for listener in (self._listener, self._store_listener):
             if listener is not None:
                 listener.close()
 
     def _trainers(self) -> list[dict[str, str]]:
-        """Return the announcements of the ranks. NATS may be away meanwhile.
+        """Return the announcements of the ranks. NATS may be unreachable for a while.
 
         Raises:
             UnreachableError: NATS is unreachable, and the time is up.
@@ -140,7 +140,7 @@ class Rendezvous:
                 )
 
     def _join_rank_0(self, me: handshake.Introduction) -> "tuple[Peers, tuple[str, int]]":
-        """Find rank 0 and connect to it, until it is there or the time is up."""
+        """Find rank 0 and connect to it; retry until it is there or the time is up."""
         nats = _shown(self._url)
         why = f"rank 0 of job {self._job!r} is not there: no trainer of that rank announced itself to NATS at {nats}"
         while True:

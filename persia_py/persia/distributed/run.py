@@ -31,7 +31,7 @@ class Session(Protocol):
 
 
 class _Process:
-    """The part of this process in its run."""
+    """The role of this process in its run."""
 
     def __init__(self) -> None:
         self.peers: Peers | None = None
@@ -50,7 +50,7 @@ _process = _Process()
 
 
 def adopt(others: Peers, store: "Store", announced: dict[str, str]) -> None:
-    """Use ``others`` and ``store`` until the process ends; ranks stay in touch between contexts."""
+    """Use ``others`` and ``store`` until the process ends; ranks stay connected between contexts."""
     _process.peers, _process.store, _process.announced = others, store, announced
     atexit.register(_leave)
 
@@ -202,7 +202,7 @@ def _write_summary(folder: Path) -> None:
 
 
 def _mark_finished() -> None:
-    """Let no later run resume from the checkpoints of this one."""
+    """Prevent later runs from resuming from the checkpoints of this one."""
     if _process.at_finish is not None:
         try:
             _process.at_finish()

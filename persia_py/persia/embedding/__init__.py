@@ -1,11 +1,11 @@
-"""Embedding tables as a training script describes them: initial weights, batches, optimizers.
+"""Embedding tables of a training script: initial weights, batches, optimizers.
 
 * :mod:`persia.embedding.config`: initial weights, admission and bounds of rows
 * :mod:`persia.embedding.data`: features and batches
 * :mod:`persia.embedding.optim`: optimizers; :mod:`persia.embedding.schedule`: learning-rate schedules
 
 The initial weights of a row are a function of the run's seed, the name of the table, the id and the position in the
-row. They do not depend on the number of servers. A table can have settings of its own in ``embedding_config.yml``:
+row. They do not depend on the number of servers. A table can have its own settings in ``embedding_config.yml``:
 ``init``, ``optimizer``, ``admission``, ``dtype``, ``rounding`` and ``ttl``. ``init`` is written as ``{name: gamma,
 shape: 2}``, with the names and parameters of the classes here in snake case.
 """

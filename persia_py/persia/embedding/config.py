@@ -124,7 +124,7 @@ class EmbeddingConfig:
     Attributes:
         emb_initialization: One of the classes of this module; ``(low, high)`` means :class:`Uniform`.
         admit_probability: The probability that an id without a row gets one at a push, in ``[0, 1]``.
-            A hash of seed, id and step decides.
+            The draw is a hash of seed, id and step.
         weight_bound: Weights are clamped to ``±weight_bound`` after each update; 0 means no bound.
         admit_min_count: An id gets a row at the push that is this number of its pushes, from 1. The count restarts
             when the id loses its row. Counts are exact for twice as many ids as the capacity; with more ids, all counts
@@ -180,7 +180,7 @@ class EmbeddingConfig:
 
 
 def get_default_embedding_config() -> EmbeddingConfig:
-    """Return the configuration of a context that is given none."""
+    """Return the configuration of a context that gets none."""
     return EmbeddingConfig()
 
 
@@ -231,7 +231,7 @@ class Configuration:
 
     @classmethod
     def of_slots(cls, embedding: _config.EmbeddingConfig, text: str, source: str) -> Self:
-        """Take slots that are parsed from a text already, and read the global configuration if it exists.
+        """Use slots that are already parsed, and read the global configuration if it exists.
 
         Args:
             embedding: The slots.

@@ -21,7 +21,7 @@ IdArray: TypeAlias = "npt.NDArray[np.integer] | Sequence[int] | torch.Tensor"
 _logger = get_logger("data")
 
 MAX_BATCH_SIZE = 65535
-"""PersiaML's limit. The name is kept for its scripts; larger batches work too."""
+"""PersiaML's limit of the batch size. The name is kept for PersiaML's scripts; larger batches work too."""
 
 _EXACT = 2**24
 _rounded: set[str] = set()  # dense inputs and labels whose rounding was logged
@@ -31,7 +31,7 @@ _DTYPES = sorted(map(np.dtype, _ND_ARRAY_SUPPORT_TYPE), key=lambda dtype: (dtype
 
 
 class IDTypeFeature:
-    """Ids of a slot, any number for each sample.
+    """Ids of a slot, with any number of ids for each sample.
 
     With ``weights`` the vector of a sample is ``sum(weight * row)``, and the gradient of a row is multiplied by its
     weight, as with ``per_sample_weights`` of :class:`torch.nn.EmbeddingBag`. The pooling of the slot must be a sum. The
@@ -269,7 +269,7 @@ class PersiaBatch:
             raise BatchSizeError("PersiaBatch: id_type_features is empty; a batch has at least one id feature")
         if requires_grad and not targets:
             raise MissingLabelError(
-                "PersiaBatch(requires_grad=True) without labels; evaluation takes requires_grad=False"
+                "PersiaBatch(requires_grad=True) without labels; for evaluation, give requires_grad=False"
             )
         sizes = [(feature.name, feature.batch_size) for feature in id_type_features]
         sizes += [(part.title, part.batch_size) for part in (*dense, *targets)]
@@ -293,7 +293,7 @@ class PersiaBatch:
 
     @classmethod
     def wrap(cls, batch: _core.Batch) -> "PersiaBatch":
-        """Return a batch around one that is built and checked already."""
+        """Return a batch for an engine batch that is already built and checked."""
         wrapped = cls.__new__(cls)
         wrapped._batch = batch
         return wrapped
@@ -333,7 +333,7 @@ def _name(name: str) -> str:
 
 
 def _narrowed(item: NdarrayDataBase) -> npt.NDArray[Any]:
-    """Return the data; float64 as float32."""
+    """Return the data, with float64 converted to float32."""
     if item.data.dtype != np.float64:
         return item.data
     with np.errstate(over="ignore"):

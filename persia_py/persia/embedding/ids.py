@@ -1,4 +1,4 @@
-"""Ids as the engine takes them: one rule for batches and for :class:`persia.nn.EmbeddingCollection`.
+"""The conversion of ids for the engine: one rule for batches and for :class:`persia.nn.EmbeddingCollection`.
 
 An id is a whole number from 0 to 2^64 - 1. Arrays and tensors of any integer dtype and lists of ints are converted to
 uint64; an empty array may have any dtype. A negative number is refused, because a filler, such as the -1 of a missing
@@ -16,7 +16,7 @@ Ids = npt.NDArray[np.uint64]
 Offsets = npt.NDArray[np.int64]
 
 _FIRST_NEGATIVE = np.uint64(2**63)
-"""The first number that a negative one becomes when it is read as unsigned."""
+"""The smallest number that a negative int64 becomes when it is read as unsigned."""
 
 
 def as_ids(feature: str, value: object, *, what: str = "ids") -> Ids:
@@ -85,7 +85,7 @@ def as_offsets(feature: str, value: object, ids: int, hint: str = "") -> Offsets
 
 
 def kind_of(value: object) -> str:
-    """Return what a value is, for messages."""
+    """Return a description of the type of a value, for messages."""
     array = None if isinstance(value, np.generic) else _array(value)
     if array is None:
         return type(value).__name__
@@ -133,7 +133,7 @@ def _array(value: object) -> npt.NDArray[np.generic] | None:
         return value
     if isinstance(value, list | tuple):
         return _of_list(value)
-    if hasattr(value, "detach"):  # a tensor of torch, which this module does without
+    if hasattr(value, "detach"):  # a tensor of torch, which this module does not import
         value = value.detach().cpu()
     return np.asarray(value) if hasattr(value, "__array__") else None
 
@@ -146,7 +146,7 @@ def _of_list(value: list[object] | tuple[object, ...]) -> npt.NDArray[np.generic
             return np.asarray(value)
         except ValueError:  # lists of different lengths
             return None
-    try:  # numpy's own choice for large numbers beside small ones is float64, which rounds them
+    try:  # for a mix of large and small numbers numpy chooses float64, which rounds them
         return np.array(value, np.int64)
     except OverflowError:
         return np.array(value, np.uint64)
@@ -155,6 +155,6 @@ def _of_list(value: list[object] | tuple[object, ...]) -> npt.NDArray[np.generic
 def _negative(feature: str, place: str, unsigned: np.uint64) -> DataError:
     return DataError(
         f"feature {feature!r}, {place}: {int(unsigned) - 2**64} is negative; an id is a whole number from 0 to "
-        "2^64 - 1. Leave out padding; give missing values an id of their own; give hashes of 64 bits as "
+        "2^64 - 1. Leave out padding; give missing values a separate id; give hashes of 64 bits as "
         "array.view(np.uint64)"
     )

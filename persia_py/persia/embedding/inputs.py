@@ -34,12 +34,12 @@ class NamedBatch(Protocol):
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Where the parts of a batch are: for each input of the model, an index into the batch's; None means unchanged.
+    """The positions of inputs in a batch: for each input of the model, an index into the batch's; None means unchanged.
 
     Attributes:
-        id_features: Of the id features.
-        dense: Of the dense inputs.
-        labels: Of the labels.
+        id_features: Those of the id features.
+        dense: Those of the dense inputs.
+        labels: Those of the labels.
         unchecked: Parts that were taken by position, because only the batch or only the model's inputs have names.
     """
 
@@ -51,12 +51,12 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class InputNames:
-    """The names of what a model gets, in its order.
+    """The names of the inputs of a model, in its order.
 
     Attributes:
-        id_features: Of the id features.
-        dense: Of the dense inputs; None if they are not known.
-        labels: Of the labels; None if they are not known.
+        id_features: Those of the id features.
+        dense: Those of the dense inputs; None if they are not known.
+        labels: Those of the labels; None if they are not known.
     """
 
     id_features: tuple[str, ...]
@@ -70,7 +70,7 @@ class InputNames:
 
     @classmethod
     def from_state(cls, state: Any) -> "InputNames":
-        """Return what :meth:`state` returned.
+        """Return the names from the result of :meth:`state`.
 
         Raises:
             CheckpointError: It is something else.
@@ -137,7 +137,7 @@ class InputNames:
 
 
 def _places(model_gets: Names, batch_has: Names, *, more: bool) -> list[int] | None:
-    """Return where each input is in the batch; None if that cannot be said.
+    """Return the position of each input in the batch; None if it cannot be determined.
 
     ``more``: the batch may have more parts, which follow; where there are no names it may have fewer.
     """

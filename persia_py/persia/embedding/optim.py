@@ -1,7 +1,7 @@
 """Optimizers of embedding rows. They run in the process that holds the rows.
 
 The formula of each class applies per element. ``w`` is a weight, and ``g`` the gradient of an id, summed over a batch.
-``lr`` is the learning rate of the step, which each push carries: :meth:`Optimizer.update_lr` sets it,
+``lr`` is the learning rate of the step, which is sent with each push: :meth:`Optimizer.update_lr` sets it,
 :meth:`Optimizer.scheduled` varies it with the step.
 """
 

@@ -1,6 +1,6 @@
 """Learning-rate schedules.
 
-A schedule is a function of the global step only, counted from 1. So checkpoints need not keep it, a resumed run
+A schedule is a function of the global step only, counted from 1. Checkpoints therefore need not store it, a resumed run
 continues it, and all servers use the same rate. Ranks compare their schedules when a training loop starts.
 """
 
@@ -79,5 +79,5 @@ class LRSchedule:
 
 
 def _is_a(kind: type, value: object) -> bool:
-    """Return whether ``value``, which may be of any type, is such a number; those of numpy count."""
+    """Return whether ``value``, which may be of any type, is such a number; NumPy numbers count too."""
     return isinstance(value, kind)

@@ -1,17 +1,17 @@
 """Feature transforms: the blocks ``features`` and ``labels`` of ``persia.yml``.
 
-A description is compiled once. It makes the same ids and floats of the same values in training, evaluation,
-prediction and serving, from Arrow tables and from JSON records::
+A description is compiled once. It converts equal values to equal ids and floats in training, evaluation, prediction and
+serving, from Arrow tables and from JSON records::
 
     features = read_features("persia.yml")
     transform = features.fit(training_table)      # pyarrow, polars, duckdb, pandas 3
     batch = to_batch(transform(some_rows))        # for DataLoader and TrainCtx
     served = transform('[{"user": "u1"}]', strict=False, labels=False)
 
-* :class:`Features`: what the file declares; ``embedding_config()`` has its slots and tables
+* :class:`Features`: the declarations of the file; ``embedding_config()`` has its slots and tables
 * :class:`Fitter`: one pass over the training data, for data that is not one stream; it can be merged
-* :class:`Transform`: features with their fitted numbers; ``digest`` is equal where ids, floats and labels are
-* :class:`Samples`: ids, floats and labels of rows, and a :class:`Report` of what was unusual about them
+* :class:`Transform`: features with their fitted values; ``digest`` is equal where ids, floats and labels are
+* :class:`Samples`: ids, floats and labels of rows, and a :class:`Report` of their unusual values
 
 The types of features and their rules are in ``docs/transforms.md``.
 """
@@ -46,7 +46,7 @@ def read_features(path: Path | str) -> Features:
     """Read the features and labels of a ``persia.yml``.
 
     The slots of a context come from ``PERSIA_CONFIG``, which is this file, or from an ``embedding_config.yml``. If it
-    is the latter, a warning lists in what its slots differ from the features.
+    is the latter, a warning lists the differences between its slots and the features.
 
     Raises:
         ConfigError: The file cannot be read, or has mistakes; the message and ``findings`` have all of them.
@@ -58,7 +58,7 @@ def read_features(path: Path | str) -> Features:
 
 
 def _warn_of_other_slots(given: tuple[str, str]) -> None:
-    """Log in what the slots of the context that a script makes next differ from the features."""
+    """Log the differences between the features and the slots of the context that a script creates next."""
     if variable(CONFIG) is not None:
         return
     try:

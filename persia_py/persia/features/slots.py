@@ -1,4 +1,4 @@
-"""The slots of a ``persia.yml`` beside those of an ``embedding_config.yml``: rows and vectors depend on both alike."""
+"""Comparison of the slots of a ``persia.yml`` with those of an ``embedding_config.yml``."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +20,11 @@ _PLACES = 10
 
 @dataclass(frozen=True)
 class _Slot:
-    """What decides the vectors of a slot.
+    """The settings that determine the vectors of a slot.
 
     Attributes:
-        place: Where it is declared.
-        keys: The values by key, in the words of the file.
+        place: The place of its declaration.
+        keys: The values by key, as written in the file.
         table: The name of its table.
     """
 
@@ -34,7 +34,7 @@ class _Slot:
 
 
 def differences(persia: tuple[str, str], embedding: tuple[str, str]) -> list[str]:
-    """Return in what the slots of two valid files differ; empty if batches mean the same to both.
+    """Return the differences between the slots of two valid files; empty if batches have the same meaning for both.
 
     Args:
         persia: The text and the name of a ``persia.yml``.

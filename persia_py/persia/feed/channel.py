@@ -36,7 +36,7 @@ _LOG_INTERVAL_S = 1.0
 _logger = get_logger("feed")
 
 BAD_CERTIFICATE = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
-"""Parts of the error details of a failed connection that a retry cannot cure: another CA, or a peer without TLS."""
+"""Texts in the details of connection errors for which a retry does not help: another CA, or a peer without TLS."""
 
 
 def connect(address: str) -> grpc.Channel:

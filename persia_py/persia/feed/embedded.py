@@ -95,7 +95,7 @@ class ScriptFeed:
             _logger.error("%s failed after its DataCtx: %r", self._path, error)
 
     def connect(self) -> ReplayCheck:
-        """Connect the script's ``DataCtx``, as soon as the training loop asks for batches.
+        """Connect the script's ``DataCtx``, as soon as the training loop requests batches.
 
         Returns:
             The check of the batches that it has to skip.
@@ -109,7 +109,7 @@ class ScriptFeed:
         return ReplayCheck(0, 0, position.received, position.digest) if position else ReplayCheck(0, 0, 0, None)
 
     def send(self, number: int, batch: Batch) -> None:
-        """Add batch ``number`` to the inbox; wait until there is room.
+        """Add batch ``number`` to the inbox; wait until there is space.
 
         Raises:
             Stopped: Training is over.
@@ -141,11 +141,11 @@ class ScriptSender:
 
     @property
     def transform(self) -> str:
-        """What makes the batches, as JSON; empty if the script makes its own."""
+        """The transform that makes the batches, as JSON; empty if the script makes its own batches."""
         return self._feed.inbox.transform
 
     def send(self, batch: Batch) -> None:
-        """Add a batch to the inbox; wait until there is room.
+        """Add a batch to the inbox; wait until there is space.
 
         Raises:
             Stopped: Training is over.
@@ -183,7 +183,7 @@ def running() -> ScriptFeed:
 
 
 def find_script() -> tuple[Path, list[str]]:
-    """Return the data script and its arguments: ``PERSIA_DATALOADER_ENTRY``, else a file beside the main script.
+    """Return the data script and its arguments: ``PERSIA_DATALOADER_ENTRY``, else a file next to the main script.
 
     Raises:
         ConfigError: There is no such file.

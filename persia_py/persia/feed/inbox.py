@@ -1,4 +1,4 @@
-"""The batches of all data-compose replicas for one rank, merged in turn.
+"""The batches of all data-compose replicas for one rank, merged alternately.
 
 The order depends on the indices of the replicas only, never on their speed: the first batch of replica 0, the first of
 replica 1, ..., the second of replica 0, and so on. A replica that has ended is skipped.
@@ -25,7 +25,7 @@ class ReplicaInUseError(UsageError):
 
 @dataclass
 class Position:
-    """Where a data-compose replica that connects has to resume.
+    """The position at which a data-compose replica that connects has to resume.
 
     Attributes:
         received: The number of its batches that this rank has received. They are not sent again.
@@ -46,7 +46,7 @@ class SenderCallbacks:
 
     Attributes:
         taken: One of its batches was taken; the argument is the number of the batch.
-        stopped: The rank wants no more batches; the argument is the reason.
+        stopped: The rank accepts no more batches; the argument is the reason.
         replaced: The same process has connected again.
     """
 
@@ -60,7 +60,7 @@ class _ReplicaQueue:
     """The batches of one data-compose replica."""
 
     received: int = 0
-    digest: Digest = 0  # of the received batches
+    digest: Digest = 0  # the digest of the received batches
     waiting: deque[tuple[int, Batch, Digest]] = field(default_factory=deque)
     sender: str | None = None  # None while it is not connected
     callbacks: SenderCallbacks | None = None
@@ -76,7 +76,8 @@ class Inbox:
     """A queue for each data-compose replica; each holds at most ``buffer`` batches.
 
     Attributes:
-        transform: What makes the batches, as JSON; empty if the data script makes its own. Set by :meth:`open`.
+        transform: The transform that makes the batches, as JSON; empty if the data script makes its own. Set by
+            :meth:`open`.
     """
 
     def __init__(self) -> None:
@@ -90,7 +91,7 @@ class Inbox:
         self._turn = 0
         self._stopped: str | None = None
 
-    # For the data loader.
+    # This is for the data loader.
 
     def open(
         self,
@@ -108,7 +109,7 @@ class Inbox:
             skip: The number of batches of each replica that the resumed run has trained on.
             replicas: The number of replicas of the resumed run; None if it does not matter.
             digests: The digest of the skipped batches of each replica; None if they are not known.
-            transform: What makes the batches, as JSON, for the built-in data-compose.
+            transform: The transform that makes the batches, as JSON, for the built-in data-compose.
         """
         with self._changed:
             self.transform = transform
@@ -183,7 +184,7 @@ class Inbox:
             return sum(len(queue.waiting) for queue in self._queues.values())
 
     def wake(self) -> None:
-        """Make a waiting :meth:`take` check its ``stop``."""
+        """Wake a waiting :meth:`take`, so that it checks its ``stop``."""
         with self._changed:
             self._changed.notify_all()
 
@@ -208,17 +209,17 @@ class Inbox:
         callbacks: SenderCallbacks,
         gone: Callable[[], bool] = lambda: False,
     ) -> Position | None:
-        """Connect a sender, as soon as the data loader asks for batches.
+        """Connect a sender, as soon as the data loader requests batches.
 
         Args:
             index: The index of its replica.
             replicas: The number of replicas in its configuration.
             sender: The id of its process. A process that connects again replaces its own connection.
             callbacks: They are called from other threads and under a lock, so they must not block.
-            gone: Whether the sender has disconnected meanwhile; call :meth:`wake` when that changes.
+            gone: Whether the sender has disconnected in the meantime; call :meth:`wake` when that changes.
 
         Returns:
-            Where it has to resume; None if it has disconnected.
+            The position at which it has to resume; None if it has disconnected.
 
         Raises:
             Stopped: Training is over, or the replica has sent all batches of this generation.
@@ -239,7 +240,7 @@ class Inbox:
             if queue.sender not in (None, sender):
                 raise ReplicaInUseError(
                     f"another process is connected as data-compose replica {index} of {replicas}; give each replica "
-                    "an index of its own (REPLICA_INDEX)"
+                    "its own index (REPLICA_INDEX)"
                 )
             if queue.callbacks is not None:
                 queue.callbacks.replaced()
@@ -252,7 +253,7 @@ class Inbox:
             raise ConfigError(f"REPLICA_INDEX={index}: want less than REPLICA_SIZE={replicas}")
         if self._replicas not in (None, replicas):
             raise ConfigError(
-                f"data-compose replica {index} says REPLICA_SIZE={replicas}, this run has {self._replicas} replicas"
+                f"data-compose replica {index} has REPLICA_SIZE={replicas}, this run has {self._replicas} replicas"
             )
         self._replicas = replicas
 
@@ -317,7 +318,7 @@ class Inbox:
             raise error
 
     def disconnect(self, index: int, callbacks: SenderCallbacks) -> bool:
-        """Remove a connection; return whether the replica has to come back."""
+        """Remove a connection; return whether the replica has to connect again."""
         with self._changed:
             queue = self._queues[index]
             if queue.callbacks is not callbacks:

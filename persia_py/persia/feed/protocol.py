@@ -11,7 +11,7 @@ MAX_REPLICAS = 256
 
 
 class Stopped(BaseException):
-    """The trainers want no more batches. ``DataCtx`` ends its block and suppresses it."""
+    """The trainers accept no more batches. ``DataCtx`` ends its block and suppresses it."""
 
 
 class RunRestarted(BaseException):

@@ -64,7 +64,7 @@ class SenderState:
 
     @property
     def over(self) -> bool:
-        """Whether no stream has to send anything more."""
+        """Whether all streams have sent everything."""
         return self.closed or bool(self.restarted) or self.error is not None
 
 
@@ -98,11 +98,11 @@ class RankStream:
         self._thread = threading.Thread(target=self._run, name=f"persia-feed-rank-{rank}", daemon=True)
         self._thread.start()
 
-    # For the sender. The caller holds ``state.changed``.
+    # This is for the sender. The caller holds ``state.changed``.
 
     @property
     def welcomed(self) -> bool:
-        """Whether the rank has sent where to resume."""
+        """Whether the rank has sent the position at which to resume."""
         return self.skip is not None
 
     @property
@@ -158,7 +158,7 @@ class RankStream:
             _logger.info(text, *values)
 
     def _handle_error(self, error: grpc.RpcError, address: str) -> None:
-        """Let the stream connect again if that may help; else end the sender."""
+        """Let the stream reconnect if the error may be temporary; else end the sender."""
         code, details = error.code(), error.details()
         if self._state.over:
             return
@@ -252,7 +252,7 @@ class RankStream:
             connection.open = True
 
     def _requests(self, connection: "_Connection") -> Iterator[pb.FeedRequest]:
-        """Yield the requests of one connection; gRPC iterates in a thread of its own."""
+        """Yield the requests of one connection; gRPC iterates in a separate thread."""
         state = self._state
         yield pb.FeedRequest(
             hello=pb.FeedHello(

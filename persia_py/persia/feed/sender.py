@@ -33,7 +33,7 @@ class Sender:
 
     Attributes:
         world_size: The number of ranks.
-        generation: The generation of the run; 0 if the ranks want no batches.
+        generation: The generation of the run; 0 if the ranks accept no batches.
 
     Raises:
         AuthError: A rank refuses the token.
@@ -57,12 +57,12 @@ class Sender:
 
     @property
     def generation(self) -> int:
-        """The generation of the run; 0 if the ranks want no batches."""
+        """The generation of the run; 0 if the ranks accept no batches."""
         return self._state.generation or 0
 
     @property
     def transform(self) -> str:
-        """What makes the batches, as JSON; empty if the script makes its own.
+        """The transform that makes the batches, as JSON; empty if the script makes its own batches.
 
         Raises:
             IncompatibleError: The ranks have different ones.
@@ -75,7 +75,7 @@ class Sender:
 
     @property
     def rank_0(self) -> str:
-        """The address of the rank 0 that receives the batches. Every training context has an address of its own."""
+        """The address of the rank 0 that receives the batches. Every training context has a different address."""
         return self._streams[0].address
 
     def _wait_for_trainers(self, job: str) -> int:
@@ -113,7 +113,7 @@ class Sender:
             raise Stopped(self._streams[0].stopped)
 
     def send(self, batch: Batch) -> None:
-        """Send a batch; wait until its rank has room.
+        """Send a batch; wait until its rank has space.
 
         Raises:
             Stopped: The ranks want no more batches.

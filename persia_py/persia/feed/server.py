@@ -27,7 +27,7 @@ _GRACE_S = 5.0
 
 _Refusal = tuple[grpc.StatusCode, str]
 _Reply = pb.FeedReply | _Refusal | None
-"""The next reply of a stream. A refusal and None end it."""
+"""The next reply of a stream. A refusal, and None, end the stream."""
 
 
 class FeedServer:
@@ -75,7 +75,7 @@ class FeedServer:
         self._run = generation, rank, world_size
 
     def stop(self, reason: str) -> None:
-        """Report to every sender that the rank wants no more batches."""
+        """Report to every sender that the rank accepts no more batches."""
         self.inbox.stop(reason)
 
     def close(self, error: BaseException | None = None) -> None:
@@ -126,7 +126,7 @@ class _FeedService(services.TrainerServicer):
                 hello.replica_index, hello.replica_size, hello.sender, callbacks, gone=is_gone
             )
         except Stopped as stopped:
-            # Only after the generation has begun: else an attempt that never began would look finished to its senders.
+            # Only after the generation has begun. Otherwise an attempt that never began would appear to be finished.
             generation, rank, world_size = self._current_run(context)
             yield pb.FeedReply(welcome=pb.FeedWelcome(generation=generation, rank=rank, world_size=world_size))
             yield _stop(str(stopped))
@@ -182,7 +182,7 @@ class _FeedService(services.TrainerServicer):
         """Return the first message; refuse a sender of another job, protocol or version."""
         first = next(requests, None)
         if first is None or first.WhichOneof("part") != "hello":
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message has to be a hello")
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be a hello")
         hello: pb.FeedHello = first.hello
         wrong = [
             f"{what} {theirs!r} (the trainer has {ours!r})"
@@ -211,7 +211,7 @@ class _FeedService(services.TrainerServicer):
         world_size: int,
         replies: "queue.SimpleQueue[_Reply]",
     ) -> None:
-        """Fill the inbox until the replica's end, in a thread of its own; that of the handler sends the replies."""
+        """Fill the inbox until the replica's end, in a separate thread; that of the handler sends the replies."""
         index, sender = hello.replica_index, hello.sender
         try:
             for request in requests:

@@ -49,7 +49,7 @@ def run(binary: str, *, port: int, files: Mapping[str, Path | None], index: int,
         if not Path(path).is_file():
             origin = f"{flag} {path}" if given else f"{name}={path}"
             raise UsageError(f"{origin}: no such file (seen from {Path.cwd()})")
-        command += [flag, str(path)]  # an env_file of Docker may keep white space at the end of the variable
+        command += [flag, str(path)]  # an env_file of Docker may keep trailing white space in the variable
     os.execv(program, command)  # noqa: S606
 
 

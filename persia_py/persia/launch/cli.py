@@ -149,7 +149,7 @@ def _script(given: str | None, arguments: Sequence[str], *, variable: str) -> tu
 
     Raises:
         UsageError: No script is given, or it does not exist.
-        ConfigError: ``PERSIA_CONFIG`` names no file, or is given beside ``PERSIA_EMBEDDING_CONFIG``.
+        ConfigError: ``PERSIA_CONFIG`` names no file, or is set together with ``PERSIA_EMBEDDING_CONFIG``.
     """
     text = (given or os.environ.get(variable, "")).strip()
     if not text:

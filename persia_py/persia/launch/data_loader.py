@@ -13,7 +13,7 @@ from persia.runtime.exit_codes import AGAIN
 from persia.runtime.settings import SERVED, settings
 
 _PERIOD = 2.0
-"""Seconds between two questions to NATS for new trainers."""
+"""Seconds between two queries to NATS for new trainers."""
 
 
 def run(script: Path | None, arguments: Sequence[str], *, index: int, size: int) -> int:
@@ -61,7 +61,7 @@ def run(script: Path | None, arguments: Sequence[str], *, index: int, size: int)
 def wait_for_new_trainers(events: Events, *, served: str) -> bool:
     """Wait until a rank 0 is announced at another address than ``served``.
 
-    Every training context has an address of its own, also in the same process. The new one may be announced already.
+    Every training context has a different address, also in the same process. The new one may be announced already.
 
     Args:
         events: A signal among them ends the wait.

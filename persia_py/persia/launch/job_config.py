@@ -29,7 +29,7 @@ def _as_text(value: object) -> str:
         return str(int(value))
     if isinstance(value, str | int | float):
         return str(value)
-    raise ValueError("text or a number")
+    raise ValueError("a string or a number")
 
 
 def _check_entry(entry: str) -> str:
@@ -68,7 +68,7 @@ class JobConfig(_Strict):
     """A job on this host. Paths are relative to the folder of the file."""
 
     job: Annotated[str, Field(pattern=_NAME)] = "local"
-    """The job's name. Jobs of different names do not see each other."""
+    """The job's name. Jobs with different names are isolated from each other."""
     servers: _Count = 1
     """The number of embedding servers."""
     middlewares: _Count = 1
@@ -134,7 +134,7 @@ def read_job_config(path: Path, sizes: Sizes | None = None) -> JobConfig:
         raise
     if given := [name for name in ("servers", "middlewares", "data_compose", "ranks", "name") if getattr(sizes, name)]:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise UsageError(f"{options}: {path} is no persia.yml, it has these numbers itself; change them there")
+        raise UsageError(f"{options}: {path} is not a persia.yml and sets these numbers itself; change them there")
     mistakes = _without_slots(content)
     try:
         config = JobConfig.model_validate(content)
@@ -171,7 +171,7 @@ def _job_of(path: Path, sizes: Sizes) -> JobConfig:
 
 
 def _without_slots(content: Any) -> list[str]:
-    """Return what is wrong about ``config`` and the keys that it replaces."""
+    """Return the mistakes in ``config`` and in the keys that it replaces."""
     if not isinstance(content, dict):
         return []
     whole, slots = (content.get(key) is not None for key in ("config", "embedding_config"))
@@ -197,7 +197,7 @@ def _with_absolute_paths(config: JobConfig, path: Path) -> JobConfig:
         files["token"] = config.token
     found = {key: _absolute(folder, name) for key, name in files.items() if name is not None}
     mistakes = [
-        f"{key}: found `{files[key]}`, which is no file (seen from {folder})"
+        f"{key}: found `{files[key]}`, which is not a file (seen from {folder})"
         for key, name in found.items()
         if not Path(name).is_file()
     ]
@@ -208,7 +208,7 @@ def _with_absolute_paths(config: JobConfig, path: Path) -> JobConfig:
         name, *arguments = shlex.split(part.entry)
         script = _absolute(folder, name)
         if not Path(script).is_file():
-            mistakes.append(f"{key}.entry: found `{name}`, which is no file (seen from {folder})")
+            mistakes.append(f"{key}.entry: found `{name}`, which is not a file (seen from {folder})")
         changes[key] = part.model_copy(update={"entry": shlex.join([script, *arguments])})
     if config.run_dir is not None:
         changes["run_dir"] = _absolute(folder, config.run_dir)

@@ -29,7 +29,7 @@ class Logs:
         self._files = ExitStack()
 
     def __enter__(self) -> Self:
-        """Return the object; a file is opened when its writer is first asked for."""
+        """Return the object; a file is opened when its writer is first requested."""
         return self
 
     def __exit__(

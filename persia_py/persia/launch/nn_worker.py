@@ -21,7 +21,7 @@ _OWN_CODES = {ExitCode.CONFIG, ExitCode.UNREACHABLE, ExitCode.CORRUPT, ExitCode.
 """Exit codes of a rank that are passed on, because they say more than :attr:`ExitCode.AGAIN`."""
 
 _NOTICE = 5.0
-"""Seconds in which the other ranks may end by themselves after one has failed."""
+"""Seconds in which the other ranks may end on their own after one has failed."""
 
 _output = threading.Lock()
 

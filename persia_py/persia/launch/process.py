@@ -12,11 +12,11 @@ from typing import IO
 
 _DIE_WITH_PARENT = Path(__file__).with_name("die_with_parent.py")
 _OUTPUT_DEADLINE = 2.0
-"""Seconds to read the rest of the output of a process that ended. A child of it may keep the pipe open."""
+"""Seconds to read the remaining output of a process that ended. A child of it may keep the pipe open."""
 
 
 class Process:
-    """A program in a process group of its own, which the kernel kills if this process dies.
+    """A program in its own process group, which the kernel kills if this process dies.
 
     The kernel ties it to the thread that starts it. Start it from the main thread.
 

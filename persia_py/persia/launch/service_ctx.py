@@ -24,7 +24,7 @@ from persia.runtime.errors import ConfigError, PersiaError, UnreachableError
 from persia.runtime.settings import settings
 
 _POLL = 0.1
-"""Seconds between two questions to NATS for servers and middlewares."""
+"""Seconds between two queries to NATS for servers and middlewares."""
 _SCRIPT = """\
 import pathlib
 import cloudpickle
@@ -33,7 +33,7 @@ cloudpickle.loads(pathlib.Path({path!r}).read_bytes())()
 
 
 class PersiaServiceCtx:
-    """Run NATS, servers and middlewares for the length of a ``with`` block, and functions in processes of their own.
+    """Run NATS, servers and middlewares for the length of a ``with`` block, and functions in separate processes.
 
     Inside the block this process is part of the job: its ``TrainCtx`` uses the servers. At the end of the block it
     waits until ``nn_worker_func`` has returned, unless an exception leaves the block. Then it stops all processes.

@@ -54,7 +54,7 @@ class Events:
 def stopped_by(number: int) -> ExitCode:
     """Return the exit code of a launcher that a signal stopped before the run was finished.
 
-    SIGINT is a person's Ctrl-C: a restart is not wanted. Every other signal comes from a supervisor, which restarts.
+    SIGINT is Ctrl-C, after which there must be no restart. Every other signal comes from a supervisor, which restarts.
     """
     return ExitCode.INTERRUPTED if number == signal.SIGINT else AGAIN
 

@@ -10,7 +10,7 @@ from persia.runtime.errors import PersiaError
 from persia.runtime.exit_codes import ExitCode
 
 _RUNNERS = (str(Path(__file__).parent), runpy.__file__, "<frozen runpy>")
-"""Files of the frames between this module and the script."""
+"""The files of the stack frames between this module and the script."""
 
 
 def run_script(file: str, arguments: Sequence[str]) -> int:

@@ -19,18 +19,18 @@ from persia_core import checkpoint as _core
 _logger = get_logger("checkpoint")
 
 RETRY_S = (1.0, 2.0, 4.0)
-"""Seconds after which a save is retried that the disk refused, or that broke off."""
+"""Seconds after which a failed save is retried."""
 
 MEET_S = 20.0
-"""Seconds that ranks wait for each other, to save the run before they leave; a launcher gives them 45 for all of it."""
+"""Seconds that ranks wait for each other, to save the run before they leave; a launcher gives them 45 s in total."""
 
 
 class Autosave:
     """Saves a run every ``every`` steps, and at the end of each loop. A hook of the training loop.
 
-    A save that cannot be written is retried after 1, 2 and 4 s, at the next step boundary; then it is given up, and
-    training continues. The cut is made by all ranks together; rank 0 writes the files while training continues. Ranks
-    learn that a checkpoint is written when they make the next one; ``after_commit`` runs then.
+    A save that cannot be written is retried after 1, 2 and 4 s, at the next step boundary; after that it is abandoned,
+    and training continues. The cut is made by all ranks together; rank 0 writes the files while training continues.
+    Ranks are informed that a checkpoint is written when they make the next one; ``after_commit`` runs then.
 
     Args:
         checkpoints: The options of the script, and the counters that it reads.
@@ -52,7 +52,7 @@ class Autosave:
         return f"Checkpoints(every={self._checkpoints.every})"
 
     def on_start(self, loop: Loop) -> None:
-        """Note the loop."""
+        """Record the loop."""
         self._loop = loop
 
     def before_step(self) -> None:
@@ -79,7 +79,7 @@ class Autosave:
             self.save_last()
 
     def save_last(self) -> None:
-        """Save the run if steps were trained since the last save; return when the save is written or given up.
+        """Save the run if steps were trained since the last save; return when the save is written or abandoned.
 
         Raises:
             PersiaError: A push of a rank is not applied, or a rank is lost.
@@ -189,7 +189,7 @@ class Autosave:
             self._tries = 0
             self._checkpoints.failed += 1
             self._given_up = str(error)
-            _logger.error("checkpoint of step %d given up, training continues: %s", step, error)
+            _logger.error("checkpoint of step %d abandoned, training continues: %s", step, error)
             return
         wait = RETRY_S[self._tries]
         self._tries += 1
@@ -197,7 +197,7 @@ class Autosave:
         self._retry_at = time.monotonic() + wait
 
     def _settled(self) -> bool | None:
-        """On rank 0: whether the last save is written or given up; if not, it is to be retried now."""
+        """On rank 0: whether the last save is written or abandoned; if not, it is retried now."""
         if not self._backend.is_rank_0:
             return None
         self._backend.join_checkpoint_thread()
@@ -209,8 +209,8 @@ class Autosave:
     def exit_if_requested(self, left_by: BaseException | None) -> None:
         """At the end of a context: save the run and leave, if this process was asked to stop.
 
-        If the block ended normally, all ranks stop when one was asked to. If the last save was given up, it is tried
-        again: a run whose last save is missing is not finished.
+        If the block ended normally, all ranks stop when one was asked to. If the last save was abandoned, it is
+        retried: a run whose last save is missing is not finished.
 
         Args:
             left_by: The exception that leaves the context, if any.
@@ -236,7 +236,7 @@ class Autosave:
             self._save_again()
 
     def _last_is_missing(self) -> bool:
-        """On rank 0: whether the last save was given up, or is to be retried."""
+        """On rank 0: whether the last save was abandoned, or is to be retried."""
         if not self._backend.is_rank_0:
             return False
         self._backend.join_checkpoint_thread()
@@ -273,7 +273,7 @@ class Autosave:
                 if min(steps) < max(steps):
                     raise UsageError(f"the ranks are at steps {', '.join(map(str, steps))}")
                 self.save_last()
-        except (PersiaError, RuntimeError) as error:  # torch raises RuntimeError if another rank ends meanwhile
+        except (PersiaError, RuntimeError) as error:  # torch raises RuntimeError if another rank ends during it
             _logger.error("%s: leaving after step %d, without a checkpoint of it: %s", why, step, error)
         else:
             _logger.info("%s: leaving after step %d", why, step)

@@ -14,7 +14,7 @@ from persia_core.forward import TrainingBatch
 _logger = get_logger("gradients")
 
 MAX_SKIPPED_STEPS = 25
-"""Steps in a row that may be skipped for NaN or infinity before training stops."""
+"""The number of consecutive steps that may be skipped for NaN or infinity before training stops."""
 
 
 class Gradients:
@@ -58,7 +58,7 @@ class Gradients:
         return None
 
     def push(self, lr_factor: float) -> None:
-        """Send them on their way."""
+        """Queue the push of the gradients."""
         if self._sums is not None:
             self._batch.push_sums(self._sums, lr_factor)
         else:
@@ -112,8 +112,8 @@ class Backward:
             loss: A scalar.
             batch: The batch of the loss.
             embeddings: Its embedding tensors, leaves of the loss's graph.
-            embedding_optimizer: Gives the learning rate in force.
-            backend: Knows the other ranks.
+            embedding_optimizer: Gives the current learning rate.
+            backend: Gives access to the other ranks.
 
         Returns:
             The back-propagated loss, including the loss scale.

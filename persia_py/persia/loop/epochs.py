@@ -38,9 +38,9 @@ class Epochs:
             UsageError: ``count`` is negative or differs between ranks, or the epochs are iterated already.
         """
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise UsageError(f"ctx.epochs({count!r}): want a whole number from 0 on")
+            raise UsageError(f"ctx.epochs({count!r}): want a whole number of at least 0")
         if self._running is not None:
-            raise UsageError("ctx.epochs inside a loop over ctx.epochs: an epoch has no epochs of its own")
+            raise UsageError("ctx.epochs inside a loop over ctx.epochs: epochs cannot be nested")
         given = self._state.backend.all_gather("ctx.epochs", [count, self._state.passes])
         other = next((rank for rank, (of_rank, _) in enumerate(given) if of_rank != count), None)
         if other is not None:
@@ -74,7 +74,7 @@ class Epochs:
             self._running = None
 
     def begin_loop(self, previous: TrainingLoop | None) -> None:
-        """Record that a training loop begins; warn where a resumed script may train too many steps.
+        """Record that a training loop begins; warn if a resumed script may train too many steps.
 
         Args:
             previous: The last loop of the context; None if this is the first.
@@ -98,16 +98,16 @@ class Epochs:
             _logger.warning(
                 "a second training loop of a resumed run begins, and its checkpoint was written %s. A script that "
                 "counts its passes from 0 again, as in `for epoch in range(N)`, trains too many steps after a resume: "
-                "write `for epoch in ctx.epochs(N)`. If the script itself begins at the interrupted pass, all is well",
+                "write `for epoch in ctx.epochs(N)`. If the script itself begins at the interrupted pass, ignore this",
                 "by an older version, which did not count passes" if before is None else f"after {before} finished",
             )
 
     def on_start(self, loop: Loop) -> None:
-        """Note the step at which a loop starts."""
+        """Record the step at which a loop starts."""
         self._loop, self._began = loop, loop.step
 
     def on_end(self, complete: bool) -> None:
-        """Warn where a resumed script may train too many or too few steps."""
+        """Warn if a resumed script may train too many or too few steps."""
         loop, self._loop = self._loop, None
         if complete and loop is not None and loop.step == self._began and self.resumed and self._running is None:
             self.resumed, before = False, self._state.passes_loaded

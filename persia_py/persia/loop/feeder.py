@@ -40,7 +40,7 @@ class Feeder:
     """Feeds the batches of a source to a pipeline; an error of the data set follows the batches before it.
 
     Args:
-        source: What is read.
+        source: The data set that is read.
         pipeline: The pipeline that gets the batches.
         step: The step before the first batch.
         slots: The slots of the run, for an empty batch.
@@ -89,7 +89,7 @@ def stop_reading(thread: threading.Thread, source: Source, *, completed: bool) -
 
 
 def _join(thread: threading.Thread) -> bool:
-    """Wait for a reading thread; return whether it has ended. A thread that hangs in the data set stays."""
+    """Wait for a reading thread; return whether it has ended. A thread that hangs in the data set is left running."""
     if thread.ident is not None:
         thread.join(LEAVE_S)
     if thread.is_alive():

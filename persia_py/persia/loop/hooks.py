@@ -4,10 +4,10 @@ A hook is an object with any of the methods below. The loop calls each point on 
 in reverse order. All ranks have equal lists, which they compare when a loop starts.
 
 * ``on_start(loop)``: a pass begins; nothing is fed yet. Every rank is here, so that a hook may use collectives.
-* ``before_lookup(fed_batch)``: whether a batch is kept from the engine. In the thread that reads ahead.
+* ``before_lookup(fed_batch)``: whether a batch is withheld from the engine. It runs in the thread that reads ahead.
 * ``before_step()``: between two steps, on every rank; collectives as above.
 * ``vote(fed_batch)``: this rank's part of the one agreement before each step.
-* ``decide(step, votes)``: what all ranks voted; true skips the step. Every rank decides the same.
+* ``decide(step, votes)``: the decision from the votes of all ranks; true skips the step. It is equal on every rank.
 * ``after_lookup(step)``: the batch of the step goes to the script.
 * ``after_step(step)``: the step is applied to model and rows, or skipped.
 * ``after_commit(step)``: a checkpoint of the step is written, and every rank knows.
@@ -75,7 +75,7 @@ class Hooks:
                 hook.on_start(loop)
 
     def skips_lookup(self, fed_batch: FedBatch) -> bool:
-        """Return whether a hook keeps this batch from the engine."""
+        """Return whether a hook withholds this batch from the engine."""
         return any(before(fed_batch) for before in self._having("before_lookup"))
 
     def before_step(self) -> None:
@@ -96,7 +96,7 @@ class Hooks:
         """
         skip = False
         for hook, *votes in zip(self._voters, *ballots, strict=True):
-            skip = hook.decide(step, votes) or skip  # every hook decides: no short circuit
+            skip = hook.decide(step, votes) or skip  # every hook must decide, so no short circuit
         return skip
 
     def after_lookup(self, step: int) -> None:

@@ -6,7 +6,7 @@ import torch
 
 _FIRST_SCALE = 2.0**16
 _MAX_SCALE = 2.0**24
-"""A model of float32 never overflows: its scale stops here, far below what float32 holds."""
+"""The largest scale, far below the range of float32, because a float32 model never overflows."""
 
 
 class LossScale:
@@ -39,7 +39,7 @@ class LossScale:
         return {"value": self.value, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there."""
+        """Continue from such a state."""
         self.value, self._good_steps = float(state["value"]), int(state["good_steps"])
         self.scaler.load_state_dict(
             {

@@ -20,16 +20,16 @@ from persia.runtime.settings import settings
 _logger = get_logger("quarantine")
 
 FOLDER = "poison"
-"""The folder beside the saves of a run; its name is that of earlier versions."""
+"""The folder next to the checkpoints of a run; its name is that of earlier versions."""
 TRIES = 3
-"""Failures after which a batch counts as one that always fails."""
+"""The number of failures after which a batch counts as one that always fails."""
 MIN_STEP_DISTANCE = 100
 """Minimum distance, in steps, between failing steps that are skipped.
 
 Closer failures suggest a bug, and neither step is skipped.
 """
 _KEPT = 4096
-"""Characters of an error that are kept."""
+"""The number of characters of an error that are stored."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Quarantine:
     """Records failing batches of this rank, and makes all ranks skip steps together. A hook of the training loop.
 
     Args:
-        checkpoints: Says whether such steps are skipped; the records are beside its saves.
+        checkpoints: The settings of checkpoints: whether such steps are skipped, and the folder of the records.
     """
 
     def __init__(self, checkpoints: Checkpoints) -> None:
@@ -73,7 +73,7 @@ class Quarantine:
         self._skip = checkpoints.failing_batches == "skip"
         self._folder: Path | None = None
         self._began = 0
-        self._saved = 0  # the newest save, as far as is known
+        self._saved = 0  # the newest checkpoint, as far as is known
         self._mine: dict[int, Record] = {}
         self._always: set[int] = set()  # on any rank, however close
         self._to_skip: set[int] = set()  # steps that are skipped, unless their batches are others now
@@ -111,13 +111,14 @@ class Quarantine:
                     _place(record.position)
                     found[int(record.step)] = replace(record, times=int(record.times))
                 except (LookupError, TypeError, ValueError) as error:
-                    _logger.warning("%s is no record of a batch that failed: %r", path, error)
+                    _logger.warning("%s is not a record of a failed batch: %r", path, error)
         return found
 
     def _nearby_failures(self, step: int) -> set[int]:
-        """Return the other steps close to this one that always fail, and are after the newest save or next to it.
+        """Return the other steps close to this one that always fail, and are after the newest checkpoint or next to it.
 
-        Steps that were skipped before that save do not count, because steps between them and this one were trained.
+        Steps that were skipped before that checkpoint do not count, because steps between them and this one were
+        trained.
         """
         near = {other for other in self._always if other != step and abs(other - step) < MIN_STEP_DISTANCE}
         return {other for other in near if other > self._saved or other == step - 1}
@@ -163,12 +164,12 @@ class Quarantine:
             return
         try:
             self._write(fed_batch, error)
-        except Exception as problem:  # whatever it is, the error of the batch is the one to be reported
+        except Exception as problem:  # for any exception, because the error of the batch is the one to report
             _logger.warning("step %d failed, but that cannot be recorded: %s", fed_batch.step, problem)
 
     def _write(self, fed_batch: FedBatch, error: Exception) -> None:
         if self._folder is None:
-            raise UsageError("this rank knows no folder of checkpoints; set PERSIA_CKPT_DIR")
+            raise UsageError("this rank has no folder of checkpoints; set PERSIA_CKPT_DIR")
         rank, position, meta = settings.rank, json.loads(fed_batch.position), fed_batch.batch.meta
         content = fed_batch.batch.to_bytes()
         before = self._mine.get(fed_batch.step)
@@ -189,7 +190,7 @@ class Quarantine:
             files.write_whole(path.with_suffix(".batch"), content)
         files.write_whole(path, json.dumps(asdict(record), indent=1).encode() + b"\n")
         _logger.error(
-            "step %d failed on rank %d for the %s time: %s: %s; see %s, and the batch beside it; %s",
+            "step %d failed on rank %d for the %s time: %s: %s; see %s, and the batch next to it; %s",
             fed_batch.step,
             rank,
             _nth(record.times),
@@ -210,7 +211,7 @@ class Quarantine:
         return "it always fails, and its step is skipped when the run is restarted"
 
     def after_commit(self, step: int) -> None:
-        """Delete the records of steps that this process has trained, up to the step of a written save."""
+        """Delete the records of steps that this process has trained, up to the step of a written checkpoint."""
         self._saved = max(self._saved, step)
         for each in [each for each in self._mine if self._began < each <= step and each not in self._to_skip]:
             del self._mine[each]

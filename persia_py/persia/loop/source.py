@@ -9,7 +9,7 @@ from persia.runtime.errors import DataError, FeatureTypeError, UsageError
 from persia.runtime.stateful import Stateful
 
 Cursor = dict[str, Any]
-"""Where a data set is: ``batches`` read in this pass, and the data set's own ``source`` state or None."""
+"""The position of a data set: ``batches`` read in this pass, and the data set's own ``source`` state or None."""
 
 
 class Dataset(Protocol):
@@ -36,7 +36,7 @@ class Stream(Protocol):
         """Return the digests of the batches that were trained on, for a checkpoint."""
 
     def set_replay_digests(self, replay_digests: dict[str, Any] | None) -> None:
-        """Take the digests of the batches that a resumed run skips."""
+        """Set the digests of the batches that a resumed run skips."""
 
     def waiting(self) -> int:
         """Return the number of batches that have arrived and were not yielded."""
@@ -68,7 +68,7 @@ class Source:
         self._skip = 0
 
     def resume(self, cursor: Cursor | None, replay_digests: dict[str, Any] | None) -> None:
-        """Take the data set to where the loop starts.
+        """Move the data set to the start of the loop.
 
         Args:
             cursor: The position of a checkpoint; None continues where the data set is.

@@ -1,4 +1,4 @@
-"""How many batches are trained on, and a warning where a script trains on none without knowing."""
+"""The number of batches that are trained on, and a warning if a script trains on none."""
 
 import torch
 
@@ -10,7 +10,7 @@ from persia.runtime.settings import settings
 _logger = get_logger("ctx")
 
 WARN_AFTER = 3
-"""Forwards in a row without a backward, of which the last is logged."""
+"""The number of consecutive forwards without a backward after which a warning is logged."""
 
 _INSTEAD = (
     "ctx.backward(loss) back-propagates, updates the rows and makes the step of the dense optimizer; call it in place "
@@ -44,7 +44,7 @@ class TrainedBatches:
         self._backwards += 1
 
     def end_step(self, embeddings: list[torch.Tensor]) -> None:
-        """Record that the forward before, whose outputs were ``embeddings``, can get no backward any more."""
+        """Record that the previous forward, whose outputs were ``embeddings``, can no longer have a backward."""
         step, self._waiting = self._waiting, 0
         if not step:
             return
@@ -90,10 +90,10 @@ class TrainedBatches:
             _logger.info("%s", text)
 
     def warn_untrained_save(self) -> None:
-        """Warn that a checkpoint is about to have no training in it, where forwards had no backward."""
+        """Warn that a checkpoint will contain no training, if forwards had no backward."""
         if self._forwards and not self._backwards:
             _logger.warning(
-                "the checkpoint has nothing of the %d batches so far, because none was trained on: %s",
+                "the checkpoint contains no training: none of the %d batches so far was trained on: %s",
                 self._forwards,
                 _INSTEAD,
             )

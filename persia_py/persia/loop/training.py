@@ -27,7 +27,7 @@ class LoopOptions:
 
     Attributes:
         staleness: K: a look-up may miss up to K - 1 updates.
-        reproducible: Equal runs give equal bits.
+        reproducible: Whether runs with equal inputs give bit-identical results.
         timeout_s: The time limit of a look-up.
     """
 
@@ -39,18 +39,18 @@ class LoopOptions:
 class TrainingLoop:
     """A pass over the data, on this rank; all ranks make it in lock-step.
 
-    Each step: agree with the other ranks, take the next batch, hand it to the script, record the position when it is
-    trained on. Everything else (checkpoints, quarantine, watchdog, preemption) is a hook.
+    In each step the loop agrees with the other ranks, takes the next batch, returns it to the script, and records the
+    position after it is trained on. Everything else (checkpoints, quarantine, watchdog, preemption) is a hook.
 
     Args:
-        backend: Where the rows are, and the other ranks.
+        backend: The access to the rows and to the other ranks.
         state: The state of the run in checkpoints, apart from rows.
         source: The data.
         hooks: Equal on all ranks.
         options: The options of look-ups, equal on all ranks.
 
     Attributes:
-        completed: It has ended at the end of the data, on this rank or on another.
+        completed: Whether it has ended at the end of the data, on this rank or on another.
     """
 
     def __init__(self, backend: Backend, state: RunState, source: Source, hooks: Hooks, options: LoopOptions) -> None:
@@ -138,7 +138,7 @@ class TrainingLoop:
             ready = self._pipeline.has_next()
         preemption.exit_if_requested()
         fed = self._feeder.fed
-        fed_batch = fed[0] if ready and fed else None  # ready without a batch: the error of the data set comes next
+        fed_batch = fed[0] if ready and fed else None  # ready without a batch: the error of the data set follows
         left = max(1, len(fed) + self._source.waiting()) if ready else 0
         ballots = self.backend.all_gather("next step", [left, self._hooks.vote(fed_batch)])
         if all(left for left, _ in ballots):
@@ -278,7 +278,7 @@ class LoopIterator:
 
 
 def _log_first(step: int) -> None:
-    """Log the first step of this process, on rank 0: everything is up and runs."""
+    """Log the first step of this process, on rank 0: all parts of the job work."""
     global _first_done
     if not _first_done and settings.rank == 0:
         _logger.info("first step done: step %d", step)

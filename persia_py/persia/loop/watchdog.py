@@ -9,7 +9,7 @@ from persia.runtime import watchdog
 from persia.runtime.settings import settings
 
 _SLICES = 20
-"""Looks during the time that a loop may make no progress."""
+"""The number of checks during the time that a loop may make no progress."""
 
 
 class Watchdog:

@@ -1,4 +1,4 @@
-"""What models are made of: layers, and the checks of their arguments and inputs."""
+"""The parts of models: layers, and the checks of their arguments and inputs."""
 
 from collections.abc import Sequence
 
@@ -52,7 +52,7 @@ class CrossNetwork(nn.Module):
         )
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return ``[batch, width]`` of ``[batch, width]``."""
+        """Return the output, ``[batch, width]``, for the inputs, ``[batch, width]``."""
         crossed = inputs
         for layer in self.layers:
             crossed = inputs * layer(crossed) + crossed
@@ -102,10 +102,10 @@ def check_inputs(
 
 
 def wrong_sizes(name: str, sizes: Sequence[int]) -> list[str]:
-    """Return what is wrong with the layer sizes called ``name``."""
+    """Return the mistakes in the layer sizes called ``name``."""
     return [f"{name}[{index}] ({size}) must be at least 1" for index, size in enumerate(sizes) if size < 1]
 
 
 def wrong_dropout(dropout: float) -> list[str]:
-    """Return what is wrong with a dropout probability."""
+    """Return the mistakes in a dropout probability."""
     return [] if 0 <= dropout < 1 else [f"dropout ({dropout}) must be at least 0 and below 1"]

@@ -27,7 +27,7 @@ class DCNv2(nn.Module):
         deep_mlp: The layer sizes of the MLP. A ReLU follows every layer.
         low_rank: The rank of the weights of the cross network; None means full.
         dropout: The dropout probability of each layer of the MLP.
-        num_labels: The number of labels; each has a logit of its own, on the same layers.
+        num_labels: The number of labels; each has its own logit, on the same layers.
 
     Raises:
         ConfigError: Arguments do not fit together; all mistakes are listed.

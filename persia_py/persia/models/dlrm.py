@@ -33,7 +33,7 @@ class DLRM(nn.Module):
         top_mlp: The layer sizes of the top MLP; the last is ``num_labels``, the logits. A ReLU follows every layer but
             the last.
         dropout: The share of each hidden layer of the top MLP that is zeroed in training.
-        num_labels: The number of labels; each has a logit of its own, on the same layers.
+        num_labels: The number of labels; each has its own logit, on the same layers.
 
     Raises:
         ConfigError: Arguments do not fit together; all mistakes are listed.

@@ -1,6 +1,6 @@
 """Embedding tables as a module of an existing model, without PersiaML's loop.
 
-The rows live where those of :class:`persia.ctx.TrainCtx` do: in this process, or with ``PERSIA_NATS_URL`` set on
+The rows are where those of :class:`persia.ctx.TrainCtx` are: in this process or, if ``PERSIA_NATS_URL`` is set, on
 embedding servers. One forward is one step of the engine, one backward its push.
 """
 
@@ -43,18 +43,18 @@ offsets and per-sample weights."""
 class EmbeddingCollection(torch.nn.Module):
     """Embedding tables with autograd: features in, one pooled vector per sample and feature out.
 
-    In training, with gradients enabled, a forward looks rows up and makes those that are missing; the backward through
-    what it returned pushes one gradient for each row, once, and the rows are updated by ``optimizer`` there and then
-    (as those of torchrec's fused tables: accumulating gradients over several backwards updates the rows in each). A
-    forward sees everything that backwards before it have pushed. In evaluation (``eval()``, or under
-    ``torch.no_grad()``) nothing changes, and missing rows are zeros.
+    In training, with gradients enabled, a forward looks up rows; the backward through its outputs pushes one gradient
+    for each row, once. The push inserts missing rows, and ``optimizer`` updates the rows immediately (as in torchrec's
+    fused tables: if gradients are accumulated over several backwards, each updates the rows). A forward reads all
+    updates that earlier backwards have pushed. In evaluation (``eval()``, or under ``torch.no_grad()``) nothing
+    changes, and missing rows are zeros.
 
-    Rows are not in a state dict. It has a reference to them, and is refused where the collection has other rows: save
-    and load both together, by :meth:`save` and :meth:`load`.
+    Rows are not in a state dict. It has a reference to them, and is refused if the collection has other rows: save and
+    load both together, by :meth:`save` and :meth:`load`.
 
-    The module has no parameters, so that the optimizer of the model and DistributedDataParallel see only the rest of
-    it. ``torch.compile`` leaves its forward as it is (a graph break). Outputs are on ``device``. The factor of a
-    gradient scaler would reach the rows: train without one.
+    The module has no parameters, so that the optimizer of the model and DistributedDataParallel see only the other
+    modules. ``torch.compile`` does not compile its forward (a graph break). Outputs are on ``device``. The factor of a
+    gradient scaler would be applied to the rows: train without one.
 
     Gradients are pushed once: a second backward through the same forward is a :class:`~persia.errors.UsageError`.
     With NaN or infinity in one of them the backward pushes none of this rank's: no row changes, a warning names the
@@ -64,11 +64,11 @@ class EmbeddingCollection(torch.nn.Module):
     which under DDP it is on all ranks or on none.
 
     With ``PERSIA_NATS_URL`` set the rows are on the job's servers, which are started with the slots that
-    :meth:`embedding_config` gives; a process has one collection then, no TrainCtx beside it, and every rank makes it.
-    Embedding gradients are divided by the number of ranks, as DDP does with dense ones. Construction, saving, loading
-    and the first forward of training are collective: all ranks call them. Several ranks need a process group of torch:
-    one that is to have another backend than gloo is started *before* the collection, which starts one of gloo where
-    there is none (and torch refuses a second)::
+    :meth:`embedding_config` gives; a process then has one collection and no TrainCtx, and every rank creates the
+    collection. Embedding gradients are divided by the number of ranks, as DDP does with dense ones. Construction,
+    saving, loading and the first forward of training are collective: all ranks call them. Several ranks need a process
+    group of torch: a group with another backend than gloo must be started *before* the collection, which otherwise
+    starts one of gloo (and torch refuses a second)::
 
         torch.cuda.set_device(env.get_local_rank())
         torch.distributed.init_process_group(
@@ -95,11 +95,12 @@ class EmbeddingCollection(torch.nn.Module):
             training run on the servers.
         config: The initializer, the admission rule and the weight bound. None means
             :func:`persia.nn.default_embedding_config`, and after :meth:`load` the range of the checkpoint's new rows.
-        staleness: Forwards that may wait for their backward at a time. None means ``EMBEDDING_STALENESS``, else 8; with
-            ``REPRODUCIBLE`` set it is 1, and a warning says so if another one is given.
-        device: Where vectors are made and their gradients summed: a CUDA device (``"cuda"`` is PyTorch's current one),
-            or None for the CPU.
-        dtype: What vectors are on a CUDA device: float32, float16 or bfloat16.
+        staleness: The number of forwards that may wait for their backward at a time. None means
+            ``EMBEDDING_STALENESS``, else 8; with ``REPRODUCIBLE`` set it is 1, and a warning says so if another one is
+            given.
+        device: Where vectors are pooled and their gradients summed: a CUDA device (``"cuda"`` is PyTorch's current
+            one), or None for the CPU.
+        dtype: The dtype of vectors on a CUDA device: float32, float16 or bfloat16.
 
     Raises:
         DeviceError: This build or machine has no such device.
@@ -123,7 +124,7 @@ class EmbeddingCollection(torch.nn.Module):
         check_tables(tables)
         self.tables = tuple(tables)
         self._pooling = {feature: table.pooling for table in tables for feature in table.feature_names}
-        self._anchor = torch.zeros((), requires_grad=True)  # makes autograd record a forward
+        self._anchor = torch.zeros((), requires_grad=True)  # it makes autograd record a forward
         self._session = Session(self.embedding_config(), self.optimizer, config, staleness, _device(device, dtype))
 
     def embedding_config(self) -> str:
@@ -154,8 +155,8 @@ class EmbeddingCollection(torch.nn.Module):
 
         Raises:
             DataError: Features missing or unknown, a negative id, offsets and weights that do not fit the ids, or more
-                ids than a look-up may carry. After the last, forwards that wait for their backward at the next forward
-                lose it.
+                ids than a look-up may carry. After the last of these, forwards that have had no backward by the next
+                forward can no longer have one.
             FeatureTypeError: Another dtype or number of dimensions.
             BatchSizeError: Features of different batch sizes.
             UsageError: As many forwards as the staleness allows wait for their backward, or a collection without an
@@ -215,7 +216,7 @@ class EmbeddingCollection(torch.nn.Module):
 
         Every file is verified before anything changes. Every rank calls this, and returns when the rows are loaded. If
         one rank cannot load, none does, so that all ranks can catch the error and continue together. From then on
-        vectors are returned in the order in which the checkpoint's model got them.
+        vectors are returned in the order in which the model of the checkpoint got them.
 
         Args:
             directory: The checkpoint; a relative one is below ``PERSIA_CKPT_DIR``, if that is set.
@@ -266,7 +267,7 @@ class EmbeddingCollection(torch.nn.Module):
         return self._session.engine.stats()
 
     def get_extra_state(self) -> torch.Tensor:
-        """Return what a state dict has of this module: a reference to the rows as they are now, not the rows.
+        """Return the part of a state dict for this module: a reference to the current rows, not the rows.
 
         A push makes it a reference to rows that no longer exist, unless a checkpoint has them: see :meth:`save`.
         """
@@ -328,13 +329,13 @@ class _LookedUp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None]:
-        """Push; a vector that the loss does not depend on has no gradient."""
+        """Push the gradients; a vector that the loss does not depend on has none."""
         ctx.step.push(gradients)
         return None, None
 
 
 class _Parts:
-    """One feature's arrays, checked, as the engine takes them."""
+    """The checked arrays of one feature, in the form that the engine takes."""
 
     def __init__(self, name: str, feature: Feature, pooling: str) -> None:
         given = feature if isinstance(feature, tuple) else (feature,)
@@ -353,7 +354,7 @@ class _Parts:
             self.offsets = as_offsets(name, given[1], len(self.ids), hint)
         if len(given) > 2:
             if isinstance(given[2], torch.Tensor) and given[2].requires_grad:
-                raise UsageError(f"feature {name!r}: weights get no gradient here; give weights.detach()")
+                raise UsageError(f"feature {name!r}: per-sample weights get no gradient; give weights.detach()")
             if pooling != "sum":
                 raise DataError(f"feature {name!r}: per-sample weights need pooling='sum', its table has {pooling!r}")
             self.weights = _float32(name, given[2])

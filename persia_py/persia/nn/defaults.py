@@ -1,4 +1,4 @@
-"""What an :class:`~persia.nn.EmbeddingCollection` takes where the script gives nothing.
+"""The defaults of an :class:`~persia.nn.EmbeddingCollection`.
 
 The values were measured (docs/performance.md). They differ from those of ``TrainCtx``, which are PersiaML's.
 """
@@ -17,7 +17,7 @@ STATE = "collection.state"
 def default_optimizer(lr: float = 0.1) -> Adagrad:
     """Return a new optimizer of rows for a loss that is a mean over the batch.
 
-    It is ``Adagrad(lr, initial_accumulator_value=1e-6, vectorwise_shared=True)``, with one number of state a row. Where
+    It is ``Adagrad(lr, initial_accumulator_value=1e-6, vectorwise_shared=True)``, with one number of state per row. If
     the loss is a sum, gradients are larger by the batch size, and the first updates are too large: use
     ``Adam(lr=0.01)``, whose steps do not depend on the scale of the loss.
 
@@ -28,12 +28,12 @@ def default_optimizer(lr: float = 0.1) -> Adagrad:
 
 
 def default_embedding_config() -> EmbeddingConfig:
-    """Return the configuration of new rows: uniform in [-0.05, 0.05), the rest as in :class:`EmbeddingConfig`."""
+    """Return the configuration of new rows: uniform in [-0.05, 0.05), other values as in :class:`EmbeddingConfig`."""
     return EmbeddingConfig((-0.05, 0.05))
 
 
 def as_optimizer(given: object) -> Optimizer | None:
-    """Return the optimizer that an argument means; ``"default"`` is that of a script that gives none.
+    """Return the optimizer for an argument; ``"default"`` stands for that of a script that gives none.
 
     Raises:
         UsageError: It is not an optimizer.
@@ -49,12 +49,12 @@ def as_optimizer(given: object) -> Optimizer | None:
 
 
 def range_of(config: EmbeddingConfig) -> dict[str, Any]:
-    """Return what :func:`saved_default` reads, for the state of a collection whose script gives no configuration."""
+    """Return the state that :func:`saved_default` reads, for a collection whose script gives no configuration."""
     return {"new_rows": config.emb_initialization}
 
 
 def saved_default(loaded: snapshot.Load) -> EmbeddingConfig:
-    """Return the configuration of rows that a checkpoint gets later, where the script gives none.
+    """Return the configuration of rows that are added to a checkpoint later, if the script gives none.
 
     A checkpoint continues as it began. One of an older version, or of a context, began with PersiaML's defaults.
 

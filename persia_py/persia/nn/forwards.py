@@ -1,15 +1,15 @@
-"""Training forwards of a collection, and how many of them got a backward."""
+"""Training forwards of a collection, and the number of them that had a backward."""
 
 from persia.runtime.logging import get_logger
 
 _logger = get_logger("collection")
 
 WARN_AFTER = 3
-"""Forwards in a row without a backward, of which the last is logged."""
+"""The number of consecutive forwards without a backward after which a warning is logged."""
 
 
 class Forwards:
-    """Counts training forwards, and warns where they get no backward."""
+    """Counts training forwards, and warns if they have no backward."""
 
     def __init__(self) -> None:
         self.backwards = 0
@@ -35,20 +35,20 @@ class Forwards:
         self._dropped = 0
 
     def drop(self) -> None:
-        """Record that a forward can get no backward any more."""
+        """Record that a forward can no longer have a backward."""
         self._dropped += 1
 
     def warn_untrained_save(self) -> None:
-        """Warn that a checkpoint is about to have no training in it, where forwards had no backward."""
+        """Warn that a checkpoint will contain no training, if forwards had no backward."""
         if self._forwards and not self.backwards:
             _logger.warning(
-                "the checkpoint has nothing of the %d training forwards so far, because none got a backward: call "
+                "the checkpoint contains no training: none of the %d training forwards so far had a backward: call "
                 "backward() on a loss that depends on what they returned, undetached",
                 self._forwards,
             )
 
     def log(self, when: str) -> None:
-        """Log how many forwards got a backward; it is a warning if there were only forwards."""
+        """Log how many forwards had a backward; it is a warning if none had."""
         if self._forwards and not self.backwards:
             _logger.warning("%s: no row was updated, none of %d training forwards got a backward", when, self._forwards)
         elif self._forwards:

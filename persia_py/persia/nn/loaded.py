@@ -1,4 +1,4 @@
-"""What an :class:`~persia.nn.EmbeddingCollection` takes from a checkpoint, apart from its rows."""
+"""The data that an :class:`~persia.nn.EmbeddingCollection` reads from a checkpoint, apart from rows."""
 
 from collections.abc import Mapping
 
@@ -38,7 +38,7 @@ def saved_state(loaded: snapshot.Load, optimizer: Optimizer | None) -> tuple[flo
 
 
 def check_features(loaded: snapshot.Load, features: Mapping[str, str]) -> None:
-    """Check that a collection has all features of a checkpoint's model; warn of those that this model did not get.
+    """Check that a collection has all features of a checkpoint's model; warn about those that this model did not get.
 
     Tables that the checkpoint does not have are reported where its rows are restored.
 

@@ -1,4 +1,4 @@
-"""What a state dict says of the rows of a collection, which are not in it."""
+"""The reference of a state dict to the rows of a collection, which it does not contain."""
 
 import uuid
 from collections.abc import Iterable
@@ -18,10 +18,10 @@ _BYTES = 1 + 16 + 8  # version, id, step
 class RowsVersion:
     """Names the rows that a collection has now, so that a state dict can refer to them.
 
-    Rows that have changed get another random name when one is asked for. A checkpoint keeps the names of its rows.
+    Rows that have changed get another random name when one is requested. A checkpoint keeps the names of its rows.
 
     Args:
-        known: False where the rows are those that another process has trained on servers: they have no name here.
+        known: False if the rows are those that another process has trained on servers: they have no name here.
 
     Attributes:
         checked: A state dict with a reference to these rows was loaded.
@@ -43,7 +43,7 @@ class RowsVersion:
         return min(self._names)
 
     def set(self, names: Iterable[str]) -> None:
-        """Take the names of the rows, which each rank may have named, from a checkpoint or the other ranks."""
+        """Use the names of the rows from a checkpoint or the other ranks; each rank may have named them."""
         self._names = {*names}
         self.checked = False
 
@@ -58,10 +58,10 @@ class RowsVersion:
         return torch.tensor([*packed], dtype=torch.uint8)
 
     def check(self, reference: object, step: int) -> None:
-        """Check that a reference is to the rows of now, which are those after ``step``.
+        """Check that a reference is to the current rows, which are those after ``step``.
 
         Raises:
-            CheckpointError: It is to other rows, or it is no reference.
+            CheckpointError: It is to other rows, or is not a reference.
         """
         packed = b""
         if isinstance(reference, torch.Tensor) and reference.shape == (_BYTES,):

@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 _logger = get_logger("collection")
 
 _LOOKUP_S = 600.0
-"""How long a look-up may take, as in :class:`persia.data.DataLoader`."""
+"""The time limit of a look-up, as in :class:`persia.data.DataLoader`."""
 
 
 class PendingBackward:
-    """A training forward until its gradients are pushed, or can be pushed no more."""
+    """A training forward until its gradients are pushed, or can no longer be pushed."""
 
     def __init__(self, session: "Session", batch: TrainingBatch) -> None:
         self._session = session
@@ -63,11 +63,11 @@ class PendingBackward:
         self._session.push(self, self._batch, gradients)
 
     def discard(self) -> None:
-        """Give up the right to push; after a push this does nothing."""
+        """Discard the step, which is then not pushed; after a push this does nothing."""
         self._batch.discard()
 
     def lose(self) -> None:
-        """Give up the right to push because another forward was refused; that is no mistake of the script."""
+        """Discard the step because another forward was refused, which is not a mistake of the script."""
         self._pushed = True
         self.discard()
 
@@ -101,7 +101,7 @@ class Session:
 
     Attributes:
         forwards: The training forwards so far.
-        rows: Which rows the collection has.
+        rows: The names of the collection's rows.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Session:
     ) -> None:
         if contexts.current() is not None:
             raise UsageError(
-                "EmbeddingCollection inside a context of persia.ctx, which has tables of its own: make it outside, or "
+                "EmbeddingCollection inside a context of persia.ctx, which has its own tables: make it outside, or "
                 "give its features to the context's batches"
             )
         self._reproducible = settings.reproducible
@@ -176,7 +176,7 @@ class Session:
         return self._backend.trained_step
 
     def evaluate(self, batch: Batch) -> TrainingBatch:
-        """Look a batch up without changing anything, after every push so far."""
+        """Look up a batch without changing anything, after every push so far."""
         self._check_open()
         if self._optimizer is None and self._loaded_from is None and isinstance(self._backend, LocalBackend):
             raise UsageError(
@@ -189,7 +189,7 @@ class Session:
         return looked
 
     def lookup_for_training(self, batch: Batch) -> PendingBackward:
-        """Look a batch up for training, after every push so far."""
+        """Look up a batch for training, after every push so far."""
         self._check_open()
         self._training_optimizer("a forward in training")
         self.evaluation.end()
@@ -232,7 +232,7 @@ class Session:
                 nonfinite = "the sum of the gradients of one id is not finite"
             if nonfinite is not None:
                 batch.discard()
-                if run.peers() is not None:  # others may push
+                if run.peers() is not None:  # other ranks may push
                     self.rows.changed()
                 self._skip(nonfinite, batch.step)
                 return
@@ -287,7 +287,7 @@ class Session:
             settings_of_rows = self._backend.row_settings
             if self._is_default:
                 settings_of_rows = RowSettings(self._optimizer, saved_default(loaded))
-        with self._backend.together("the loop before a load"):  # left by all ranks or by none
+        with self._backend.together("the loop before a load"):  # all ranks leave here, or none does
             self._leave_loop()
             self.engine.drain()
         with self._backend.together("the end of load"):
@@ -309,7 +309,7 @@ class Session:
             self._backend.broadcast(dict)
         elif self._refused:
             for step in list(self._waiting):
-                step.lose()  # the engine of this forward ends here
+                step.lose()  # this also ends the engine of this forward
             self._waiting.clear()
             self._pipeline.close()
             self._pipeline = self.engine.open(self._staleness, self._reproducible, 1, self._backend.gradient_scale)

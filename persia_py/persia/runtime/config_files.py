@@ -35,7 +35,7 @@ def persia_config() -> Path | None:
 
 
 def find_config(variable: str, name: str) -> Path | None:
-    """Return the configuration file: that of the variable, else ``config/NAME`` beside the script or below the cwd.
+    """Return the configuration file: that of the variable, else ``config/NAME`` next to the script or below the cwd.
 
     Raises:
         ConfigError: The variable names a file that does not exist.

@@ -9,11 +9,11 @@ class ExitCode(IntEnum):
     OK = 0
     """The work is done."""
     FAILED = 1
-    """An error of the script, or one without a code of its own."""
+    """An error of the script, or one without a separate code."""
     CONFIG = 2
-    """Something is wrong in the configuration, the arguments, or the data."""
+    """A mistake in the configuration, the arguments, or the data."""
     UNREACHABLE = 3
-    """A part of the job is not there."""
+    """A part of the job cannot be reached."""
     CORRUPT = 4
     """A checkpoint or a file cannot be used."""
     REFUSED = 5

@@ -12,10 +12,10 @@ def is_url(place: str | os.PathLike[str]) -> bool:
 
 
 def make_folders(folder: Path) -> None:
-    """Make a folder and its parents where they are missing, durably.
+    """Create a folder and its missing parents durably.
 
     Raises:
-        OSError: One cannot be made.
+        OSError: One cannot be created.
     """
     if folder.is_dir():
         return

@@ -16,13 +16,13 @@ from persia.runtime.settings import settings
 _logger = get_logger("job")
 
 RUN = "RUN"
-"""Names the current run; removed when it is finished."""
+"""The file that names the current run; it is removed when the run is finished."""
 
 FINISHED = "FINISHED"
-"""Marks the folder of checkpoints of a finished run, and its replicas: no later run resumes from them."""
+"""The file that marks the checkpoints and replicas of a finished run: no later run resumes from them."""
 
 SUMMARY = "summary.json"
-"""Written into the run's folder by rank 0, at the end and only then."""
+"""The file that rank 0 writes into the run's folder, only at the end of the run."""
 
 MANIFEST = "MANIFEST.json"
 """The file that makes a folder, or what is below a prefix, a checkpoint."""
@@ -113,7 +113,7 @@ def interrupted_run() -> str | None:
 
 
 def finish_run() -> None:
-    """Mark the current run as finished, so that the next one starts anew.
+    """Mark the current run as finished, so that the next one starts from the beginning.
 
     Raises:
         OSError: A file cannot be written or removed.
@@ -131,7 +131,7 @@ def finished_summary(folder: Path, *, of: str | None = None) -> dict[str, Any] |
 
     Args:
         folder: The run's folder; it need not exist.
-        of: The job's name: a summary of another one does not count. None takes any.
+        of: The job's name: a summary of another one does not count. None accepts any.
 
     Raises:
         ConfigError: The file exists and cannot be read as a summary.

@@ -13,7 +13,7 @@ from persia.runtime.settings import SERVED
 _ROOT = "persia"
 _FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 _LEVELS = {"WARNING": "warn", "CRITICAL": "error"}
-"""Where the servers have another name for a level."""
+"""Levels for which the servers have another name."""
 
 
 class JsonFormatter(logging.Formatter):

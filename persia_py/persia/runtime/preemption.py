@@ -1,6 +1,6 @@
 """SIGTERM and Ctrl-C in a run with checkpoints: all ranks leave after the same step, where the run can be saved.
 
-In a training loop the signal is noted, and the loop ends after the step. Everywhere else it ends the context
+In a training loop the signal is recorded, and the loop ends after the step. Everywhere else it ends the context
 immediately, by ``SystemExit``. The context saves the run at its exit (:class:`persia.ctx.TrainCtx`).
 """
 
@@ -24,14 +24,14 @@ class _State:
 
     asked_at: float | None = None
     code = ExitCode.AGAIN
-    """What it leaves with."""
+    """The exit code with which it leaves."""
     interrupted = False
-    """Ctrl-C was pressed."""
+    """Whether Ctrl-C was pressed."""
     saves = False
-    """It is in a context that saves its run."""
+    """Whether it is in a context that saves its run."""
     loops = False
     trained = False
-    """That context has done a step."""
+    """Whether that context has completed a step."""
     in_step = False
     waits_for_data = False
     leaving = False
@@ -41,7 +41,7 @@ _state = _State()
 
 
 def request_stop(code: ExitCode = ExitCode.AGAIN) -> bool:
-    """Note that this process was sent SIGTERM, or Ctrl-C.
+    """Record that this process was sent SIGTERM, or Ctrl-C.
 
     Args:
         code: The exit code of this signal.
@@ -141,12 +141,12 @@ def _interrupted(*_: object) -> None:
 
 
 def begin_loop() -> None:
-    """Record that a training loop runs: once a step is done, a signal is only noted."""
+    """Record that a training loop runs: after the first step, a signal is only recorded."""
     _state.loops = True
 
 
 def end_loop() -> None:
-    """Record that the training loop has ended: a signal acts at once again."""
+    """Record that the training loop has ended: a signal acts immediately again."""
     _state.loops = _state.in_step = False
 
 
@@ -156,7 +156,7 @@ def set_in_step(in_step: bool) -> None:
 
 
 def step_done() -> None:
-    """Record that a step is done: there is something to save."""
+    """Record that a step is done, so that there is something to save."""
     _state.trained, _state.in_step = True, False
 
 
@@ -170,7 +170,7 @@ def waiting_for_data() -> Iterator[None]:
     """Enclose a wait without limit between two steps, which a signal may interrupt.
 
     Raises:
-        SystemExit: This process was asked to stop, or is meanwhile.
+        SystemExit: This process was asked to stop before or during the wait.
     """
     exit_if_requested()
     _state.waits_for_data = True

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from persia.runtime.errors import UsageError
 
 SERVED = "PERSIA_LAUNCHER_SERVED"
-"""Variable by which the launcher names a file; the address of the rank 0 that gets the batches is written to it."""
+"""The variable that names the launcher's file for the address of the rank 0 that gets the batches."""
 
 MAX_STALENESS = 64
 
@@ -58,7 +58,7 @@ class Place:
 
 
 class Settings:
-    """The settings in the environment. All but the place are read on access."""
+    """The settings in the environment. All except the place are read on access."""
 
     def __init__(self) -> None:
         self._place: Place | None = None
@@ -116,12 +116,12 @@ class Settings:
 
     @property
     def listen(self) -> str | None:
-        """``PERSIA_LISTEN``: where a server listens."""
+        """``PERSIA_LISTEN``: the address at which a server listens."""
         return variable("PERSIA_LISTEN")
 
     @property
     def tls_ca(self) -> str | None:
-        """``PERSIA_TLS_CA``: the certificate that other parts are checked with."""
+        """``PERSIA_TLS_CA``: the certificate with which other parts are verified."""
         return variable("PERSIA_TLS_CA")
 
     @property
@@ -156,12 +156,12 @@ class Settings:
 
     @property
     def hang_timeout(self) -> float:
-        """``PERSIA_HANG_TIMEOUT``, else 1800: seconds that a step of a training loop may take; 0 is no limit."""
+        """``PERSIA_HANG_TIMEOUT``, else 1800: seconds that a step of a training loop may take; 0 means no limit."""
         return 0.0 if variable("PERSIA_HANG_TIMEOUT") == "0" else _seconds("PERSIA_HANG_TIMEOUT", 1800.0)
 
     @property
     def reproducible(self) -> bool:
-        """``REPRODUCIBLE``: whether equal runs give equal bits."""
+        """``REPRODUCIBLE``: whether equal runs give bit-identical results."""
         return flag("REPRODUCIBLE")
 
     def staleness(self, argument: int | None) -> int:

@@ -1,16 +1,16 @@
-"""What a checkpoint can keep of an object of the script."""
+"""Objects of the script whose state a checkpoint can store."""
 
 from typing import Any, Protocol, runtime_checkable
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object with a state, by torch's convention: a data set, a learning-rate scheduler, a counter of one's own."""
+    """An object with a state, by torch's convention: a data set, a learning-rate scheduler, a custom counter."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what ``load_state_dict`` takes. That of a data set is JSON; others may hold tensors."""
+        """Return the state for ``load_state_dict``. That of a data set is JSON; others may contain tensors."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Continue from this state; a data set does at its next iteration."""
+        """Continue from this state; a data set does so at its next iteration."""
         ...

@@ -10,7 +10,7 @@ from persia.runtime.settings import settings
 
 Role = Literal["trainer", "data", "middleware", "admin", "nats"]
 LEAST_SECRET = 32
-"""Bytes a secret has at least."""
+"""The smallest size of a secret in bytes."""
 
 
 def secret(path: str | os.PathLike[str]) -> bytes:

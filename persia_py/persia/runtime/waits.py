@@ -1,6 +1,6 @@
-"""The two times of a wait without a limit."""
+"""The intervals of waits without a time limit."""
 
 REMIND_S = 30.0
 """Seconds between the log lines of a long wait."""
 SLICE_S = 0.5
-"""Seconds that a signal may have to wait."""
+"""The longest delay of a signal in seconds."""

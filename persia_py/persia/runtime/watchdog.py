@@ -1,7 +1,7 @@
 """If a training loop makes no progress, every rank prints the stacks of its threads, and exits with 70.
 
-Progress is a step, a look-up, an evaluated batch. A wait without limit (for data, other ranks, or the files of a save)
-is never a hang.
+Progress is a step, a look-up, an evaluated batch. A wait without limit (for data, other ranks, or the files of a
+checkpoint) is never a hang.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ def progress() -> None:
 
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
-    """Around a wait without limit."""
+    """Enclose a wait without limit."""
     _state.waits += 1
     try:
         yield
@@ -75,10 +75,10 @@ def stalled(timeout_s: float) -> float | None:
 def end(reason: str, report: Callable[[str], None]) -> None:
     """Print the stacks of all threads, and end this process from outside its main thread, even if a part of this fails.
 
-    A second call, in another thread, returns at once: the report of this rank comes back to it from the others.
+    A second call, in another thread, returns immediately: the report of this rank comes back to it from the others.
 
     Args:
-        reason: Why.
+        reason: The reason for the end.
         report: Sends the reason to the other ranks.
     """
     if not _state.ending.acquire(blocking=False):

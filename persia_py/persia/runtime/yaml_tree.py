@@ -1,7 +1,7 @@
-"""YAML text as a tree whose every node knows its place. The rules are those of the Rust parser of the same files.
+"""YAML text as a tree whose nodes have their places. The rules are those of the Rust parser of the same files.
 
-Scalars keep their text: ``yes``, ``010`` and ``2024-05-01`` are texts, ``1e6`` and ``1_000_000`` are numbers. Tags are
-refused, and so are texts that nest too deep or that repeat themselves through aliases beyond :data:`MAX_NODES`.
+Scalars keep their text: ``yes``, ``010`` and ``2024-05-01`` are strings, ``1e6`` and ``1_000_000`` are numbers. Tags
+are refused, and so are texts that nest too deep or that repeat themselves through aliases beyond :data:`MAX_NODES`.
 """
 
 import re
@@ -13,11 +13,11 @@ from typing import Any
 import yaml
 
 MAX_BYTES = 4 << 20
-"""The most bytes of a configuration file."""
+"""The largest size of a configuration file in bytes."""
 MAX_DEPTH = 32
-"""The most nested levels of a configuration file."""
+"""The largest number of nested levels in a configuration file."""
 MAX_NODES = 500_000
-"""The most keys and values of a configuration file. Each alias counts the nodes that it repeats."""
+"""The largest number of keys and values in a configuration file. Each alias counts for the nodes it repeats."""
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _NULLS = ("", "~", "null")
@@ -122,7 +122,7 @@ class Items(Node):
     items: list[Node]
 
     def __post_init__(self) -> None:
-        """Measure it."""
+        """Compute size and height."""
         self._measure(iter(self.items))
 
     def found(self) -> str:
@@ -137,16 +137,16 @@ class Entries(Node):
     entries: list[tuple[Scalar, Node]]
 
     def __post_init__(self) -> None:
-        """Measure it."""
+        """Compute size and height."""
         self._measure(node for entry in self.entries for node in entry)
 
     def get(self, key: str) -> Node | None:
-        """Return the value of a key. Of a key that appears twice, the first."""
+        """Return the value of a key. If the key appears twice, it is the first value."""
         return next((node for known, node in self.entries if known.text == key), None)
 
     @property
     def first(self) -> dict[str, Node]:
-        """Keys and values; of a repeated key the first."""
+        """Keys and values; of a repeated key the first value."""
         return {key.text: node for key, node in reversed(self.entries)}
 
     def at(self, *path: str) -> "Entries":
@@ -223,7 +223,7 @@ def parse(text: str, override: str = "") -> Node:
 
 
 class _Builder:
-    """Assembles nodes from events, in a loop: no text can reach the end of the stack."""
+    """Assembles nodes from events, in a loop, so that no text can exhaust the stack."""
 
     def __init__(self, override: str) -> None:
         self._override = override
@@ -239,7 +239,7 @@ class _Builder:
     def take(self, event: Any) -> None:
         """Take the next event."""
         place = self.place(event.start_mark)
-        if getattr(event, "tag", None) not in (None, "!"):  # "!" is what the parser gives to quoted texts
+        if getattr(event, "tag", None) not in (None, "!"):  # the parser gives "!" to quoted strings
             raise TreeError(place, f"the tag `{event.tag[:_SHOWN]}` is not understood here: remove it")
         if isinstance(event, yaml.ScalarEvent):
             self._close(Scalar(place, event.value, quoted=bool(event.style)), event.anchor, 1)
@@ -316,7 +316,7 @@ def number(text: str) -> float | None:
 
 
 def value_of(node: Node) -> Any:
-    """Return the node as None, booleans, numbers, texts, lists and dicts; of a repeated key the first."""
+    """Return the node as None, booleans, numbers, strings, lists and dicts; of a repeated key the first value."""
     if isinstance(node, Items):
         return [value_of(item) for item in node.items]
     if isinstance(node, Entries):
@@ -340,7 +340,7 @@ def node_of(value: Any, place: Place = NOWHERE) -> Node:
     """Return the node of a value that a program made, so that ``value_of(node_of(value)) == value``.
 
     Raises:
-        TreeError: The value has a type that YAML cannot have, or is beyond a limit.
+        TreeError: The value has a type that YAML does not have, or is beyond a limit.
     """
     return _node_of(value, place, 1)
 
@@ -364,4 +364,4 @@ def _node_of(value: Any, place: Place, depth: int) -> Node:
     if isinstance(value, Mapping):
         entries = [(Scalar(place, str(key)), _node_of(item, place, depth + 1)) for key, item in value.items()]
         return Entries(place, entries)
-    raise TreeError(place, f"found a {type(value).__name__}, allowed: what YAML can have")
+    raise TreeError(place, f"found a {type(value).__name__}, allowed: a string, number, boolean, null, list or mapping")

@@ -1,16 +1,17 @@
-"""The trainer: ``persia.yml`` in, a trained model out.
+"""The trainer: it trains a model from a ``persia.yml``.
 
-* :mod:`persia.trainer.trainer`: :class:`Trainer`, what a script uses
+* :mod:`persia.trainer.trainer`: :class:`Trainer`, the class that a script uses
 * :mod:`persia.trainer.training`: one run, step by step
 * :mod:`persia.trainer.parts`, :mod:`persia.trainer.batches`: rows of train, valid and test
 * :mod:`persia.trainer.fitting`: the transform, fitted once
-* :mod:`persia.trainer.models`, :mod:`persia.trainer.optimizers`, :mod:`persia.trainer.objective`: what is trained
-* :mod:`persia.trainer.evaluation`, :mod:`persia.trainer.metrics`: how good it is
+* :mod:`persia.trainer.models`, :mod:`persia.trainer.optimizers`, :mod:`persia.trainer.objective`: the parts that are
+  trained
+* :mod:`persia.trainer.evaluation`, :mod:`persia.trainer.metrics`: evaluation and metrics
 * :mod:`persia.trainer.validation`: the best checkpoint, and the early stop
-* :mod:`persia.trainer.state`: what a checkpoint keeps of a trainer
+* :mod:`persia.trainer.state`: the state of a trainer in a checkpoint
 * :mod:`persia.trainer.run_folder`, :mod:`persia.trainer.record`, :mod:`persia.trainer.pages`: the files of a run
 * :mod:`persia.trainer.prediction`: scores in a Parquet file
-* :mod:`persia.trainer.progress`: what is shown while training
+* :mod:`persia.trainer.progress`: the progress display
 * :mod:`persia.trainer.baselines`: models to compare with
 """
 

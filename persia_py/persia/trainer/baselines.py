@@ -1,4 +1,4 @@
-"""Models to compare with: trained on the same rows, judged by the same metrics."""
+"""Baselines: models that are trained on the same rows and evaluated by the same metrics."""
 
 import importlib
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Batches of a part: rows read, transformed, and with what the trainer needs beside features and labels."""
+"""Batches of a part: rows that are read and transformed, with weights and groups of rows."""
 
 import time
 from collections import Counter, deque
@@ -20,12 +20,12 @@ from persia.runtime.errors import DataError, FeatureTypeError
 from persia.trainer.parts import Part
 
 Counts = dict[str, dict[str, int]]
-"""How many values of each feature were unusual, by kind."""
+"""The number of unusual values of each feature, by kind."""
 
 
 @dataclass
 class Unusual:
-    """What was unusual about the rows so far: see the table of ``docs/transforms.md``.
+    """Counts of unusual values in the rows so far: see the table of ``docs/transforms.md``.
 
     Attributes:
         rows: The rows.
@@ -36,7 +36,7 @@ class Unusual:
     counts: Counts = field(default_factory=dict)
 
     def add(self, rows: int, counts: Mapping[str, Mapping[str, int]]) -> None:
-        """Add what was unusual about more rows."""
+        """Add the counts of more rows."""
         self.rows += rows
         for feature, kinds in counts.items():
             mine = Counter(self.counts.get(feature, {}))
@@ -48,7 +48,7 @@ class TrainingBatches(IterableDataset):
     """The batches of a reader, for training. It resumes as the reader does.
 
     Args:
-        part: What is read.
+        part: The part that is read.
         reader: Reads it.
         transform: Makes ids, floats and labels of rows.
         weight: The column of a weight of each row, if any.
@@ -90,7 +90,7 @@ class TrainingBatches(IterableDataset):
         return samples, None if self._weight is None else weights_of(rows, self._weight, first_row).tobytes()
 
     def trained(self, unusual: Unusual) -> None:
-        """Add what was unusual about the oldest batch that was not trained on."""
+        """Add the counts of the oldest batch that was not trained on."""
         if self._unusual:
             unusual.add(*self._unusual.popleft())
 
@@ -99,13 +99,13 @@ class TrainingBatches(IterableDataset):
         return self._reader.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue there."""
+        """Continue at such a position."""
         self._reader.load_state_dict(state_dict)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows to apply a model to.
+    """Rows that a model is applied to.
 
     Attributes:
         table: The rows as they were read.
@@ -133,9 +133,9 @@ def read_rows(
     """Yield the rows of a part in order, transformed.
 
     Args:
-        part: What is read.
+        part: The part that is read.
         transform: Makes ids, floats and labels of rows.
-        batch_size: Rows at a time.
+        batch_size: The number of rows of a batch.
         labels: Whether the rows have labels.
         strict: Refuse a value of a wrong type, rather than count it.
         weight: The column of a weight of each row.
@@ -184,7 +184,7 @@ def weights_of(table: pa.RecordBatch, column: str, first_row: int = 0) -> npt.ND
 
 
 def groups_of(table: pa.RecordBatch, column: str) -> npt.NDArray[np.uint64]:
-    """Return a hash of the value of each row. Null is a group of its own, with the hash 0 that no small number has."""
+    """Return a hash of the value of each row. Null is a separate group, with the hash 0, which no small number has."""
     values = table.column(column)
     groups = np.zeros(len(values), np.uint64)
     known = np.asarray(values.is_valid())
@@ -199,5 +199,5 @@ def weights_in(meta: bytes | None, rows: int) -> torch.Tensor:
         DataError: The batch has none, or another number of them.
     """
     if meta is None or len(meta) != 4 * rows:
-        raise DataError(f"train.weight is set, but a batch of {rows} rows does not carry as many weights")
+        raise DataError(f"train.weight is set, but a batch of {rows} rows does not have one weight per row")
     return torch.frombuffer(bytearray(meta), dtype=torch.float32).view(-1, 1)

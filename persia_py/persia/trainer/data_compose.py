@@ -1,7 +1,7 @@
 """The data-compose replicas of a job that trains from a ``persia.yml``: read rows, transform them, send the batches.
 
 A replica reads its part of the rows of train. The ranks send it the transform of the run
-(``StreamingDataset(transform=...)``), so that all replicas make the same ids and floats. A batch of
+(``StreamingDataset(transform=...)``), so that all replicas compute the same ids and floats. A batch of
 ``data.batch_size`` rows is divided among the ranks.
 """
 

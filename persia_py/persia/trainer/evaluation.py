@@ -1,4 +1,4 @@
-"""A model applied to rows: scores, and how good they are."""
+"""Applying a model to rows: scores and their metrics."""
 
 import time
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def outputs_of(ctx: EmbeddingCtx, objective: Objective, rows: Iterator[Rows]) ->
 
     Args:
         ctx: An evaluation context with the model.
-        objective: Tells labels apart.
+        objective: Has the labels and their losses.
         rows: The rows.
     """
     for each in ahead(rows):
@@ -55,7 +55,7 @@ def scores_of(objective: Objective, outputs: list[Floats]) -> list[Floats]:
 def evaluate(
     ctx: EmbeddingCtx, objective: Objective, rows: Iterator[Rows], config: Config, part: str, step: int
 ) -> EvaluationReport:
-    """Judge a model on labelled rows.
+    """Evaluate a model on labelled rows.
 
     Args:
         ctx: An evaluation context with the model.

@@ -25,8 +25,8 @@ def fit_once(config: Config, parts: Parts, folder: Path) -> Fitted:
     """Return the transform of the rows of train, which is fitted at most once for all processes that share a folder.
 
     The file of a fit is named by what determines it: the features, the files of train (their names, sizes and times),
-    and their split. So a fit of other rows is never used. Processes that share no folder fit for themselves, with the
-    same result.
+    and their split. A fit of other rows is therefore never used. Processes that share no folder each fit, with the same
+    result.
 
     Args:
         config: The configuration.
@@ -39,7 +39,7 @@ def fit_once(config: Config, parts: Parts, folder: Path) -> Fitted:
     """
     train = parts.train
     split = None if train.split is None else train.split.identity()
-    times = [Path(each).stat().st_mtime_ns for each in train.files.paths if Path(each).exists()]  # s3:// has none here
+    times = [Path(each).stat().st_mtime_ns for each in train.files.paths if Path(each).exists()]  # s3:// has no times
     determined_by = json.dumps([config.described, train.files.digest, times, train.files.schema.to_string(), split])
     path = folder / f"{sha256(determined_by.encode()).hexdigest()[:16]}.json"
     with _locked(folder / _LOCK):
@@ -74,7 +74,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Lock a file, whose folder is made. The kernel releases the lock of a process that ends."""
+    """Lock a file, whose folder is created. The kernel releases the lock of a process that ends."""
     with _naming(path):
         make_folders(path.parent)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)

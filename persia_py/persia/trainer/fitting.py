@@ -1,4 +1,4 @@
-"""The transform of a run: fitted once over the rows of train, then kept in the run's folder."""
+"""The transform of a run: it is fitted once over the training rows, and stored in the run's folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ class Fitted:
     """A transform, and the number of rows that it is for.
 
     Attributes:
-        transform: The features with their fitted numbers.
+        transform: The features with their fitted values.
         rows: The rows of train.
     """
 
@@ -31,7 +31,7 @@ class Fitted:
 
 
 def fit(config: Config, parts: Parts) -> Fitted:
-    """Fit the features, in one pass over the rows of train. Memory is bounded; without need the pass is left out.
+    """Fit the features, in one pass over the rows of train. Memory is bounded. The pass is skipped if it is not needed.
 
     Raises:
         DataError: A value cannot be used, which the message names with its file and row, or there is no row.

@@ -19,12 +19,13 @@ FITS = "fits"
 class JobFolder(RunFolder):
     """The folder of the current run of this job. Checkpoints are below ``PERSIA_CKPT_DIR``, where servers write theirs.
 
-    A run that was interrupted goes on in its folder. A run that starts after the end of another one replaces its files.
+    A run that was interrupted continues in its folder. A run that starts after the end of another one replaces its
+    files.
     """
 
     @classmethod
     def new(cls, config: Config) -> "JobFolder":
-        """Return the folder; it is made if missing.
+        """Return the folder, which is created if it is missing.
 
         Raises:
             StorageError: It cannot be made.
@@ -38,7 +39,7 @@ class JobFolder(RunFolder):
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether a run began here that is not finished."""
+        """Whether there is an unfinished run in this folder."""
         return (self.path / job.RUN).exists() and bool(self.read_json(FACTS))
 
     @property
@@ -47,11 +48,11 @@ class JobFolder(RunFolder):
         return Path(settings.checkpoint_root or self.path, job.run_name())
 
     def note_checkpoints(self) -> None:
-        """Record where the checkpoints are, on rank 0, so that the run is found by its folder."""
+        """Record the folder of the checkpoints, on rank 0, so that they are found from the run's folder."""
         self.write_json(FACTS, {**self.read_json(FACTS), "checkpoints": str(self.checkpoints)})
 
     def saves(self, config: Config) -> Path:
-        """Return the folder of the saves, on rank 0."""
+        """Return the folder of the checkpoints, on rank 0."""
         del config
         return self.checkpoints
 

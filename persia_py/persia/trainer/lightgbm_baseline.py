@@ -1,7 +1,7 @@
 """LightGBM on the rows of a run: the same split, labels, weights and metrics.
 
 It gets numbers as numbers, and ids and parts of dates as categories; a category that train does not have, and null, are
-missing. Bags, sequences and crosses are left out, because a tree has no columns for them; the summary names them. It
+missing. Bags, sequences and crosses are excluded, because a tree has no columns for them; the summary names them. It
 stops early on the valid part, and the test part is scored once.
 """
 
@@ -25,11 +25,11 @@ _logger = get_logger("trainer")
 
 NAME = "lightgbm"
 ROUNDS, PATIENCE = 2000, 50
-"""The most trees, and trees without an improvement on the valid part before it stops."""
+"""The largest number of trees, and of trees without an improvement on the valid part."""
 PARAMETERS = {"learning_rate": 0.05, "num_leaves": 63, "min_data_in_leaf": 50, "feature_fraction": 0.8}
 """The parameters that are not LightGBM's defaults."""
 MAX_VALUES = 2_000_000_000
-"""The most values of train, rows times columns, that are held in memory."""
+"""The largest number of training values, rows times columns, that are held in memory."""
 
 _NUMBERS, _CATEGORIES = ("dense", "bucket"), ("id", "date")
 _READ_ROWS = 1 << 16
@@ -59,7 +59,7 @@ class Columns:
         self._known: list[npt.NDArray[np.uint64]] = []
 
     def read(self, rows: list[Rows]) -> Floats:
-        """Return the values, ``[rows, numbers and slots]``; the first call decides which categories are known."""
+        """Return the values, ``[rows, numbers and slots]``; the first call determines the known categories."""
         ids = [np.concatenate([_single(each, slot) for each in rows]) for slot in self.slots]
         if not self._known:
             self._known = [np.unique(column["id"][column["has"]]) for column in ids]

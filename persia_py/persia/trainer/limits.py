@@ -1,4 +1,4 @@
-"""What a loop measures between two reports: its mean loss, and the shares of the time that it computes and waits."""
+"""Measurements of a loop between two reports: its mean loss, and the shares of computing and waiting time."""
 
 import math
 import time
@@ -14,7 +14,7 @@ class Limits:
     """Measures the time of the training loop, between two reports.
 
     ``dense`` is the time of the loop itself: forward, backward, optimizer. While the loop waits for a batch, the
-    stages before it work at the same time, each on a batch of its own; the wait counts for the stage that was busy
+    stages before it work at the same time, each on its own batch; the wait counts for the stage that was busy
     for most of the interval, because the others were waiting for it:
 
     * ``data``: reading and transforming rows
@@ -28,15 +28,15 @@ class Limits:
         self._mark = time.perf_counter()
 
     def waited(self) -> None:
-        """A batch has arrived: the time since the last step was a wait."""
+        """Record that a batch has arrived: the time since the last step was a wait."""
         self._waited += self._lap()
 
     def stepped(self) -> None:
-        """A step is done."""
+        """Record that a step is done."""
         self._dense += self._lap()
 
     def apart(self) -> None:
-        """Something else is done, such as an evaluation, which does not count."""
+        """Record the end of other work, such as an evaluation, which does not count."""
         self._lap()
 
     def _lap(self) -> float:
@@ -45,7 +45,7 @@ class Limits:
         return lap
 
     def take(self, busy_data: float, seconds: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
-        """Return the seconds since the last call and the shares, and begin anew.
+        """Return the seconds since the last call and the shares, and start a new interval.
 
         Args:
             busy_data: Seconds so far that reading and transforming took.
@@ -80,7 +80,7 @@ class MeanLoss:
         self._count = self._count + finite.double()
 
     def take(self) -> float:
-        """Return the mean, and begin anew; NaN without a finite loss."""
+        """Return the mean, and start a new interval; NaN without a finite loss."""
         total, count = float(self._sum), float(self._count)
         self._sum = self._count = 0.0
         return total / count if count else math.nan

@@ -25,7 +25,7 @@ class Metrics:
     notes: dict[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it, JSON-ready."""
+        """Return all values, JSON-ready."""
         return {"rows": self.rows, **self.values, **({"notes": self.notes} if self.notes else {})}
 
 
@@ -163,7 +163,7 @@ def normalized_entropy(logits: Floats, labels: Floats, weights: Floats) -> float
 
 
 def calibration(predictions: Floats, labels: Floats, weights: Floats) -> float:
-    """Return the mean prediction divided by the mean label (He et al. 2014, section 2.1): 1 is right on average.
+    """Return the mean prediction divided by the mean label (He et al. 2014, section 2.1): 1 is correct on average.
 
     Raises:
         Undefined: There are no rows, or the mean label is 0.
@@ -177,7 +177,7 @@ def calibration(predictions: Floats, labels: Floats, weights: Floats) -> float:
 def grouped_auc(scores: Floats, labels: Floats, weights: Floats, groups: npt.ArrayLike | None) -> float:
     """Return the mean AUC within groups, such as users, weighted by the rows of each group (or their weights).
 
-    Groups with rows of one class only are left out (Zhu et al. 2017, "Optimized Cost per Click in Taobao Display
+    Groups with rows of one class only are excluded (Zhu et al. 2017, "Optimized Cost per Click in Taobao Display
     Advertising", equation 16, which weights by impressions).
 
     Raises:

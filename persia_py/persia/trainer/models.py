@@ -1,4 +1,4 @@
-"""The model of a configuration: a built-in one by name, or a class of the user's own."""
+"""The model of a configuration: a built-in model by name, or a class of the user."""
 
 import importlib
 import inspect
@@ -18,7 +18,7 @@ from persia.runtime.errors import ConfigError
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a model gets of a batch, in order.
+    """The parts of a batch that a model gets, in order.
 
     Attributes:
         dense: The names of the dense columns.
@@ -42,7 +42,7 @@ def slots_of(config: Config) -> Configuration:
 
 
 def inputs_of(config: Config) -> Inputs:
-    """Return what the model of a configuration gets."""
+    """Return the inputs of the model of a configuration."""
     types = dict(config.compiled.types)
     slots = config.compiled.embedding_config().slots
     return Inputs(
@@ -100,7 +100,7 @@ def build(config: Config) -> torch.nn.Module:
 
 
 def _dlrm(inputs: Inputs, arguments: dict[str, Any]) -> torch.nn.Module:
-    dim = inputs.dims[0]  # that of all, which persia.config has checked
+    dim = inputs.dims[0]  # the dimension of all features, which persia.config has checked
     given = {"num_dense": len(inputs.dense), "num_slots": len(inputs.slots), "embedding_dim": dim}
     defaults = {"bottom_mlp": [64, dim], "top_mlp": [256, 64, len(inputs.labels)], "num_labels": len(inputs.labels)}
     return _make(DLRM, "dlrm", {**given, **defaults, **arguments})
@@ -119,7 +119,7 @@ def _make(make: Callable[..., torch.nn.Module], name: str, arguments: dict[str, 
 
 
 def _own(config: Config, place: str, inputs: Inputs) -> torch.nn.Module:
-    """Return a model of the user's class, which gets those of its arguments that :class:`Inputs` knows."""
+    """Return a model of the user's class, with the values that :class:`Inputs` has for its arguments."""
     kind = _import(config, place)
     known = {
         "num_dense": len(inputs.dense),
@@ -133,12 +133,12 @@ def _own(config: Config, place: str, inputs: Inputs) -> torch.nn.Module:
     _check_arguments(place, [*parameters.values()], config.model.arguments)
     model = _make(kind, place, {**wanted, **config.model.arguments})
     if not isinstance(model, torch.nn.Module):
-        raise ConfigError(f"model.class: {place} made a {type(model).__name__}, want a torch.nn.Module")
+        raise ConfigError(f"model.class: {place} returned a {type(model).__name__}, want a torch.nn.Module")
     return model
 
 
 def _check_arguments(place: str, parameters: list[inspect.Parameter], arguments: dict[str, Any]) -> None:
-    """Check the names of arguments, which :mod:`persia.config` cannot where the source of a class does not say them."""
+    """Check the names of arguments, which :mod:`persia.config` cannot if the source of a class does not show them."""
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return
     allowed = [each.name for each in parameters]

@@ -52,7 +52,7 @@ def _clip(parameters: list[torch.nn.Parameter], limit: float) -> None:
 
 
 def schedule(train: TrainBlock, total_steps: int) -> LRSchedule:
-    """Return the course of both learning rates.
+    """Return the schedule of both learning rates.
 
     Raises:
         ConfigError: ``warmup`` is as long as the run.
@@ -65,5 +65,5 @@ def schedule(train: TrainBlock, total_steps: int) -> LRSchedule:
 
 
 def of_torch(course: LRSchedule, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
-    """Return the same course for an optimizer of torch, which counts steps from 0."""
+    """Return the same schedule for an optimizer of torch, which counts steps from 0."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: course(step + 1))

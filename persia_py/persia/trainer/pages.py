@@ -1,4 +1,4 @@
-"""What a person looks at after a run: a picture of its curves, and a page with everything in one file."""
+"""The output of a run for people: a picture of its curves, and a page with all results in one file."""
 
 import base64
 import html
@@ -118,7 +118,7 @@ def _overview(summary: dict[str, Any]) -> str:
 def results_table(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return the heads and the rows of the table of results: a row for each part and label, and the baseline's.
 
-    The step is that of the model that was judged; a baseline has none.
+    The step is that of the evaluated model; a baseline has none.
     """
     rows: list[tuple[str, str, dict[str, Any]]] = []
     for part in ("valid", "test"):

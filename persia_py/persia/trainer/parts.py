@@ -32,7 +32,7 @@ TYPES: Mapping[str, pa.DataType] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Part:
-    """Some rows of some files.
+    """A part of the rows of some files.
 
     Attributes:
         files: The files.
@@ -94,7 +94,7 @@ class Part:
             raise DataError(f"the part {self.name} has no rows (of {shown}); change data.split, or give other files")
 
     def with_place(self, error: DataError, check: Callable[[pa.RecordBatch, int], object]) -> DataError:
-        """Return an error that names file and row, for one that was raised at a batch of shuffled rows.
+        """Return an error that names file and row, for an error that was raised at a batch of shuffled rows.
 
         The files are read again, in their order, up to the first row that is refused.
 
@@ -116,7 +116,7 @@ class Part:
 class Parts:
     """The rows of a configuration's ``data`` block.
 
-    A part with files of its own takes no rows of ``data.train``; its fraction there goes to train.
+    A part with separate files has no rows of ``data.train``; its fraction there goes to train.
 
     Args:
         config: The configuration.
@@ -160,7 +160,7 @@ class Parts:
 
 
 def open_given(config: Config, paths: Paths, columns: list[str] | None) -> Files:
-    """Open files that a user gives beside those of the configuration: they may be of another format.
+    """Open files that a user gives in addition to those of the configuration; they may have another format.
 
     Args:
         config: The configuration; it has the types of columns of text files.
@@ -219,7 +219,7 @@ def _more_columns(config: Config) -> list[str]:
 
 
 def metric_names(config: Config) -> list[str]:
-    """Return the metrics of an evaluation; that of the early stop is one."""
+    """Return the metrics of an evaluation, including that of the early stop."""
     names: list[str] = [*config.train.metrics]
     stop = config.train.early_stop
     if stop is not None and stop.metric != "loss" and stop.metric not in names:

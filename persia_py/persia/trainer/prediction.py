@@ -15,7 +15,7 @@ from persia.trainer.trainer import Trainer
 
 @dataclass(frozen=True)
 class Written:
-    """What was written.
+    """The result of writing scores.
 
     Attributes:
         path: The file.
@@ -52,7 +52,7 @@ def write(
     Raises:
         UsageError: ``out`` exists or has another ending, or a column has the name of a score.
         DataError: A row is invalid; the message names file and row. Nothing is written.
-        StorageError: The file cannot be written; nothing is left of it.
+        StorageError: The file cannot be written; the incomplete file is removed.
     """
     if out.suffix != ".parquet":
         raise UsageError(f"{out}: want a name that ends in .parquet")

@@ -1,4 +1,4 @@
-"""What is shown while training: a live line on a terminal, plain lines elsewhere."""
+"""The progress display: a live line on a terminal, plain lines elsewhere."""
 
 from types import TracebackType
 from typing import Any
@@ -17,7 +17,7 @@ class Shown:
 
     Args:
         metric: The metric of the valid part that is shown.
-        console: Where; None is standard output.
+        console: The output; None means standard output.
 
     Attributes:
         reports: The number of reports that were shown.

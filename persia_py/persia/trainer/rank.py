@@ -1,4 +1,4 @@
-"""One rank of a job that trains from a ``persia.yml``: what the launcher runs where no script is given."""
+"""One rank of a job that trains from a ``persia.yml``; the launcher runs it if no script is given."""
 
 from pathlib import Path
 

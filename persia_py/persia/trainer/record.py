@@ -39,7 +39,7 @@ class Record:
         self.write({})
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return the lines of ``metrics.jsonl``; a last line that was cut short is left out."""
+        """Return the lines of ``metrics.jsonl``; an incomplete last line is ignored."""
         return read_lines(self._folder)
 
     def add(self, report: StepReport | EvaluationReport) -> None:
@@ -59,7 +59,7 @@ class Record:
             self._board.add(line)
 
     def write(self, more: dict[str, Any]) -> None:
-        """Write the summary, with more of it."""
+        """Write the summary, with additional values."""
         self.summary.update(more)
         self.summary["updated"] = _now()
         self._folder.write_json(SUMMARY, self.summary)
@@ -68,7 +68,7 @@ class Record:
         """Record how the run ended, unless it is finished.
 
         Args:
-            error: What ended it, if anything: ``interrupted`` by a signal or by its script, else ``failed``.
+            error: The exception that ended it, if any: ``interrupted`` by a signal or by its script, else ``failed``.
             results: More of the summary.
         """
         self._close()
@@ -117,7 +117,7 @@ class _Board:
 
 
 def read_lines(folder: RunFolder) -> list[dict[str, Any]]:
-    """Return the lines of ``metrics.jsonl``; a last line that was cut short is left out."""
+    """Return the lines of ``metrics.jsonl``; an incomplete last line is ignored."""
     try:
         text = (folder.path / METRICS).read_text(encoding="utf-8")
     except OSError:

@@ -1,4 +1,4 @@
-"""What a training run reports."""
+"""The reports of a training run."""
 
 import math
 from dataclasses import dataclass, field
@@ -17,9 +17,9 @@ class StepReport:
         total_steps: The steps of the whole run; None if they are not known.
         epoch: The epoch of the step, from 1.
         loss: The mean loss of these steps; steps that were skipped for NaN or infinity do not count. NaN if all were.
-        samples_per_s: Rows trained on in a second, evaluations left out.
+        samples_per_s: Rows trained on per second, without evaluations.
         learning_rate: Of the model, for the next step.
-        staleness: Pushes in flight when this report was made.
+        staleness: The number of pushes in flight when this report was made.
         shares: The share of the time that was spent in the dense model, and waiting for data, look-ups and pushes.
     """
 
@@ -63,11 +63,11 @@ class EvaluationReport:
         part: ``valid``, ``test``, or the name of other rows.
         labels: The metrics of each label.
         loss: The loss over all rows, as in training; None without rows, or if an output is NaN or infinite.
-        unusual: What was unusual about the rows.
+        unusual: Counts of unusual values in the rows.
         without_row: The share of looked-up ids that have no row.
         slots_without_row: The same for each slot that has such ids, in a sample of the batches.
         seconds: How long it took.
-        is_best: It is the best one so far.
+        is_best: Whether it is the best one so far.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""The folder of a run: what is in it, and how it is found again."""
+"""The folder of a run: its files, and how it is found."""
 
 import json
 import shutil
@@ -21,16 +21,16 @@ from persia_core import checkpoint as _core
 CONFIG = "persia.yml"
 """The whole configuration of a run, with defaults and overrides."""
 FACTS = "run.json"
-"""What the configuration does not say: where it came from, files and rows of train, the digest of the transform, and
+"""Information that is not in the configuration: its source, files and rows of train, the digest of the transform, and
 where the checkpoints of a job are."""
 SUMMARY = "summary.json"
 """The state and the results of a run."""
 METRICS = "metrics.jsonl"
 """A line for each report."""
 CHECKPOINTS, BEST = "checkpoints", "best"
-"""The folders of the saves, and of the checkpoint with the best metric of the valid part."""
+"""The folders of the checkpoints, and of the checkpoint with the best metric of the valid part."""
 LATEST = "LATEST"
-"""Beside the runs: the name of the newest one."""
+"""The file next to the runs that names the newest one."""
 
 
 class RunFolder:
@@ -45,7 +45,7 @@ class RunFolder:
 
     @classmethod
     def new(cls, config: Config) -> "RunFolder":
-        """Return the folder of a new run; it is not made yet.
+        """Return the folder of a new run; it is not created yet.
 
         Raises:
             UsageError: There is a run of this name.
@@ -71,7 +71,7 @@ class RunFolder:
             return str(self.path)
 
     def saves(self, config: Config) -> Path:
-        """Return the folder of the saves: a folder of the run's name in ``checkpoint.dir``, if that is given."""
+        """Return the folder of the checkpoints: a folder of the run's name in ``checkpoint.dir``, if that is given."""
         if (of_job := self.read_json(FACTS).get("checkpoints")) is not None:
             return Path(of_job)
         given = config.checkpoint.dir
@@ -83,10 +83,10 @@ class RunFolder:
         return Path(self.read_json(FACTS).get("checkpoints", self.path), BEST)
 
     def make(self, config: Config, files: Mapping[str, str]) -> None:
-        """Make the folder with its configuration and other files, and name it in ``LATEST``.
+        """Create the folder with its configuration and other files, and name it in ``LATEST``.
 
         Raises:
-            StorageError: It cannot be made; nothing is left of it.
+            StorageError: It cannot be created; incomplete files are removed.
         """
         with self._naming():
             make_folders(self.path.parent)
@@ -101,7 +101,7 @@ class RunFolder:
             raise
 
     def check_parent(self) -> None:
-        """Check that the folder can be made, before any work is done.
+        """Check that the folder can be created, before any work is done.
 
         Raises:
             StorageError: It cannot.
@@ -154,7 +154,7 @@ class RunFolder:
 
 
 def json_text(content: Any) -> str:
-    """Return JSON as the files of a run have it."""
+    """Return JSON in the format of a run's files."""
     return json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
@@ -190,7 +190,8 @@ def check_same(before: Config, now: Config) -> None:
     """Check that a run can be resumed with a configuration.
 
     Raises:
-        ConfigError: Keys differ that decide about model, rows or the order of the data; the message has both values.
+        ConfigError: Keys that determine the model, the rows or the order of the data differ; the message has both
+            values.
     """
     old, new = _flat("", _content(before)), _flat("", _content(now))
     changed = [
@@ -207,10 +208,10 @@ def check_same(before: Config, now: Config) -> None:
 def check_files(folder: RunFolder, files: Files) -> None:
     """Check that files are those that the run was trained on, by their names, sizes and order.
 
-    A row belongs to train, valid or test by its place in the files, so other files divide the rows otherwise.
+    The position of a row in the files determines its part, so other files would divide the rows differently.
 
     Raises:
-        CheckpointError: The run does not say which files it was trained on.
+        CheckpointError: The run has no record of its training files.
         DataError: Other files; the message names what differs.
     """
     before = folder.read_json(FACTS).get("train_files")
@@ -228,7 +229,7 @@ def check_files(folder: RunFolder, files: Files) -> None:
     shown = "; ".join(f"{what}: {_few(names)}" for what, names in listed.items() if names) or "their order differs"
     error = DataError(f"the files of data.train are not those of {folder.shown}: {shown}")
     error.hint = (
-        f"to judge the model on rows of your choice, name their files: persia eval {folder.shown} FILE, or "
+        f"to evaluate the model on rows of your choice, name their files: persia eval {folder.shown} FILE, or "
         "evaluate(FILE); to train on these files, start a new run"
     )
     raise error
@@ -254,7 +255,7 @@ class Found:
         folder: The run's folder.
         checkpoint: The checkpoint.
         step: Its step.
-        is_best: It is the one with the best metric, not the newest.
+        is_best: Whether it is the one with the best metric, not the newest.
     """
 
     folder: RunFolder
@@ -264,7 +265,7 @@ class Found:
 
 
 def find_run(given: str | Path) -> RunFolder:
-    """Return a run by its folder, by ``LATEST`` beside it, or by a checkpoint in it.
+    """Return a run by its folder, by its ``LATEST`` file, or by a checkpoint in it.
 
     Raises:
         UsageError: There is no run.
@@ -277,7 +278,7 @@ def find_checkpoint(given: str | Path) -> Found:
 
     Raises:
         UsageError: There is no run, or it has no checkpoint.
-        CheckpointError: ``LATEST`` names a checkpoint that is not there.
+        CheckpointError: ``LATEST`` names a checkpoint that does not exist.
     """
     folder, checkpoint = _find(Path(given))
     if checkpoint is not None:
@@ -295,7 +296,7 @@ def find_checkpoint(given: str | Path) -> Found:
 
 
 def saves_of(folder: RunFolder) -> Path:
-    """Return the folder of the saves of a run."""
+    """Return the folder of the checkpoints of a run."""
     return folder.saves(folder.config())
 
 

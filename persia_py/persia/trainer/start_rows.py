@@ -18,7 +18,7 @@ def start_folder(config: Config, *, in_job: bool) -> Path | None:
             that of ``persia.yml``.
 
     Raises:
-        ConfigError: It is a checkpoint of a run, which has steps, a model and optimizer state of its own.
+        ConfigError: It is a checkpoint of a run, which has steps, a model and optimizer state.
         CheckpointError: There is no checkpoint, or it is damaged.
     """
     given = config.train.start_from

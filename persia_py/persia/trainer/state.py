@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a trainer, beside rows, model, optimizers and the position in the data."""
+"""The state of a trainer in a checkpoint, in addition to rows, model, optimizers and the data position."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -38,10 +38,10 @@ class TrainerState:
         digest: The digest of the transform; a checkpoint of another one is refused.
         best: The best evaluation, with an early stop.
         without_improvement: Evaluations since it.
-        stopped: Training has ended by an early stop.
-        unusual: What was unusual about the rows that were trained on.
+        stopped: Whether training has ended by an early stop.
+        unusual: Counts of unusual values in the rows that were trained on.
         evaluations: The results of the valid part, by step.
-        seconds: Seconds of training, evaluations left out.
+        seconds: Seconds of training, without evaluations.
         samples: Rows that were trained on in these.
     """
 
@@ -55,7 +55,7 @@ class TrainerState:
     samples: int = 0
 
     def judge(self, report: EvaluationReport, stop: EarlyStopBlock) -> bool:
-        """Record an evaluation, and return whether it is the best so far. An undefined metric is no improvement."""
+        """Record an evaluation, and return whether it is the best so far. An undefined metric does not count."""
         value = report.value(stop.metric)
         sign = 1 if stop.metric in HIGHER_IS_BETTER else -1
         improved = value is not None and (self.best is None or sign * (value - self.best.value) > stop.min_delta)
@@ -109,10 +109,10 @@ class TrainerState:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from it.
+        """Continue from such a state.
 
         Raises:
-            CheckpointError: It is of another transform, so that ids or floats of equal rows would differ.
+            CheckpointError: It belongs to another transform, with which ids or floats of equal rows would differ.
         """
         if state_dict["digest"] != self.digest:
             raise CheckpointError(

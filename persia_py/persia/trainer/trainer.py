@@ -44,7 +44,7 @@ class Trainer:
                 print(report)
             trainer.evaluate("march.parquet")
 
-    With ``PERSIA_NATS_URL`` unset, rows are in this process. Otherwise this is one rank of a job: data-compose reads
+    If ``PERSIA_NATS_URL`` is not set, rows are in this process. Otherwise this is one rank of a job: data-compose reads
     and transforms, and rank 0 alone evaluates and writes files.
 
     Args:
@@ -89,10 +89,10 @@ class Trainer:
         Afterwards, and between two reports, :meth:`evaluate` and :meth:`predict` use the model as it is.
 
         Args:
-            source: Files in place of ``data.train``, or a data set of batches of one's own; None reads ``data.train``.
+            source: Files in place of ``data.train``, or a data set of your own batches; None reads ``data.train``.
 
         Returns:
-            An iterator, which trains while it is iterated. What can be checked before is checked at once.
+            An iterator, which trains while it is iterated. Checks that need no data run immediately.
 
         Raises:
             ConfigError: The configuration does not fit the data.
@@ -118,10 +118,10 @@ class Trainer:
             raise
 
     def evaluate(self, source: Paths | None = None) -> EvaluationReport:
-        """Judge the model.
+        """Evaluate the model.
 
         Args:
-            source: Labelled files; None is the test part, or the valid part where there is no test part.
+            source: Labelled files; None means the test part, or the valid part if there is no test part.
 
         Raises:
             UsageError: Nothing is trained or loaded, or there is neither a test nor a valid part.
@@ -140,8 +140,8 @@ class Trainer:
 
         Args:
             source: Files, without labels or with them.
-            strict: Refuse a value of a wrong type; else it is as if missing, and counted.
-            columns: The columns that are read beside those of the features; None means all of the files.
+            strict: Refuse a value of a wrong type; otherwise it counts as missing.
+            columns: The columns that are read in addition to those of the features; None means all columns.
 
         Yields:
             Rows as they were read, and for each label the scores, ``[rows]``: a probability of ``bce``, the model's
@@ -161,7 +161,7 @@ class Trainer:
                 yield each.table, dict(zip(labels, scores_of(objective, outputs), strict=True))
 
     def save(self) -> Path:
-        """Save the run now, beside the saves that it makes by itself, and return the checkpoint.
+        """Save the run now, in addition to its automatic checkpoints, and return the checkpoint.
 
         Raises:
             UsageError: :meth:`fit` was not called, or has ended.
@@ -174,8 +174,8 @@ class Trainer:
     def resume(self, run: str | os.PathLike[str] | None = None) -> Self:
         """Use the run in a folder: :meth:`fit` continues it, :meth:`evaluate` and :meth:`predict` use its model.
 
-        :meth:`fit` continues after the newest save. :meth:`evaluate` and :meth:`predict` use the best checkpoint if
-        the run has one, else the newest.
+        :meth:`fit` continues after the newest checkpoint. :meth:`evaluate` and :meth:`predict` use the best checkpoint
+        if the run has one, else the newest.
 
         Args:
             run: The folder of a run, ``runs/LATEST``, or a checkpoint in a run, which only evaluates and predicts;
@@ -198,7 +198,7 @@ class Trainer:
         return self
 
     def close(self) -> None:
-        """End the run, and free the rows. Without a call of it the run ends with the ``with`` block."""
+        """End the run, and free the rows. If it is not called, the run ends with the ``with`` block."""
         self._close(None)
 
     def _close(self, error: BaseException | None) -> None:
@@ -210,7 +210,7 @@ class Trainer:
             self._torch.close()
 
     def _prepare_torch(self) -> None:
-        """Seed, and set the threads; undone at the end."""
+        """Seed, and set the threads; restore both at the end."""
         self._use_threads()
         train = self.config.train
         if train.reproducible or settings.reproducible:
@@ -224,7 +224,7 @@ class Trainer:
             torch.manual_seed(train.seed)
 
     def _use_threads(self) -> None:
-        """Set the threads of the dense model, on which its bits may depend."""
+        """Set the number of threads of the dense model, on which the last bits of its results may depend."""
         self._torch.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(self.config.train.threads)
 
@@ -257,7 +257,7 @@ class Trainer:
             if training is not None:
                 self._resumes = find_checkpoint(training.folder.path)
             if self._resumes is not None and not isinstance(self._resumes, Found):
-                find_checkpoint(self._resumes.path)  # says that it has none
+                find_checkpoint(self._resumes.path)  # the error says that it has none
             if not isinstance(self._resumes, Found):
                 raise UsageError("nothing is trained yet: call fit(), or resume() with a run that has a checkpoint")
             self._use_threads()
@@ -278,7 +278,7 @@ class _Loaded:
     def __init__(self, config: Config, model: torch.nn.Module | None, found: Found) -> None:
         if model is None and found.folder.read_json(FACTS).get("model_given_by_script"):
             raise UsageError(
-                f"{found.folder.shown}: a script gave the model of this run; use it in a script: "
+                f"{found.folder.shown}: the model of this run was given by a script; use it in a script: "
                 f"Trainer(config, model).resume({found.folder.shown!r})"
             )
         check_same(found.folder.config(), config)

@@ -1,4 +1,4 @@
-"""One training run: its parts are put together, and trained step by step. Read :meth:`Training.run`."""
+"""One training run: its parts are built, and it is trained step by step. Read :meth:`Training.run`."""
 
 import contextlib
 import os
@@ -32,9 +32,9 @@ from persia.trainer.state import TrainerState
 from persia.trainer.validation import Validation, may_continue
 
 EVALUATIONS = 10
-"""Evaluations of a run, unless told otherwise."""
+"""The default number of evaluations of a run."""
 EVALUATE_EVERY = 1000
-"""Steps between evaluations where the number of steps is not known."""
+"""Steps between evaluations if the number of steps is not known."""
 
 
 class Training:
@@ -52,8 +52,8 @@ class Training:
         transform: The transform.
         model: The model.
         objective: The loss.
-        is_open: It can train.
-        is_finished: It is a resumed run that has no step left.
+        is_open: Whether it can train.
+        is_finished: Whether it is a resumed run that has no step left.
     """
 
     is_open = False
@@ -93,7 +93,7 @@ class Training:
         self.total_steps = None if self._own is not None else self._steps_per_epoch * config.data.epochs
         self._build(model)
         if resumed is None:
-            start_folder(config, in_job=self._in_job)  # a mistake is found before there is a folder
+            start_folder(config, in_job=self._in_job)  # a mistake is found before the folder is created
             self._begin(given=model is not None)
         elif not self._in_job and self._was_finished():
             return
@@ -145,9 +145,9 @@ class Training:
         self.folder.make(self._config, {fitting.FILE: self.transform.to_json(), FACTS: json_text(facts)})
 
     def _open(self, resumes: bool) -> None:
-        """Open the training context, which loads the newest save."""
+        """Open the training context, which loads the newest checkpoint."""
         config, block = self._config, self._config.checkpoint
-        saves, upload_to = None, block.upload_to  # a job has names for both
+        saves, upload_to = None, block.upload_to  # a job has both
         if not self._in_job:
             saves = self.folder.saves(config)
             upload_to = None if upload_to is None else f"{upload_to.rstrip('/')}/{self.folder.path.name}"
@@ -212,7 +212,7 @@ class Training:
     def _make_up(self) -> Iterator[EvaluationReport]:
         """Evaluate after a resume, if the run was interrupted after a step but before its evaluation.
 
-        Rank 0 alone has loaded the save by now. All ranks learn from it what comes next.
+        Only rank 0 has loaded the checkpoint by now. All ranks get the next action from it.
         """
         step = self._ctx.step
         state = [step, self._state.stopped, step in {each["step"] for each in self._state.evaluations}]
@@ -229,7 +229,7 @@ class Training:
         return mine if backend is None else backend.all_gather(what, mine)[0]
 
     def _evaluate_end(self) -> Iterator[EvaluationReport]:
-        """Evaluate after the last step, if the data has ended at another one than was expected."""
+        """Evaluate after the last step, if the data has ended at another step than expected."""
         step, valid = self._ctx.step, self.parts.valid
         if valid is None or not step or step == self._evaluated:
             return

@@ -1,4 +1,4 @@
-"""What follows from the evaluations of the valid part: the best checkpoint, and the early stop."""
+"""The use of the evaluations of the valid part: the best checkpoint, and early stopping."""
 
 import dataclasses
 import shutil
@@ -20,14 +20,14 @@ _logger = get_logger("trainer")
 
 
 class Validation:
-    """Judges evaluations of the valid part. Rank 0 judges, and keeps the best checkpoint; all ranks stop together.
+    """Compares evaluations of the valid part. Rank 0 compares, and keeps the best checkpoint; all ranks stop together.
 
     Args:
         config: The configuration.
         state: The state of the trainer.
         folder: The run's folder.
         ctx: The training context.
-        checkpoints: The saves of the run.
+        checkpoints: The checkpoints of the run.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Validation:
         self._checkpoints = checkpoints
 
     def resume(self, before: Config) -> None:
-        """Continue with what the newest save has of earlier evaluations, as far as it still holds; for rank 0.
+        """Continue with the earlier evaluations in the newest checkpoint, as far as they are still valid; for rank 0.
 
         Args:
             before: The configuration with which the run was trained so far.
@@ -51,11 +51,11 @@ class Validation:
             self._forget()
         elif best is not None and best.metric != stop.metric:
             _logger.warning(
-                "train.early_stop.metric was %s, now it is %s: the best is sought anew", best.metric, stop.metric
+                "train.early_stop.metric was %s, now it is %s: the best is chosen again", best.metric, stop.metric
             )
             self._forget()
         elif best is not None and not (self.checkpoint(best.step) / MANIFEST).exists():
-            _logger.warning("the best checkpoint, %s, is lost: the best is sought anew", self.checkpoint(best.step))
+            _logger.warning("the best checkpoint, %s, is lost: the best is chosen again", self.checkpoint(best.step))
             self._forget()
         elif state.without_improvement < stop.patience:
             state.stopped = False
@@ -77,7 +77,7 @@ class Validation:
             backend.all_gather("evaluation", None)
 
     def judge(self, report: EvaluationReport) -> EvaluationReport:
-        """Record an evaluation on rank 0, and keep the model if it is the best so far; return the report with that."""
+        """Record an evaluation on rank 0, and keep the model if it is the best; return the report with ``is_best``."""
         best = self._state.best
         if self._stop is not None and self._state.judge(report, self._stop):
             if self._keep():
@@ -88,7 +88,7 @@ class Validation:
         return report
 
     def agree_to_stop(self) -> None:
-        """Stop if rank 0 has seen no improvement for long enough; all ranks ask after the same step."""
+        """Stop if rank 0 has had no improvement for ``patience`` evaluations; all ranks ask after the same step."""
         backend = self._ctx.common_context
         if self._stop is None or backend is None:
             return
@@ -101,7 +101,7 @@ class Validation:
         return self._folder.best / f"step-{step}"
 
     def _keep(self) -> bool:
-        """Save the model as the best one, and return whether that was possible; the one before stays if not."""
+        """Save the model as the best one, and return whether that was possible; otherwise the previous one is kept."""
         folder = self.checkpoint(self._ctx.step)
         try:
             self._ctx.dump_checkpoint(folder)
@@ -113,7 +113,7 @@ class Validation:
         return True
 
     def end(self) -> None:
-        """Upload the best checkpoint, below ``best`` beside the saves; for rank 0. A failure is logged.
+        """Upload the best checkpoint, below ``best`` next to the checkpoints; for rank 0. A failure is logged.
 
         If the run ends without a best one, those of an earlier early stop are deleted.
         """
@@ -128,10 +128,10 @@ class Validation:
                 _logger.error("%s is written, but not uploaded: %s", path, error)
 
     def prune(self) -> None:
-        """Delete best checkpoints that no save of the run needs.
+        """Delete best checkpoints that no other checkpoint of the run needs.
 
-        A save names the best one at its step, so that a resumed run needs the newest one that is not after the newest
-        save. Those after it are made again.
+        Each checkpoint names the best one at its step, so that a resumed run needs the newest best one that is not
+        after the newest checkpoint. Later ones are written again by the resumed run.
         """
         best = self._state.best
         if best is None or get_rank() != 0:
@@ -146,5 +146,5 @@ class Validation:
 
 
 def may_continue(before: Config, now: Config) -> bool:
-    """Whether a run that has stopped early may train on: it is given another early stop, or more epochs."""
+    """Whether a run that has stopped early may continue: its early stop has changed, or it has more epochs."""
     return before.train.early_stop != now.train.early_stop or now.data.epochs > before.data.epochs

@@ -1,7 +1,7 @@
-"""What is in a table, and a ``persia.yml`` for it.
+"""The content of a table, and a ``persia.yml`` for it.
 
-:func:`inspect` reads files once in bounded memory and returns an :class:`Inspection`: what is known of each column, and
-a proposal with reasons. The modules, in the order of the work:
+:func:`inspect` reads files once in bounded memory and returns an :class:`Inspection`: statistics of each column, and a
+proposal with reasons. The modules, in the order of the steps:
 
 * :mod:`~persia.data.inspect.scan`: the pass, with :mod:`~persia.data.inspect.columns` and
   :mod:`~persia.data.inspect.sketches`

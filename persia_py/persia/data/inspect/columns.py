@@ -1,4 +1,4 @@
-"""What is known of a column: its type, how often it is null, how many values it has, and which."""
+"""Statistics of a column: its type, how often it is null, the number of its values, and the most frequent ones."""
 
 import re
 from dataclasses import dataclass, field
@@ -20,8 +20,8 @@ PATTERNS = {
     "date": r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$",
     "timestamp": r"^[0-9]{4}-[0-9]{2}-[0-9]{2}[ T][0-9]{2}:[0-9]{2}(:[0-9]{2}(\.[0-9]{1,9})?)?$",
 }
-"""What all texts of a column match if it may be declared as this type. ``007`` is no number."""
-_TIMES = ("date", "timestamp")  # a text may match and be none, such as 2024-02-31
+"""The pattern that all texts of a column must match for a type to be declared. ``007`` is not a number."""
+_TIMES = ("date", "timestamp")  # a text may match and not be a date, such as 2024-02-31
 DECLARED: dict[str, pa.DataType] = {
     "int64": pa.int64(),
     "float64": pa.float64(),
@@ -30,9 +30,9 @@ DECLARED: dict[str, pa.DataType] = {
     "timestamp": pa.timestamp("us"),
 }
 SEPARATORS = "|;,/ "
-"""What may separate the values in a string, best first."""
+"""The possible separators of values in a string, the best first."""
 LISTED = 5
-"""How many of the most frequent values are shown."""
+"""The number of most frequent values that are shown."""
 EPOCHS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 """Units of integer times, as parts of a second."""
 _FROM, _TO = 631_152_000, 2_208_988_800  # 1990-01-01 and 2040-01-01, in seconds
@@ -44,27 +44,27 @@ class Column:
 
     Attributes:
         name: Its name.
-        kind: What its values are.
+        kind: The type of its values.
         stored: The Arrow type of the file, or for a text file the type that is declared; ``string`` if none is.
-        declared: For a column of a text file, what ``data.columns`` says; None leaves it a string.
+        declared: For a column of a text file, the type for ``data.columns``; None means that it stays a string.
         rows: The number of rows that were read.
-        nulls: How many of them are null or empty fields.
-        not_finite: How many are NaN or infinite.
-        empty: How many are the empty string or the empty list.
-        distinct: The number of different values; of a list, of its items.
+        nulls: The number of rows that are null or empty fields.
+        not_finite: The number of rows that are NaN or infinite.
+        empty: The number of rows that are the empty string or the empty list.
+        distinct: The number of different values; for lists, of different items.
         exact: Whether ``distinct`` was counted; else it is an estimate.
-        numbers: Range and zeros, where it has numbers.
+        numbers: The range and the number of zeros, if it has numbers.
         quantiles: At 0, 1, 25, 50, 75, 99 and 100 %, of the sample.
         skew: The third standardised moment of the sample.
         top: The most frequent values of the sample with their shares.
         span: The first and the last time, in seconds since 1970.
         unit: The unit of integer times.
         lengths: The mean and the largest number of items of a list.
-        separator: What separates the values in a string.
+        separator: The separator of the values in a string.
         numeric: The share of the texts that are numbers.
         stray: A text among numbers, and the number of its row.
-        no_time: A text that looks like a date or timestamp and is none, its row, and the type that it looks like.
-        step: The difference between each two rows, if it is always the same and not 0.
+        no_time: A text that looks like a date or timestamp but is not valid, its row, and the type that it looks like.
+        step: The difference between consecutive rows, if it is always the same and not 0.
         values: The sample.
     """
 
@@ -130,7 +130,7 @@ class ColumnScan:
         self._regular = pa.types.is_integer(kind) or text_file
 
     def add(self, values: pa.Array, first_row: int) -> npt.NDArray[np.uint64]:
-        """Add rows that follow each other, and return a hash of each; nulls have one too."""
+        """Add consecutive rows, and return a hash of each; nulls have one too."""
         self._rows += len(values)
         self._nulls += values.null_count
         found = values.drop_null()
@@ -169,7 +169,7 @@ class ColumnScan:
             self._numbers.add(np.asarray(found.cast(pa.float64())))
 
     def _check_times(self, name: str, values: pa.Array, found: pa.Array, first_row: int) -> None:
-        """Note texts that look like times and cannot be read as the type, and the first that is no time at all."""
+        """Record texts that look like times but cannot be read as the type, and the first that is not a time at all."""
         if _is_readable(found, DECLARED[name]):
             return
         self._undeclared.add(name)
@@ -178,7 +178,7 @@ class ColumnScan:
             self._no_times[name] = (text.as_py(), first_row + values.index(text).as_py(), name)
 
     def _follow(self, found: pa.Array) -> None:
-        """Follow whether each value is the one before plus a constant."""
+        """Check whether each value is the previous one plus a constant."""
         if self._regular and self._text_file and is_text(found.type):
             self._regular = self._matching["int64"]
             found = found.cast(pa.int64()) if self._regular else found
@@ -228,14 +228,14 @@ class ColumnScan:
             column.quantiles, column.skew = _moments(sample)
         column.span, column.unit = _span(column)
         if kind == "text":
-            if column.span is None and column.no_time is None:  # `2024-05-01 10:00` is no list
+            if column.span is None and column.no_time is None:  # `2024-05-01 10:00` is not a list
                 column.separator = _separator(sample)
             column.numeric = pc.mean(pc.match_substring_regex(sample, PATTERNS["float64"])).as_py() or 0.0
         column.top = _top(sample)
         return column
 
     def _declared(self) -> str | None:
-        """Return the type that a column of a text file may be declared as."""
+        """Return the type that can be declared for a column of a text file."""
         if not self._text_file or self._rows == self._nulls:
             return None
         return next(
@@ -267,7 +267,7 @@ def _kind(kind: pa.DataType) -> Kind:
 
 
 def numbers_of(values: pa.Array) -> npt.NDArray[np.float64]:
-    """Return the numbers of a column, NaN where there is none."""
+    """Return the numbers of a column; NaN for rows without a number."""
     filled: npt.NDArray[np.float64] = np.asarray(values.cast(pa.float64(), safe=False).fill_null(np.nan))
     return np.where(np.isfinite(filled), filled, np.nan)
 
@@ -309,7 +309,7 @@ def _span(column: Column) -> tuple[tuple[float, float] | None, str | None]:
 
 
 def times_in(texts: pa.Array) -> pa.Array:
-    """Return texts as timestamps in microseconds; further digits are cut off."""
+    """Return texts as timestamps in microseconds; further digits are truncated."""
     kind = pa.timestamp("us")
     return texts.cast(kind) if _is_readable(texts, kind) else texts.cast(pa.timestamp("ns")).cast(kind, safe=False)
 
@@ -320,7 +320,7 @@ def snake(name: str) -> str:
 
 
 def _separator(sample: pa.Array) -> str | None:
-    """Return what separates the values in strings: they repeat more often than the strings do.
+    """Return the separator of the values in strings, if the values repeat more often than the strings.
 
     At least one in ten strings has the separator, the parts have at most one word (two with a ``|`` or ``;``), and
     there are at most half as many different parts as different strings.

@@ -1,4 +1,4 @@
-"""Which feature each column becomes, and why."""
+"""The features that are proposed for the columns, with reasons."""
 
 import re
 from collections.abc import Iterator
@@ -20,15 +20,15 @@ from persia.data.inspect.sketches import is_list, is_text
 DIM = 16
 """The dimension of all features, so that a DLRM can take their dot products."""
 FEW = 256
-"""Up to this many different integers are codes, such as those of an occupation."""
+"""The largest number of different integers that are treated as codes, such as those of an occupation."""
 ORDERED = 10
-"""Codes of as many integers may be amounts too, such as the number of a click in its session: their order is kept."""
+"""From this number of different codes on, the order is kept too, because they may be amounts."""
 MANY = 1_000_000
-"""With more ids than this, rows are made for those only that come twice."""
+"""If there are more ids than this, only ids that occur twice get rows."""
 INTERVALS = 64
-"""Intervals of a number."""
+"""The number of intervals of a number."""
 NEAR_UNIQUE = 0.95
-"""With more different values per row than this, a column names the row."""
+"""With more different values per row than this, a column identifies the row."""
 DAY = 86_400.0
 
 _ID_NAME = re.compile(r"(^|_)(ids?|uid|uuid|guid|key|code|zip|zipcode|sku|hash|num|nr|no)$")
@@ -42,8 +42,8 @@ class Feature:
 
     Attributes:
         name: Its name.
-        keys: What ``features`` says of it.
-        reason: Why.
+        keys: Its keys in ``features``.
+        reason: The reason for the proposal.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Feature:
 
 @dataclass
 class LeftOut:
-    """A column that becomes no feature.
+    """A column that does not become a feature.
 
     Attributes:
         column: Its name.
@@ -69,7 +69,7 @@ class LeftOut:
 
 
 def propose(table: Table, label: Label, roles: Roles) -> tuple[list[Feature], list[LeftOut], dict[str, float]]:
-    """Return features, the columns left out, and the AUC of each column that was scored alone."""
+    """Return the features, the excluded columns, and the AUC of each column that was scored alone."""
     features: list[Feature] = []
     left_out: list[LeftOut] = []
     scores: dict[str, float] = {}
@@ -90,7 +90,7 @@ def propose(table: Table, label: Label, roles: Roles) -> tuple[list[Feature], li
             suspect = score is not None and score > LEAK
             left_out.append(LeftOut(column.name, reason, made, suspect))
         elif not made:
-            left_out.append(LeftOut(column.name, f"a column of {column.stored} is no feature", []))
+            left_out.append(LeftOut(column.name, f"a column of {column.stored} cannot be a feature", []))
         else:
             features += made
     _share_tables(features, table)
@@ -98,7 +98,7 @@ def propose(table: Table, label: Label, roles: Roles) -> tuple[list[Feature], li
 
 
 class _Names:
-    """Names of features: printable ASCII, each once."""
+    """Creates names of features: printable ASCII, each once."""
 
     def __init__(self) -> None:
         self._used: set[str] = set()
@@ -114,7 +114,7 @@ class _Names:
 
 
 def _useless(column: Column, roles: Roles) -> str | None:
-    """Return why a column can be no feature at all."""
+    """Return the reason why a column cannot be a feature."""
     if column.nulls == column.rows or not column.distinct:
         return "all rows are null"
     if not column.many and column.exact and column.distinct == 1 and column.missing == 0:
@@ -125,7 +125,7 @@ def _useless(column: Column, roles: Roles) -> str | None:
 
 
 def _unwanted(column: Column, roles: Roles, score: float | None) -> str | None:
-    """Return why a column should be no feature."""
+    """Return the reason why a column should not be a feature."""
     if score is not None and score > LEAK:
         return f"alone it predicts the label with AUC {score:.3f}: is it known only after the label?"
     if column.rows < 20 or column.many or column.kind in ("time", "other", "boolean") or column.span is not None:
@@ -139,7 +139,7 @@ def _unwanted(column: Column, roles: Roles, score: float | None) -> str | None:
             return f"free text: {column.distinct:,} different strings of {_words(column):.0f} words"
         named = _INDEX_NAME.match(snake(column.name)) or _ID_NAME.search(snake(column.name))
         if column.kind == "text" or named:
-            return f"nearly every row has a value of its own ({_count(column)} of {column.rows:,})"
+            return f"nearly every row has a different value ({_count(column)} of {column.rows:,})"
     if column.kind == "text" and _words(column) >= 6 and column.unique > 0.3:
         return f"free text: {_count(column)} different strings of {_words(column):.0f} words"
     return None
@@ -169,7 +169,7 @@ def _features(column: Column, names: _Names, roles: Roles) -> Iterator[Feature]:
 
 
 def _keys(name: str, column: Column, keys: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of a feature with its column, if its name is another one."""
+    """Return the keys of a feature, with its column if the name differs."""
     kind = keys.pop("type")
     return {"type": kind, **({"column": column.name} if name != column.name else {}), **keys}
 
@@ -189,7 +189,7 @@ def _id(column: Column, names: _Names) -> Feature:
         )
     elif column.no_time is not None:
         text, row, kind = column.no_time
-        reason += f"; they look like times, but row {row:,} is {text!r}, which is no {kind}"
+        reason += f"; they look like times, but row {row:,} is {text!r}, which is not a valid {kind}"
     elif column.kind == "text" and column.declared is None and column.numeric == 1 and column.distinct > FEW:
         reason += "; numbers stored as strings: cast the column if their order matters"
     name = names.new(column.name)
@@ -197,12 +197,12 @@ def _id(column: Column, names: _Names) -> Feature:
 
 
 def _is_code(column: Column, roles: Roles) -> bool:
-    """Whether integers are names rather than amounts."""
+    """Whether integers are identifiers rather than amounts."""
     return (column.exact and column.distinct <= FEW) or _is_name(column, roles)
 
 
 def _is_name(column: Column, roles: Roles) -> bool:
-    """Whether integers are names by the name of their column, or as hashes: they are spread as no amount is."""
+    """Whether integers are identifiers, judging by the name of their column, or because they are spread like hashes."""
     name = snake(column.name)
     if column.name in (roles.group, roles.user) or _ID_NAME.search(name) or _PEOPLE.match(name):
         return True
@@ -223,7 +223,7 @@ def _bag(column: Column, names: _Names) -> Feature:
 
 
 def _dates(column: Column, names: _Names) -> Iterator[Feature]:
-    """Yield the parts of a time that occur again: a year, or the month of data of one year, does not."""
+    """Yield the parts of a time that will occur again: not a year, and not the month if all data is of one year."""
     first, last = column.span or (0.0, 0.0)
     days = (last - first) / DAY
     parts = []
@@ -258,7 +258,7 @@ def times_of(column: Column) -> npt.NDArray[np.float64]:
 
 
 def _number(column: Column, names: _Names) -> Iterator[Feature]:
-    """Yield a number twice: as an interval, which has a vector of its own, and as a float, which keeps its order."""
+    """Yield a number twice: as an interval, which has its own vector, and as a float, which keeps the order."""
     name = names.new(column.name)
     boundaries = _boundaries(column)
     if boundaries is None:
@@ -268,7 +268,7 @@ def _number(column: Column, names: _Names) -> Iterator[Feature]:
         rule = {"boundaries": boundaries}
         reason = f"{column.top[0][1]:.0%} of the rows are {column.top[0][0]}: intervals of the other numbers"
         if len(boundaries) + 1 >= column.distinct:
-            reason = f"{_count(column)} numbers, each an interval of its own"
+            reason = f"{_count(column)} numbers, each its own interval"
     yield Feature(name, _keys(name, column, {"type": "bucket", **rule, "dim": DIM}), reason)
     yield _dense(column, names)
 
@@ -284,11 +284,11 @@ def _dense(column: Column, names: _Names) -> Feature:
 
 
 def _boundaries(column: Column) -> list[float] | None:
-    """Return boundaries where quantiles of all rows would be few, else None.
+    """Return boundaries if many quantiles of all rows would be equal, else None.
 
-    With up to :data:`INTERVALS` different numbers each is an interval. If one number has more than a quarter of the
-    rows, it is an interval, and the others are divided by their own quantiles. The sample is of all rows, those of
-    valid and test included: boundaries depend on the numbers only, not on labels.
+    If there are at most :data:`INTERVALS` different numbers, each has its own interval. If one number has more than a
+    quarter of the rows, it has its own interval, and the others are divided by their own quantiles. The sample is of
+    all rows, including valid and test: boundaries depend on the numbers only, not on labels.
     """
     values = numbers_of(column.values)
     values = values[~np.isnan(values)]
@@ -313,7 +313,7 @@ def _short(number: float) -> float:
 
 
 def _share_tables(features: list[Feature], table: Table) -> None:
-    """Let a bag share the rows of an id feature, if most of its items are values of that."""
+    """Let a bag share the rows of an id feature, if most of its items are values of that feature."""
     ids = [feature for feature in features if feature.keys["type"] == "id"]
     for bag in (feature for feature in features if feature.keys["type"] == "bag"):
         column = table.columns[bag.keys.get("column", bag.name)]

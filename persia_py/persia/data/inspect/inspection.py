@@ -15,7 +15,7 @@ from persia.runtime.errors import DataError
 
 @dataclass
 class Inspection:
-    """What :func:`inspect` found.
+    """The result of :func:`inspect`.
 
     Attributes:
         table: What is known of the columns.
@@ -60,7 +60,7 @@ def inspect(
 
     Raises:
         UsageError: There is no such file, column or preset, or it is unclear which column is the label.
-        DataError: A file is empty or damaged, or its columns make no label or no feature.
+        DataError: A file is empty or damaged, or no column can be the label or a feature.
     """
     given = [paths] if isinstance(paths, str) else list(paths)
     tests = [test] if isinstance(test, str) else list(test)
@@ -68,7 +68,7 @@ def inspect(
     files = open_files(given, **opened)
     table = scan.scan(files, rows, typed="types" in opened)
     if table.rows == 1:
-        raise DataError(f"{files.paths[0]}: one row: nothing can be learnt or proposed from it")
+        raise DataError(f"{files.paths[0]}: it has one row, which is too few for a proposal")
     chosen = labels.choose(table, label)
     if tests:
         other = open_files(tests, columns=files.schema.names, **opened)

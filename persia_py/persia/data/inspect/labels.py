@@ -1,4 +1,4 @@
-"""Which column is the label."""
+"""The choice of the label."""
 
 import re
 from dataclasses import dataclass
@@ -30,9 +30,9 @@ class Label:
 
     Attributes:
         column: Its column.
-        keys: What ``labels`` says of it beside the column.
+        keys: Its keys in ``labels``, apart from the column.
         reason: Why.
-        positive: Of each row of the sample, whether the label is 1.
+        positive: Whether the label is 1, for each row of the sample.
     """
 
     column: str
@@ -46,7 +46,7 @@ def choose(table: Table, given: str | None) -> Label:
 
     Raises:
         UsageError: There is no such column, none looks like a label, or several do.
-        DataError: The column has one value, or values that cannot be a label as they are.
+        DataError: The column has one value, or values that cannot be a label without a rule.
     """
     if given is None:
         return _guess(table)
@@ -82,7 +82,7 @@ def _guess(table: Table) -> Label:
     found = binary or named or ratings or others
     if found:
         listed = ", ".join(repr(column.name) for column in found[-10:])
-        error = UsageError(f"which column is the label? {listed} may be it")
+        error = UsageError(f"which column is the label? Candidates: {listed}")
         error.hint = f"name it: persia data inspect FILE --label {found[-1].name}"
     else:
         error = UsageError(f"no column looks like a label; there are {', '.join(table.columns)}")
@@ -99,9 +99,9 @@ def _positives(column: Column) -> str:
 
 
 def _of(column: Column, reason: str) -> Label:
-    """Return the label of a column that comes without a rule."""
+    """Return the label of a column that was given without a rule."""
     if column.many or column.kind in ("list", "time", "other"):
-        raise DataError(f"label {column.name!r}: a {column.kind} column is no label; give one of numbers or strings")
+        raise DataError(f"label {column.name!r}: a {column.kind} column cannot be a label; use numbers or strings")
     if column.exact and column.distinct < 2:
         only = column.top[0][0] if column.top else "null"
         raise DataError(f"label {column.name!r}: every row is {only}; a model needs rows of both kinds")

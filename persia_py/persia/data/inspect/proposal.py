@@ -1,4 +1,4 @@
-"""The proposal: what ``persia.yml`` says, with reasons and warnings."""
+"""The proposal: the content of ``persia.yml``, with reasons and warnings."""
 
 import os
 from collections.abc import Iterator
@@ -17,20 +17,20 @@ from persia.runtime.files import is_url
 
 @dataclass
 class Proposal:
-    """What ``persia.yml`` says.
+    """The content of ``persia.yml``.
 
     Attributes:
         source: What was inspected.
         data: The block ``data``.
         features: The block ``features``.
-        left_out: The columns that are no feature.
+        left_out: The columns that are not features.
         label: The label.
         label_name: Its name.
         model: The block ``model``.
         train: The block ``train``.
         options: Keys of ``train`` that are written as comments.
         alone: The AUC of each column that was scored alone.
-        warnings: What the user should look at.
+        warnings: The warnings for the user.
     """
 
     source: str
@@ -60,7 +60,7 @@ def make(
     Args:
         table: What is known of it.
         label: Its label.
-        roles: Columns with a part of their own.
+        roles: The columns with a special role.
         paths: Its files as given.
         test: The files of the test part as given; empty if there are none.
         folder: The folder of ``persia.yml``, to which paths are relative.
@@ -156,4 +156,4 @@ def _warnings(table: Table, proposal: Proposal) -> Iterator[str]:
             yield f"column {column.name}: {column.numeric:.1%} are numbers, but row {row:,} is {text!r}"
         if column.no_time is not None:
             text, row, kind = column.no_time
-            yield f"column {column.name}: row {row:,} is {text!r}, which is no {kind}: the column is read as strings"
+            yield f"column {column.name}: row {row:,} is {text!r}, which is not a valid {kind}: it is read as strings"

@@ -1,4 +1,4 @@
-"""What is printed of a table and its proposal."""
+"""The output about a table and its proposal."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ _HEAD = ("column", "type", "missing", "values", "most frequent, or range", "alon
 
 
 def show(table: Table, proposal: Proposal, console: Console | None = None) -> None:
-    """Print the columns: a table on a terminal, else lines of words."""
+    """Print the columns: a table on a terminal, else plain lines."""
     console = console or Console(highlight=False)
     rows = [_row(column, proposal) for column in table.columns.values()]
     console.print(_head(table), markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Columns with a part of their own: the time, the group of a split, the weight of a row."""
+"""Columns with a special role: the time, the group of a split, the weight of a row."""
 
 import re
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ _USER = re.compile(r"^(user|customer|member|visitor|client|account)(_?(id|nr|no)
 
 @dataclass
 class Roles:
-    """Columns with a part of their own.
+    """The columns with a special role.
 
     Attributes:
         time: The column of the time of a row.
         group: The column whose values are not divided between parts.
-        transient: Whether its values do not come again, as those of a session.
+        transient: Whether its values do not occur again, like those of a session.
         user: The column of the user.
         weight: The column of the weight of a row.
     """
@@ -36,7 +36,7 @@ class Roles:
 
 
 def find(table: Table, label: Label) -> Roles:
-    """Return the columns with a part of their own."""
+    """Return the columns with a special role."""
     roles = Roles()
     for column in table.columns.values():
         name = snake(column.name)
@@ -60,6 +60,6 @@ def _is_time(column: Column) -> bool:
 
 
 def moments(times: np.ndarray, shares: tuple[float, ...]) -> list[float]:
-    """Return the times before which these shares of the rows are."""
+    """Return the times before which the rows have these shares."""
     known = times[~np.isnan(times)]
     return [float(each) for each in np.quantile(known, shares, method="inverted_cdf")]

@@ -1,4 +1,4 @@
-"""One pass over the files: what is known of each column, and a sample of the rows."""
+"""One pass over the files: statistics of each column, and a sample of the rows."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ from persia.data.records.split import mix
 from persia.runtime.errors import DataError
 
 ROWS = 5_000_000
-"""How many rows are read unless told otherwise."""
+"""The default limit of the rows that are read."""
 SAMPLE = 100_000
-"""Rows of the sample; fewer for wide tables."""
+"""The number of rows of the sample; tables with many columns have fewer."""
 _SAMPLE_CELLS = 10_000_000
 _UNITS = 64
-"""Of a file that is not read whole, at most this many places are read."""
+"""The largest number of places at which files are read, if they are not read completely."""
 _TEXT = ("csv", "tsv")
 
 
 @dataclass
 class Table:
-    """What one pass found.
+    """The result of one pass.
 
     Attributes:
         files: The files.
@@ -46,7 +46,7 @@ class Table:
 
     @property
     def expected_rows(self) -> int:
-        """The number of rows; where it is not known, that of the rows read."""
+        """The number of rows; if it is not known, the number of rows that were read."""
         return self.total if self.total is not None else self.rows
 
 
@@ -90,7 +90,7 @@ def scan(files: Files, limit: int = ROWS, *, typed: bool = False) -> Table:
 
 
 def count_repeats(table: Table, test: Files, limit: int = SAMPLE) -> int:
-    """Read rows of the test files, note which of them occur in training too, and return how many were read.
+    """Read rows of the test files, record which of them occur in training too, and return how many were read.
 
     Raises:
         DataError: A file is damaged or lacks a column.

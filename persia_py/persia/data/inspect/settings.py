@@ -1,4 +1,4 @@
-"""How rows are divided, and how the model is trained, with reasons."""
+"""The proposed split and training settings, with reasons."""
 
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -10,19 +10,19 @@ from persia.data.inspect.roles import Roles, moments
 from persia.data.inspect.scan import Table
 
 ROWS_TO_TRAIN = 800_000
-"""Training sees about this many rows in all, in 3 to :data:`MOST_EPOCHS` epochs; one, beyond :data:`LARGE_ROWS`."""
+"""The number of rows for training in total, in 3 to :data:`MOST_EPOCHS` epochs; one epoch beyond :data:`LARGE_ROWS`."""
 MOST_EPOCHS = 8
 LARGE_ROWS = 10_000_000
 BATCH_BELOW = {2_000_000: 512}
-"""Rows of a batch of tables of fewer rows; :data:`LARGE_BATCH` of larger ones."""
+"""The batch size for tables with fewer rows; :data:`LARGE_BATCH` for larger tables."""
 LARGE_BATCH = 1024
 WIDE, RANK = 1024, 64
-"""Of more inputs than this, the cross network has matrices of this rank."""
+"""For more inputs than this, the cross network has low-rank matrices."""
 
 
 @dataclass
 class Setting:
-    """A value of a proposal and why."""
+    """A value of a proposal, and the reason."""
 
     value: Any
     reason: str
@@ -51,7 +51,7 @@ def split(table: Table, roles: Roles, *, has_test: bool) -> Setting:
 
 
 def _bound(column: Column, seconds: float) -> Any:
-    """Return a time as ``data.split`` takes it, at midnight if the days are many."""
+    """Return a time in the form of ``data.split``, at midnight if there are many days."""
     first, last = column.span or (0.0, 0.0)
     if (last - first) / DAY > 60:
         seconds = seconds // DAY * DAY

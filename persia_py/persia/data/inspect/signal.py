@@ -1,4 +1,4 @@
-"""How much one column alone tells of the label."""
+"""The AUC of one column alone as a predictor of the label."""
 
 import numpy as np
 import numpy.typing as npt
@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 from persia.data.inspect.columns import Column, numbers_of
 
 LEAK = 0.95
-"""A column that alone has a larger AUC is suspected to be known only after the label."""
+"""A column with a larger AUC alone is probably known only after the label."""
 _BINS = 256
 _PRIOR = 10.0
 
@@ -26,8 +26,8 @@ def auc(scores: npt.NDArray[np.float64], labels: npt.NDArray[np.bool_]) -> float
 def alone(column: Column, labels: npt.NDArray[np.bool_]) -> float | None:
     """Return the AUC of the label's mean by value, learnt on one half of the sample and scored on the other.
 
-    Numbers of many values are divided into 256 intervals of equally many rows. Means are drawn to the mean of all rows
-    by 10 rows. Null is a value. Lists have none.
+    Columns with many numbers are divided into 256 intervals with equally many rows. Means are shrunk to the mean of all
+    rows with the weight of 10 rows. Null counts as a value. Lists have no AUC.
     """
     if column.many or column.kind == "other" or len(labels) < 200:
         return None
@@ -40,7 +40,7 @@ def alone(column: Column, labels: npt.NDArray[np.bool_]) -> float | None:
 
 
 def _codes(values: pa.Array) -> npt.NDArray[np.int64]:
-    """Return a number for each value, those of many numbers by intervals."""
+    """Return a number for each value; many different numbers are numbered by intervals."""
     if pa.types.is_temporal(values.type):
         values = values.cast(pa.timestamp("us"), safe=False).cast(pa.int64())
     numeric = pa.types.is_integer(values.type) or pa.types.is_floating(values.type)

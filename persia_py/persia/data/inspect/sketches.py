@@ -1,4 +1,4 @@
-"""What is kept of columns while their rows go by, in bounded memory."""
+"""Statistics of columns that are updated row by row in bounded memory."""
 
 from dataclasses import dataclass, field
 
@@ -12,11 +12,11 @@ from persia.data.records.split import hash_values, mix
 Hashes = npt.NDArray[np.uint64]
 
 KEPT_HASHES = 1 << 16
-"""Up to this many different values are counted exactly."""
+"""The largest number of different values that is counted exactly."""
 
 
 class Distinct:
-    """How many different values a column has.
+    """Estimates the number of different values of a column.
 
     It keeps the ``k`` smallest hashes. With fewer, the count is exact. Otherwise it is the k-minimum-values estimate of
     Bar-Yossef et al. 2002: ``(k - 1) / u``, where ``u`` in (0, 1] is the k-th smallest hash divided by 2^64. Its
@@ -47,10 +47,10 @@ class Distinct:
 
 
 class RowSample:
-    """A uniform sample of rows: those whose numbers have the smallest hashes. Equal tables give equal samples.
+    """A uniform sample of rows: those whose row numbers have the smallest hashes. Equal tables give equal samples.
 
     Args:
-        rows: How many rows are kept.
+        rows: The number of rows that are kept.
     """
 
     def __init__(self, rows: int) -> None:
@@ -60,7 +60,7 @@ class RowSample:
         self._bound = np.uint64(2**64 - 1)
 
     def add(self, batch: pa.RecordBatch, first_row: int) -> None:
-        """Add rows that follow each other."""
+        """Add consecutive rows."""
         keys = mix(np.arange(first_row, first_row + batch.num_rows, dtype=np.uint64), 77)
         places = np.flatnonzero(keys <= self._bound)
         self._keys.append(keys[places])
@@ -85,9 +85,9 @@ class RowSample:
 
 @dataclass
 class Repeats:
-    """Which share of the rows occur more than once, by a sample of their contents.
+    """Estimates the share of rows that occur more than once, from a sample of their contents.
 
-    All rows of a content are kept, or none: those whose hashes are the smallest.
+    The sample has all rows with a content, or none: contents with the smallest hashes.
     """
 
     kept: int = KEPT_HASHES
@@ -119,7 +119,7 @@ class Repeats:
 
 @dataclass
 class Numbers:
-    """Count, range and moments of numbers; NaN and infinities are counted apart."""
+    """Count, range and moments of numbers; NaN and infinities are counted separately."""
 
     count: int = 0
     not_finite: int = 0

@@ -1,4 +1,4 @@
-"""Which files are read, and their parts."""
+"""The files that are read, and their units."""
 
 import glob
 import hashlib
@@ -47,7 +47,7 @@ class Unit:
 
     @property
     def file(self) -> str:
-        """The name of the file, with the folders ``key=value`` above it: what a split knows it by."""
+        """The name of the file, with the folders ``key=value`` above it, by which a split identifies it."""
         *folders, name = self.path.split("/")
         return "/".join([*(folder for folder in folders if "=" in folder), name])
 
@@ -180,11 +180,11 @@ def open_files(
     """Find files and check their columns.
 
     Args:
-        paths: Files, folders, globs or ``s3://`` addresses, which are read in this order. A folder's files are those
-            of the format, below it too; ``key=value`` in the name of a folder is a column. The files of one folder or
-            glob are sorted by their paths as text: ``day10`` comes before ``day2``.
-        file_format: ``parquet``, ``csv``, ``tsv`` or ``ipc``; None tells it from the name of the first file. With it,
-            files may have an ending of no format, such as ``.txt``.
+        paths: Files, folders, globs or ``s3://`` addresses, which are read in this order. A folder stands for its files
+            of the format, including those in its sub-folders; ``key=value`` in the name of a folder is a column. The
+            files of one folder or glob are sorted by their paths as text: ``day10`` comes before ``day2``.
+        file_format: ``parquet``, ``csv``, ``tsv`` or ``ipc``; None determines it by the name of the first file. If it
+            is given, files may have any ending, such as ``.txt``.
         columns: What is read; None means all columns.
         types: The types of columns of text files. Columns without one are strings: types are never guessed.
         header: The names of the columns of text files whose first line has none.
@@ -235,7 +235,7 @@ def _find(given: Sequence[str], file_format: str | None) -> tuple[pa.fs.FileSyst
                 raise UsageError(f"{path}: no such file{relative}")
             # abspath: `a.csv` and `x/../a.csv` are one file.
             below = (_below(filesystem, os.path.abspath(match), endings) for match in matches)  # noqa: PTH100
-            found = {file for each in below for file in each}  # `**` matches a folder, and what is in it
+            found = {file for each in below for file in each}  # `**` matches a folder and its content
         for file in sorted(found):
             if file in files:
                 error = UsageError(f"{file}: the file is given twice, by {files[file]} and by {path}")
@@ -293,13 +293,13 @@ _CONVERSION = re.compile(r"In CSV column #(\d+): Row #(\d+): CSV conversion erro
 
 
 class _named:  # noqa: N801  # a context manager
-    """Turn Arrow's errors into a :class:`DataError` that names the file."""
+    """Convert Arrow's errors to a :class:`DataError` that names the file."""
 
     def __init__(self, path: str) -> None:
         self._path = path
 
     def __enter__(self) -> None:
-        """Nothing."""
+        """Nothing is returned."""
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, FileNotFoundError | PermissionError):

@@ -1,4 +1,4 @@
-"""Formats that are known by a name: the columns of their files, and the types of these."""
+"""Named file formats: the columns of their files, and the types of the columns."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -12,15 +12,15 @@ from persia.data.records.split import PARTS, Split, mix, parts_in
 from persia.runtime.errors import DataError, UsageError
 
 WINDOW_ROWS = 1 << 18
-"""Rows that are shuffled together unless told otherwise."""
+"""The default number of rows that are shuffled together."""
 
 
 class RecordReader:
     """Reads one part of files as record batches of equal size, epoch after epoch.
 
-    With ``shuffle`` an epoch has the units of the files (row groups of Parquet, whole files of other formats) in an
-    order of its own, and rows are shuffled within windows of ``window_rows``. Memory is bounded by a window, and what
-    Arrow reads ahead. The order depends on the arguments and files only.
+    With ``shuffle``, each epoch has the units of the files (row groups of Parquet, whole files of other formats) in a
+    different order, and rows are shuffled within windows of ``window_rows``. Memory is bounded by one window and
+    Arrow's read-ahead. The order depends on the arguments and files only.
 
     With several readers of the same files, ``shard=(index, count)`` reads one of ``count`` parts: every ``count``-th
     unit, or every ``count``-th row of each unit if there are fewer units than that.
@@ -31,7 +31,7 @@ class RecordReader:
     Args:
         files: What is read.
         batch_size: Rows of a batch. Only the last batch of an epoch may have fewer.
-        split: The rule of parts; None means that all rows are in ``part``.
+        split: The rule that assigns parts; None means that all rows are in ``part``.
         part: ``train``, ``valid`` or ``test``.
         epochs: Passes over the files.
         shuffle: Shuffle rows; else they come in the order of files and rows.
@@ -116,7 +116,8 @@ class RecordReader:
     def __iter__(self) -> Iterator[pa.RecordBatch]:
         """Yield the batches after the position, to the end of the last epoch.
 
-        The next iteration starts anew, but a reader that loads the position after the last batch yields nothing.
+        The next iteration starts at the beginning, but a reader that loads the position after the last batch yields
+        nothing.
         """
         if self._finished:
             self._position, self._finished = dict.fromkeys(self._position, 0), False
@@ -155,7 +156,7 @@ class RecordReader:
         order = self._order(epoch)
         for index in range(start["unit"], len(order)):
             skip = start["skip"] if index == start["unit"] else 0
-            done = skip  # rows of the unit that are in this window or one before
+            done = skip  # the number of rows of the unit that are in this window or an earlier one
             for batch in self._rows(order[index], skip):
                 while batch.num_rows >= missing:
                     kept.append(batch.slice(0, missing))

@@ -21,7 +21,7 @@ Numbers = npt.NDArray[np.int8]
 
 
 class Split(Protocol):
-    """A rule that gives every row one part. It depends on the row and its place only, so that parts never overlap."""
+    """A rule that assigns one part to every row. It depends on the row and its position only: parts never overlap."""
 
     @property
     def columns(self) -> list[str]:
@@ -40,7 +40,7 @@ class Split(Protocol):
         """
 
     def identity(self) -> dict[str, Any]:
-        """Return what a resumed run compares, JSON-ready."""
+        """Return the values that a resumed run compares, JSON-ready."""
 
 
 @dataclass(frozen=True)
@@ -86,19 +86,19 @@ class HashSplit:
         return found
 
     def identity(self) -> dict[str, Any]:
-        """Return what a resumed run compares."""
+        """Return the values that a resumed run compares."""
         return {"by": "hash", "row": "file name and number", **asdict(self), "fractions": [*self.fractions]}
 
 
 @dataclass(frozen=True)
 class TimeSplit:
-    """Divide by time, so that a model is judged on rows that come after those that it was trained on.
+    """Divide by time, so that a model is evaluated on rows that are later than those that it was trained on.
 
     Attributes:
         column: A timestamp, a date or a number.
-        valid: The first time of the part valid; None means no such part. For a timestamp or a date it is a datetime or
+        valid: The first time of the valid part; None means no such part. For a timestamp or a date it is a datetime or
             an ISO 8601 text, for a number a number.
-        test: The first time of the part test, likewise.
+        test: The first time of the test part, in the same form.
     """
 
     column: str
@@ -142,7 +142,7 @@ class TimeSplit:
             raise UsageError(f"split by {self.column!r}: {name}={given!r} is not of type {type_}: {error}") from error
 
     def identity(self) -> dict[str, Any]:
-        """Return what a resumed run compares."""
+        """Return the values that a resumed run compares."""
         bounds = {name: getattr(self, name) for name in ("valid", "test")}
         texts = {name: None if bound is None else str(bound) for name, bound in bounds.items()}
         return {"by": "time", "column": self.column, **texts}
@@ -192,7 +192,7 @@ def _texts() -> Transform:
 
 
 def _date_of(number: float) -> str:
-    """Return the date that a number such as 20240501 was meant to be; else an example."""
+    """Return the date that a number such as 20240501 probably stands for; else an example."""
     try:
         return datetime.strptime(str(number), "%Y%m%d").date().isoformat()
     except ValueError:
