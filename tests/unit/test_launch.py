@@ -355,6 +355,59 @@ def test_a_log_is_written_when_the_output_is_closed(monkeypatch: pytest.MonkeyPa
     assert (tmp_path / "part.log").read_text() == "one\ntwo\n"
 
 
+def test_a_killed_launcher_of_data_compose_leaves_nothing(launch: Launch, tmp_path: Path) -> None:
+    """It takes note of the rank 0 that was served, in a place that goes with it."""
+    temporary, ran = tmp_path / "tmp", tmp_path / "ran"
+    temporary.mkdir()
+    (tmp_path / "send.py").write_text(
+        "import os, pathlib, time\n"
+        "note = pathlib.Path(os.environ['PERSIA_LAUNCHER_SERVED'])\n"
+        "note.write_text('127.0.0.1:5')\n"
+        "pathlib.Path('ran').write_text(note.read_text())\n"
+        "time.sleep(600)\n"
+    )
+    variables = {"TMPDIR": str(temporary), "PERSIA_NATS_URL": "nats://127.0.0.1:1"}
+    launcher = launch("data-loader", "send.py", env=variables)
+    wait_until("the script", lambda: ran.exists() and ran.read_text() == "127.0.0.1:5", DEADLINE)
+    launcher.kill()
+    launcher.wait()
+    assert not [*temporary.iterdir()]
+
+
+SLOW = """import pathlib, time
+pathlib.Path("importing").touch()
+try:
+    time.sleep(600)
+except BaseException as error:
+    raise ImportError("a C extension failed") from error
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "number", "code", "said"),
+    [
+        (["persia.launch.rank_main", "train.py"], signal.SIGTERM, 75, "SIGTERM: leaving before the end of the run\n"),
+        (["persia", "train", "persia.yml"], signal.SIGTERM, 75, "SIGTERM: ending; nothing has begun\n"),
+        (["persia", "eval", "runs/one"], signal.SIGINT, 130, "Ctrl-C: ending; nothing has begun\n"),
+    ],
+)
+def test_a_signal_in_an_import_is_one_line(
+    tmp_path: Path, words: list[str], number: signal.Signals, code: int, said: str
+) -> None:
+    """PyTorch turns an exception in its import into others: a long traceback, and exit code 1."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(SLOW)
+    (tmp_path / "train.py").write_text("import torch\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, "-m", *words]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        wait_until("the import", lambda: (tmp_path / "importing").exists() or process.poll() is not None, DEADLINE)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=DEADLINE)
+    assert (process.returncode, errors) == (code, said)
+
+
 def test_waiting_for_trainers_outlives_nats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERSIA_NATS_URL", "nats://127.0.0.1:1")
     monkeypatch.delenv("PERSIA_TOKEN_FILE", raising=False)

@@ -2,13 +2,18 @@
 
 import json
 import logging
+import os
+import re
 import sys
 from collections.abc import Iterator
 
 import pytest
+from rich.console import Console
 
 from persia.errors import ConfigError
 from persia.logger import setLogger
+from persia.trainer.progress import Shown
+from persia.trainer.reports import StepReport
 
 NAME = "persia_test_logger"
 
@@ -59,7 +64,6 @@ def test_a_json_line_has_the_keys_of_the_servers(
     for name, value in {"LOG_FORMAT": "json", **env}.items():
         monkeypatch.setenv(name, value)
     logger = setLogger(NAME)
-    monkeypatch.setattr(logger.handlers[0], "stream", sys.stderr)
     logger.warning("a %s\nline", "long")
     try:
         raise ValueError("bad")
@@ -71,3 +75,21 @@ def test_a_json_line_has_the_keys_of_the_servers(
     assert (first["service"], first["replica"]) == place
     assert (first["level"], first["message"], first["target"]) == ("warn", "a long\nline", NAME)
     assert second["level"] == "error" and second["exception"].endswith("ValueError: bad")
+
+
+def test_a_log_line_stands_above_the_progress_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    leader, follower = os.openpty()
+    with os.fdopen(follower, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        monkeypatch.setattr(sys, "stderr", terminal)
+        monkeypatch.setenv("TERM", "xterm")
+        logger = setLogger(NAME)
+        with Shown("auc", Console(file=terminal)) as shown:
+            shown.report(StepReport(1, 9, 1, 0.5, 1000.0, 0.1, 0, {"dense": 1.0}))
+            logger.info("checkpoint written")
+            shown.report(StepReport(2, 9, 1, 0.5, 1000.0, 0.1, 0, {"dense": 1.0}))
+        terminal.flush()
+        text = os.read(leader, 1 << 16).decode()
+    os.close(leader)
+    assert "samples/s" in text.partition("checkpoint written")[0]
+    assert re.search(r"\x1b\[2K[0-9]{4}-[^\n]* INFO [^\n]*checkpoint written", text), text

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,11 +38,12 @@ def run(script: Path | None, arguments: Sequence[str], *, index: int, size: int)
     events = Events()
     words = [] if script is None else [str(script), *arguments]
     command = [sys.executable, "-m", "persia.launch.data_loader_main", *words]
-    with tempfile.TemporaryDirectory(prefix="persia-data-") as folder, events.signals():
-        served = Path(folder) / "rank-0"
+    with os.fdopen(os.memfd_create("persia-served"), "rb") as memory, events.signals():
+        # The kernel removes it with this process, however that ends: a temporary folder would stay.
+        served = Path(f"/proc/{os.getpid()}/fd/{memory.fileno()}")
         environment = {**os.environ, "REPLICA_INDEX": str(index), "REPLICA_SIZE": str(size), SERVED: str(served)}
         while True:
-            served.unlink(missing_ok=True)
+            served.write_bytes(b"")
             process = Process("data-compose", command, env=environment, line=None, ended=events.ended)
             event = events.next()
             if isinstance(event, int):

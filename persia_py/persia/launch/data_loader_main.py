@@ -26,7 +26,7 @@ def _send_data() -> int:
     except RunRestarted as restarted:
         sys.stderr.write(f"{restarted}: restarting the script\n")
         return AGAIN
-    if code == 0 and (note := settings.served) and not Path(note).exists():
+    if code == 0 and (note := settings.served) and not Path(note).read_bytes():
         raise UsageError(f"{script} ended without a `with DataCtx()`, so it sent no data; the trainers wait for it")
     return code
 

@@ -62,7 +62,7 @@ def _handle_sigterm() -> None:
 
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal first_at
-        del number, frame
+        del number
         now = time.monotonic()
         if first_at is not None:
             if now - first_at > ONE_SIGNAL:
@@ -70,10 +70,21 @@ def _handle_sigterm() -> None:
             return
         first_at = now
         if not preemption.request_stop():
-            sys.stderr.write("SIGTERM: leaving before the end of the run\n")
+            os.write(2, b"SIGTERM: leaving before the end of the run\n")
+            if "persia.distributed" not in sys.modules and _is_importing(frame):
+                os._exit(ExitCode.AGAIN)  # PyTorch changes an exception in its import, and nothing is open yet
             raise SystemExit(ExitCode.AGAIN)  # contexts report it to the other ranks as they exit
 
     signal.signal(signal.SIGTERM, handle)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Whether a frame, or one that called it, imports a module."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, TextIO
 
 from persia.runtime.errors import ConfigError
 from persia.runtime.settings import SERVED
@@ -34,6 +34,19 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False)
+
+
+class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to what is standard error when a record is logged. A live progress line takes its place for a while."""
+
+    def __init__(self) -> None:
+        """Make the handler without a stream of its own."""
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:
+        """Standard error."""
+        return sys.stderr
 
 
 def _place() -> tuple[str, int]:
@@ -87,7 +100,7 @@ def setLogger(
         level = known[level.upper()]
     logger = logging.getLogger(name)
     if not logger.handlers:
-        handler = logging.StreamHandler(sys.stderr)
+        handler = StderrHandler()
         handler.setFormatter(_formatter())
         logger.addHandler(handler)
         logger.propagate = False
