@@ -62,6 +62,22 @@ def test_rows_depend_on_the_seed_alone_and_more_begin_with_the_same(tmp_path: Pa
     assert {each.name for each in tmp_path.iterdir()} == {"a.parquet", "b.csv", "c.parquet"}
 
 
+def test_rows_can_begin_where_a_file_ends(tmp_path: Path) -> None:
+    """New rows of the same teacher: at the end of a chunk, in the middle of one, and over two."""
+    (whole,) = pa.Table.from_batches([batch for batch, _ in TEACHER.batches(300_000)]).combine_chunks().to_batches()
+    chances = np.concatenate([each for _, each in TEACHER.batches(300_000)])
+    for skip, rows in ((0, 10), (1 << 17, 5), (100_000, 100_000), (131_071, 2)):
+        found = [*TEACHER.batches(rows, skip)]
+        assert pa.Table.from_batches([batch for batch, _ in found]).equals(pa.table(whole.slice(skip, rows)))
+        assert np.array_equal(np.concatenate([each for _, each in found]), chances[skip : skip + rows])
+    path = tmp_path / "more.parquet"
+    options = ["--rows", "100", "--skip", "131000", "--ids", "100,5000", "--dense", "2"]
+    app(["data", "synth", str(path), *options], standalone_mode=False)
+    assert pa.parquet.read_table(path).equals(pa.table(whole.slice(131_000, 100)))
+    with pytest.raises(UsageError, match="skip -1"):
+        synth.write(path, 10, TEACHER, skip=-1)
+
+
 @pytest.mark.parametrize("group", [None, "id0"])
 def test_labels_do_not_depend_on_the_split_whatever_its_seed(group: str | None) -> None:
     """The teacher's random numbers and the hash of a split use the same function."""

@@ -61,7 +61,10 @@ def data_synth(
     dense: Annotated[int, typer.Option(help="The number of dense columns.")] = 4,
     exponent: Annotated[float, typer.Option(help="The exponent of the power law of ids; 0 is uniform.")] = 1.05,
     positive: Annotated[float, typer.Option(help="The share of labels that are 1.")] = 0.2,
-    seed: Annotated[int, typer.Option(min=0, help="Equal seeds give equal rows.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the model and the rows: equal seeds give equal rows.")] = 0,
+    skip: Annotated[
+        int, typer.Option(min=0, help="Begin after this many rows: those of a file that was written before.")
+    ] = 0,
 ) -> None:
     """Write synthetic clicks of a known model, and print the best AUC that a model can reach on them."""
     from persia.data import synth
@@ -72,6 +75,6 @@ def data_synth(
     except (ValueError, OverflowError) as error:
         raise UsageError(f"--ids {ids!r}: want numbers with commas between them, such as 1000,10000,1e6") from error
     teacher = synth.Teacher(counts, dense, exponent, positive, seed)
-    made = synth.write(out, rows, teacher)
+    made = synth.write(out, rows, teacher, skip=skip)
     typer.echo(f"wrote {out}: {made.rows:,} rows, {made.positive:.2%} positive")
     typer.echo(f"best AUC {made.best_auc:.4f}, best log loss {made.best_log_loss:.4f} (those of the teacher)")

@@ -66,13 +66,22 @@ class Teacher:
         if wrong:
             raise UsageError("synth: " + "; ".join(wrong))
 
-    def batches(self, rows: int) -> Iterator[tuple[pa.RecordBatch, Floats]]:
-        """Yield rows with the probability of each label. A larger number of rows begins with the same rows."""
+    def batches(self, rows: int, skip: int = 0) -> Iterator[tuple[pa.RecordBatch, Floats]]:
+        """Yield rows with the probability of each label.
+
+        The rows are a piece of one endless table: more rows begin with the same rows.
+
+        Args:
+            rows: The number of rows.
+            skip: The number of rows of the table before the first one.
+        """
         bias = self._bias()
-        for first in range(0, rows, _CHUNK):
-            batch, logits = self._chunk(first // _CHUNK, min(_CHUNK, rows - first))
+        for number in range(skip // _CHUNK, -(-(skip + rows) // _CHUNK)):
+            first, last = max(skip, number * _CHUNK), min(skip + rows, (number + 1) * _CHUNK)
+            batch, logits = self._chunk(number, last - number * _CHUNK)
+            batch, logits = batch.slice(first - number * _CHUNK), logits[first - number * _CHUNK :]
             probabilities = 1 / (1 + np.exp(-(logits + bias)))
-            draws = _uniform(np.arange(first, first + len(logits), dtype=np.uint64), self.seed + 1)
+            draws = _uniform(np.arange(first, last, dtype=np.uint64), self.seed + 1)
             labels = pa.array((draws < probabilities).astype(np.int8))
             yield batch.append_column("label", labels), probabilities
 
@@ -140,28 +149,31 @@ class Made:
         return asdict(self)
 
 
-def write(path: str | os.PathLike[str], rows: int, teacher: Teacher) -> Made:
+def write(path: str | os.PathLike[str], rows: int, teacher: Teacher, *, skip: int = 0) -> Made:
     """Write rows to a file, which appears when it is complete.
 
     Args:
         path: A file that ends in ``.parquet`` or ``.csv``.
         rows: The number of rows.
         teacher: The model that draws them.
+        skip: The number of rows of the teacher before the first one: those of a file that was written before.
 
     Raises:
-        UsageError: The ending is another one, or there are no rows.
+        UsageError: The ending is another one, there are no rows, or ``skip`` is negative.
         StorageError: The file cannot be written; the incomplete file is removed.
     """
     path = Path(path)
     if path.suffix not in (".parquet", ".csv") or rows < 1:
         raise UsageError(f"synth {path}, {rows} rows: want a file that ends in .parquet or .csv, and at least 1 row")
+    if skip < 0:
+        raise UsageError(f"synth: skip {skip}: want 0 or more")
     part = path.with_name(f".{path.name}.part")
     positive, log_loss = 0.0, 0.0
     bins = np.zeros((2, _BINS))
     try:
         writer: Any = None
         try:
-            for batch, probabilities in teacher.batches(rows):
+            for batch, probabilities in teacher.batches(rows, skip):
                 writer = writer or _writer(part, batch.schema)
                 writer.write_batch(batch)
                 positive += float(np.asarray(batch["label"]).sum())
