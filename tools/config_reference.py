@@ -53,7 +53,8 @@ is_valid, errors = persia.config.validate_config("persia.yml")
   option can be repeated. If a key is set twice, the last value is used.
 * **`persia config check`** accepts `persia.yml`, `embedding_config.yml` and `global_config.yml` together, in any order,
   and recognises each by its blocks. It compares the slots of the first two. Without arguments, it checks the files that
-  a job in this folder would read.
+  a job in this folder would read. It also checks that the data of `persia.yml` has the columns that are read, in types
+  that fit; it reads no rows. `--no-data` omits this check.
 * **Slots.** A script takes its slots from `PERSIA_CONFIG=persia.yml` or from
   `PERSIA_EMBEDDING_CONFIG=embedding_config.yml`. Setting both variables is an error. Capacity and other limits of a job
   are in [`global_config.yml`](running.md).

@@ -212,11 +212,11 @@ def test_rows_that_are_no_rows_are_named_all_at_once(tmp_path: Path, monkeypatch
     error = refused("ckpt", "import", tmp_path / "v.parquet", "--table", "t", "-o", tmp_path / "made")
     assert isinstance(error, DataError)
     for text in (
-        "column 'id' is null in 2 rows: 2, 27",
-        "column 'weights' is null, or has a null, in 2 rows: 9, 13",
-        "has another length than 2, that of the first vector, in 2 rows: 5 (1), 14 (3)",
-        "has NaN, infinity, or a number beyond float32 in 3 rows: 20, 31, 38",
-        "counted from 0",
+        "column 'id' is null in 2 rows: 3, 28",
+        "column 'weights' is null, or has a null, in 2 rows: 10, 14",
+        "has another length than 2, that of the first vector, in 2 rows: 6 (1), 15 (3)",
+        "has NaN, infinity, or a number beyond float32 in 3 rows: 21, 32, 39",
+        "Correct or remove these rows",
     ):
         assert text in str(error), error
     assert not (tmp_path / "made").exists()
@@ -226,7 +226,7 @@ def test_repeated_ids_are_named(tmp_path: Path) -> None:
     write(tmp_path / "v.parquet", pa.array([*range(100), 7, 7, 50]), vectors(103))
     error = refused("ckpt", "import", tmp_path / "v.parquet", "--table", "t", "-o", tmp_path / "made")
     assert isinstance(error, DataError)
-    assert "table t: 3 rows have the id of an earlier row: row 100 has the id 7 of row 7, row 101 has" in str(error)
+    assert "table t: 3 rows have the id of an earlier row: row 101 has the id 7 of row 8, row 102 has" in str(error)
     assert not (tmp_path / "made").exists()
 
 

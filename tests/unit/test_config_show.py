@@ -268,9 +268,9 @@ def test_a_damaged_file_is_either_valid_or_refused_with_places(tmp_path: Path, s
 
 def test_the_accumulator_follows_the_batch_size_where_it_is_not_given(write: Path) -> None:  # noqa: F811
     write.write_text(GOOD)
-    config = persia.load_config(write, ["data.batch_size=256"])
+    config = persia.load_config(write, ["data.batch_size=1024"])
     assert config.train.embedding_optimizer.arguments["initial_accumulator_value"] == 1e-6
-    config = persia.load_config(write, ["data.batch_size=2560"])
+    config = persia.load_config(write, ["data.batch_size=10240"])
     assert config.train.embedding_optimizer.arguments["initial_accumulator_value"] == pytest.approx(1e-8)
     config = persia.load_config(write, ["train.embedding_optimizer.initial_accumulator_value=0.5"])
     assert config.train.embedding_optimizer.arguments["initial_accumulator_value"] == 0.5

@@ -349,7 +349,8 @@ def test_a_date_that_does_not_exist_is_named(
     days = [values[number == 1234] for number in range(ROWS)]
     found = inspected({"day": days, "price": RANDOM.random(ROWS)}, suffix=suffix)
     (warning,) = found.proposal.warnings
-    assert warning.startswith(f"column day: row 1,234 is {wrong}") and "strings" in warning
+    place = "row 1235 (line 1236)" if suffix == ".csv" else "row 1235"
+    assert warning.startswith(f"column day: {place} is {wrong}") and "strings" in warning
     assert "day" not in found.proposal.data.get("columns", SETTING).value
     assert features(found)["day"]["type"] == "id"
     assert loaded(found, tmp_path).data.columns.get("day") is None
@@ -382,7 +383,9 @@ def test_types_of_text_columns_are_declared_where_all_values_agree(inspected: In
         "label": "int64",
     }
     assert features(found)["zip"] == {"type": "id", "dim": 16}
-    assert any("mixed: 100.0% are numbers, but row 77 is 'n/a'" in warning for warning in found.proposal.warnings)
+    assert any(
+        "mixed: 100.0% are numbers, but row 78 (line 79) is 'n/a'" in warning for warning in found.proposal.warnings
+    )
     assert loaded(found, tmp_path).data.columns["day"] == "date"
 
 

@@ -301,8 +301,67 @@ def test_wrong_files_are_named(folder: Path) -> None:
 def test_a_text_row_of_another_type_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("row\n" + "".join(f"{number}\n" for number in range(500_000)) + "many\n")  # several blocks
-    with pytest.raises(DataError, match=r"a.csv: line 500002, column \d: found 'many', its type is "):
+    with pytest.raises(DataError, match=r"a.csv: row 500001 \(line 500002\), column 'row': found 'many', its"):
         rows_of(RecordReader(open_files(str(path), types={"row": pa.int64()}), 1000))
+
+
+def test_lines_are_counted_as_an_editor_does(tmp_path: Path) -> None:
+    """Empty lines are no rows, a value in quotes may have several lines, and a file may have no header."""
+    path = tmp_path / "a.csv"
+    path.write_text('"text","row"\n\n"one\nline",1\r\n"a ""b""",2\n\n\nc,3\n"d",x\n')
+    files = open_files(str(path), types={"row": pa.int64()}, used_by={"row": ["features.row (a.yml:7)"]})
+    assert [files.place(str(path), row) for row in range(4)] == [
+        "row 1 (line 3)",
+        "row 2 (line 5)",
+        "row 3 (line 8)",
+        "row 4 (line 9)",
+    ]
+    assert files.place(str(path), 4) == "row 5"
+    with pytest.raises(DataError) as caught:
+        rows_of(RecordReader(files, 10))
+    place = "row 4 (line 9), column 'row', read by features.row (a.yml:7)"
+    assert str(caught.value) == f"{path}: {place}: found 'x', its type is int64"
+    (tmp_path / "b.tsv").write_text("\n1\tu1\n\nx\tu2\n")
+    with pytest.raises(DataError, match=r"b\.tsv: row 2 \(line 4\), column 'row': found 'x'"):
+        rows_of(RecordReader(open_files(str(tmp_path / "b.tsv"), header=["row", "u"], types={"row": pa.int64()}), 10))
+
+
+def test_values_that_cannot_be_read_are_null_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("n,x,ok,day,text\n1,0.5,true,2024-02-29,a\n n ,,yes,2024-02-31,1\n 3 ,1e3,false,,\nn,nan,,x,b\n")
+    types = {"n": pa.int64(), "x": pa.float32(), "ok": pa.bool_(), "day": pa.date32()}
+    files = open_files(str(path), types=types, lenient=True)
+    (batch,) = RecordReader(files, 10)
+    assert batch.schema.types[:4] == [*types.values()]
+    assert batch["n"].to_pylist() == [1, None, 3, None] and batch["text"].to_pylist() == ["a", "1", None, "b"]
+    assert batch["ok"].to_pylist() == [True, None, False, None] and batch["day"].null_count == 3
+    assert batch["x"].to_pylist()[:3] == [0.5, None, 1000.0]
+    assert {name: count for name, count in files.unreadable.items() if count} == {"n": 2, "ok": 1, "day": 2}
+
+
+def test_a_wrong_value_is_named_in_every_read(tmp_path: Path) -> None:
+    """Wherever it is in Arrow's blocks of 1 MiB, also beside a block's end, and while other files are read."""
+    lines = [f"{number},{number * 7 % 1000},user{number % 500}" for number in range(60_000)]
+    wrong = f"{tmp_path}/wrong.csv: row 48001 (line 48002), column 'price': found 'n/a', its type is double"
+    lines[48_000] = "48000,n/a,user0"
+    (tmp_path / "wrong.csv").write_text("row,price,user\n" + "\n".join(lines) + "\n")
+    for _ in range(20):
+        files = open_files(
+            str(tmp_path / "wrong.csv"), types={"row": pa.int64(), "price": pa.float64()}, columns=["price", "row"]
+        )
+        with pytest.raises(DataError) as caught:
+            rows_of(RecordReader(files, 4096, shuffle=True))
+        assert str(caught.value) == wrong
+
+
+def test_a_text_file_that_changes_while_it_is_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("row,user\n1,a\n")
+    files = open_files(str(path), columns=["user"])
+    assert len(files.units) == 1
+    path.write_text("row,us\n1,a\n")
+    with pytest.raises(DataError, match=r"a\.csv: the file was changed while it was read: now it has no column 'user'"):
+        rows_of(RecordReader(files, 10))
 
 
 def test_wrong_arguments_are_listed_at_once(folder: Path) -> None:

@@ -65,7 +65,7 @@ def import_rows(
 
     Raises:
         DataError: A file has no rows or no such column, or rows that are not valid (null, NaN, infinity, vectors of
-            several lengths, an id twice); the message names the rows, counted from 0.
+            several lengths, an id twice); the message names the rows, counted from 1.
         UsageError: Two files have one table, or there is a checkpoint in ``directory``.
         CheckpointError: A source is a checkpoint of PersiaML.
         StorageError: A file cannot be read or written.
@@ -116,7 +116,7 @@ class _Mistakes:
     shown: list[str] = field(default_factory=list)
 
     def add(self, first: int, wrong: npt.NDArray[np.bool_], of: Callable[[int], str] = lambda _: "") -> None:
-        """Add the rows of a batch, whose first row is ``first``, that are ``wrong``."""
+        """Add the rows of a batch, the number of whose first row is ``first``, that are ``wrong``."""
         places = np.flatnonzero(wrong)
         self.count += len(places)
         room = max(0, _SHOWN - len(self.shown))
@@ -160,7 +160,7 @@ class _Reader:
         for batch in self._batches(1):
             first = batch.column(1)[0]
             if first.is_valid and len(first) == 0:
-                raise DataError(f"{self.path}: column {self._columns.weights!r}: the vector of row 0 is empty")
+                raise DataError(f"{self.path}: column {self._columns.weights!r}: the vector of row 1 is empty")
             if first.is_valid:
                 return len(first)
         if self._file.metadata.num_rows == 0:
@@ -185,7 +185,7 @@ class _Reader:
             raise DataError(f"{self.path}: {error}") from error
 
     def rows(self) -> Iterator[tuple[int, npt.NDArray[np.uint64], npt.NDArray[np.float32]]]:
-        """Yield the number of the first row, ids and vectors ``[rows, dim]``; after a mistake only check rows.
+        """Yield the number of the first row, from 1, ids and vectors ``[rows, dim]``; after a mistake only check rows.
 
         Raises:
             DataError: All mistakes of the file.
@@ -198,7 +198,7 @@ class _Reader:
         )
         not_finite = _Mistakes(f"column {weights_column!r} has NaN, infinity, or a number beyond float32")
         mistakes = [no_id, no_vector, other_dim, not_finite]
-        first = 0
+        first = 1
         for batch in self._batches(max(1, BATCH_BYTES // (4 * self.dim))):
             ids, lists = batch.column(0), batch.column(1)
             no_id.add(first, _true(ids.is_null()))
@@ -218,9 +218,7 @@ class _Reader:
             first += len(batch)
         if any(each.count for each in mistakes):
             listed = "; ".join(str(each) for each in mistakes if each.count)
-            raise DataError(
-                f"{self.path}: {listed}. Rows are counted from 0. Correct or remove them; nothing is written"
-            )
+            raise DataError(f"{self.path}: {listed}. Correct or remove these rows; nothing is written")
 
     def _ids(self, batch: pa.RecordBatch, first: int) -> npt.NDArray[np.uint64]:
         table = pa.table({"id": batch.column(0)})

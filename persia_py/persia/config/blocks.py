@@ -1,5 +1,7 @@
 """The blocks of ``persia.yml``, typed. Each field is one key; its docstring is the key's reference."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -175,6 +177,43 @@ class RunBlock(Block):
     """Also write event files for TensorBoard."""
 
 
+@dataclass(frozen=True)
+class Use:
+    """A column that a key of the file reads.
+
+    Attributes:
+        column: The column.
+        by: The key, such as ``features.price``.
+        place: Where the key is: ``persia.yml:18``, or the ``--set`` that gave it.
+    """
+
+    column: str
+    by: str
+    place: str
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the keys of a configuration are, for messages about its data.
+
+    Attributes:
+        places: The place of each feature and label, by ``features.NAME`` and ``labels.NAME``.
+        uses: The columns that are read.
+        overrides: The texts after ``--set``.
+    """
+
+    places: Mapping[str, str] = field(default_factory=dict)
+    uses: Sequence[Use] = ()
+    overrides: Sequence[str] = ()
+
+    def used_by(self) -> dict[str, list[str]]:
+        """Return what reads each column, as messages have it."""
+        found: dict[str, list[str]] = {}
+        for use in self.uses:
+            found.setdefault(use.column, []).append(f"{use.by} ({use.place})")
+        return found
+
+
 class Config(Block):
     """A complete ``persia.yml``."""
 
@@ -196,6 +235,7 @@ class Config(Block):
     _folder: Path = PrivateAttr()
     _compiled: Features = PrivateAttr()
     _described: str = PrivateAttr()
+    _origin: Origin = PrivateAttr(default_factory=Origin)
 
     @property
     def is_located(self) -> bool:
@@ -217,16 +257,26 @@ class Config(Block):
         """The blocks ``features`` and ``labels`` as YAML, after overrides."""
         return self._described
 
+    @property
+    def origin(self) -> Origin:
+        """Where its keys are."""
+        return self._origin
+
     def __eq__(self, other: object) -> bool:
         """Whether all keys have equal values."""
         return isinstance(other, Config) and self.model_dump() == other.model_dump()
 
     __hash__ = None  # type: ignore[assignment]  # keys hold lists
 
-    def located(self, folder: Path, compiled: Features, described: str) -> Self:
+    def located(self, folder: Path, compiled: Features, described: str, origin: Origin) -> Self:
         """Return this configuration with the information that :func:`load_config` has in addition to the keys."""
-        self._folder, self._compiled, self._described = folder, compiled, described
+        self._folder, self._compiled, self._described, self._origin = folder, compiled, described, origin
         return self
+
+    def with_data(self, **keys: Any) -> Self:
+        """Return this configuration with other values of keys of ``data``."""
+        found = self.model_copy(update={"data": self.data.model_copy(update=keys)})
+        return found.located(self.folder, self.compiled, self.described, self.origin)
 
 
 RESERVED = ("precision", "parallel", "dist", "nccl", "profile", "memory", "spot", "budget", "serving", "publish")

@@ -38,12 +38,51 @@ def check(root: Entries, values: Mapping[str, Any], features: Features | None, f
 
 
 @dataclass(frozen=True)
-class _Use:
-    """A column that is read."""
+class ColumnUse:
+    """A column that something reads.
+
+    Attributes:
+        column: The column.
+        by: The key that names it, such as ``features.price.column``.
+        place: Where that is.
+        of: The feature, the label or the key that reads it, such as ``features.price``.
+    """
 
     column: str
     by: str
     place: Place
+    of: str
+
+
+def uses_of(root: Entries) -> Iterator[ColumnUse]:
+    """Yield the columns that features, labels, the split and the training of a tree read."""
+    for block in ("features", "labels"):
+        node = root.get(block)
+        for key, one in node.entries if isinstance(node, Entries) else []:
+            inner = one if isinstance(one, Entries) else Entries(one.place, [])
+            kind = inner.get("type")
+            if isinstance(kind, Scalar) and kind.text == "cross":
+                continue
+            path = f"{block}.{key.text}"
+            column, weights = inner.get("column"), inner.get("weights")
+            if isinstance(column, Scalar):
+                yield ColumnUse(column.text, f"{path}.column", column.place, path)
+            else:
+                yield ColumnUse(key.text, path, key.place, path)
+            if block == "features" and isinstance(weights, Scalar):
+                yield ColumnUse(weights.text, f"{path}.weights", weights.place, path)
+    for path in ("data.split.group", "data.split.column", "train.gauc_group", "train.weight"):
+        node = _node_at(root, path)
+        if isinstance(node, Scalar) and not node.is_null:
+            yield ColumnUse(node.text, path, node.place, path)
+
+
+def _node_at(root: Node, path: str) -> Node | None:
+    """Return the value of a key; None if the file does not have it."""
+    node: Node | None = root
+    for key in path.split("."):
+        node = node.get(key) if isinstance(node, Entries) else None
+    return node
 
 
 class _Checks:
@@ -55,10 +94,7 @@ class _Checks:
 
     def _node(self, path: str) -> Node | None:
         """Return the value of a key; None if the file does not have it."""
-        node: Node | None = self._root
-        for key in path.split("."):
-            node = node.get(key) if isinstance(node, Entries) else None
-        return node
+        return _node_at(self._root, path)
 
     def _place(self, path: str) -> Place:
         """Return the place of a key, or of the innermost block around it."""
@@ -216,7 +252,7 @@ class _Checks:
         """Check that every column that is read exists, as far as the file declares the columns."""
         given = CRITEO_HEADER if self._data.get("preset") == "criteo" else self._data.get("header")
         header: list[str] = [*(given or ())]
-        uses = [*self._uses()]
+        uses = [*uses_of(self._root)]
         for use in uses if header else []:
             if use.column not in header:
                 key = "data.preset" if self._data.get("preset") else "data.header"
@@ -233,33 +269,11 @@ class _Checks:
 
     def check_leaks(self) -> None:
         """Check that no feature, group or weight is the column of a label, which is unknown when the model is used."""
-        labels = {use.column: use.by for use in self._uses() if use.by.startswith("labels.")}
-        for use in self._uses():
+        labels = {use.column: use.by for use in uses_of(self._root) if use.by.startswith("labels.")}
+        for use in uses_of(self._root):
             if use.column in labels and not use.by.startswith("labels."):
                 message = f"reads `{use.column}`, the column of `{labels[use.column]}`: the label would be known"
                 self._findings.error(use.place, use.by, f"{message}; give another column, or remove it")
-
-    def _uses(self) -> Iterator[_Use]:
-        for block in ("features", "labels"):
-            node = self._root.get(block)
-            for key, one in node.entries if isinstance(node, Entries) else []:
-                inner = one if isinstance(one, Entries) else Entries(one.place, [])
-                kind = inner.get("type")
-                if isinstance(kind, Scalar) and kind.text == "cross":
-                    continue
-                path = f"{block}.{key.text}"
-                column, weights = inner.get("column"), inner.get("weights")
-                if isinstance(column, Scalar):
-                    yield _Use(column.text, f"{path}.column", column.place)
-                else:
-                    yield _Use(key.text, path, key.place)
-                if block == "features" and isinstance(weights, Scalar):
-                    yield _Use(weights.text, f"{path}.weights", weights.place)
-        keys = ("data.split.group", "data.split.column", "train.gauc_group", "train.weight")
-        for path in keys:
-            node = self._node(path)
-            if isinstance(node, Scalar) and not node.is_null:
-                yield _Use(node.text, path, node.place)
 
     def check_dims(self) -> None:
         """Check that all features of a DLRM have one dimension: it multiplies their embeddings with each other."""

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from persia.config import overrides as changes
-from persia.config.blocks import Config
-from persia.config.checks import check
+from persia.config.blocks import Config, Origin, Use
+from persia.config.checks import check, uses_of
 from persia.config.findings import Findings
 from persia.config.optimizers import initial_accumulator_value
 from persia.config.reader import FREE, Reader
@@ -58,9 +58,9 @@ class Document:
             root = Entries(root.place, [*root.entries])
             changes.apply(root, overrides, self.findings)
         is_written = all(root.first.get(key) is written.get(key) for key in FREE)
-        self._read(root, source if isinstance(source, str) and is_written else None)
+        self._read(root, source if isinstance(source, str) and is_written else None, overrides)
 
-    def _read(self, root: Entries, text: str | None) -> None:
+    def _read(self, root: Entries, text: str | None, overrides: Sequence[str]) -> None:
         """Read all blocks of the tree; features and labels from the text, if it still has them."""
         reader = Reader(self.findings, self._folder)
         values = reader.read(root)
@@ -76,7 +76,18 @@ class Document:
         described = Entries(NOWHERE, [(key, node) for key, node in self.tree.entries if key.text in FREE])
         for key, node in described.entries:
             values[key.text] = value_of(node)
-        self.config = Config.model_validate(values).located(self._folder, features, Rendered(described).text)
+        origin = self._origin(root, overrides)
+        self.config = Config.model_validate(values).located(self._folder, features, Rendered(described).text, origin)
+
+    def _origin(self, root: Entries, overrides: Sequence[str]) -> Origin:
+        """Return where features and labels are, and what reads which column."""
+        places = {}
+        for block in FREE:
+            node = root.get(block)
+            for key, _ in node.entries if isinstance(node, Entries) else []:
+                places[f"{block}.{key.text}"] = key.place.shown(self.name)
+        uses = [Use(each.column, each.of, each.place.shown(self.name)) for each in uses_of(root)]
+        return Origin(places, uses, [*overrides])
 
     def _features(self, root: Entries, text: str | None, guessed: Set[str]) -> Features | None:
         """Return the features and labels, or report their mistakes with their places in the file."""

@@ -27,11 +27,13 @@ class Checked:
         summary: A line for each valid file, and more about it.
         warnings: Keys that have no effect or are unusual.
         mistakes: The messages of all files with mistakes.
+        valid: The files without mistakes, by their kind.
     """
 
     summary: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     mistakes: list[str] = field(default_factory=list)
+    valid: dict[str, list[Path]] = field(default_factory=lambda: {PERSIA: [], SLOTS: [], LIMITS: []})
 
 
 def kind_of(text: str, path: Path) -> str:
@@ -79,6 +81,7 @@ def check_files(paths: Sequence[Path], overrides: Sequence[str] = (), kinds: dic
             checked.mistakes.append(str(error))
         else:
             valid[kind].append((text, name))
+            checked.valid[kind].append(path)
     for ours in valid[PERSIA]:
         for theirs in valid[SLOTS]:
             _compare(ours, theirs, checked)

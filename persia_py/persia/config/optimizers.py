@@ -22,13 +22,13 @@ class RowSgd(Block):
 
 
 class RowAdagrad(Block):
-    """:class:`persia.embedding.optim.Adagrad`, with the defaults of :func:`persia.nn.default_optimizer`."""
+    """:class:`persia.embedding.optim.Adagrad`, row-wise as :func:`persia.nn.default_optimizer`."""
 
     lr: NotNegative = 0.1
     """The learning rate."""
     initial_accumulator_value: NotNegative | None = None
-    """Where the sum of squared gradients starts. None: ``1e-6 * (256 / data.batch_size) ** 2``, small compared with the
-    square of a gradient of a mean over the batch."""
+    """Where the sum of squared gradients starts. None: ``1e-6 * (1024 / data.batch_size) ** 2``, small compared with
+    the square of a gradient of a mean over the batch."""
     weight_decay: NotNegative = 0.0
     """The factor of a weight that is added to its gradient."""
     g_square_momentum: NotNegative = 1.0
@@ -115,6 +115,7 @@ OPTIMIZERS = {"embedding_optimizer": OF_ROWS, "dense_optimizer": OF_MODEL}
 def initial_accumulator_value(batch_size: int) -> float:
     """Return the ``initial_accumulator_value`` of :class:`RowAdagrad` if the file gives none.
 
-    The gradient of a mean over the batch is inversely proportional to the batch size.
+    The gradient of a mean over the batch is inversely proportional to the batch size. ``docs/performance.md`` has the
+    measurement.
     """
-    return float(1e-6 * (256 / batch_size) ** 2)
+    return float(1e-6 * (1024 / batch_size) ** 2)

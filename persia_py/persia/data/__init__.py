@@ -5,8 +5,27 @@
 * :mod:`persia.data.loader`: the data loader
 """
 
-from persia.data.loader import DataLoader
-from persia.data.source import Cursor, IterableDataset, Stateful
-from persia.data.streaming import StreamingDataset
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from persia.data.loader import DataLoader
+    from persia.data.source import Cursor, IterableDataset, Stateful
+    from persia.data.streaming import StreamingDataset
 
 __all__ = ["Cursor", "DataLoader", "IterableDataset", "Stateful", "StreamingDataset"]
+
+_MODULES = {
+    "Cursor": "source",
+    "DataLoader": "loader",
+    "IterableDataset": "source",
+    "Stateful": "source",
+    "StreamingDataset": "streaming",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs PyTorch when it is used: `persia data inspect` and `persia config check` do without it."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -43,6 +43,12 @@ class Place:
     column: int = 0
     override: str = ""
 
+    def shown(self, file: str) -> str:
+        """Return it as ``FILE:LINE``, as the ``--set`` that gave it, or as the file alone."""
+        if self.override:
+            return f"--set {self.override}"
+        return f"{file}:{self.line}" if self.line else file
+
 
 NOWHERE = Place()
 """The place of a default, or of a value that a program made."""

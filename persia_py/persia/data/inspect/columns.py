@@ -1,6 +1,7 @@
 """Statistics of a column: its type, how often it is null, the number of its values, and the most frequent ones."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -10,6 +11,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from persia.data.inspect.sketches import Distinct, Numbers, hashes_of, is_list, is_text
+from persia.data.records.readable import is_readable
+
+RowPlace = Callable[[int], str]
+"""Returns the place of one of some rows as messages have it; the rows are counted from 0."""
 
 Kind = Literal["text", "integer", "number", "boolean", "time", "list", "other"]
 
@@ -31,6 +36,8 @@ DECLARED: dict[str, pa.DataType] = {
 }
 SEPARATORS = "|;,/ "
 """The possible separators of values in a string, the best first."""
+MOSTLY = 0.9
+"""If a column has this share of numbers, the first text that is not one is named."""
 LISTED = 5
 """The number of most frequent values that are shown."""
 EPOCHS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
@@ -62,8 +69,8 @@ class Column:
         lengths: The mean and the largest number of items of a list.
         separator: The separator of the values in a string.
         numeric: The share of the texts that are numbers.
-        stray: A text among numbers, and the number of its row.
-        no_time: A text that looks like a date or timestamp but is not valid, its row, and the type that it looks like.
+        stray: A text among numbers, and its place.
+        no_time: A text that looks like a date or timestamp but is not valid, its place, and the type it looks like.
         step: The difference between consecutive rows, if it is always the same and not 0.
         values: The sample.
     """
@@ -87,8 +94,8 @@ class Column:
     lengths: tuple[float, int] | None = None
     separator: str | None = None
     numeric: float = 0.0
-    stray: tuple[str, int] | None = None
-    no_time: tuple[str, int, str] | None = None
+    stray: tuple[str, str] | None = None
+    no_time: tuple[str, str, str] | None = None
     step: int | None = None
     values: Any = None
 
@@ -122,15 +129,20 @@ class ColumnScan:
         self._numbers = Numbers()
         self._rows = self._nulls = self._empty = self._items = self._longest = 0
         self._matching = dict.fromkeys(PATTERNS, True)
-        self._stray: tuple[str, int] | None = None
+        self._stray: tuple[str, int, RowPlace] | None = None
         self._undeclared: set[str] = set()
-        self._no_times: dict[str, tuple[str, int, str]] = {}
+        self._no_times: dict[str, tuple[str, int, RowPlace]] = {}
         self._last: int | None = None
         self._step: int | None = None
         self._regular = pa.types.is_integer(kind) or text_file
 
-    def add(self, values: pa.Array, first_row: int) -> npt.NDArray[np.uint64]:
-        """Add consecutive rows, and return a hash of each; nulls have one too."""
+    def add(self, values: pa.Array, place: RowPlace) -> npt.NDArray[np.uint64]:
+        """Add consecutive rows, and return a hash of each; nulls have one too.
+
+        Args:
+            values: The values of the column in these rows.
+            place: Returns the place of one of these rows, counted from 0.
+        """
         self._rows += len(values)
         self._nulls += values.null_count
         found = values.drop_null()
@@ -144,7 +156,7 @@ class ColumnScan:
         else:
             self._distinct.add(hashes)
         if is_text(found.type):
-            self._add_texts(values, found, first_row)
+            self._add_texts(values, found, place)
         elif pa.types.is_floating(found.type) or pa.types.is_integer(found.type) or pa.types.is_decimal(found.type):
             self._numbers.add(np.asarray(found.cast(pa.float64(), safe=False)))
         self._follow(found)
@@ -152,7 +164,7 @@ class ColumnScan:
         every[np.asarray(values.is_valid())] = hashes
         return every
 
-    def _add_texts(self, values: pa.Array, found: pa.Array, first_row: int) -> None:
+    def _add_texts(self, values: pa.Array, found: pa.Array, place: RowPlace) -> None:
         self._empty += pc.sum(pc.equal(pc.binary_length(found), 0)).as_py() or 0
         for name, pattern in PATTERNS.items():
             if not self._matching[name]:
@@ -160,22 +172,22 @@ class ColumnScan:
             matches = np.asarray(pc.match_substring_regex(found, pattern))
             self._matching[name] = bool(matches.all())
             if name == "float64" and not self._matching[name]:
-                place = int(np.flatnonzero(~matches)[0])
-                row = int(np.flatnonzero(np.asarray(values.is_valid()))[place])
-                self._stray = (found[place].as_py(), first_row + row)
+                first = int(np.flatnonzero(~matches)[0])
+                row = int(np.flatnonzero(np.asarray(values.is_valid()))[first])
+                self._stray = (found[first].as_py(), row, place)
             if name in _TIMES and self._matching[name] and name not in self._no_times:
-                self._check_times(name, values, found, first_row)
+                self._check_times(name, values, found, place)
         if self._text_file and self._matching["float64"]:
             self._numbers.add(np.asarray(found.cast(pa.float64())))
 
-    def _check_times(self, name: str, values: pa.Array, found: pa.Array, first_row: int) -> None:
+    def _check_times(self, name: str, values: pa.Array, found: pa.Array, place: RowPlace) -> None:
         """Record texts that look like times but cannot be read as the type, and the first that is not a time at all."""
-        if _is_readable(found, DECLARED[name]):
+        if is_readable(found, DECLARED[name]):
             return
         self._undeclared.add(name)
-        if not _is_readable(found, pa.timestamp("ns")):
-            text = next(text for text in found.unique() if not _is_readable(pa.array([text]), pa.timestamp("ns")))
-            self._no_times[name] = (text.as_py(), first_row + values.index(text).as_py(), name)
+        if not is_readable(found, pa.timestamp("ns")):
+            text = next(text for text in found.unique() if not is_readable(pa.array([text]), pa.timestamp("ns")))
+            self._no_times[name] = (text.as_py(), values.index(text).as_py(), place)
 
     def _follow(self, found: pa.Array) -> None:
         """Check whether each value is the previous one plus a constant."""
@@ -215,8 +227,7 @@ class ColumnScan:
             self._distinct.count,
             self._distinct.exact,
             values=sample,
-            stray=self._stray,
-            no_time=next((found for name, found in self._no_times.items() if self._matching[name]), None),
+            no_time=self._no_time(),
             step=self._step if self._regular else None,
         )
         if not self._distinct.exact:
@@ -231,8 +242,17 @@ class ColumnScan:
             if column.span is None and column.no_time is None:  # `2024-05-01 10:00` is not a list
                 column.separator = _separator(sample)
             column.numeric = pc.mean(pc.match_substring_regex(sample, PATTERNS["float64"])).as_py() or 0.0
+            if MOSTLY <= column.numeric < 1 and self._stray is not None:
+                text, row, place = self._stray
+                column.stray = (text, place(row))
         column.top = _top(sample)
         return column
+
+    def _no_time(self) -> tuple[str, str, str] | None:
+        for kind, (text, row, place) in self._no_times.items():
+            if self._matching[kind]:
+                return text, place(row), kind
+        return None
 
     def _declared(self) -> str | None:
         """Return the type that can be declared for a column of a text file."""
@@ -241,14 +261,6 @@ class ColumnScan:
         return next(
             (name for name, matching in self._matching.items() if matching and name not in self._undeclared), None
         )
-
-
-def _is_readable(texts: pa.Array, kind: pa.DataType) -> bool:
-    try:
-        texts.cast(kind)
-    except pa.ArrowInvalid:
-        return False
-    return True
 
 
 def _kind(kind: pa.DataType) -> Kind:
@@ -311,7 +323,7 @@ def _span(column: Column) -> tuple[tuple[float, float] | None, str | None]:
 def times_in(texts: pa.Array) -> pa.Array:
     """Return texts as timestamps in microseconds; further digits are truncated."""
     kind = pa.timestamp("us")
-    return texts.cast(kind) if _is_readable(texts, kind) else texts.cast(pa.timestamp("ns")).cast(kind, safe=False)
+    return texts.cast(kind) if is_readable(texts, kind) else texts.cast(pa.timestamp("ns")).cast(kind, safe=False)
 
 
 def snake(name: str) -> str:

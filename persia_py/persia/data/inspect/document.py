@@ -19,6 +19,7 @@ def write(proposal: Proposal) -> str:
 
 def _lines(proposal: Proposal) -> Iterator[str]:
     yield f"# Proposed by `persia data inspect` from {proposal.source}. Edit it, then: persia train persia.yml"
+    yield "# A comment says why its line was proposed. docs/configuration.md and docs/transforms.md have all keys."
     for warning in proposal.warnings:
         yield f"# warning: {warning}"
     yield "data:"
@@ -29,7 +30,8 @@ def _lines(proposal: Proposal) -> Iterator[str]:
     for feature in proposal.features:
         yield f"  {flow(feature.name)}: {flow(feature.keys)}{_comment(feature.reason)}"
     for column in proposal.left_out:
-        yield f"  # left out: {column.column}: {column.reason}"
+        how = "; to use it nevertheless, remove the # below" if column.features else ""
+        yield f"  # left out: {column.column}: {column.reason}{how}"
         for feature in column.features:
             yield f"  # {flow(feature.name)}: {flow(feature.keys)}"
     yield ""

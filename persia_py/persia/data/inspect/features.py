@@ -120,26 +120,29 @@ def _useless(column: Column, roles: Roles) -> str | None:
     if not column.many and column.exact and column.distinct == 1 and column.missing == 0:
         return f"every row is {column.top[0][0]}"
     if column.name == roles.weight:
-        return "it looks like the weight of a row, which says nothing of a new one"
+        return "by its name it is the weight of a row, not a property of it: see `weight` below"
     return None
 
 
 def _unwanted(column: Column, roles: Roles, score: float | None) -> str | None:
     """Return the reason why a column should not be a feature."""
     if score is not None and score > LEAK:
-        return f"alone it predicts the label with AUC {score:.3f}: is it known only after the label?"
+        return f"alone it predicts the label with AUC {score:.3f}: it is probably known only after the label"
     if column.rows < 20 or column.many or column.kind in ("time", "other", "boolean") or column.span is not None:
         return None
     if column.step is not None and column.unique > NEAR_UNIQUE:
-        return f"it counts the rows: each is {column.step} more than the one before"
+        return f"it counts the rows: each value is {column.step} more than the one before"
     if column.name == roles.group and roles.transient:
-        return "it names a group of rows that ends: new rows have values that were never trained"
+        return "it names a group of rows that ends, such as a session: the model has not seen the values of new rows"
     if column.kind in ("text", "integer") and column.unique > NEAR_UNIQUE:
         if column.kind == "text" and _words(column) >= 4:
             return f"free text: {column.distinct:,} different strings of {_words(column):.0f} words"
         named = _INDEX_NAME.match(snake(column.name)) or _ID_NAME.search(snake(column.name))
         if column.kind == "text" or named:
-            return f"nearly every row has a different value ({_count(column)} of {column.rows:,})"
+            return (
+                f"nearly every row has a different value ({_count(column)} of {column.rows:,}): what is learnt of "
+                "one helps with no other"
+            )
     if column.kind == "text" and _words(column) >= 6 and column.unique > 0.3:
         return f"free text: {_count(column)} different strings of {_words(column):.0f} words"
     return None
@@ -176,22 +179,24 @@ def _keys(name: str, column: Column, keys: dict[str, Any]) -> dict[str, Any]:
 
 def _id(column: Column, names: _Names) -> Feature:
     keys: dict[str, Any] = {"type": "id", "dim": DIM}
-    reason = f"{column.stored}, {_count(column)} values"
+    what = f"strings, {_count(column)} different ones" if column.kind == "text" else "true or false"
+    reason = f"{what}: each has a vector of its own"
     if column.kind == "integer":
-        reason = f"{_count(column)} integers that are codes"
+        reason = f"integers, {_count(column)} different ones, taken as names: each has a vector of its own"
     if column.distinct > MANY:
         keys["admission"] = {"min_count": 2}
-        reason += "; a value gets a row when it comes the second time"
-    if column.kind == "text" and 0.9 <= column.numeric < 1 and column.stray is not None:
-        text, row = column.stray
+        reason += "; a value gets its vector at its second occurrence, so that those that occur once take no memory"
+    if column.stray is not None:
+        text, place = column.stray
         reason += (
-            f"; {column.numeric:.1%} are numbers, but row {row:,} is {text!r}: replace it by an empty field to use them"
+            f"; {column.numeric:.1%} are numbers, but {place} is {text!r}: with empty fields in place of such texts, "
+            "the column can be one of numbers"
         )
     elif column.no_time is not None:
-        text, row, kind = column.no_time
-        reason += f"; they look like times, but row {row:,} is {text!r}, which is not a valid {kind}"
+        text, place, kind = column.no_time
+        reason += f"; they look like times, but {place} is {text!r}, which is not a valid {kind}"
     elif column.kind == "text" and column.declared is None and column.numeric == 1 and column.distinct > FEW:
-        reason += "; numbers stored as strings: cast the column if their order matters"
+        reason += "; all are numbers: if their order matters, store them as numbers"
     name = names.new(column.name)
     return Feature(name, _keys(name, column, keys), reason)
 
@@ -214,10 +219,13 @@ def _bag(column: Column, names: _Names) -> Feature:
     keys: dict[str, Any] = {"type": "bag"}
     if column.separator is not None:
         keys["separator"] = column.separator
-        reason = f"strings of several values, separated by {column.separator!r}"
+        reason = f"strings of several values with {column.separator!r} between them: the mean of their vectors"
     else:
         mean, longest = column.lengths or (0.0, 0)
-        reason = f"lists of {mean:.1f} items, at most {longest}; {_count(column)} different ones"
+        reason = (
+            f"lists of {mean:.1f} items on average, at most {longest}; {_count(column)} different items: the mean of "
+            "their vectors"
+        )
     name = names.new(column.name)
     return Feature(name, _keys(name, column, {**keys, "pooling": "mean", "dim": DIM}), reason)
 
@@ -263,22 +271,28 @@ def _number(column: Column, names: _Names) -> Iterator[Feature]:
     boundaries = _boundaries(column)
     if boundaries is None:
         rule: dict[str, Any] = {"quantiles": INTERVALS}
-        reason = f"{_count(column)} numbers from {column.quantiles[0]:g} to {column.quantiles[-1]:g}"
+        reason = (
+            f"numbers from {column.quantiles[0]:g} to {column.quantiles[-1]:g}, {_count(column)} different ones: a "
+            f"vector for each of {INTERVALS} intervals with equally many rows"
+        )
     else:
         rule = {"boundaries": boundaries}
-        reason = f"{column.top[0][1]:.0%} of the rows are {column.top[0][0]}: intervals of the other numbers"
+        reason = (
+            f"{column.top[0][1]:.0%} of the rows are {column.top[0][0]}, an interval of its own; the other numbers are "
+            "divided into intervals with equally many rows; each has a vector"
+        )
         if len(boundaries) + 1 >= column.distinct:
-            reason = f"{_count(column)} numbers, each its own interval"
+            reason = f"numbers, {_count(column)} different ones: each has a vector of its own"
     yield Feature(name, _keys(name, column, {"type": "bucket", **rule, "dim": DIM}), reason)
     yield _dense(column, names)
 
 
 def _dense(column: Column, names: _Names) -> Feature:
     keys: dict[str, Any] = {"type": "dense"}
-    reason = "in standard units"
+    reason = "the number itself, scaled to mean 0 and standard deviation 1"
     if abs(column.skew) > 2:
         keys["log1p"] = True
-        reason += f", of the logarithm, as the skew is {column.skew:.0f}"
+        reason = f"the logarithm of the number, scaled; a few values are far from the others (skew {column.skew:.0f})"
     name = names.new(f"{column.name}_dense")
     return Feature(name, _keys(name, column, {**keys, "standardise": True}), reason)
 
@@ -325,7 +339,7 @@ def _share_tables(features: list[Feature], table: Table) -> None:
             known = pc.is_in(items, other.values.drop_null().unique().cast(items.type))
             if (pc.mean(known).as_py() or 0) > 0.5:
                 bag.keys["table"] = one.name
-                bag.reason += f"; most are values of {one.name}, so they have one table"
+                bag.reason += f"; most items are values of {one.name}, so both share its vectors"
                 break
 
 

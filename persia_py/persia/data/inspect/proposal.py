@@ -77,22 +77,22 @@ def make(
     size = settings.batch_size(rows)
     data = {"train": Setting(_relative(paths, folder), _rows(table))}
     if test:
-        data["test"] = Setting(_relative(test, folder), "scored once, at the end")
+        data["test"] = Setting(_relative(test, folder), "the test part, evaluated once, at the end of training")
     if preset is not None:
-        data["preset"] = Setting(preset, "names and types of the columns")
+        data["preset"] = Setting(preset, "names and types of the columns are those of this format")
     elif table.files.format in ("csv", "tsv"):
         used = {feature.keys.get("column", feature.name) for feature in features}
         used |= {label.column, *(name for name in (roles.time, roles.group) if name)}
         types = {name: column.declared for name, column in table.columns.items() if column.declared and name in used}
-        data["columns"] = Setting(types, "other columns are strings")
+        data["columns"] = Setting(types, "the types of columns of a text file; others are read as strings")
     data["split"] = settings.split(table, roles, has_test=bool(test))
     data["batch_size"] = size
     data["epochs"] = settings.epochs(rows)
     options = {}
     if roles.weight is not None:
-        options["weight"] = Setting(roles.weight, "uncomment it to weight the loss and the metrics by this column")
+        options["weight"] = Setting(roles.weight, "without the # each row has this weight in loss and metrics")
     if roles.user is not None:
-        options["gauc_group"] = Setting(roles.user, "for metrics: [auc, log_loss, gauc]: the AUC within each value")
+        options["gauc_group"] = Setting(roles.user, "with `metrics: [auc, gauc]`: also the AUC within each value")
     proposal = Proposal(
         ", ".join(paths),
         data,
@@ -101,7 +101,7 @@ def make(
         label,
         _label_name(label),
         settings.model(features),
-        settings.train(size.value),
+        settings.train(),
         options,
         alone,
     )
@@ -151,9 +151,9 @@ def _warnings(table: Table, proposal: Proposal) -> Iterator[str]:
     if table.repeats.across > 0.001:
         yield f"{table.repeats.across:.1%} of the test rows occur in training too: so the test metrics are too good"
     for column in table.columns.values():
-        if column.kind == "text" and 0.9 <= column.numeric < 1 and column.stray is not None:
-            text, row = column.stray
-            yield f"column {column.name}: {column.numeric:.1%} are numbers, but row {row:,} is {text!r}"
+        if column.stray is not None:
+            text, place = column.stray
+            yield f"column {column.name}: {column.numeric:.1%} are numbers, but {place} is {text!r}"
         if column.no_time is not None:
-            text, row, kind = column.no_time
-            yield f"column {column.name}: row {row:,} is {text!r}, which is not a valid {kind}: it is read as strings"
+            text, place, kind = column.no_time
+            yield f"column {column.name}: {place} is {text!r}, which is not a valid {kind}: it is read as strings"

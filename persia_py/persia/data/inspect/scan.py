@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
 
-from persia.data.inspect.columns import Column, ColumnScan
+from persia.data.inspect.columns import Column, ColumnScan, RowPlace
 from persia.data.inspect.sketches import Repeats, RowSample
 from persia.data.records.files import Files, Unit
 from persia.data.records.split import mix
@@ -73,10 +74,10 @@ def scan(files: Files, limit: int = ROWS, *, typed: bool = False) -> Table:
     repeats = Repeats()
     reading = _Reading(files, limit)
     rows = 0
-    for batch in reading:
+    for batch, place in reading:
         hashes = np.zeros(batch.num_rows, np.uint64)
         for number, column in enumerate(scans):
-            hashes = mix(hashes ^ column.add(batch.column(number), rows), number)
+            hashes = mix(hashes ^ column.add(batch.column(number), place), number)
         repeats.add(hashes)
         sample.add(batch, rows)
         rows += batch.num_rows
@@ -96,18 +97,18 @@ def count_repeats(table: Table, test: Files, limit: int = SAMPLE) -> int:
         DataError: A file is damaged or lacks a column.
     """
     rows = 0
-    for batch in _Reading(test, limit):
+    for batch, place in _Reading(test, limit):
         scans = [ColumnScan(name, batch.schema.field(name).type, text_file=False) for name in table.files.schema.names]
         hashes = np.zeros(batch.num_rows, np.uint64)
         for number, column in enumerate(scans):
-            hashes = mix(hashes ^ column.add(batch.column(column.name), rows), number)
+            hashes = mix(hashes ^ column.add(batch.column(column.name), place), number)
         table.repeats.add(hashes, test=True)
         rows += batch.num_rows
     return rows
 
 
 class _Reading:
-    """Iterates over the rows that are read.
+    """Iterates over the rows that are read, with what returns the place of one of them.
 
     Attributes:
         whole: After the iteration, whether these were all rows.
@@ -117,7 +118,7 @@ class _Reading:
         self._files, self._limit = files, limit
         self.whole = True
 
-    def __iter__(self) -> Iterator[pa.RecordBatch]:
+    def __iter__(self) -> Iterator[tuple[pa.RecordBatch, RowPlace]]:
         units: Sequence[Unit] = self._files.units
         total = self._files.rows
         if total is not None and total <= self._limit:
@@ -128,15 +129,21 @@ class _Reading:
             units = [units[index] for index in chosen]
             quota = -(-self._limit // len(units))
         for unit in units:
-            left = quota
+            left, first = quota, unit.first_row
             for batch in self._files.read(unit):
                 if left <= 0:
                     self.whole = False
                     break
-                yield _plain(batch.slice(0, left))
+                yield _plain(batch.slice(0, left)), partial(self._place, unit, first)
+                first += batch.num_rows
                 if batch.num_rows > left:
                     self.whole = False
                 left -= batch.num_rows
+
+    def _place(self, unit: Unit, first: int, row: int) -> str:
+        """Return the place of a row of a unit, with the file where there are several."""
+        place = unit.place(first + row)
+        return place if len(self._files.paths) == 1 else f"{unit.path}, {place}"
 
 
 def _plain_type(kind: pa.DataType) -> pa.DataType:

@@ -38,16 +38,18 @@ def split(table: Table, roles: Roles, *, has_test: bool) -> Setting:
             bounds = {"valid": _bound(column, valid), "test": _bound(column, test)}
             return Setting(
                 {"by": "time", "column": roles.time, **bounds},
-                "the last tenth of the rows is test, the tenth before valid: a model is judged on later rows",
+                f"rows from {bounds['test']} on are test, a tenth; the tenth before is valid: a model is evaluated on "
+                "rows that come after those it has learnt from",
             )
     shares = [0.9, 0.1, 0.0] if has_test else [0.8, 0.1, 0.1]
     if table.expected_rows > 1_000_000:
         shares = [0.95, 0.05, 0.0] if has_test else [0.9, 0.05, 0.05]
-    what = "valid is a part of the training file, chosen by a hash" if has_test else "chosen by a hash"
+    names = ("train", "valid") if has_test else ("train", "valid", "test")
+    what = ", ".join(f"{share:.0%} {name}" for name, share in zip(names, shares, strict=False))
     if roles.group is not None:
-        reason = f"{what} of {roles.group}, so that its rows are in one part"
+        reason = f"{what}; the rows of a {roles.group} are in one part"
         return Setting({"by": "hash", "fractions": shares, "group": roles.group}, reason)
-    return Setting({"by": "hash", "fractions": shares}, f"{what} of the file's name and the number of the row")
+    return Setting({"by": "hash", "fractions": shares}, f"{what}; a hash of file name and row number chooses")
 
 
 def _bound(column: Column, seconds: float) -> Any:
@@ -66,44 +68,39 @@ def _bound(column: Column, seconds: float) -> Any:
 
 def model(features: list[Feature]) -> Setting:
     """Return the block ``model``."""
-    reason = "its cross network multiplies features of any dims, and floats too"
+    reason = "a network that multiplies features with each other; they may have any dims"
     dims = [feature.keys.get("dim", 0) for feature in features]
     if len({dim for dim in dims if dim}) == 1:
-        reason += "; all have one dim, so `name: dlrm` is possible"
+        reason += ". All have one dim, so `{name: dlrm}` can be tried too"
     keys: dict[str, Any] = {"name": "dcnv2", "cross_layers": 2, "deep_mlp": [128, 64], "dropout": 0.2}
     width = sum(dims) + dims.count(0)
     if width > WIDE:
         keys["low_rank"] = RANK
-        reason += f"; {width} inputs, so matrices of rank {RANK} save time"
+        reason += f". Full matrices of {width} inputs would be slow, so their rank is {RANK}"
     return Setting(keys, reason)
 
 
 def batch_size(rows: int) -> Setting:
     """Return ``data.batch_size``."""
     size = next((size for bound, size in BATCH_BELOW.items() if rows < bound), LARGE_BATCH)
-    return Setting(size, "larger batches train faster, smaller ones learn more from each row")
+    return Setting(size, "rows of a training step: larger ones train faster, smaller ones learn more from each row")
 
 
 def epochs(rows: int) -> Setting:
     """Return ``data.epochs``."""
     least = 3 if rows < LARGE_ROWS else 1
     number = max(least, min(MOST_EPOCHS, round(ROWS_TO_TRAIN / rows)))
-    return Setting(number, f"for {rows:,} rows; early_stop ends training before if valid no longer improves")
+    return Setting(number, f"at most so many passes over {rows:,} rows: early_stop may end training before")
 
 
-def train(size: int) -> dict[str, Setting]:
-    """Return the block ``train``.
-
-    Args:
-        size: Rows of a batch. The gradient of a mean over it is inversely proportional to it.
-    """
-    start = float(f"{1e-6 * (1024 / size) ** 2:.1g}")
+def train() -> dict[str, Setting]:
+    """Return the block ``train``."""
     return {
-        "embedding_optimizer": Setting(
-            {"name": "adagrad", "lr": 0.1, "initial_accumulator_value": start, "vectorwise_shared": True},
-            "rows of rare ids take large steps; the start is below the squared gradients of a batch",
+        "embedding_optimizer": Setting({"name": "adagrad", "lr": 0.1}, "of vectors: rare ids take larger steps"),
+        "dense_optimizer": Setting({"name": "adam", "lr": 0.001}, "of the weights of the model"),
+        "lr_schedule": Setting("linear", "both learning rates fall steadily to 0: small steps at the end are better"),
+        "early_stop": Setting(
+            {"metric": "auc", "patience": 3},
+            "after 3 evaluations of valid without a better AUC training ends; the best model is kept",
         ),
-        "dense_optimizer": Setting({"name": "adam", "lr": 0.001}, "of the model's weights"),
-        "lr_schedule": Setting("linear", "small steps at the end lower the noise"),
-        "early_stop": Setting({"metric": "auc", "patience": 3}, "the model of the best evaluation is kept"),
     }

@@ -3,8 +3,8 @@
 import glob
 import hashlib
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.csv
 import pyarrow.dataset
 import pyarrow.fs
 
+from persia.data.records import text as text_files
+from persia.data.records.places import naming
+from persia.data.records.readable import read_texts
+from persia.data.records.text import TextFiles, readers
 from persia.runtime.errors import DataError, UsageError
 
 FORMATS = {
@@ -27,6 +30,12 @@ FORMATS = {
 """The endings of file names, by format."""
 
 _SCAN_ROWS = 1 << 16
+_NEAR = 3
+"""Up to this many similar names are given for a column that does not exist."""
+
+
+class NoFileError(UsageError):
+    """A file does not exist."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +45,20 @@ class Unit:
     Attributes:
         fragment: The part of the data set.
         path: Its file.
-        first_row: The number of its first row in the file.
+        first_row: The number of its first row in the file, from 0.
         rows: The number of rows; None if it is not known before reading.
+        place_of: Returns the place of a row of a file as messages have it: :meth:`Files.place`.
     """
 
     fragment: pyarrow.dataset.Fragment
     path: str
     first_row: int
     rows: int | None
+    place_of: Callable[[str, int], str]
+
+    def place(self, row: int) -> str:
+        """Return the place of a row as messages have it; ``row`` is its number in the file, from 0."""
+        return self.place_of(self.path, row)
 
     @property
     def file(self) -> str:
@@ -59,6 +74,7 @@ class Files:
         paths: The files, in the order given; those of one folder or glob are sorted by name.
         format: One of :data:`FORMATS`.
         schema: The columns that are read, in the order of the first file; hive partitions are columns too.
+        unreadable: With ``lenient``: the values of each column so far that were not of its type.
     """
 
     def __init__(
@@ -68,14 +84,21 @@ class Files:
         file_format: str,
         columns: Sequence[str] | None,
         *,
-        has_header: bool,
+        text: TextFiles | None,
+        types: Mapping[str, pa.DataType],
+        used_by: Mapping[str, Sequence[str]],
+        lenient: bool,
     ) -> None:
         self._dataset = dataset
-        self._has_header = has_header and file_format in ("csv", "tsv")
+        self._text = text
+        self._used_by = used_by
+        self._lenient = lenient
+        self.unreadable: Counter[str] = Counter()
         self.paths = [*paths]
         self.format = file_format
         names = dataset.schema.names if columns is None else [*dict.fromkeys(columns)]
-        self.schema = pa.schema([dataset.schema.field(name) for name in names])
+        fields = [dataset.schema.field(name) for name in names]
+        self.schema = pa.schema([field.with_type(types.get(field.name, field.type)) for field in fields])
 
     @cached_property
     def units(self) -> list[Unit]:
@@ -88,28 +111,34 @@ class Files:
         return [unit for path in self.paths for unit in self._units(fragments[path], path)]
 
     def _units(self, fragment: Any, path: str) -> Iterator[Unit]:
-        with _named(path):
+        with naming(path):
             self._check_columns(fragment, path)
             if self.format != "parquet":
                 rows = fragment.count_rows() if self.format == "ipc" else None
-                yield Unit(fragment, path, 0, rows)
+                yield Unit(fragment, path, 0, rows, self.place)
                 return
             first = 0
             for group in fragment.split_by_row_group():
                 rows = sum(each.num_rows for each in group.row_groups)
-                yield Unit(group, path, first, rows)
+                yield Unit(group, path, first, rows, self.place)
                 first += rows
 
     def _check_columns(self, fragment: Any, path: str) -> None:
         """Refuse a file without a column that another one has: Arrow reads null in its place."""
         partitions = pyarrow.dataset.get_partition_keys(fragment.partition_expression)
-        if self._has_header:
-            names = _header(self._dataset.filesystem, path, self.format)
-        else:
-            names = fragment.physical_schema.names
+        names = fragment.physical_schema.names if self._text is None else self._text.columns(path)
         have = {*names, *partitions}
         if lacking := [name for name in self.schema.names if name not in have]:
-            raise DataError(f"{path}: no column {', '.join(map(repr, lacking))}; it has {', '.join(sorted(have))}")
+            raise _no_columns(path, lacking, sorted(have), self._used_by)
+
+    def place(self, path: str, row: int) -> str:
+        """Return the place of a row of a file as messages have it: ``row 8``, of a text file ``row 8 (line 9)``.
+
+        Args:
+            path: The file.
+            row: The number of the row in it, from 0.
+        """
+        return f"row {row + 1}" if self._text is None else self._text.place(path, row)
 
     @property
     def rows(self) -> int | None:
@@ -133,14 +162,22 @@ class Files:
         """Yield the rows of a unit, in order.
 
         Raises:
-            DataError: The file is damaged, or a value is not of its column's type.
+            DataError: The file is damaged, a value is not of its column's type, or the only file is a text file
+                without rows.
         """
-        with _named(unit.path):
-            yield from (batch for batch in self._scan(unit) if batch.num_rows)
+        with naming(unit.path, None if self._text is None else self._text.mistake):
+            is_empty = True
+            for batch in self._scan(unit):
+                if batch.num_rows:
+                    is_empty = False
+                    yield batch
+        if is_empty and self._text is not None and len(self.paths) == 1:
+            only = ", only a header" if self._text.names is None else ""
+            raise DataError(f"{unit.path}: the file has no rows{only}")
 
     def _scan(self, unit: Unit) -> Iterator[pa.RecordBatch]:
-        if self.format in ("csv", "tsv"):
-            return self._stream(unit)
+        if self._text is not None:
+            return self._read_texts(unit, self._text)
         scanned: Iterator[pa.RecordBatch] = unit.fragment.to_batches(
             self._dataset.schema,
             columns=self.schema.names,
@@ -150,23 +187,27 @@ class Files:
         )
         return scanned
 
-    def _stream(self, unit: Unit) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of a text file. A scan of the data set would read up to 1 GiB ahead of a slow consumer."""
-        text = self._dataset.format
-        options = text.default_fragment_scan_options
+    def _read_texts(self, unit: Unit, text: TextFiles) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of a text file, with its partitions."""
         partitions = pyarrow.dataset.get_partition_keys(unit.fragment.partition_expression)
-        read = pyarrow.csv.ReadOptions(use_threads=False) if self._has_header else options.read_options
-        convert = options.convert_options
-        convert.include_columns = [name for name in self.schema.names if name not in partitions]
-        with self._dataset.filesystem.open_input_stream(unit.path) as stream:
-            for batch in pyarrow.csv.open_csv(stream, read, text.parse_options, convert):
-                columns = [
-                    pa.repeat(pa.scalar(partitions[field.name], field.type), batch.num_rows)
-                    if field.name in partitions
-                    else batch.column(field.name)
-                    for field in self.schema
-                ]
-                yield pa.RecordBatch.from_arrays(columns, schema=self.schema)
+        fields = [field for field in self.schema if field.name not in partitions]
+        types = {field.name: pa.string() if self._lenient else field.type for field in fields}
+        for batch in text.read(unit.path, types):
+            columns = [
+                pa.repeat(pa.scalar(partitions[field.name], field.type), batch.num_rows)
+                if field.name in partitions
+                else self._read(batch.column(field.name), field)
+                for field in self.schema
+            ]
+            yield pa.RecordBatch.from_arrays(columns, schema=self.schema)
+
+    def _read(self, values: pa.Array, field: pa.Field) -> pa.Array:
+        """Return the values of a column; with ``lenient`` they are texts, and null where they are not of its type."""
+        if not self._lenient:
+            return values
+        read, wrong = read_texts(values, field.type)
+        self.unreadable[field.name] += wrong
+        return read
 
 
 def open_files(
@@ -176,6 +217,8 @@ def open_files(
     columns: Sequence[str] | None = None,
     types: Mapping[str, pa.DataType] | None = None,
     header: Sequence[str] | None = None,
+    used_by: Mapping[str, Sequence[str]] | None = None,
+    lenient: bool = False,
 ) -> Files:
     """Find files and check their columns.
 
@@ -188,6 +231,8 @@ def open_files(
         columns: What is read; None means all columns.
         types: The types of columns of text files. Columns without one are strings: types are never guessed.
         header: The names of the columns of text files whose first line has none.
+        used_by: What reads each column, such as ``features.price (persia.yml:18)``, which errors name.
+        lenient: A value of a text file that is not of its column's type is null, and counted, in place of an error.
 
     Raises:
         UsageError: No file is found, one is given twice, or the format is unknown.
@@ -201,22 +246,42 @@ def open_files(
     if wrong := [path for path in found if _format_of(path) not in (file_format, Path(path).suffix)]:
         ending = " or ".join(FORMATS[file_format])
         raise UsageError(f"format {file_format!r} for {wrong[0]}: want the ending {ending}")
-    with _named(found[0]):
+    users = used_by or {}
+    text = TextFiles(filesystem, file_format, header, users) if file_format in text_files.FORMATS else None
+    with naming(found[0], None if text is None else text.mistake):
         source: Any = file_format
-        if file_format in ("csv", "tsv"):
-            names = list(header) if header is not None else _header(filesystem, found[0], file_format)
+        if text is not None:
+            names = text.columns(found[0])
             if repeated := sorted({name for name in names if names.count(name) > 1}):
                 raise DataError(f"{found[0]}: several columns have the name {', '.join(repeated)}: rename all but one")
-            source = _text_format(file_format, names, types or {}, has_header=header is None)
+            source = text.arrow_format(names)
         dataset = pyarrow.dataset.dataset(found, format=source, filesystem=filesystem, partitioning="hive")
     if columns is not None and (unknown := [name for name in columns if name not in dataset.schema.names]):
-        raise DataError(f"{found[0]}: {'; '.join(_no_column(name, dataset.schema.names) for name in unknown)}")
-    return Files(dataset, found, file_format, columns, has_header=header is None)
+        raise _no_columns(found[0], unknown, dataset.schema.names, users)
+    declared = {} if text is None else types or {}
+    return Files(dataset, found, file_format, columns, text=text, types=declared, used_by=users, lenient=lenient)
 
 
-def _no_column(name: str, names: Sequence[str]) -> str:
-    near = get_close_matches(name, names, 1)
-    return f"no column {name!r}" + (f" (did you mean {near[0]!r}?)" if near else f"; it has {', '.join(names)}")
+def _no_columns(
+    path: str, wanted: Sequence[str], names: Sequence[str], used_by: Mapping[str, Sequence[str]]
+) -> DataError:
+    """Return the error of a file without some columns: what reads each, and the columns with the nearest names."""
+    said, is_listed = [], False
+    for name in wanted:
+        near = nearest(name, names)
+        meant = f" (did you mean {near}?)" if near else ""
+        said.append(f"no column {name!r}{meant}{readers(name, used_by)}")
+        is_listed |= not near
+    columns = f"; it has {', '.join(names)}" if is_listed else ""
+    return DataError(f"{path}: {'; '.join(said)}{columns}")
+
+
+def nearest(name: str, names: Sequence[str]) -> str:
+    """Return the most similar names, as ``'a' or 'b'``; upper and lower case are alike. Empty if none is similar."""
+    lower: dict[str, str] = {}
+    for each in names:
+        lower.setdefault(each.lower(), each)
+    return " or ".join(repr(lower[each]) for each in get_close_matches(name.lower(), lower, _NEAR))
 
 
 def _find(given: Sequence[str], file_format: str | None) -> tuple[pa.fs.FileSystem, list[str]]:
@@ -232,7 +297,7 @@ def _find(given: Sequence[str], file_format: str | None) -> tuple[pa.fs.FileSyst
             matches = glob.glob(str(Path(path).expanduser()), recursive=True)  # noqa: PTH207  # it may be absolute
             if not matches:
                 relative = "" if Path(path).expanduser().is_absolute() else f"; paths are relative to {Path.cwd()}"
-                raise UsageError(f"{path}: no such file{relative}")
+                raise NoFileError(f"{path}: no such file{relative}")
             # abspath: `a.csv` and `x/../a.csv` are one file.
             below = (_below(filesystem, os.path.abspath(match), endings) for match in matches)  # noqa: PTH100
             found = {file for each in below for file in each}  # `**` matches a folder and its content
@@ -249,7 +314,7 @@ def _find(given: Sequence[str], file_format: str | None) -> tuple[pa.fs.FileSyst
 
 def _below(filesystem: pa.fs.FileSystem, path: str, endings: tuple[str, ...]) -> list[str]:
     """Return the file, or the files of a folder."""
-    with _named(path):
+    with naming(path):
         info = filesystem.get_file_info(path)
         if info.type == pa.fs.FileType.File:
             return [path]
@@ -259,58 +324,3 @@ def _below(filesystem: pa.fs.FileSystem, path: str, endings: tuple[str, ...]) ->
 
 def _format_of(path: str) -> str:
     return next((name for name, endings in FORMATS.items() if path.endswith(endings)), Path(path).suffix)
-
-
-def _header(filesystem: pa.fs.FileSystem, path: str, file_format: str) -> list[str]:
-    """Return the names in the first line of a text file."""
-    with filesystem.open_input_stream(path) as stream:
-        reader = pyarrow.csv.open_csv(stream, parse_options=_parse_options(file_format))
-        names: list[str] = reader.schema.names
-        reader.close()
-    return names
-
-
-def _parse_options(file_format: str) -> pyarrow.csv.ParseOptions:
-    return pyarrow.csv.ParseOptions(delimiter="\t" if file_format == "tsv" else ",")
-
-
-def _text_format(
-    file_format: str, names: list[str], types: Mapping[str, pa.DataType], *, has_header: bool
-) -> pyarrow.dataset.CsvFileFormat:
-    return pyarrow.dataset.CsvFileFormat(
-        parse_options=_parse_options(file_format),
-        read_options=pyarrow.csv.ReadOptions(column_names=names, skip_rows=int(has_header), use_threads=False),
-        convert_options=pyarrow.csv.ConvertOptions(
-            column_types={name: types.get(name, pa.string()) for name in names},
-            null_values=[""],
-            strings_can_be_null=True,
-        ),
-    )
-
-
-_CONVERSION = re.compile(r"In CSV column #(\d+): Row #(\d+): CSV conversion error to (.+?): invalid value '(.*)'")
-"""Arrow's message for a value of a text file; it counts columns from 0, and lines from 1."""
-
-
-class _named:  # noqa: N801  # a context manager
-    """Convert Arrow's errors to a :class:`DataError` that names the file."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        """Nothing is returned."""
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, FileNotFoundError | PermissionError):
-            raise UsageError(f"{self._path}: {error.strerror or error}") from error
-        if isinstance(error, pa.ArrowException | OSError):
-            found = _CONVERSION.search(str(error))
-            if found is None:
-                raise DataError(f"{self._path}: {error}") from error
-            column, line, wanted, value = found.groups()
-            wrong = DataError(
-                f"{self._path}: line {line}, column {int(column) + 1}: found '{value}', its type is {wanted}"
-            )
-            wrong.hint = "correct the value, or declare the column as string in data.columns of persia.yml"
-            raise wrong from error

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from persia.data.records.files import Unit
+from persia.data.records.places import with_places
 from persia.runtime.errors import DataError, UsageError
 from persia_core.features import Features, Transform
 
@@ -36,7 +37,8 @@ class Split(Protocol):
             first_row: The number of the batch's first row in it.
 
         Raises:
-            DataError: A value does not determine a part; the message has its row. :func:`parts_in` names the file.
+            DataError: A value does not determine a part; the message has its row, from 0. :func:`parts_in` has its
+                place in place of that.
         """
 
     def identity(self) -> dict[str, Any]:
@@ -119,7 +121,7 @@ class TimeSplit:
             raise UsageError(f"split by {self.column!r}: test ({self.test}) begins before valid ({self.valid})")
         if times.null_count:
             row = first_row + int(np.flatnonzero(~np.asarray(times.is_valid()))[0])
-            raise DataError(f"split by {self.column!r}: row {row} has no time")
+            raise DataError(f"split by {self.column!r}, row {row}: found no time")
         found: Numbers = np.zeros(batch.num_rows, np.int8)
         for part, bound in ((1, valid), (2, test)):
             if bound is not None:
@@ -157,7 +159,7 @@ def parts_in(split: Split, unit: Unit, batch: pa.RecordBatch, first_row: int) ->
     try:
         return split.parts(batch, unit.file, first_row)
     except DataError as error:
-        raise DataError(f"{unit.path}: {error}") from error
+        raise DataError(f"{unit.path}: {with_places(str(error), unit.place)}") from error
 
 
 def mix(values: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:

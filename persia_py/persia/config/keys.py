@@ -1,0 +1,40 @@
+"""The keys of ``persia.yml`` by their last names, for a user who gives one as an option."""
+
+from collections.abc import Iterator
+from difflib import get_close_matches
+from typing import get_args, get_origin
+
+from persia.config.blocks import Block, Config, TrainBlock
+from persia.config.optimizers import OPTIMIZERS
+
+_ALIASES = {"learning_rate": "lr", "checkpoint_dir": "checkpoint.dir", "output_dir": "run.dir", "out": "run.dir"}
+"""What other programs call a key."""
+_SIMILAR = 0.8
+
+
+def keys_like(option: str) -> list[str]:
+    """Return the keys that an option such as ``--epochs`` or ``--batch-size`` is meant to be; often none."""
+    word = option.lstrip("-").replace("-", "_").lower()
+    word = _ALIASES.get(word, word)
+    paths = [*_paths("", Config)]
+    if word in paths:
+        return [word]
+    names: dict[str, list[str]] = {}
+    for path in paths:
+        names.setdefault(path.rpartition(".")[2], []).append(path)
+    found = get_close_matches(word, names, n=1, cutoff=_SIMILAR)
+    return names[found[0]] if found else []
+
+
+def _paths(prefix: str, block: type[Block]) -> Iterator[str]:
+    """Yield the keys of a block, and those of the blocks in it; of optimizers the arguments of the default one."""
+    for name, field in block.model_fields.items():
+        path = f"{prefix}{name}"
+        kinds = [each for each in (field.annotation, *get_args(field.annotation)) if get_origin(each) is None]
+        blocks = [each for each in kinds if isinstance(each, type) and issubclass(each, Block)]
+        if block is TrainBlock and name in OPTIMIZERS:
+            yield from (f"{path}.{key}" for key in OPTIMIZERS[name][field.default.name].model_fields)
+        elif blocks:
+            yield from _paths(f"{path}.", blocks[0])
+        else:
+            yield path
