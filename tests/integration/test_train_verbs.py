@@ -139,7 +139,11 @@ def test_a_run_whose_end_cannot_be_saved_fails(tmp_path: Path, verb: Verb) -> No
         (["train", "persia.yml", "runs/one"], "persia train persia.yml --resume runs/one"),
         (["train", "persia.yml", "--baseline", "xgboost"], "want lightgbm"),
         (["eval", "runs/LATEST"], "no run"),
-        (["predict", "runs/one", "clicks.parquet", "-o", "out.csv"], "no run"),
+        (["predict", "runs/one", "clicks.parquet", "-o", "out.parquet"], "no run"),
+        (["predict", "runs/one", "clicks.parquet", "-o", "nowhere/out.parquet"], "there is no folder nowhere"),
+        (["train", "persia.yml", "--epochs", "3"], "next:  --set data.epochs=3"),
+        (["train", "persia.yml", "--lr=0.1"], "--set train.embedding_optimizer.lr=0.1 or --set train.dense_optimizer"),
+        (["config", "check", "-"], "persia config check /dev/stdin"),
     ],
 )
 def test_a_mistake_is_one_message_and_leaves_nothing(

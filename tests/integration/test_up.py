@@ -382,7 +382,7 @@ def test_a_table_that_stopped_early_on_two_ranks_ends_after_a_restart(up: StartU
     sizes = ("--servers", "1", "--ranks", "2", "--name", "early")
     one = up(table, *sizes)
     assert one.wait() == 2, one.output
-    assert "training stops" in one.output and "row 299" in one.output, "it failed after its last save"
+    assert "training stops" in one.output and "row 300:" in one.output, "it failed after its last save"
     pyarrow.parquet.write_table(whole, tmp_path / "test.parquet")
     again = up(table, *sizes)
     assert again.wait() == 0, again.output

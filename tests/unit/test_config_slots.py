@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet
 import pytest
 import torch
 from conftest import TinyModel
@@ -190,7 +191,7 @@ def test_files_are_checked_together_whatever_their_names(write: Write, run: Run)
     write("one.yml", PERSIA)
     write("two.yml", SAME.replace(", ttl: ", ""))
     write("three.yml", "embedding_parameter_server_config: {capacity: 5}\n")
-    code, out, err = run("config", "check", "three.yml", "two.yml", "--global", "three.yml", "one.yml")
+    code, out, err = run("config", "check", "three.yml", "two.yml", "--global", "three.yml", "one.yml", "--no-data")
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert "ok: three.yml: capacity 5 rows" in lines
@@ -222,13 +223,19 @@ def test_the_command_shows_and_checks_the_file_of_the_folder(write: Write, run: 
     assert (code, err) == (0, "")
     assert "  seed: 3  # --set" in out and "    dim: 16  # persia.yml:3" in out
     code, out, err = run("config", "check")
-    assert (code, err) == (0, "") and out.startswith("ok: persia.yml: 7 features")
+    assert code == 0 and out.startswith("ok: persia.yml: 7 features")
+    assert err.startswith("warning: persia.yml: the columns of the data are not checked: ") and "no such file" in err
     code, _, err = run("config", "check", "persia.yml", "--set", "train.seed=x")
     assert code == 2 and "--set train.seed=x: train.seed: found `x`" in err
 
 
 def test_checking_imports_no_torch(write: Write) -> None:
-    write("persia.yml", PERSIA)
+    write("persia.yml", PERSIA.replace("train: a", "train: a.parquet"))
+    texts, lists, numbers = pa.array(["a"]), pa.array([["a"]]), pa.array([1.0])
+    columns = {"user": texts, "author": texts, "tags": lists, "seen": lists, "price": numbers, "clicked": numbers}
+    pa.parquet.write_table(pa.table({**columns, "day": pa.array([1], pa.date32())}), "a.parquet")
     command = [sys.executable, "-X", "importtime", "-m", "persia", "config", "check", "persia.yml"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "persia.config.document" in done.stderr and "torch" not in done.stderr
+    assert "the columns of 1 data file fit" in done.stdout
+    assert "persia.trainer.parts" in done.stderr
+    assert not [line for line in done.stderr.splitlines() if line.split()[-1] == "torch"]

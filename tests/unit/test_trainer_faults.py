@@ -19,7 +19,7 @@ from persia.errors import DataError, StorageError, UsageError
 from persia.trainer import EvaluationReport, StepReport, Trainer, fit_once, metrics, pages, progress
 from persia.trainer.batches import groups_of
 from persia.trainer.parts import Parts
-from persia.trainer.run_folder import RunFolder
+from persia.trainer.run_folder import Found, RunFolder
 
 
 def small(folder: Path, **blocks: Any) -> Config:
@@ -206,7 +206,10 @@ def test_a_row_without_a_time_is_named(tmp_path: Path) -> None:
     times = pa.array([None if row == 7 else row for row in range(500)], pa.int64())
     pa.parquet.write_table(table.append_column("at", times), tmp_path / "clicks.parquet")
     config = small(tmp_path, data={"split": {"by": "time", "column": "at", "valid": 300, "test": 400}})
-    with Trainer(config) as trainer, pytest.raises(DataError, match=r"clicks\.parquet: .*row 7 has no time"):
+    with (
+        Trainer(config) as trainer,
+        pytest.raises(DataError, match=r"clicks\.parquet: .*split by 'at', row 8: found no"),
+    ):
         trainer.fit()
 
 
@@ -283,5 +286,9 @@ class _Proxy:
 
 def test_a_note_of_an_evaluation_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     found = metrics.binary([np.nan], [1], ["auc"])
-    progress.show_evaluation(EvaluationReport(1, "test", {"label": found}, None))
-    assert "AUC is not defined: 1 output is NaN or infinite" in capsys.readouterr().out
+    report = EvaluationReport(1, "test", {"label": found}, None, files=("a.parquet",))
+    used = Found(RunFolder(Path("runs/one")), Path("runs/one/best/step-1").absolute(), 1, is_best=True)
+    progress.show_evaluation(report, used)
+    shown = capsys.readouterr().out
+    assert "AUC is not defined: 1 output is NaN or infinite" in shown
+    assert "runs/one: the best checkpoint, best/step-1: the part test of a.parquet" in shown

@@ -12,7 +12,7 @@ import pytest
 from trainer_files import config_of, write_clicks
 
 from persia.config import Config
-from persia.errors import DataError, PersiaError, StorageError, UsageError
+from persia.errors import DataError, PersiaError, UsageError
 from persia.runtime.logging import get_logger
 from persia.trainer import Trainer, prediction
 
@@ -37,17 +37,20 @@ def renamed(name: str, new: str) -> Change:
 
 
 BAD: dict[str, tuple[Change, str]] = {
-    "a missing column": (lambda table: table.drop_columns(["id1"]), r"clicks.parquet: no column 'id1'"),
-    "a renamed column": (renamed("dense0", "dens0"), r"no column 'dense0' \(did you mean 'dens0'\?\)"),
+    "a missing column": (
+        lambda table: table.drop_columns(["id1"]),
+        r"clicks.parquet: no column 'id1' .*, read by features\.id1 \(\S*persia\.yml:\d+\)",
+    ),
+    "a renamed column": (renamed("dense0", "dens0"), r"no column 'dense0' \(did you mean 'dens0' or 'dense1'\?\)"),
     "strings for numbers": (
         replaced("dense0", lambda table: ["x"] * len(table)),
-        r"clicks.parquet: .*dense0 .*column `dense0` is Utf8, allowed",
+        r"clicks.parquet: .*dense0 \(\S*persia\.yml:\d+\): column `dense0` is Utf8, allowed",
     ),
     "a label of three values": (
         one_wrong("label", 1234, 2),
-        r"clicks.parquet: .*label .*row 1234: found the integer 2, allowed: 0 or 1",
+        r"clicks.parquet: .*label \(\S*persia\.yml:\d+\), row 1235: found the integer 2, allowed: 0 or 1",
     ),
-    "a label that is null": (one_wrong("label", 77, None), r"clicks.parquet: .*row 77"),
+    "a label that is null": (one_wrong("label", 77, None), r"clicks.parquet: .*row 78"),
     "a number of a wrong type in a row": (
         replaced("id0", lambda table: [float(value) for value in table["id0"].to_pylist()]),
         r"column `id0` is Float64, allowed",
@@ -121,7 +124,10 @@ def test_weights_that_are_none_are_refused(tmp_path: Path) -> None:
         weights[1111] = value
         pa.parquet.write_table(table.append_column("w", pa.array(weights)), tmp_path / "clicks.parquet")
         config = config_of(tmp_path, train={"weight": "w"}, run={"name": f"w{shown.strip('-.')}"})
-        with Trainer(config) as trainer, pytest.raises(DataError, match=rf"(?s)row 1111: found {shown}"):
+        with (
+            Trainer(config) as trainer,
+            pytest.raises(DataError, match=rf"(?s)clicks\.parquet: train\.weight: column 'w', row 1112: found {shown}"),
+        ):
             for _ in trainer.fit():
                 pass
 
@@ -152,7 +158,7 @@ def test_bad_rows_of_a_prediction_write_nothing(trained: Config, tmp_path: Path)
             with pytest.raises(PersiaError, match=f"(?s){message}"):
                 prediction.write(trainer, str(tmp_path / f"{name}.parquet"), out)
         written = prediction.write(trainer, str(tmp_path / "wrong.parquet"), out, strict=False)
-        assert written.rows == len(table)
+        assert written.unusual.rows == len(table) and written.unusual.counts["dense0"] == {"wrong_type": len(table)}
         with pytest.raises(UsageError, match="the file exists"):
             prediction.write(trainer, str(tmp_path / "clicks.parquet"), out)
         prediction.write(trainer, str(tmp_path / "clicks.parquet"), out, force=True)
@@ -160,7 +166,7 @@ def test_bad_rows_of_a_prediction_write_nothing(trained: Config, tmp_path: Path)
             prediction.write(trainer, str(out), tmp_path / "again.parquet")
         with pytest.raises(UsageError, match=r"ends in \.parquet"):
             prediction.write(trainer, str(out), tmp_path / "out.csv")
-        with pytest.raises(StorageError):
+        with pytest.raises(UsageError, match=r"out\.parquet: there is no folder .*no folder"):
             prediction.write(trainer, str(tmp_path / "clicks.parquet"), tmp_path / "no folder" / "out.parquet")
     left = {path.name for path in tmp_path.iterdir() if path.name.startswith(("out", "again", ".out", ".again"))}
     assert left == {"out.parquet"}

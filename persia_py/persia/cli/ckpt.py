@@ -1,24 +1,24 @@
 """``persia ckpt``: list, show, verify, copy, export and import checkpoints. No server is needed."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from persia.runtime.errors import UsageError
+
+_CHECKPOINT = "A checkpoint, or a run: its best checkpoint, else its newest."
 
 app = typer.Typer(no_args_is_help=True, help="List, show, verify, copy, export and import checkpoints.")
 
 
 @app.command("list")
 def ckpt_list(
-    parent: Annotated[str, typer.Argument(help="A folder of checkpoints, a checkpoint, or s3://bucket/prefix.")],
+    parent: Annotated[str, typer.Argument(help="A run, a folder of checkpoints, a checkpoint, or s3://bucket/prefix.")],
 ) -> None:
-    """List the checkpoints in a folder or an object store. In a folder, broken ones are listed with the reason."""
-    from persia.checkpoint.foreign import check_not_persiaml
+    """List the checkpoints of a run, in a folder or an object store. Broken ones are listed with the reason."""
     from persia.checkpoint.object_store import ObjectStore
     from persia.runtime.files import is_url
-    from persia_core import checkpoint
 
     if is_url(parent):
         copies = ObjectStore(parent)
@@ -29,9 +29,8 @@ def ckpt_list(
             size = f"{each.rows:,} rows  {each.size:,} bytes"
             typer.echo(f"{copies.url}/{each.name}  step {each.age[1]}  {size}  {each.created_at}")
         return
-    found = checkpoint.listing(parent)
+    found = _listing(parent)
     if not found:
-        check_not_persiaml(parent)
         typer.echo(f"{parent}: no checkpoints")
     for entry in found:
         if entry["problem"] is None:
@@ -43,23 +42,65 @@ def ckpt_list(
             typer.echo(f"{entry['path']}  BROKEN: {entry['problem']}")
 
 
+def _listing(parent: str) -> list[dict[str, Any]]:
+    """Return the checkpoints in a folder; of a run the saves and the best one."""
+    from persia.checkpoint.foreign import check_not_persiaml
+    from persia_core import checkpoint
+
+    if _is_run(parent):
+        from persia.trainer.run_folder import find_run, saves_of
+
+        run = find_run(parent)
+        return [entry for place in (saves_of(run), run.best) if place.is_dir() for entry in checkpoint.listing(place)]
+    found = checkpoint.listing(parent)
+    if not found:
+        check_not_persiaml(parent)
+    return found
+
+
+def _is_run(path: str) -> bool:
+    """Whether a path is the folder of a run, or ``LATEST`` beside runs. For other paths nothing more is imported."""
+    place = Path(path)
+    if not (place.name == "LATEST" or (place / "metrics.jsonl").is_file()):
+        return False
+    from persia.trainer.run_folder import is_run
+
+    return is_run(place)
+
+
 @app.command("show")
-def ckpt_show(directory: Annotated[str, typer.Argument(help="A checkpoint.")]) -> None:
+def ckpt_show(directory: Annotated[str, typer.Argument(help=_CHECKPOINT)]) -> None:
     """Print the manifest of a checkpoint, which is JSON."""
     from persia.checkpoint.foreign import open_checkpoint
 
-    typer.echo(open_checkpoint(_folder(directory)).manifest)
+    typer.echo(open_checkpoint(_checkpoint(directory)).manifest)
 
 
 @app.command("verify")
-def ckpt_verify(directory: Annotated[str, typer.Argument(help="A checkpoint.")]) -> None:
+def ckpt_verify(directory: Annotated[str, typer.Argument(help=_CHECKPOINT)]) -> None:
     """Check the size and the hash of every file of a checkpoint."""
     from persia.checkpoint.foreign import open_checkpoint
 
-    opened = open_checkpoint(_folder(directory))
+    folder = _checkpoint(directory)
+    opened = open_checkpoint(folder)
     opened.verify()
     size = sum(file["bytes"] for file in opened.files)
-    typer.echo(f"ok: {directory}: {len(opened.files)} files, {size:,} bytes, step {opened.step}")
+    typer.echo(f"ok: {folder}: {len(opened.files)} files, {size:,} bytes, step {opened.step}")
+
+
+def _checkpoint(given: str) -> str:
+    """Return the folder of a checkpoint: the one given, or the best one of a run, else its newest."""
+    folder = _folder(given)
+    if not _is_run(folder):
+        return folder
+    from persia.trainer.run_folder import find_checkpoint
+
+    found = find_checkpoint(folder)
+    typer.echo(str(found), err=True)
+    try:
+        return str(found.checkpoint.relative_to(Path.cwd()))
+    except ValueError:
+        return str(found.checkpoint)
 
 
 def _folder(directory: str) -> str:
@@ -73,7 +114,7 @@ def _folder(directory: str) -> str:
 
 @app.command("copy")
 def ckpt_copy(
-    source: Annotated[str, typer.Argument(help="A checkpoint: a folder, or s3://bucket/prefix/name.")],
+    source: Annotated[str, typer.Argument(help="A checkpoint: a folder, a run, or s3://bucket/prefix/name.")],
     destination: Annotated[str, typer.Argument(help="The new checkpoint: a URL if SOURCE is a folder, else a folder.")],
 ) -> None:
     """Copy a checkpoint to an object store or from there, and verify it. A failed copy leaves no checkpoint."""
@@ -82,13 +123,14 @@ def ckpt_copy(
 
     if is_url(source) == is_url(destination):
         raise UsageError(f"copy {source} {destination}: want one folder and one URL such as s3://bucket/run/step-100")
+    source = source if is_url(source) else _checkpoint(source)
     copy(source, destination)
     typer.echo(f"ok: copied {source} to {destination}")
 
 
 @app.command("rows")
 def ckpt_rows(
-    directory: Annotated[str, typer.Argument(help="A checkpoint.")],
+    directory: Annotated[str, typer.Argument(help=_CHECKPOINT)],
     table: Annotated[str | None, typer.Option(help="The table. Without it, the tables are listed.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="The Parquet file to write.")] = None,
     state: Annotated[bool, typer.Option(help="Write the optimizer state and the step of the last push too.")] = False,
@@ -98,7 +140,7 @@ def ckpt_rows(
     from persia.checkpoint.foreign import open_checkpoint
     from persia.checkpoint.rows_export import export_rows, saved_tables
 
-    folder = _folder(directory)
+    folder = _checkpoint(directory)
     tables = saved_tables(open_checkpoint(folder))
     if table is None and out is not None:
         raise UsageError(f"-o {out}: --table is missing; the tables are {', '.join(each.name for each in tables)}")

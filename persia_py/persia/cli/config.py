@@ -1,11 +1,13 @@
 """``persia config``: check configuration files, and show a whole configuration."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from persia.runtime.errors import ConfigError
+from persia.cli.keys import KeysCommand
+from persia.runtime.errors import ConfigError, UsageError
 
 app = typer.Typer(no_args_is_help=True, help="Check configuration files, show a whole configuration.")
 
@@ -15,7 +17,7 @@ Overrides = Annotated[
 """The option ``--set`` of every verb that reads a ``persia.yml``."""
 
 
-@app.command("check")
+@app.command("check", cls=KeysCommand)
 def config_check(
     files: Annotated[
         list[Path] | None,
@@ -27,11 +29,21 @@ def config_check(
     ] = None,
     general: Annotated[Path | None, typer.Option("--global", help="A global_config.yml.")] = None,
     overrides: Overrides = None,
+    data: Annotated[
+        bool, typer.Option("--data/--no-data", help="Read the names and types of the columns of the data, or not.")
+    ] = True,
 ) -> None:
-    """Check files, and list every mistake with its place. Slots of several files are compared."""
-    from persia.config.files import LIMITS, check_files
+    """Check files, and list every mistake with its place. Slots of several files are compared.
+
+    Of the data of a persia.yml the names and types of columns are read, but no rows.
+    """
+    from persia.config.files import LIMITS, PERSIA, check_files
 
     given = [*(files or _found()), *([general] if general is not None else [])]
+    if Path("-") in given:
+        error = UsageError("-: standard input is not read by this name")
+        error.hint = "persia config check /dev/stdin"
+        raise error
     checked = check_files(given, overrides or (), {} if general is None else {general: LIMITS})
     for warning in checked.warnings:
         typer.echo(f"warning: {warning}", err=True)
@@ -39,6 +51,25 @@ def config_check(
         raise ConfigError("\n".join(checked.mistakes))
     for line in checked.summary:
         typer.echo(f"ok: {line}")
+    for path in checked.valid[PERSIA] if data else ():
+        _check_columns(path, overrides or ())
+
+
+def _check_columns(path: Path, overrides: Sequence[str]) -> None:
+    """Check that the data has the columns that a persia.yml reads, in types that it can use."""
+    from persia.config.document import open_document
+    from persia.data.records.files import NoFileError
+    from persia.trainer.parts import Parts
+
+    config = open_document(path, overrides).config
+    if config is None:
+        return  # it was valid a moment ago
+    try:
+        paths = Parts(config).check_columns()
+    except NoFileError as error:
+        typer.echo(f"warning: {path}: the columns of the data are not checked: {error}", err=True)
+        return
+    typer.echo(f"ok: {path}: the columns of {len(paths)} data file{'s' if len(paths) > 1 else ''} fit")
 
 
 def _found() -> list[Path]:
@@ -60,7 +91,7 @@ def _found() -> list[Path]:
     return [path for path in found if path is not None]
 
 
-@app.command("show")
+@app.command("show", cls=KeysCommand)
 def config_show(
     file: Annotated[Path | None, typer.Argument(help="Default: PERSIA_CONFIG, else persia.yml.")] = None,
     overrides: Overrides = None,

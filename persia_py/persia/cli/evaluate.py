@@ -16,15 +16,21 @@ def evaluate(
     """Evaluate a trained model on files with labels."""
     import json
 
-    from persia.cli.quiet import only_warnings
-    from persia.trainer import Trainer
-    from persia.trainer.progress import show_evaluation
-    from persia.trainer.run_folder import find_run
+    from persia.cli.importing import interruptible
+
+    with interruptible():
+        from persia.cli.quiet import only_warnings
+        from persia.trainer import Trainer
+        from persia.trainer.progress import show_evaluation
+        from persia.trainer.run_folder import find_checkpoint
 
     only_warnings()
-    with Trainer(find_run(run).config()) as trainer:
+    found = find_checkpoint(run)
+    with Trainer(found.folder.config()) as trainer:
         report = trainer.resume(run).evaluate(files or None)
     if as_json:
-        typer.echo(json.dumps(report.results(), ensure_ascii=False))
+        what = {"run": str(found.folder.path), "checkpoint": str(found.checkpoint), "part": report.part}
+        results = {**what, "files": [*report.files], **report.results()}
+        typer.echo(json.dumps(results, ensure_ascii=False))
     else:
-        show_evaluation(report)
+        show_evaluation(report, found)

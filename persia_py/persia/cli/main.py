@@ -9,6 +9,7 @@ from typer.core import TyperGroup
 import persia
 from persia.cli import ckpt, config, data
 from persia.cli.evaluate import evaluate
+from persia.cli.keys import KeysCommand
 from persia.cli.predict import predict
 from persia.cli.status import status
 from persia.cli.train import train
@@ -45,7 +46,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(data.app, name="data", rich_help_panel=TRAIN)  # the order of the help
-app.command(rich_help_panel=TRAIN)(train)
+app.command(cls=KeysCommand, rich_help_panel=TRAIN)(train)
 app.command("eval", rich_help_panel=TRAIN)(evaluate)
 app.command(rich_help_panel=TRAIN)(predict)
 app.command(rich_help_panel=RUN)(up)
@@ -80,7 +81,7 @@ def _main(
 def main() -> None:
     """Run the command. An error is one message, the next step and the exit code of its class."""
     try:
-        app()
+        app(prog_name="persia")
     except PersiaError as error:
         report(error)
         sys.exit(error.exit_code)

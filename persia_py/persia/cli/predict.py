@@ -20,12 +20,21 @@ def predict(
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
     """Write the score of each row to a Parquet file."""
-    from persia.cli.quiet import only_warnings
-    from persia.trainer import Trainer, prediction
-    from persia.trainer.run_folder import find_run
+    from persia.cli.importing import interruptible
+
+    with interruptible():
+        from persia.cli.quiet import only_warnings
+        from persia.trainer import Trainer, prediction
+        from persia.trainer.progress import unusual_lines
+        from persia.trainer.run_folder import find_checkpoint
 
     only_warnings()
-    with Trainer(find_run(run).config()) as trainer:
+    prediction.check_out(out, force=force)
+    found = find_checkpoint(run)
+    with Trainer(found.folder.config()) as trainer:
         trainer.resume(run)
         written = prediction.write(trainer, files, out, keep=keep or None, strict=strict, force=force)
-    typer.echo(f"wrote {written.path}: {written.rows:,} rows, {', '.join(written.columns)}")
+    typer.echo(str(found))
+    for line in unusual_lines(written.unusual, written.without_row):
+        typer.echo(line)
+    typer.echo(f"wrote {written.path}: {written.unusual.rows:,} rows, {', '.join(written.columns)}")

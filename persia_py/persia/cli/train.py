@@ -9,16 +9,24 @@ import typer
 from persia.cli.config import Overrides
 
 if TYPE_CHECKING:
+    from persia.config import Config
     from persia.trainer.run_folder import RunFolder
 
 
-def _finished(folder: "RunFolder") -> str:
-    """Return the message about a run that has no step left."""
+def _finished(file: Path, folder: "RunFolder", config: "Config", set_: list[str]) -> str:
+    """Return the message about a run that has no step left, with the command that trains it further."""
     from persia.trainer.run_folder import SUMMARY
 
-    if folder.read_json(SUMMARY).get("early_stopped"):
-        return "the run has stopped early; to train on, give it more patience: --set train.early_stop.patience=N"
-    return "the run is finished; to train on, give more epochs: --set data.epochs=N"
+    summary, stop = folder.read_json(SUMMARY), config.train.early_stop
+    if summary.get("early_stopped") and stop is not None:
+        said = f"it has stopped early, at step {summary.get('step')}; nothing was trained"
+        change = f"train.early_stop.patience={2 * stop.patience}"
+    else:
+        said = f"it is finished: step {summary.get('step')}, data.epochs {config.data.epochs}; nothing was trained"
+        change = f"data.epochs={2 * config.data.epochs}"
+    key = change.partition("=")[0]
+    options = "".join(f" --set {each}" for each in [*(each for each in set_ if not each.startswith(key)), change])
+    return f"{folder.shown}: {said}\nto train on: persia train {file}{options} --resume {folder.shown}"
 
 
 def train(
@@ -33,13 +41,16 @@ def train(
     ] = None,
 ) -> None:
     """Train a model: rows in, a run folder with checkpoints, metrics and a report out."""
+    from persia.cli.importing import interruptible
     from persia.cli.quiet import only_warnings
     from persia.config import load_config
     from persia.runtime.errors import UsageError
     from persia.runtime.exit_codes import ExitCode
-    from persia.trainer import Trainer, baselines
-    from persia.trainer.progress import Shown, show_results
-    from persia.trainer.run_folder import SUMMARY
+
+    with interruptible():
+        from persia.trainer import Trainer, baselines
+        from persia.trainer.progress import Shown, show_results
+        from persia.trainer.run_folder import SUMMARY
 
     only_warnings(evaluations=False)
     if run is not None and not resume:
@@ -52,6 +63,7 @@ def train(
         with Trainer(config) as trainer, Shown("auc" if stop is None else stop.metric) as shown:
             if resume:
                 trainer.resume(run)
+                typer.echo(f"resuming {trainer.folder.shown if trainer.folder else run}", err=True)
             reports = trainer.fit()
             folder = trainer.folder
             for report in reports:
@@ -59,7 +71,7 @@ def train(
         if folder is None:
             return
         if shown.reports == 0:
-            typer.echo(_finished(folder))
+            typer.echo(_finished(file, folder, config, set_ or []))
         if compare is not None:
             compare(config, folder)
         show_results(folder.read_json(SUMMARY))

@@ -9,14 +9,28 @@
 * :mod:`persia.trainer.evaluation`, :mod:`persia.trainer.metrics`: evaluation and metrics
 * :mod:`persia.trainer.validation`: the best checkpoint, and the early stop
 * :mod:`persia.trainer.state`: the state of a trainer in a checkpoint
-* :mod:`persia.trainer.run_folder`, :mod:`persia.trainer.record`, :mod:`persia.trainer.pages`: the files of a run
-* :mod:`persia.trainer.prediction`: scores in a Parquet file
+* :mod:`persia.trainer.run_folder`, :mod:`persia.trainer.facts`, :mod:`persia.trainer.record`,
+  :mod:`persia.trainer.pages`: the files of a run
+* :mod:`persia.trainer.predictions`, :mod:`persia.trainer.prediction`: scores, and scores in a Parquet file
 * :mod:`persia.trainer.progress`: the progress display
 * :mod:`persia.trainer.baselines`: models to compare with
 """
 
-from persia.trainer.metrics import Metrics
-from persia.trainer.reports import EvaluationReport, StepReport
-from persia.trainer.trainer import Trainer
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from persia.trainer.metrics import Metrics
+    from persia.trainer.reports import EvaluationReport, StepReport
+    from persia.trainer.trainer import Trainer
 
 __all__ = ["EvaluationReport", "Metrics", "StepReport", "Trainer"]
+
+_MODULES = {"EvaluationReport": "reports", "Metrics": "metrics", "StepReport": "reports", "Trainer": "trainer"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs PyTorch when it is used: `persia config check` reads columns without it."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

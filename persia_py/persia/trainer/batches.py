@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
+from persia.config.blocks import Use
 from persia.data import IterableDataset
 from persia.data.records import RecordReader
 from persia.data.records.split import hash_values, mix
@@ -42,6 +43,23 @@ class Unusual:
             mine = Counter(self.counts.get(feature, {}))
             mine.update(kinds)
             self.counts[feature] = dict(mine)
+
+    def add_unreadable(self, columns: Mapping[str, int], uses: Sequence[Use]) -> None:
+        """Count values of text files that were not of their column's type. So far they are counted as null.
+
+        Args:
+            columns: The number of these values in each column.
+            uses: What reads the columns.
+        """
+        for use in uses:
+            block, _, feature = use.by.partition(".")
+            count = columns.get(use.column, 0)
+            if block != "features" or not count:
+                continue
+            mine = {**self.counts.get(feature, {})}
+            mine["null"] = mine.get("null", 0) - count
+            mine["wrong_type"] = mine.get("wrong_type", 0) + count
+            self.counts[feature] = {kind: number for kind, number in mine.items() if number > 0}
 
 
 class TrainingBatches(IterableDataset):
@@ -162,7 +180,7 @@ def read_rows(
 
 
 def weights_of(table: pa.RecordBatch, column: str, first_row: int = 0) -> npt.NDArray[np.float32]:
-    """Return the weight of each row; ``first_row`` is the number of the first one in errors.
+    """Return the weight of each row; ``first_row`` is the number of the first one in errors, from 0.
 
     Raises:
         FeatureTypeError: The column is not of numbers.

@@ -7,7 +7,9 @@ from persia.config import Config
 from persia.features import Fitter, Transform
 from persia.runtime.errors import CheckpointError, DataError
 from persia.runtime.logging import get_logger
+from persia.trainer.facts import check_files
 from persia.trainer.parts import Part, Parts
+from persia.trainer.run_folder import FACTS, RunFolder
 
 _logger = get_logger("trainer")
 
@@ -60,8 +62,22 @@ def _with_place(config: Config, train: Part, error: DataError) -> DataError:
             try:
                 fitter.update(batch)
             except DataError as found:
-                return DataError(f"{unit.path}: {found}")
-    return error
+                return train.placed(found, unit)
+    return train.placed(error)
+
+
+def fitted_before(config: Config, folder: RunFolder, parts: Parts) -> Fitted:
+    """Return the transform of a run that resumes, and the rows of train, without a fit.
+
+    Raises:
+        CheckpointError: The run lacks the transform or its facts, or has them for other features.
+        DataError: The files of train are not those of the run.
+    """
+    facts = folder.read_json(FACTS)
+    if "rows" not in facts:
+        raise CheckpointError(f"{folder.shown}: {FACTS} is missing or damaged; start a new run")
+    check_files(folder, parts.train.files)
+    return Fitted(load(config, folder.path), int(facts["rows"]))
 
 
 def load(config: Config, folder: Path) -> Transform:

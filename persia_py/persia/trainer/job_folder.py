@@ -61,6 +61,9 @@ class JobFolder(RunFolder):
         """The folder of the best checkpoint, on rank 0."""
         return self.checkpoints / BEST
 
+    def name_latest(self) -> None:
+        """Nothing: a job has one folder."""
+
     def make(self, config: Config, files: Mapping[str, str]) -> None:
         """Write the configuration and other files of a new run.
 

@@ -8,8 +8,10 @@ from typing import Any
 from persia.config import Config
 from persia.trainer.record import read_lines
 from persia.trainer.reports import title
-from persia.trainer.run_folder import CONFIG, SUMMARY, RunFolder
+from persia.trainer.run_folder import CONFIG, FACTS, SUMMARY, RunFolder
 
+_SHOWN = 5
+"""So many files of train are listed."""
 CURVES = "curves.png"
 """The loss, and the metrics of the valid part, by step."""
 PAGE = "report.html"
@@ -86,7 +88,8 @@ def _metrics(judged: list[dict[str, Any]]) -> list[str]:
 def page(folder: RunFolder, summary: dict[str, Any], picture: bytes, config: Config) -> str:
     """Return the page of a run."""
     source = base64.b64encode(picture).decode()
-    body = [f"<h1>Run {html.escape(folder.path.name)}</h1>", _overview(summary), "<h2>Metrics</h2>", _results(summary)]
+    overview = _overview(summary, folder.read_json(FACTS))
+    body = [f"<h1>Run {html.escape(folder.path.name)}</h1>", overview, "<h2>Metrics</h2>", _results(summary)]
     body += ["<h2>Curves</h2>", f'<img alt="curves" src="data:image/png;base64,{source}">']
     body += ["<h2>Unusual values</h2>", _unusual(summary), "<h2>Ids without a row</h2>", _without_row(summary)]
     text = (folder.path / CONFIG).read_text(encoding="utf-8")
@@ -100,13 +103,19 @@ def page(folder: RunFolder, summary: dict[str, Any], picture: bytes, config: Con
     )
 
 
-def _overview(summary: dict[str, Any]) -> str:
+def _overview(summary: dict[str, Any], facts: dict[str, Any]) -> str:
     best = summary.get("best")
+    counts = summary.get("rows", {})
+    paths = facts.get("train_paths") or []
+    files = ", ".join(paths[:_SHOWN]) + (f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else "")
     rows: list[list[Any]] = [
         ["status", summary.get("status")],
         ["started", summary.get("started")],
+        ["model", facts.get("model")],
+        ["files of train", files or None],
+        ["--set", ", ".join(facts.get("set") or []) or None],
         ["steps", summary.get("step")],
-        ["rows of train", f"{summary.get('rows', {}).get('train', 0):,}"],
+        *([f"rows of {part}", f"{counts[part]:,}"] for part in ("train", "valid", "test") if part in counts),
         ["samples/s", f"{summary['samples_per_s']:,}" if summary.get("samples_per_s") else None],
         ["rows of all tables", f"{summary['embedding_rows']:,}" if "embedding_rows" in summary else None],
         ["best step", None if best is None else f"{best['step']} ({title(best['metric'])} {best['value']:.4f})"],

@@ -1,6 +1,7 @@
 """The parts train, valid and test of a configuration's data, and other rows that a model is applied to."""
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -10,12 +11,14 @@ import numpy as np
 import pyarrow as pa
 
 from persia.config import Config
-from persia.config.blocks import DataBlock, Paths
+from persia.config.blocks import DataBlock, Origin, Paths
 from persia.data.records import PARTS, Files, HashSplit, RecordReader, Split, TimeSplit, open_files, presets
-from persia.data.records.files import FORMATS
+from persia.data.records.files import FORMATS, Unit
+from persia.data.records.places import with_places
 from persia.data.records.split import parts_in
 from persia.runtime.errors import DataError
 from persia.runtime.files import is_url
+from persia_core.features import Fitter
 
 TYPES: Mapping[str, pa.DataType] = MappingProxyType(
     {
@@ -30,6 +33,10 @@ TYPES: Mapping[str, pa.DataType] = MappingProxyType(
 """The types of ``data.columns``."""
 
 
+_DECLARED = re.compile(r"^  (.+?) \(line \d+\)", re.MULTILINE)
+"""A feature or label in a message of a transform, with its line."""
+
+
 @dataclass(frozen=True)
 class Part:
     """A part of the rows of some files.
@@ -38,11 +45,13 @@ class Part:
         files: The files.
         split: The rule that divides their rows; None means that all are in this part.
         name: ``train``, ``valid`` or ``test``.
+        origin: Where the features are declared, for messages.
     """
 
     files: Files
     split: Split | None
     name: str
+    origin: Origin
 
     def reader(
         self,
@@ -100,7 +109,7 @@ class Part:
 
         Args:
             error: The error.
-            check: Raises it for some rows; the second argument is the number of the first row in its file.
+            check: Raises it for some rows; the second argument is the number of the first row in its file, from 0.
         """
         for unit in self.files.units:
             row = unit.first_row
@@ -108,9 +117,29 @@ class Part:
                 try:
                     check(batch, row)
                 except DataError as found:
-                    return DataError(f"{unit.path}: {found}")
+                    return self.placed(found, unit)
                 row += batch.num_rows
-        return error
+        return self.placed(error)
+
+    def placed(self, error: DataError, unit: Unit | None = None) -> DataError:
+        """Return an error of a transform with the places of features in ``persia.yml``.
+
+        Args:
+            error: Counts rows from 0.
+            unit: With it, the error also has the file and the places of rows.
+        """
+        message = _DECLARED.sub(self._place_of, str(error))
+        if unit is not None:
+            message = f"{unit.path}: {with_places(message, unit.place)}"
+        found = DataError(message)
+        found.hint = error.hint
+        return found
+
+    def _place_of(self, found: re.Match[str]) -> str:
+        """Return ``  NAME (FILE:LINE)`` for a feature or label."""
+        places = self.origin.places
+        place = places.get(f"features.{found[1]}") or places.get(f"labels.{found[1]}")
+        return found[0] if place is None else f"  {found[1]} ({place})"
 
 
 class Parts:
@@ -132,15 +161,35 @@ class Parts:
         self._split = _split_of(data)
         self._columns = labelled_columns(config)
         files = open_like(config, data.train, [*self._columns, *([] if self._split is None else self._split.columns)])
-        self.train = Part(files, self._split, "train")
+        self.train = Part(files, self._split, "train", config.origin)
         divided = split.by != "file"
         self.valid = self._part("valid", data.valid, divided and _takes_rows(self._split, "valid"))
         self.test = self._part("test", data.test, divided and _takes_rows(self._split, "test"))
 
     def _part(self, name: str, own: Paths | None, divided: bool) -> Part | None:
         if own is not None:
-            return Part(open_like(self._config, own, self._columns), None, name)
-        return Part(self.train.files, self._split, name) if divided else None
+            return Part(open_like(self._config, own, self._columns), None, name, self._config.origin)
+        return Part(self.train.files, self._split, name, self._config.origin) if divided else None
+
+    def check_columns(self) -> list[str]:
+        """Check that every file has all columns, in types that the features and labels can use. No row is read.
+
+        Returns:
+            The files.
+
+        Raises:
+            DataError: One lacks a column; or the message has all columns of a part that are of a wrong type.
+        """
+        paths: dict[str, None] = {}
+        for part in (self.train, self.valid, self.test):
+            if part is None:
+                continue
+            paths.update(dict.fromkeys(unit.path for unit in part.files.units))
+            try:
+                Fitter(self._config.compiled).update(part.files.schema.empty_table())
+            except DataError as error:
+                raise DataError(f"{part.files.paths[0]}: {part.placed(error)}") from error
+        return [*paths]
 
     def check_not_empty(self) -> None:
         """Check that each part has a row.
@@ -156,42 +205,65 @@ class Parts:
         """Return the number of rows of train, reading as few columns as possible."""
         needed = [] if self._split is None else self._split.columns
         columns = needed or self._columns[:1]
-        return Part(open_like(self._config, self._config.data.train, columns), self._split, "train").count()
+        files = open_like(self._config, self._config.data.train, columns)
+        return Part(files, self._split, "train", self._config.origin).count()
 
 
-def open_given(config: Config, paths: Paths, columns: list[str] | None) -> Files:
+def open_given(
+    config: Config,
+    paths: Paths,
+    columns: Sequence[str] | None,
+    types: Mapping[str, pa.DataType],
+    *,
+    used_by: Mapping[str, Sequence[str]] | None = None,
+    lenient: bool = False,
+) -> Files:
     """Open files that a user gives in addition to those of the configuration; they may have another format.
 
     Args:
         config: The configuration; it has the types of columns of text files.
         paths: Files, folders, globs or ``s3://`` addresses; relative paths are relative to the working directory.
         columns: What is read; None means all columns.
+        types: The types of columns of text files that the configuration does not have: those of the training data.
+        used_by: What else reads columns, for messages.
+        lenient: A value of a text file that is not of its column's type is null, and counted.
     """
     whole = from_working_directory(paths)
     is_known = any(path.endswith(ending) for path in whole for endings in FORMATS.values() for ending in endings)
     if is_known and config.data.format is not None:
-        data = config.data.model_copy(update={"format": None})
-        config = config.model_copy(update={"data": data}).located(config.folder, config.compiled, config.described)
-    return open_like(config, whole, columns)
+        config = config.with_data(format=None)
+    return open_like(config, whole, columns, types, used_by=used_by, lenient=lenient)
 
 
-def open_like(config: Config, paths: Paths, columns: list[str] | None) -> Files:
+def open_like(
+    config: Config,
+    paths: Paths,
+    columns: Sequence[str] | None,
+    types: Mapping[str, pa.DataType] | None = None,
+    *,
+    used_by: Mapping[str, Sequence[str]] | None = None,
+    lenient: bool = False,
+) -> Files:
     """Open files as the ``data`` block of a configuration describes them.
 
     Args:
         config: The configuration; relative paths are relative to its folder.
         paths: Files, folders, globs or ``s3://`` addresses.
         columns: What is read; None means all columns.
+        types: The types of columns of text files that the configuration does not have.
+        used_by: What else reads columns, for messages.
+        lenient: A value of a text file that is not of its column's type is null, and counted.
     """
     data = config.data
     given = [paths] if isinstance(paths, str) else [*paths]
     whole = [path if is_url(path) else str(config.folder / Path(path).expanduser()) for path in given]
-    types = {name: TYPES[kind] for name, kind in data.columns.items()}
-    given_format: dict[str, Any] = {"file_format": data.format, "types": types, "header": data.header}
+    declared = {**(types or {}), **{name: TYPES[kind] for name, kind in data.columns.items()}}
+    given_format: dict[str, Any] = {"file_format": data.format, "types": declared, "header": data.header}
     if data.preset is not None:
         preset = presets.options(data.preset)
-        given_format = {**preset, "types": {**preset["types"], **types}}
-    return open_files(whole, columns=columns, **given_format)
+        given_format = {**preset, "types": {**preset["types"], **declared}}
+    users = {**config.origin.used_by(), **(used_by or {})}
+    return open_files(whole, columns=columns, used_by=users, lenient=lenient, **given_format)
 
 
 def from_working_directory(paths: Paths) -> list[str]:
@@ -202,10 +274,7 @@ def from_working_directory(paths: Paths) -> list[str]:
 
 def with_train(config: Config, paths: Paths | None) -> Config:
     """Return a configuration with these files, relative to the working directory, as ``data.train``; None keeps it."""
-    if paths is None:
-        return config
-    data = config.data.model_copy(update={"train": from_working_directory(paths)})
-    return config.model_copy(update={"data": data}).located(config.folder, config.compiled, config.described)
+    return config if paths is None else config.with_data(train=from_working_directory(paths))
 
 
 def labelled_columns(config: Config) -> list[str]:

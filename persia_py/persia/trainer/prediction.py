@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 
 from persia.config.blocks import Paths
 from persia.runtime.errors import StorageError, UsageError
+from persia.trainer.batches import Unusual
 from persia.trainer.trainer import Trainer
 
 
@@ -19,13 +20,33 @@ class Written:
 
     Attributes:
         path: The file.
-        rows: Its rows.
         columns: Its columns of scores.
+        unusual: Its rows, and what was unusual about them.
+        without_row: The share of their ids that have no row.
     """
 
     path: Path
-    rows: int
     columns: list[str]
+    unusual: Unusual
+    without_row: float
+
+
+def check_out(out: Path, *, force: bool) -> None:
+    """Check that a file of scores can be written, before any work is done.
+
+    Raises:
+        UsageError: It exists, its folder does not, or it has another ending.
+    """
+    if out.suffix != ".parquet":
+        raise UsageError(f"{out}: want a name that ends in .parquet")
+    if not out.parent.is_dir():
+        error = UsageError(f"{out}: there is no folder {out.parent}")
+        error.hint = f"make it: mkdir -p {out.parent}"
+        raise error
+    if out.exists() and not force:
+        error = UsageError(f"{out}: the file exists")
+        error.hint = "give --force to replace it, or another name"
+        raise error
 
 
 def write(
@@ -50,22 +71,19 @@ def write(
         force: Replace a file that exists.
 
     Raises:
-        UsageError: ``out`` exists or has another ending, or a column has the name of a score.
+        UsageError: ``out`` exists, has no folder or another ending, or a column has the name of a score.
         DataError: A row is invalid; the message names file and row. Nothing is written.
         StorageError: The file cannot be written; the incomplete file is removed.
     """
-    if out.suffix != ".parquet":
-        raise UsageError(f"{out}: want a name that ends in .parquet")
-    if out.exists() and not force:
-        error = UsageError(f"{out}: the file exists")
-        error.hint = "give --force to replace it, or another name"
-        raise error
+    check_out(out, force=force)
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     writer: pq.ParquetWriter | None = None
-    rows, scores = 0, score_columns([name for name, _, _ in trainer.config.compiled.labels])
+    scores = score_columns([name for name, _, _ in trainer.config.compiled.labels])
+    predictions = trainer.predict(source, strict=strict, columns=None if keep is None else [*keep])
     try:
+        part.touch()  # with an error of its own, before the model is loaded
         try:
-            for table, found in trainer.predict(source, strict=strict, columns=None if keep is None else [*keep]):
+            for table, found in predictions:
                 kept = table if keep is None else table.select([*dict.fromkeys(keep)])
                 for label, column in scores.items():
                     if column in kept.schema.names:
@@ -73,7 +91,6 @@ def write(
                     kept = kept.append_column(column, pa.array(found[label], pa.float32()))
                 writer = writer or pq.ParquetWriter(part, kept.schema)
                 writer.write_batch(kept)
-                rows += kept.num_rows
         finally:
             if writer is not None:
                 writer.close()
@@ -86,7 +103,7 @@ def write(
         raise StorageError(f"{out}: {error.strerror or error}") from error
     finally:
         part.unlink(missing_ok=True)
-    return Written(out, rows, [*scores.values()])
+    return Written(out, [*scores.values()], predictions.unusual, predictions.without_row)
 
 
 def score_columns(labels: list[str]) -> dict[str, str]:

@@ -1,5 +1,7 @@
 """The progress display: a live line on a terminal, plain lines elsewhere."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -8,8 +10,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from typing_extensions import Self
 
+from persia.trainer.batches import Unusual
 from persia.trainer.pages import results_table
 from persia.trainer.reports import EvaluationReport, StepReport, title
+from persia.trainer.run_folder import Found
+
+_KINDS = {
+    "not_finite": "NaN or infinite",
+    "wrong_type": "of a wrong type",
+    "out_of_range": "beyond the range of training",
+    "truncated": "cut to the last ids",
+}
+"""Kinds of unusual values as they are shown, where the word of the report is not enough."""
 
 
 class Shown:
@@ -85,9 +97,16 @@ def show_results(summary: dict[str, object], console: Console | None = None) -> 
     (console or Console()).print(table)
 
 
-def show_evaluation(report: EvaluationReport, console: Console | None = None) -> None:
-    """Show the metrics of an evaluation, why one is not defined, and the ids that have no row."""
+def show_evaluation(report: EvaluationReport, found: Found, console: Console | None = None) -> None:
+    """Show which rows were evaluated, the metrics, why one is not defined, and what was unusual about the rows.
+
+    Args:
+        report: The evaluation.
+        found: The run and its checkpoint.
+        console: Where; None is standard output.
+    """
     console = console or Console()
+    console.print(f"{found}: {rows_of(report)}", markup=False, highlight=False, soft_wrap=True)
     names = [*dict.fromkeys(name for metrics in report.labels.values() for name in metrics.values)]
     table = Table("", "rows", *(title(name) for name in names))
     for label, metrics in report.labels.items():
@@ -97,4 +116,30 @@ def show_evaluation(report: EvaluationReport, console: Console | None = None) ->
     for label, metrics in report.labels.items():
         for name, why in metrics.notes.items():
             console.print(f"{label}: {title(name)} is not defined: {why}", markup=False, highlight=False)
-    console.print(f"{report.without_row:.2%} of the looked-up ids have no row", highlight=False)
+    for line in unusual_lines(report.unusual, report.without_row):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def rows_of(report: EvaluationReport) -> str:
+    """Return which rows were evaluated: files, and the part of them if they were not given."""
+    shown = shown_paths(report.files)
+    return shown if report.part == "given" else f"the part {report.part} of {shown}"
+
+
+def shown_paths(paths: Sequence[str], most: int = 3) -> str:
+    """Return paths, those below the working directory relative to it."""
+    here = Path.cwd()
+    shown = [str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path for path in paths]
+    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
+
+
+def unusual_lines(unusual: Unusual, without_row: float) -> list[str]:
+    """Return lines about the unusual values of rows, and the ids without a row."""
+    listed = [
+        f"{feature}: {', '.join(f'{count:,} {_KINDS.get(kind, kind)}' for kind, count in kinds.items())}"
+        for feature, kinds in unusual.counts.items()
+        if kinds
+    ]
+    head = f"unusual values in {unusual.rows:,} rows:"
+    lines = [f"{head} none"] if not listed else [head, *(f"  {line}" for line in listed)]
+    return [*lines, f"{without_row:.2%} of the looked-up ids have no row, as ids that training did not have"]

@@ -29,6 +29,7 @@ class Record:
         self.started = before.get("started") or _now()
         self.summary: dict[str, Any] = {"status": RUNNING, "name": folder.path.name, "persia": persia.__version__}
         self.summary["started"] = self.started
+        self.summary["rows"] = {**(before.get("rows") or {})}
         if "baseline" in before:
             self.summary["baseline"] = before["baseline"]
         if resumed_step is not None:
@@ -48,6 +49,8 @@ class Record:
         Raises:
             StorageError: It cannot be written.
         """
+        if isinstance(report, EvaluationReport):
+            self.summary["rows"][report.part] = report.unusual.rows
         path = self._folder.path / METRICS
         line = report.as_dict()
         try:

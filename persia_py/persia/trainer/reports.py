@@ -68,6 +68,7 @@ class EvaluationReport:
         slots_without_row: The same for each slot that has such ids, in a sample of the batches.
         seconds: How long it took.
         is_best: Whether it is the best one so far.
+        files: The files of the rows, if it was asked for by :meth:`Trainer.evaluate`.
     """
 
     step: int
@@ -79,6 +80,7 @@ class EvaluationReport:
     slots_without_row: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     is_best: bool = False
+    files: tuple[str, ...] = ()
 
     def value(self, metric: str) -> float | None:
         """Return a metric of the first label, or the ``loss``; None where it is not defined."""

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,9 +11,9 @@ from typing import Any
 
 from persia.config import Config, load_config
 from persia.config.show import to_yaml
-from persia.data.records import Files
-from persia.runtime.errors import CheckpointError, ConfigError, DataError, StorageError, UsageError
+from persia.runtime.errors import CheckpointError, ConfigError, StorageError, UsageError
 from persia.runtime.files import is_url, make_folders, write_whole
+from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
 from persia_core import checkpoint as _core
 
@@ -30,7 +29,11 @@ METRICS = "metrics.jsonl"
 CHECKPOINTS, BEST = "checkpoints", "best"
 """The folders of the checkpoints, and of the checkpoint with the best metric of the valid part."""
 LATEST = "LATEST"
-"""The file next to the runs that names the newest one."""
+"""The file next to the runs that names the newest one that has a checkpoint."""
+_REPLACED = {CONFIG, FACTS, SUMMARY, METRICS, CHECKPOINTS, BEST, "transform.json", "tensorboard"}
+"""The content of the folder of a run that failed before its first step."""
+
+_logger = get_logger("trainer")
 
 
 class RunFolder:
@@ -42,25 +45,47 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
+        self._replaces = False
 
     @classmethod
     def new(cls, config: Config) -> "RunFolder":
-        """Return the folder of a new run; it is not created yet.
+        """Return the folder of a new run; it is not created yet. A run that failed before its first step is replaced.
 
         Raises:
-            UsageError: There is a run of this name.
+            UsageError: There is another run of this name.
         """
         parent = Path(config.run.dir).expanduser()
         name = config.run.name
         if name is not None:
-            if (parent / name).exists():
-                error = UsageError(f"{parent / name}: there is a run of this name already")
-                error.hint = f"continue it with --resume {parent / name}, or give another one: --set run.name=NAME"
-                raise error
-            return cls(parent / name)
+            folder = cls(parent / name)
+            if folder.path.exists():
+                folder._check_replaceable(config)
+                folder._replaces = True
+            return folder
         started = f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
         names = [started, *(f"{started}-{number}" for number in range(2, 1000))]
         return cls(parent / next(each for each in names if not (parent / each).exists()))
+
+    def _check_replaceable(self, config: Config) -> None:
+        """Check that the run of this folder has failed or was interrupted before it had anything to keep.
+
+        Raises:
+            UsageError: It has not; the message says what the folder has.
+        """
+        summary = self.read_json(SUMMARY) if (self.path / SUMMARY).is_file() else {}
+        saves = {self.path, self.saves(config)}
+        if any(next(place.rglob("MANIFEST.json"), None) for place in saves):
+            error = UsageError(f"{self.shown}: there is a run of this name already")
+            error.hint = f"continue it with --resume {self.shown}, or give another one: --set run.name=NAME"
+            raise error
+        has_begun = (self.path / METRICS).is_file() and (self.path / METRICS).stat().st_size > 0
+        others = {each.name for each in self.path.iterdir()} - _REPLACED if self.path.is_dir() else {"no folder"}
+        if summary.get("status") in ("failed", "interrupted") and not has_begun and not others:
+            return
+        status = f"it is {summary['status']}" if "status" in summary else "it has no summary"
+        error = UsageError(f"{self.shown}: there is a run of this name already; {status}, and has no checkpoint")
+        error.hint = f"give another name: --set run.name=NAME; or, if you need nothing of it: rm -r {self.shown}"
+        raise error
 
     @property
     def shown(self) -> str:
@@ -83,22 +108,36 @@ class RunFolder:
         return Path(self.read_json(FACTS).get("checkpoints", self.path), BEST)
 
     def make(self, config: Config, files: Mapping[str, str]) -> None:
-        """Create the folder with its configuration and other files, and name it in ``LATEST``.
+        """Create the folder with its configuration and other files.
 
         Raises:
             StorageError: It cannot be created; incomplete files are removed.
         """
         with self._naming():
             make_folders(self.path.parent)
+            if self._replaces:
+                _logger.warning("%s: replacing the run of this name, which ended before its first step", self.shown)
+                shutil.rmtree(self.path)
             self.path.mkdir()
         try:
             for name, content in {CONFIG: resolved(config), METRICS: "", **files}.items():
                 self.write(name, content)
-            with self._naming():
-                write_whole(self.path.parent / LATEST, f"{self.path.name}\n".encode())
         except StorageError:
             shutil.rmtree(self.path, ignore_errors=True)
             raise
+
+    def name_latest(self) -> None:
+        """Name the run in ``LATEST``, unless that names one that started later. The run has a checkpoint.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        latest = self.path.parent / LATEST
+        with self._naming():
+            named = latest.read_text(encoding="utf-8").strip() if latest.is_file() else ""
+            if named not in ("", self.path.name) and _started(self.path.parent / named) > _started(self.path):
+                return
+            write_whole(latest, f"{self.path.name}\n".encode())
 
     def check_parent(self) -> None:
         """Check that the folder can be created, before any work is done.
@@ -153,6 +192,14 @@ class RunFolder:
             raise StorageError(f"{error.filename or self.path}: {error.strerror or error}") from error
 
 
+def _started(path: Path) -> str:
+    """Return when a run has started, as ISO 8601 in UTC; empty if that is not known."""
+    try:
+        return str(RunFolder(path).read_json(SUMMARY).get("started", ""))
+    except CheckpointError:
+        return ""
+
+
 def json_text(content: Any) -> str:
     """Return JSON in the format of a run's files."""
     return json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
@@ -205,40 +252,6 @@ def check_same(before: Config, now: Config) -> None:
         raise error
 
 
-def check_files(folder: RunFolder, files: Files) -> None:
-    """Check that files are those that the run was trained on, by their names, sizes and order.
-
-    The position of a row in the files determines its part, so other files would divide the rows differently.
-
-    Raises:
-        CheckpointError: The run has no record of its training files.
-        DataError: Other files; the message names what differs.
-    """
-    before = folder.read_json(FACTS).get("train_files")
-    if before is None:
-        raise CheckpointError(f"{folder.shown}: {FACTS} is missing or damaged; start a new run")
-    then, now = Counter((str(name), int(size)) for name, size in before), Counter(files.sizes)
-    if [*map(tuple, before)] == files.sizes:
-        return
-    gone, new = dict((then - now).keys()), dict((now - then).keys())
-    listed = {
-        "added": [name for name in new if name not in gone],
-        "missing": [name for name in gone if name not in new],
-        "of another size": [name for name in new if name in gone],
-    }
-    shown = "; ".join(f"{what}: {_few(names)}" for what, names in listed.items() if names) or "their order differs"
-    error = DataError(f"the files of data.train are not those of {folder.shown}: {shown}")
-    error.hint = (
-        f"to evaluate the model on rows of your choice, name their files: persia eval {folder.shown} FILE, or "
-        "evaluate(FILE); to train on these files, start a new run"
-    )
-    raise error
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
 def _flat(prefix: str, content: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in content.items():
@@ -262,6 +275,12 @@ class Found:
     checkpoint: Path
     step: int
     is_best: bool
+
+    def __str__(self) -> str:
+        """Return run and checkpoint in one line."""
+        path = self.checkpoint.absolute()
+        shown = path.relative_to(self.folder.path) if path.is_relative_to(self.folder.path) else path
+        return f"{self.folder.shown}: {'the best checkpoint, ' if self.is_best else ''}{shown}"
 
 
 def find_run(given: str | Path) -> RunFolder:
@@ -300,6 +319,13 @@ def saves_of(folder: RunFolder) -> Path:
     return folder.saves(folder.config())
 
 
+def is_run(path: Path) -> bool:
+    """Whether a path is the folder of a run, or ``LATEST`` beside it, and not a checkpoint."""
+    if path.name == LATEST and path.is_file():
+        path = path.parent / path.read_text(encoding="utf-8").strip()
+    return (path / CONFIG).is_file() and (path / METRICS).is_file()
+
+
 def _find(path: Path) -> tuple[RunFolder, Path | None]:
     if path.name == LATEST and path.is_file():
         name = path.read_text(encoding="utf-8").strip()
@@ -314,6 +340,6 @@ def _find(path: Path) -> tuple[RunFolder, Path | None]:
                 return RunFolder(parent), None if newest is None else Path(newest)
             return RunFolder(parent), path
     error = UsageError(f"{path}: no run; want the folder of a run such as runs/LATEST, or a checkpoint in it")
-    runs = sorted(each.parent for each in Path("runs").glob(f"*/{METRICS}"))
+    runs = sorted((each.parent for each in Path("runs").glob(f"*/{METRICS}")), key=_started)
     error.hint = f"the newest run is {runs[-1]}" if runs else "train one first: persia train persia.yml"
     raise error

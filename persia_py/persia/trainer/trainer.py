@@ -1,13 +1,13 @@
 """Trains a configuration. Read it top-down from :meth:`Trainer.fit`."""
 
 import contextlib
+import dataclasses
 import os
 import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,10 +25,19 @@ from persia.runtime.settings import settings
 from persia.trainer import fitting, models
 from persia.trainer.batches import Rows, read_rows
 from persia.trainer.evaluation import evaluate, outputs_of, scores_of
+from persia.trainer.facts import check_files, types_in, warn_of_trained
 from persia.trainer.objective import Objective
 from persia.trainer.parts import Part, Parts, group_of, labelled_columns, open_given
+from persia.trainer.predictions import Predictions, Scored
 from persia.trainer.reports import EvaluationReport, StepReport
-from persia.trainer.run_folder import FACTS, Found, RunFolder, check_files, check_same, find_checkpoint, find_run
+from persia.trainer.run_folder import (
+    FACTS,
+    Found,
+    RunFolder,
+    check_same,
+    find_checkpoint,
+    find_run,
+)
 from persia.trainer.training import Training
 
 Report = StepReport | EvaluationReport
@@ -131,11 +140,10 @@ class Trainer:
             part = self._labelled(source)
             rows = self._rows(part, transform)
             name = part.name if source is None else "given"
-            return evaluate(ctx, objective, rows, self.config, name, step)
+            report = evaluate(ctx, objective, rows, self.config, name, step)
+            return dataclasses.replace(report, files=tuple(part.files.paths))
 
-    def predict(
-        self, source: Paths, *, strict: bool = True, columns: list[str] | None = None
-    ) -> Iterator[tuple[pa.RecordBatch, dict[str, Any]]]:
+    def predict(self, source: Paths, *, strict: bool = True, columns: list[str] | None = None) -> Predictions:
         """Iterate rows with their scores, in the order of the rows. Memory is bounded.
 
         Args:
@@ -143,22 +151,33 @@ class Trainer:
             strict: Refuse a value of a wrong type; otherwise it counts as missing.
             columns: The columns that are read in addition to those of the features; None means all columns.
 
-        Yields:
-            Rows as they were read, and for each label the scores, ``[rows]``: a probability of ``bce``, the model's
-            output of ``mse``.
-
-        Raises:
-            UsageError: Nothing is trained or loaded.
-            DataError: A row is invalid; the message names file and row.
+        Returns:
+            An iterator of pairs: rows as they were read, and for each label the scores, ``[rows]``, which are a
+            probability of ``bce``, the model's output of ``mse``. It counts unusual values. While it is iterated, it
+            raises :class:`UsageError` if nothing is trained or loaded, and :class:`DataError` for an invalid row with
+            file and row.
         """
+        found = Predictions()
+        return found.of(self._predict(found, source, strict, columns))
+
+    def _predict(self, found: Predictions, source: Paths, strict: bool, columns: list[str] | None) -> Iterator[Scored]:
         with self._evaluating() as (ctx, objective, transform, _):
             needed = self.config.compiled.columns(labels=False)
             wanted = None if columns is None else [*dict.fromkeys([*columns, *needed])]
-            part = Part(open_given(self.config, source, wanted), None, "test")
+            kept = {name: ["--keep"] for name in columns or () if name not in needed}
+            files = open_given(self.config, source, wanted, self._types(), used_by=kept, lenient=not strict)
+            part = Part(files, None, "test", self.config.origin)
             rows = read_rows(part, transform, self.config.data.batch_size, labels=False, strict=strict)
             labels = [name for name, _, _ in objective.labels]
             for each, outputs in outputs_of(ctx, objective, rows):
+                found.unusual.add(len(each.samples), each.samples.report.counts)
+                found.without_row = ctx.evaluation_report.missing_share
                 yield each.table, dict(zip(labels, scores_of(objective, outputs), strict=True))
+            found.unusual.add_unreadable(files.unreadable, self.config.origin.uses)
+
+    def _types(self) -> dict[str, pa.DataType]:
+        """Return the types of the columns of the training data, which those of a text file have too."""
+        return {} if self.folder is None else types_in(self.folder.read_json(FACTS))
 
     def save(self) -> Path:
         """Save the run now, in addition to its automatic checkpoints, and return the checkpoint.
@@ -230,7 +249,10 @@ class Trainer:
 
     def _labelled(self, source: Paths | None) -> Part:
         if source is not None:
-            return Part(open_given(self.config, source, labelled_columns(self.config)), None, "test")
+            files = open_given(self.config, source, labelled_columns(self.config), self._types())
+            if self.folder is not None:
+                warn_of_trained(self.folder, files)
+            return Part(files, None, "test", self.config.origin)
         training = self._training  # its files may be those that were given to fit
         parts = Parts(self.config) if training is None else training.parts
         part = parts.test or parts.valid

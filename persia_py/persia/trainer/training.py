@@ -14,11 +14,13 @@ from persia.config.blocks import Paths
 from persia.ctx import Checkpoints, TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset, StreamingDataset
 from persia.features import Transform
-from persia.runtime.errors import CheckpointError, ConfigError, PersiaError, StorageError
+from persia.runtime.errors import ConfigError, PersiaError, StorageError
+from persia.runtime.logging import get_logger
 from persia.runtime.settings import get_local_rank, get_rank, get_world_size, settings
 from persia.trainer import fitting, models, optimizers, pages
 from persia.trainer.batches import TrainingBatches, read_rows, weights_in
 from persia.trainer.evaluation import evaluate
+from persia.trainer.facts import facts_of
 from persia.trainer.fit_once import fit_once
 from persia.trainer.job_folder import FITS, JobFolder
 from persia.trainer.limits import Limits, MeanLoss
@@ -26,10 +28,12 @@ from persia.trainer.objective import Objective
 from persia.trainer.parts import Part, Parts, group_of, with_train
 from persia.trainer.record import FINISHED, Record, check_tensorboard
 from persia.trainer.reports import EvaluationReport, StepReport
-from persia.trainer.run_folder import CONFIG, FACTS, SUMMARY, RunFolder, check_files, check_same, json_text, resolved
+from persia.trainer.run_folder import CONFIG, FACTS, SUMMARY, RunFolder, check_same, json_text, resolved
 from persia.trainer.start_rows import load_start_rows, start_folder
 from persia.trainer.state import TrainerState
 from persia.trainer.validation import Validation, may_continue
+
+_logger = get_logger("trainer")
 
 EVALUATIONS = 10
 """The default number of evaluations of a run."""
@@ -81,11 +85,7 @@ class Training:
         else:
             self._before = self.folder.config()
             check_same(self._before, config)
-            facts = self.folder.read_json(FACTS)
-            if "rows" not in facts:
-                raise CheckpointError(f"{self.folder.shown}: {FACTS} is missing or damaged; start a new run")
-            check_files(self.folder, self.parts.train.files)
-            self._fitted = fitting.Fitted(fitting.load(config, self.folder.path), int(facts["rows"]))
+            self._fitted = fitting.fitted_before(config, self.folder, self.parts)
         self.transform: Transform = self._fitted.transform
         self.objective = Objective(config.compiled.labels)
         self._own = source if isinstance(source, IterableDataset) else None
@@ -134,18 +134,22 @@ class Training:
         """Make the run's folder."""
         if not self._writes:
             return
-        facts = {
-            "folder": str(self._config.folder),
-            "model_given_by_script": given,
-            "rows": self._fitted.rows,
-            "steps_per_epoch": self._steps_per_epoch,
-            "transform": self.transform.digest,
-            "train_files": self.parts.train.files.sizes,
-        }
+        facts = facts_of(self._config, self.parts.train.files, self.transform, self._fitted.rows, given=given)
         self.folder.make(self._config, {fitting.FILE: self.transform.to_json(), FACTS: json_text(facts)})
 
     def _open(self, resumes: bool) -> None:
         """Open the training context, which loads the newest checkpoint."""
+        self._is_named, self._last_step = False, 0
+        self._record = None if resumes or not self._writes else self._new_record(None)
+        try:
+            self._enter(resumes)
+        except BaseException as error:
+            if self._record is not None and not self.is_open:
+                self._record.end(error, {})
+            self.close(error)
+            raise
+
+    def _enter(self, resumes: bool) -> None:
         config, block = self._config, self._config.checkpoint
         saves, upload_to = None, block.upload_to  # a job has both
         if not self._in_job:
@@ -169,28 +173,31 @@ class Training:
             configuration=models.slots_of(config),
         )
         self._validation = Validation(config, self._state, self.folder, self._ctx, self._checkpoints)
-        self._last_step = 0
-        self._record = None if resumes or not self._writes else self._new_record(None)
+        self._ctx.__enter__()
+        self.is_open, self._last_step = True, self._ctx.step
+        load_start_rows(self._ctx, config, in_job=self._in_job)
+        if isinstance(self.folder, JobFolder) and self._writes:
+            self.folder.note_checkpoints()
+        if resumes and self._writes:
+            self._validation.resume(self._before)
+            self.folder.write(CONFIG, resolved(config))
+            self._record = self._new_record(self._ctx.step)
+        self._validation.prune()
+
+    def _name_latest(self) -> None:
+        """Name the run in ``LATEST`` as soon as it has a checkpoint."""
+        if self._is_named or not self._writes or not (self._checkpoints.written or self._state.best):
+            return
+        self._is_named = True
         try:
-            self._ctx.__enter__()
-            self.is_open, self._last_step = True, self._ctx.step
-            load_start_rows(self._ctx, config, in_job=self._in_job)
-            if isinstance(self.folder, JobFolder) and self._writes:
-                self.folder.note_checkpoints()
-            if resumes and self._writes:
-                self._validation.resume(self._before)
-                self.folder.write(CONFIG, resolved(config))
-                self._record = self._new_record(self._ctx.step)
-            self._validation.prune()
-        except BaseException as error:
-            if self._record is not None and not self.is_open:
-                self._record.end(error, {})
-            self.close(error)
-            raise
+            self.folder.name_latest()
+        except StorageError as error:
+            _logger.error("LATEST does not name this run, training continues: %s", error)
 
     def _new_record(self, resumed_step: int | None) -> Record:
         record = Record(self.folder, tensorboard=self._config.run.tensorboard, resumed_step=resumed_step)
-        record.write({"rows": {"train": self._fitted.rows}, "total_steps": self.total_steps})
+        record.summary["rows"]["train"] = self._fitted.rows
+        record.write({"total_steps": self.total_steps})
         return record
 
     @property
@@ -207,6 +214,7 @@ class Training:
             yield from self._train()
             yield from self._evaluate_end()
         self.save()
+        self._name_latest()
         yield from self._finish()
 
     def _make_up(self) -> Iterator[EvaluationReport]:
@@ -256,6 +264,7 @@ class Training:
             step = self._last_step = self._ctx.step
             if isinstance(dataset, TrainingBatches):
                 dataset.trained(self._state.unusual)
+            self._name_latest()
             losses.add(loss.detach())
             samples += batch.batch_size * get_world_size()
             limits.stepped()
@@ -384,4 +393,7 @@ class Training:
                     self._record.end(error, self._results())
         finally:
             kind = None if error is None else type(error)
-            self._ctx.__exit__(kind, error, None if error is None else error.__traceback__)
+            try:
+                self._ctx.__exit__(kind, error, None if error is None else error.__traceback__)
+            finally:
+                self._name_latest()

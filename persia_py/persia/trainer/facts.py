@@ -1,0 +1,129 @@
+"""What ``run.json`` says of a run: the facts that its ``persia.yml`` does not have."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import pyarrow as pa
+
+from persia.config import Config
+from persia.data.records import Files
+from persia.features import Transform
+from persia.runtime.errors import CheckpointError, DataError
+from persia.runtime.logging import get_logger
+from persia.trainer.run_folder import FACTS, RunFolder
+
+_NAMED: Mapping[str, pa.DataType] = MappingProxyType(
+    {
+        str(kind): kind
+        for kind in (
+            *(pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()),
+            *(pa.float32(), pa.float64(), pa.bool_(), pa.string(), pa.date32()),
+        )
+    }
+)
+_logger = get_logger("trainer")
+
+_TIMESTAMP = re.compile(r"timestamp\[(s|ms|us|ns)(?:, tz=(.+))?\]")
+
+
+def facts_of(config: Config, files: Files, transform: Transform, rows: int, *, given: bool) -> dict[str, Any]:
+    """Return the facts of a new run, JSON-ready.
+
+    Args:
+        config: The configuration.
+        files: The files of train.
+        transform: The transform.
+        rows: The number of rows of train.
+        given: Whether a script gave the model.
+    """
+    model = config.model.name or config.model.class_
+    return {
+        "folder": str(config.folder),
+        "model": "given by a script" if given else model,
+        "model_given_by_script": given,
+        "set": [*config.origin.overrides],
+        "rows": rows,
+        "steps_per_epoch": -(-rows // config.data.batch_size),
+        "transform": transform.digest,
+        "train_files": files.sizes,
+        "train_paths": [*files.paths],
+        "column_types": _types_of(files.schema),
+    }
+
+
+def _types_of(schema: pa.Schema) -> dict[str, str]:
+    """Return the type of each column as a text file may have it; lists and other types have none."""
+    found = {}
+    for field in schema:
+        kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
+        if pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+            kind = pa.string()
+        elif pa.types.is_decimal(kind):
+            kind = pa.float64()
+        elif pa.types.is_date64(kind):
+            kind = pa.date32()
+        found[field.name] = str(kind)
+    return found
+
+
+def types_in(facts: Mapping[str, Any]) -> dict[str, pa.DataType]:
+    """Return the types of columns that a text file of this run may have; of a run of an older version none."""
+    found = {}
+    for name, kind in (facts.get("column_types") or {}).items():
+        if kind in _NAMED:
+            found[name] = _NAMED[kind]
+        elif (time := _TIMESTAMP.fullmatch(kind)) is not None:
+            found[name] = pa.timestamp(time[1], time[2])
+    return found
+
+
+def check_files(folder: RunFolder, files: Files) -> None:
+    """Check that files are those that the run was trained on, by their names, sizes and order.
+
+    The position of a row in the files determines its part, so other files would divide the rows differently.
+
+    Raises:
+        CheckpointError: The run has no record of its training files.
+        DataError: Other files; the message names what differs.
+    """
+    before = folder.read_json(FACTS).get("train_files")
+    if before is None:
+        raise CheckpointError(f"{folder.shown}: {FACTS} is missing or damaged; start a new run")
+    then, now = Counter((str(name), int(size)) for name, size in before), Counter(files.sizes)
+    if [*map(tuple, before)] == files.sizes:
+        return
+    gone, new = dict((then - now).keys()), dict((now - then).keys())
+    listed = {
+        "added": [name for name in new if name not in gone],
+        "missing": [name for name in gone if name not in new],
+        "of another size": [name for name in new if name in gone],
+    }
+    shown = "; ".join(f"{what}: {_few(names)}" for what, names in listed.items() if names) or "their order differs"
+    error = DataError(f"the files of data.train are not those of {folder.shown}: {shown}")
+    error.hint = (
+        f"to evaluate the model on rows of your choice, name their files: persia eval {folder.shown} FILE, or "
+        "evaluate(FILE); to train on these files, start a new run"
+    )
+    raise error
+
+
+def warn_of_trained(folder: RunFolder, files: Files) -> None:
+    """Warn if a file is one that the run was trained on, by its path, or by its name and size."""
+    facts = folder.read_json(FACTS)
+    paths = {*(facts.get("train_paths") or ())}
+    sizes = {(str(name), int(size)) for name, size in facts.get("train_files") or ()}
+    trained = [path for path, size in zip(files.paths, files.sizes, strict=True) if path in paths or size in sizes]
+    if trained:
+        _logger.warning(
+            "%s: %s was trained on this file: metrics of rows that a model was trained on are too good. Give a file of "
+            "other rows, or no file to evaluate the test part",
+            _few(trained),
+            folder.shown,
+        )
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,98 @@
+"""``runs/LATEST``, and the name of a run that failed before it had anything to keep."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from trainer_files import config_of, write_clicks
+
+from persia.errors import DataError, UsageError
+from persia.runtime.logging import get_logger
+from persia.trainer import Trainer
+from persia.trainer.run_folder import find_run
+
+
+def train(folder: Path, name: str, **blocks: Any) -> Path:
+    """Train a run to its end, and return its folder."""
+    config = config_of(folder, **{**blocks, "run": {"name": name}})
+    with Trainer(config) as trainer:
+        for _ in trainer.fit():
+            pass
+        assert trainer.folder is not None
+        return trainer.folder.path
+
+
+def fails(folder: Path, name: str) -> None:
+    """Begin a run whose first batch has wrong labels."""
+    table = pa.parquet.read_table(folder / "clicks.parquet")
+    labels = pa.array([2] * len(table), pa.int8())
+    pa.parquet.write_table(table.set_column(table.column_names.index("label"), "label", labels), folder / "bad.parquet")
+    with pytest.raises(DataError, match="found the integer 2"):
+        train(folder, name, data={"train": "bad.parquet"})
+
+
+def test_a_run_that_fails_at_once_is_not_the_latest_and_does_not_block_its_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    runs, latest = tmp_path / "runs", tmp_path / "runs" / "LATEST"
+    write_clicks(tmp_path / "clicks.parquet", 500)
+    fails(tmp_path, "zero")
+    assert not latest.exists() and json.loads((runs / "zero" / "summary.json").read_text())["status"] == "failed"
+    one = train(tmp_path, "one")
+    fails(tmp_path, "two")
+    assert latest.read_text() == "one\n" and find_run(latest).path == one
+    get_logger("trainer").addHandler(caplog.handler)
+    try:
+        two = train(tmp_path, "two")
+    finally:
+        get_logger("trainer").removeHandler(caplog.handler)
+    assert "two: replacing the run of this name, which ended before its first step" in caplog.text
+    assert json.loads((two / "summary.json").read_text())["status"] == "finished" and latest.read_text() == "two\n"
+    with pytest.raises(UsageError, match="there is a run of this name already") as caught:
+        train(tmp_path, "two")
+    assert "--resume" in caught.value.hint
+
+
+def test_a_folder_with_anything_to_keep_is_not_replaced(tmp_path: Path) -> None:
+    write_clicks(tmp_path / "clicks.parquet", 500)
+    fails(tmp_path, "one")
+    run = tmp_path / "runs" / "one"
+    (run / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match="a run of this name already; it is failed, and has no checkpoint") as caught:
+        train(tmp_path, "one")
+    assert "rm -r" in caught.value.hint and (run / "notes.txt").exists()
+    (run / "notes.txt").unlink()
+    (run / "metrics.jsonl").write_text('{"step": 4, "loss": 0.5}\n')
+    with pytest.raises(UsageError, match="a run of this name already"):
+        train(tmp_path, "one")
+    (run / "metrics.jsonl").write_text("")
+    summary = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps({**summary, "status": "running"}))
+    with pytest.raises(UsageError, match="it is running"):
+        train(tmp_path, "one")
+
+
+def test_an_older_run_that_resumes_is_not_the_latest(tmp_path: Path) -> None:
+    write_clicks(tmp_path / "clicks.parquet", 500)
+    one = train(tmp_path, "one")
+    summary = json.loads((one / "summary.json").read_text())
+    (one / "summary.json").write_text(json.dumps({**summary, "started": "2024-01-01T00:00:00+00:00"}))
+    train(tmp_path, "two")
+    with Trainer(config_of(tmp_path, data={"epochs": 2}, run={"name": "one"})).resume() as trainer:
+        for _ in trainer.fit():
+            pass
+    assert json.loads((one / "summary.json").read_text())["step"] == 8
+    assert (tmp_path / "runs" / "LATEST").read_text() == "two\n"
+
+
+def test_a_run_is_the_latest_when_its_first_checkpoint_is_written(tmp_path: Path) -> None:
+    config = config_of(tmp_path, checkpoint={"every": 5}, run={"log_every": 1})
+    latest = tmp_path / "runs" / "LATEST"
+    with Trainer(config) as trainer:
+        for report in trainer.fit():
+            if report.step < 5:
+                assert not latest.exists()
+    assert latest.read_text() == "one\n"
