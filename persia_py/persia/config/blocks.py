@@ -192,6 +192,9 @@ class Config(Block):
     """What is saved while training."""
     run: RunBlock = RunBlock()
     """The folder of a run, and its output."""
+    env: dict[str, str | None] = Field(default_factory=dict)
+    """Environment variables that the model or the data needs. A variable without a value (``NAME:``) must be set
+    outside, such as a secret: a run keeps a copy of this file."""
 
     _folder: Path = PrivateAttr()
     _compiled: Features = PrivateAttr()

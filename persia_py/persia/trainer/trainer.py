@@ -30,6 +30,7 @@ from persia.trainer.parts import Part, Parts, group_of, labelled_columns, open_g
 from persia.trainer.reports import EvaluationReport, StepReport
 from persia.trainer.run_folder import FACTS, Found, RunFolder, check_files, check_same, find_checkpoint, find_run
 from persia.trainer.training import Training
+from persia.trainer.variables import set_variables
 
 Report = StepReport | EvaluationReport
 
@@ -73,6 +74,7 @@ class Trainer:
         self._training: Training | None = None
         self._loaded: _Loaded | None = None
         self._torch = contextlib.ExitStack()
+        self._torch.callback(set_variables(self.config))
 
     def __enter__(self) -> Self:
         return self
