@@ -58,6 +58,12 @@ def test_what_is_left_out(workspace: Path) -> None:
     assert context.read(workspace).files == [Path(".persiaignore"), Path("keep.csv"), Path("train.py")]
 
 
+def test_a_missing_package_is_named(workspace: Path, verb: Verb, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pathspec", None)
+    _, errors = verb("debug", "shell", "--context", str(workspace), code=2)
+    assert "the package pathspec" in errors and "next:  pip install pathspec" in errors
+
+
 @pytest.mark.row("S1-09")
 def test_a_context_that_is_too_large_lists_its_largest_entries(workspace: Path, verb: Verb) -> None:
     sizes = {"data/big.bin": 100, "one.bin": 20, "two.bin": 5, "three.bin": 4, "four.bin": 3, "five.bin": 2}

@@ -10,11 +10,15 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from persia.doctor import compose, network
 from persia.doctor.disk import size
 from persia.runtime.config_files import EMBEDDING_CONFIG, GLOBAL_CONFIG
 from persia.runtime.errors import UnreachableError, UsageError
+
+if TYPE_CHECKING:
+    from pathspec import GitIgnoreSpec
 
 LIMIT = 128 << 20
 """The largest context, in bytes."""
@@ -54,16 +58,14 @@ def read(folder: Path) -> Context:
         folder: The folder.
 
     Raises:
-        UsageError: It is no folder, or its files are larger than :data:`LIMIT`; the message has the five largest
-            entries.
+        UsageError: It is no folder, its files are larger than :data:`LIMIT` (the message has the five largest
+            entries), or the package pathspec is not installed.
     """
-    import pathspec
-
     if not folder.is_dir():
         raise UsageError(f"--context {folder}: no such folder (seen from {Path.cwd()})")
     ignored = folder / IGNORE
     lines = [*_ALWAYS, *(ignored.read_text(encoding="utf-8").splitlines() if ignored.is_file() else ())]
-    spec = pathspec.GitIgnoreSpec.from_lines(lines)
+    spec = _patterns(lines)
     files, entries, whole = [], dict[str, int](), 0
     for path in _walk(folder, lambda name: spec.match_file(name)):
         length = path.lstat().st_size
@@ -78,6 +80,17 @@ def read(folder: Path) -> Context:
         error.hint = f"name what is not needed in {ignored}; mount data with DATA_DIR, which is /data in containers"
         raise error
     return Context(folder, files, whole)
+
+
+def _patterns(lines: Sequence[str]) -> "GitIgnoreSpec":
+    """Return the patterns of lines in the syntax of ``.gitignore``."""
+    try:
+        from pathspec import GitIgnoreSpec
+    except ImportError as error:
+        missing = UsageError(f"--context: the package pathspec, which reads {IGNORE}, cannot be imported: {error}")
+        missing.hint = "pip install pathspec; or work on the folder itself: --mount"
+        raise missing from error
+    return GitIgnoreSpec.from_lines(lines)
 
 
 def _walk(folder: Path, is_ignored: Callable[[str], bool]) -> Iterator[Path]:
