@@ -46,6 +46,7 @@ pytest_plugins = ["selection"]
 
 Configure = Callable[..., Path]
 ReplayWarnings = Callable[[], list[str]]
+Verb = Callable[..., tuple[str, str]]
 
 
 @pytest.fixture
@@ -128,6 +129,29 @@ def any_stack(request: pytest.FixtureRequest) -> Stack | LiveStack:
         return stack
     made: Stack = request.getfixturevalue("make_stack")()
     return made
+
+
+@pytest.fixture
+def verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Verb]:
+    """Run a verb in this process: ``verb("eval", "runs/one", code=2)`` returns the output and the errors."""
+    from persia.cli.main import main
+
+    monkeypatch.chdir(tmp_path)
+    levels = {name: logging.getLogger(name).level for name in ("persia", "persia.evaluation")}
+
+    def run(*arguments: str, code: int = 0) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["persia", *arguments])
+        sys.modules.pop("mine", None)  # the model of another test
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        assert (ended.value.code or 0) == code, captured.err
+        return captured.out, captured.err
+
+    yield run
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
 
 
 class Batches(IterableDataset):

@@ -284,7 +284,7 @@ class LiveStack:
 
     def wait_ready(self) -> None:
         """Wait until every server and middleware is ready to serve."""
-        from persia.cli import job_status
+        from persia.doctor import job_status
         from persia.runtime import job
 
         problems: list[str] = []

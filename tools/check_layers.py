@@ -88,7 +88,9 @@ LAYERS = (
     "data",
     "config",
     "trainer",
+    "testing",
     "launch",
+    "doctor",
     "cli",
 )
 """The packages below ``persia``, lowest first: each imports only those before it. All may import ``persia`` itself."""

@@ -98,6 +98,8 @@ def reference() -> str:
             parts.append(f"## {key}\n\nSee [transforms.md](transforms.md).\n")
         elif (kind := _model_of(field.annotation)) is not None:
             parts.extend(_block(key, kind))
+        else:
+            parts += [f"## {key}\n", _table({key: Argument.of(field)})]
     parts.append(TAIL.format(reserved=", ".join(f"`{name}`" for name in RESERVED)))
     return "\n".join(parts)
 

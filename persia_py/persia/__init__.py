@@ -3,7 +3,9 @@
 Layout, from the top; a layer imports only what is below it:
 
 * :mod:`persia.cli`: the ``persia`` command
+* :mod:`persia.doctor`: checks of a machine, a job and a configuration
 * :mod:`persia.launch`: the processes of a job
+* :mod:`persia.testing`: a model checked step by step
 * :mod:`persia.trainer`: training by a configuration
 * :mod:`persia.config`: ``persia.yml``
 * :mod:`persia.data`, :mod:`persia.ctx`, :mod:`persia.nn`, :mod:`persia.models`: what a script imports
@@ -28,7 +30,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     *("config", "ctx", "data", "distributed", "embedding", "env", "errors", "helper", "launcher", "logger", "models"),
-    *("nn", "prelude", "service", "trainer", "utils"),
+    *("nn", "prelude", "service", "testing", "trainer", "utils"),
 }
 """The modules that a script imports."""
 _NAMES = {"Trainer": "trainer", "load_config": "config"}

@@ -4,11 +4,14 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from waiting import wait_until
 
 from compose.conftest import BUILD, Result, Stacks, docker
 from compose.test_images import docker_context
@@ -129,3 +132,38 @@ def test_troubleshooting(clone: Path, section: str) -> None:
 @pytest.mark.row("S0-01")
 def test_each_component_has_a_section() -> None:
     assert list(blocks()) == SECTIONS
+
+
+@pytest.mark.row("S1-06", "S1-11", "S1-13", "S1-14", "S1-24")
+def test_the_commands_for_containers(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the page's second table, one after the other, in the folder of the stack."""
+    commands = table_commands("With containers")
+    assert len(commands) == 9 and commands[-1] == "docker compose down --volumes"
+    persia = f"{sys.executable} -m persia"
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'persia_py'}:{os.environ.get('PYTHONPATH', '')}")
+    for command in commands:
+        if "trainer persia status" in command:
+            wait_until("the stack", partial(succeeds, clone, command), 300)
+        else:
+            assert succeeds(clone, re.sub("^persia", persia, command)), command
+    (clone / "mine").mkdir()
+    for words in (
+        "data synth mine/clicks.parquet --rows 5000",
+        "data inspect mine/clicks.parquet -o mine/persia.yml",
+        "debug shell --context mine -- persia train persia.yml --test --local",
+        "debug shell --context mine -- python -m persia.testing persia.yml",
+    ):
+        assert succeeds(clone, f"{persia} {words}"), words
+
+
+def succeeds(clone: Path, command: str) -> bool:
+    """Whether a command of the page ends with 0 in the clone."""
+    environment = {**os.environ, **PROJECT}
+    done = subprocess.run(["sh", "-c", command], cwd=clone, env=environment, capture_output=True, timeout=BUILD)
+    return done.returncode == 0
+
+
+def table_commands(before: str) -> list[str]:
+    """Return the commands of the table that follows a paragraph of docs/troubleshooting.md."""
+    text = (ROOT / "docs" / "troubleshooting.md").read_text().partition(before)[2]
+    return re.findall(r"\| `([^`]+)` \|$", text.partition("\n\n[")[0], re.MULTILINE)

@@ -11,9 +11,9 @@ import torch
 from stack import LiveStack, Stack
 from torch.utils.dlpack import from_dlpack
 
-from persia.cli import job_status
 from persia.ctx import TrainCtx
 from persia.data import DataLoader, IterableDataset
+from persia.doctor import job_status
 from persia.embedding.config import Configuration
 from persia.embedding.data import IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch
 from persia.embedding.optim import Adagrad

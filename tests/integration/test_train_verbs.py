@@ -1,27 +1,23 @@
 """``persia train``, ``eval`` and ``predict`` as processes: killed, interrupted, resumed, and with bad input."""
 
 import json
-import logging
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet
 import pytest
-from conftest import ROOT
+from conftest import ROOT, Verb
 from waiting import wait_until
 
-from persia.cli.main import main
 from persia.errors import StorageError
 
 sys.path.insert(0, str(ROOT / "tests" / "unit"))
 from trainer_files import write_clicks, write_config
 
-Verb = Callable[..., tuple[str, str]]
 RUN: dict[str, Any] = {
     "data": {"batch_size": 64, "epochs": 3},
     "train": {"early_stop": {"patience": 99}, "evaluate_every": 50, "lr_schedule": "linear"},
@@ -53,26 +49,6 @@ def done(folder: Path, *arguments: str, code: int = 0, largest_file: int | None 
     assert process.returncode == code, errors
     assert "Traceback" not in errors, errors
     return out, errors
-
-
-@pytest.fixture
-def verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Verb]:
-    """Run a verb in this process: ``verb("eval", "runs/one", code=2)`` returns the output and the errors."""
-    monkeypatch.chdir(tmp_path)
-    levels = {name: logging.getLogger(name).level for name in ("persia", "persia.evaluation")}
-
-    def run(*arguments: str, code: int = 0) -> tuple[str, str]:
-        monkeypatch.setattr(sys, "argv", ["persia", *arguments])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        assert (ended.value.code or 0) == code, captured.err
-        return captured.out, captured.err
-
-    yield run
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
 
 
 def interrupt(process: "subprocess.Popen[str]", folder: Path, save: str, number: int) -> tuple[str, str]:

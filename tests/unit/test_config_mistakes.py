@@ -18,7 +18,7 @@ labels:
 """
 """Lines 1 to 7; the text that a test adds begins on line 8."""
 
-KEYS = "data, features, labels, model, train, checkpoint, run"
+KEYS = "data, features, labels, model, train, checkpoint, run, env"
 
 
 @pytest.fixture
@@ -340,6 +340,7 @@ def test_an_alias_bomb_is_refused_and_an_honest_alias_is_read(write: Path) -> No
     assert persia.load_config(write).features["user"]["init"] == {"name": "zero"}
 
 
+@pytest.mark.row("S1-18")
 def test_all_mistakes_are_in_one_error_in_the_order_of_the_file(write: Path) -> None:
     text = """dat: {train: a}
 features:

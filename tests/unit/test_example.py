@@ -58,6 +58,14 @@ def test_it_trains_from_any_folder_and_prints_its_summary_last(small: Path, tmp_
     assert (path.parent / "curves.png").stat().st_size > 1000
 
 
+@pytest.mark.row("S1-02")
+def test_the_model_trains_with_torch_alone(small: Path, tmp_path: Path) -> None:
+    words = [sys.executable, str(EXAMPLE / "plain.py"), "--data", str(small), "--epochs", "2"]
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[-1]) > 0.85 and not [*tmp_path.iterdir()]
+
+
 def test_equal_runs_give_equal_results(small: Path, tmp_path: Path) -> None:
     results = []
     for attempt in ("a", "b"):

@@ -252,6 +252,28 @@ def test_the_script_without_one_in_the_command(
         assert run(launch, **variables).stdout == f"{verb} --{word}\n"
 
 
+@pytest.mark.row("S1-16")
+def test_a_startup_hook_runs_before_training(
+    run: Run, packaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its failure ends the container, with its output and its exit code."""
+    script(packaged / "persia-launcher", "echo training")
+    workspace = tmp_path / "workspace"
+    workspace.mkdir()
+    monkeypatch.chdir(workspace)
+    hook = workspace / "startup-hook.sh"
+    hook.write_text("echo preparing\n")  # not executable: copied files often are not
+    assert run("launch_persia.sh").stdout == "preparing\ntraining\n"
+    assert run("launch_compose.sh").stdout == "training\n", "of the trainer only"
+    hook.write_text("echo preparing\nls /no/such/folder\necho not this\n")
+    failed = run("launch_persia.sh", check=False)
+    assert failed.stdout == "preparing\n" and failed.returncode == 2
+    assert "/no/such/folder" in failed.stderr and f"{hook} ended with exit code 2" in failed.stderr
+    assert "next: correct it" in failed.stderr
+    hook.write_text("exit 42\n")
+    assert run("launch_persia.sh", check=False).returncode == 42
+
+
 def test_persia_yml_takes_the_place_of_the_default_of_the_slots(run: Run) -> None:
     show = ("sh", "-c", 'echo "${PERSIA_EMBEDDING_CONFIG-none} ${PERSIA_GLOBAL_CONFIG-none}"')
     slots, general = "/workspace/config/embedding_config.yml", "/workspace/config/global_config.yml"

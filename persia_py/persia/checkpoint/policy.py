@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from persia.backend.base import Backend
-from persia.checkpoint import snapshot
+from persia.checkpoint import snapshot, storage
 from persia.checkpoint.object_store import ObjectStore
 from persia.distributed import run
 from persia.runtime import job
 from persia.runtime.errors import CheckpointError, ConfigError, StorageError, UsageError
+from persia.runtime.files import is_url
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
 from persia.runtime.stateful import Stateful
@@ -149,6 +150,19 @@ class Checkpoints:
         except OSError as error:
             raise ConfigError(f"checkpoints: {folder}: {error.strerror}") from error
         return folder
+
+    def validate_storage(self) -> None:
+        """Try to write where the saves will be, before anything else is done. In a job, rank 0 does so.
+
+        Raises:
+            StorageError: The storage cannot be used; the message says why.
+        """
+        if settings.rank != 0 or is_url(self._given or ""):
+            return
+        storage.check_root()
+        root = settings.checkpoint_root
+        if root is not None or self._given is not None:
+            storage.validate(Path(root or "", self._given or ""))
 
     def store(self) -> ObjectStore | None:
         """Return the object store that checkpoints are uploaded to, if any."""

@@ -1,5 +1,6 @@
 """The ``persia`` command."""
 
+import os
 import sys
 from typing import Annotated, Any
 
@@ -7,7 +8,8 @@ import typer
 from typer.core import TyperGroup
 
 import persia
-from persia.cli import ckpt, config, data
+from persia.cli import ckpt, config, data, debug
+from persia.cli.doctor import doctor
 from persia.cli.evaluate import evaluate
 from persia.cli.keys import KeysCommand
 from persia.cli.predict import predict
@@ -15,7 +17,9 @@ from persia.cli.status import status
 from persia.cli.train import train
 from persia.cli.up import up
 from persia.launch.user_script import report
+from persia.runtime import own_frames
 from persia.runtime.errors import PersiaError
+from persia.runtime.exit_codes import ExitCode
 
 TRAIN, RUN = "Train", "Run"
 """The groups of the help."""
@@ -51,8 +55,10 @@ app.command("eval", rich_help_panel=TRAIN)(evaluate)
 app.command(rich_help_panel=TRAIN)(predict)
 app.command(rich_help_panel=RUN)(up)
 app.command(rich_help_panel=RUN)(status)
+app.command(rich_help_panel=RUN)(doctor)
 app.add_typer(config.app, name="config", rich_help_panel=RUN)
 app.add_typer(ckpt.app, name="ckpt", rich_help_panel=RUN)
+app.add_typer(debug.app, name="debug", rich_help_panel=RUN)
 
 
 def _version(show: bool) -> None:
@@ -74,14 +80,25 @@ def _main(
             "--version", callback=_version, is_eager=True, help="Show versions, and how persia_core was built."
         ),
     ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show whole tracebacks, and log all: LOG_LEVEL=DEBUG.")
+    ] = False,
 ) -> None:
     del version
+    if verbose:
+        os.environ["LOG_LEVEL"] = "DEBUG"
 
 
 def main() -> None:
-    """Run the command. An error is one message, the next step and the exit code of its class."""
+    """Run the command. An error is one message, the next step and the exit code of its class.
+
+    An error of another class is often one of a model of the user's own: the cause, and the user's own frames.
+    """
     try:
         app(prog_name="persia")
     except PersiaError as error:
         report(error)
         sys.exit(error.exit_code)
+    except Exception as error:
+        own_frames.write(error)
+        sys.exit(ExitCode.FAILED)

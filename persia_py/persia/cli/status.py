@@ -12,8 +12,8 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the processes of a job. Exit with 1 if one is missing or unhealthy."""
-    from persia.cli import job_status
     from persia.discovery import services
+    from persia.doctor import job_status
     from persia.runtime.errors import UsageError
     from persia.runtime.job import job_name
 

@@ -1,4 +1,4 @@
-"""``persia train``: train a persia.yml."""
+"""``persia train``: train a persia.yml, test it with one batch, or search over settings."""
 
 import sys
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from persia.cli.config import Overrides
+from persia.runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from persia.config import Config
@@ -39,24 +40,75 @@ def train(
     baseline: Annotated[
         str | None, typer.Option(metavar="NAME", help="Also train this model on the same rows: lightgbm.")
     ] = None,
+    test: Annotated[
+        bool, typer.Option("--test", help="Train on one batch, evaluate and save, and leave no file.")
+    ] = False,
+    local: Annotated[
+        bool, typer.Option("--local", help="Keep the rows in this process, also if PERSIA_NATS_URL is set.")
+    ] = False,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Train with N ranks on this host, and servers.")
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=V,V", help="Train once with each value, and compare. Repeatable: all combinations."),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Start a --sweep of more than 20 trials.")] = False,
+    replace_rows: Annotated[
+        bool, typer.Option("--replace-rows", help="With --test on servers: lose the rows that they hold.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show whole tracebacks, and log all.")] = False,
 ) -> None:
     """Train a model: rows in, a run folder with checkpoints, metrics and a report out."""
+    from persia.cli import train_modes
     from persia.cli.importing import interruptible
     from persia.cli.quiet import only_warnings
     from persia.config import load_config
-    from persia.runtime.errors import UsageError
-    from persia.runtime.exit_codes import ExitCode
 
     with interruptible():
-        from persia.trainer import Trainer, baselines
-        from persia.trainer.progress import Shown, show_results
-        from persia.trainer.run_folder import SUMMARY
+        from persia.trainer import baselines
 
+    if verbose:
+        train_modes.show_all()
     only_warnings(evaluations=False)
     if run is not None and not resume:
         raise UsageError(f"{run}: to continue a run, use persia train {file} --resume {run}")
+    given = {"--resume": resume, "--baseline": baseline, "--test": test, "--nproc": nproc, "--sweep": sweep}
+    train_modes.check_together({name for name, value in given.items() if value})
     compare = None if baseline is None else baselines.find(baseline)
+    if local:
+        train_modes.leave_job()
+    if sweep:
+        raise typer.Exit(train_modes.sweep(file, set_ or (), sweep, confirmed=yes))
     config = load_config(file, set_ or ())
+    if test:
+        raise typer.Exit(train_modes.test(config, file, nproc, replace_rows=replace_rows))
+    if nproc is not None:
+        from persia.launch import ranks
+
+        raise typer.Exit(ranks.train(config, file, nproc, name=train_modes.name_of(run, config) if resume else None))
+    folder = _train(config, file, run, set_ or [], resume=resume)
+    if folder is not None and compare is not None:
+        compare(config, folder)
+    if folder is not None:
+        _show(folder)
+
+
+def _show(folder: "RunFolder") -> None:
+    """Print the results of a run, and its folder."""
+    from persia.trainer.progress import show_results
+    from persia.trainer.run_folder import SUMMARY
+
+    show_results(folder.read_json(SUMMARY))
+    typer.echo(folder.shown)
+
+
+def _train(config: "Config", file: Path, run: Path | None, set_: list[str], *, resume: bool) -> "RunFolder | None":
+    """Train in this process, and return the run's folder. A run that is interrupted ends the process."""
+    from persia.runtime.exit_codes import ExitCode
+    from persia.trainer import Trainer
+    from persia.trainer.progress import Shown
+
     stop = config.train.early_stop
     folder = None
     try:
@@ -68,17 +120,12 @@ def train(
             folder = trainer.folder
             for report in reports:
                 shown.report(report)
-        if folder is None:
-            return
-        if shown.reports == 0:
-            typer.echo(_finished(file, folder, config, set_ or []))
-        if compare is not None:
-            compare(config, folder)
-        show_results(folder.read_json(SUMMARY))
-        typer.echo(folder.shown)
+        if folder is not None and shown.reports == 0:
+            typer.echo(_finished(file, folder, config, set_))
     except (KeyboardInterrupt, SystemExit) as error:
         code = error.code if isinstance(error, SystemExit) else ExitCode.INTERRUPTED
         if folder is not None and code:
-            overrides = "".join(f" --set {each}" for each in set_ or ())
+            overrides = "".join(f" --set {each}" for each in set_)
             typer.echo(f"next:  persia train {file}{overrides} --resume {folder.shown}", err=True)
         sys.exit(code)
+    return folder

@@ -231,6 +231,9 @@ class Config(Block):
     """What is saved while training."""
     run: RunBlock = RunBlock()
     """The folder of a run, and its output."""
+    env: dict[str, str | None] = Field(default_factory=dict)
+    """Environment variables that the model or the data needs. A variable without a value (``NAME:``) must be set
+    outside, such as a secret: a run keeps a copy of this file."""
 
     _folder: Path = PrivateAttr()
     _compiled: Features = PrivateAttr()
@@ -275,8 +278,11 @@ class Config(Block):
 
     def with_data(self, **keys: Any) -> Self:
         """Return this configuration with other values of keys of ``data``."""
-        found = self.model_copy(update={"data": self.data.model_copy(update=keys)})
-        return found.located(self.folder, self.compiled, self.described, self.origin)
+        return self.with_blocks(data=self.data.model_copy(update=keys))
+
+    def with_blocks(self, **blocks: Any) -> Self:
+        """Return this configuration with other blocks than ``features`` and ``labels``."""
+        return self.model_copy(update=blocks).located(self.folder, self.compiled, self.described, self.origin)
 
 
 RESERVED = ("precision", "parallel", "dist", "nccl", "profile", "memory", "spot", "budget", "serving", "publish")

@@ -15,6 +15,9 @@ from persia_core.features import Features
 
 _SPLIT_KEYS = {"hash": ("fractions", "group", "seed"), "time": ("column", "valid", "test"), "file": ()}
 """The keys of ``data.split``, apart from ``by``, that have a meaning."""
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_PLACES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "REPLICA_INDEX", "REPLICA_SIZE", "GPU_NUM", "PYTHONPATH"}
+"""Variables that are read when a process starts."""
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 
 
@@ -32,6 +35,7 @@ def check(root: Entries, values: Mapping[str, Any], features: Features | None, f
     checks.check_files()
     checks.check_training()
     checks.check_run()
+    checks.check_env()
     checks.check_columns(features)
     checks.check_leaks()
     checks.check_dims()
@@ -247,6 +251,16 @@ class _Checks:
             Path(node.text).expanduser()
         except RuntimeError:
             self._findings.error(node.place, path, f"found `{node.text}`, but there is no such user's folder")
+
+    def check_env(self) -> None:
+        """Names of variables are those of a shell, and none that places the process in its job."""
+        for name in self._values.get("env") or {}:
+            if not _VARIABLE.fullmatch(name):
+                self._error(
+                    f"env.{name}", f"found `{name}`, allowed: letters, digits and _, not beginning with a digit"
+                )
+            elif name.startswith("PERSIA_") or name in _PLACES:
+                self._error(f"env.{name}", "is read before this file: set it in the environment of the process")
 
     def check_columns(self, features: Features | None) -> None:
         """Check that every column that is read exists, as far as the file declares the columns."""

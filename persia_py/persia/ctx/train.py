@@ -124,6 +124,8 @@ class TrainCtx(EmbeddingCtx):
         self._preemption = contextlib.ExitStack()
 
     def _open_backend(self) -> Backend:
+        if self._checkpoints is not None:
+            self._checkpoints.validate_storage()
         if settings.nats_url is not None:
             if run.holds_session():
                 raise UsageError(

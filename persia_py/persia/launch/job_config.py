@@ -113,12 +113,13 @@ class Sizes:
     name: str | None = None
 
 
-def read_job_config(path: Path, sizes: Sizes | None = None) -> JobConfig:
+def read_job_config(path: Path, sizes: Sizes | None = None, *, folder: Path | None = None) -> JobConfig:
     """Return the job that a file describes, with absolute paths.
 
     Args:
         path: A ``persia.yml``, or a file with the keys of :class:`JobConfig`.
         sizes: For a ``persia.yml``; None means the defaults.
+        folder: To what paths of a ``persia.yml`` are relative; None means its folder.
 
     Raises:
         ConfigError: It lists every mistake: where it is, what was found, what is allowed.
@@ -128,7 +129,7 @@ def read_job_config(path: Path, sizes: Sizes | None = None) -> JobConfig:
     try:
         content = load_yaml(path)
         if isinstance(content, dict) and _PERSIA_YML & content.keys():
-            return _job_of(path, sizes)
+            return _job_of(path, sizes, folder)
     except ConfigError as error:
         error.hint = _next_step(path)
         raise
@@ -147,11 +148,11 @@ def read_job_config(path: Path, sizes: Sizes | None = None) -> JobConfig:
     return _with_absolute_paths(config, path)
 
 
-def _job_of(path: Path, sizes: Sizes) -> JobConfig:
+def _job_of(path: Path, sizes: Sizes, folder: Path | None) -> JobConfig:
     """Return the job that trains from a ``persia.yml``."""
     from persia.config import load_config
 
-    config = load_config(path)
+    config = load_config(path, folder=folder)
     name = sizes.name or config.run.name or f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
     if not re.fullmatch(_NAME, name):
         origin = "--name" if sizes.name else "run.name"

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from persia.launch.binaries import MIDDLEWARE, SERVER, resolve_binary_execute_path
 from persia.launch.process import Process
 from persia.runtime import tokens
-from persia.runtime.config_files import CONFIG, EMBEDDING_CONFIG, GLOBAL_CONFIG
+from persia.runtime.config_files import CONFIG, CONFIG_FOLDER, EMBEDDING_CONFIG, GLOBAL_CONFIG
 from persia.runtime.errors import UnreachableError, UsageError
 
 LOOPBACK = "127.0.0.1"
@@ -178,7 +178,7 @@ class LocalJob:
 _NOT_INHERITED = {
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "REPLICA_INDEX", "REPLICA_SIZE"),
     *("PERSIA_LISTEN", "PERSIA_METRICS_LISTEN", "PERSIA_DATA_DIR", "GPU_NUM"),
-    *(CONFIG, EMBEDDING_CONFIG, "PERSIA_NN_WORKER_ENTRY", "PERSIA_DATALOADER_ENTRY"),
+    *(CONFIG, CONFIG_FOLDER, EMBEDDING_CONFIG, "PERSIA_NN_WORKER_ENTRY", "PERSIA_DATALOADER_ENTRY"),
 }
 """Variables of one process, or of another job. The parts of this job must not inherit them from the launcher."""
 

@@ -40,7 +40,16 @@ def up(path: Path, sizes: Sizes | None = None) -> int:
         ConfigError: The file, or one that it names, is wrong.
         UsageError: A program was not found, or the run of a ``persia.yml`` is finished.
     """
-    config = read_job_config(path, sizes)
+    return run_job(read_job_config(path, sizes), path)
+
+
+def run_job(config: JobConfig, path: Path) -> int:
+    """Run a job until its trainer ends, or until a signal. See :func:`up`.
+
+    Args:
+        config: The job.
+        path: Its file, for messages.
+    """
     folder = Path(config.run_dir or Path("runs") / config.job).resolve()
     if config.trainer is not None and (summary := jobs.finished_summary(folder, of=config.job)) is not None:
         if config.config is not None:

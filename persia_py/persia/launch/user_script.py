@@ -2,15 +2,12 @@
 
 import runpy
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from persia.runtime import own_frames
 from persia.runtime.errors import PersiaError
 from persia.runtime.exit_codes import ExitCode
-
-_RUNNERS = (str(Path(__file__).parent), runpy.__file__, "<frozen runpy>")
-"""The files of the stack frames between this module and the script."""
 
 
 def run_script(file: str, arguments: Sequence[str]) -> int:
@@ -45,20 +42,20 @@ def exit_code(error: SystemExit) -> int:
 def guarded(work: Callable[[], int]) -> int:
     """Return the result of ``work``, or report its error and return an exit code.
 
-    A ``PersiaError`` is one message and its own code. Any other error is the script's part of its traceback, and 1.
+    A ``PersiaError`` is one message, the line of the script, and its own code. Any other error is 1, and written by
+    :func:`persia.runtime.own_frames.write`: the cause and the script's own frames.
     """
     try:
         return work()
     except PersiaError as error:
         report(error)
+        for frame in own_frames.own_frames(error.__traceback__)[:1]:
+            sys.stderr.write(f"  at {own_frames.place(frame)}\n")
         return error.exit_code
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     except Exception as error:
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_RUNNERS):
-            trace = trace.tb_next
-        traceback.print_exception(type(error), error, trace or error.__traceback__)
+        own_frames.write(error)
         return ExitCode.FAILED
 
 

@@ -9,6 +9,9 @@ from persia.runtime.errors import ConfigError
 CONFIG = "PERSIA_CONFIG"
 """The variable that names the ``persia.yml`` of a job."""
 
+CONFIG_FOLDER = "PERSIA_CONFIG_FOLDER"
+"""The variable that names the folder to which paths of :data:`CONFIG` are relative, where it is not the file's own."""
+
 EMBEDDING_CONFIG = "PERSIA_EMBEDDING_CONFIG"
 """The variable that names the ``embedding_config.yml`` of a job without :data:`CONFIG`."""
 

@@ -18,11 +18,13 @@ from persia.ctx import DataCtx
 from persia.data.records import RecordReader
 from persia.embedding.data import PersiaBatch
 from persia.features import Samples, Transform, to_batch
+from persia.runtime.config_files import CONFIG_FOLDER
 from persia.runtime.errors import DataError, UsageError
 from persia.runtime.logging import get_logger
-from persia.runtime.settings import settings
+from persia.runtime.settings import settings, variable
 from persia.trainer.batches import Unusual, weights_of
 from persia.trainer.parts import Parts
+from persia.trainer.variables import set_variables
 
 _logger = get_logger("data")
 
@@ -39,7 +41,8 @@ def send(path: Path) -> None:
         CheckpointError: The transform was fitted for other features.
         DataError: A row is invalid; the message names file and row.
     """
-    config = load_config(path)
+    config = load_config(path, folder=variable(CONFIG_FOLDER))
+    set_variables(config)
     parts = Parts(config)
     parts.train.check_not_empty()
     place, data = settings.place, config.data

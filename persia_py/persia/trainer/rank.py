@@ -3,7 +3,9 @@
 from pathlib import Path
 
 from persia.config import load_config
-from persia.runtime.settings import settings
+from persia.runtime.config_files import CONFIG_FOLDER
+from persia.runtime.settings import settings, variable
+from persia.trainer import one_batch
 from persia.trainer.progress import Shown
 from persia.trainer.trainer import Trainer
 
@@ -17,7 +19,10 @@ def train(path: Path) -> None:
     Raises:
         PersiaError: As :class:`persia.trainer.Trainer`.
     """
-    config = load_config(path)
+    config = load_config(path, folder=variable(CONFIG_FOLDER))
+    if (test := variable(one_batch.VARIABLE)) is not None:
+        one_batch.train_rank(config, path, test)
+        return
     stop = config.train.early_stop
     with Trainer(config) as trainer, Shown("auc" if stop is None else stop.metric) as shown:
         for report in trainer.fit():

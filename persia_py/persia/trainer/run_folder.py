@@ -9,6 +9,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from persia.checkpoint import storage
 from persia.config import Config, load_config
 from persia.config.show import to_yaml
 from persia.runtime.errors import CheckpointError, ConfigError, StorageError, UsageError
@@ -139,17 +140,17 @@ class RunFolder:
                 return
             write_whole(latest, f"{self.path.name}\n".encode())
 
-    def check_parent(self) -> None:
-        """Check that the folder can be created, before any work is done.
+    def check_storage(self, config: Config) -> None:
+        """Check that the run and its saves can be written, before any work is done. Nothing is made.
 
         Raises:
-            StorageError: It cannot.
+            StorageError: One of them cannot.
         """
-        with self._naming():
-            make_folders(self.path.parent)
-            probe = self.path.parent / f".{self.path.name}.probe"
-            probe.write_bytes(b"")
-            probe.unlink()
+        given = config.checkpoint.dir
+        if given is not None:
+            storage.check_parent(Path(given).expanduser().absolute(), "checkpoint.dir")
+        for folder in (self.saves(config), self.path):
+            storage.validate(folder)
 
     def write(self, name: str, content: str | bytes) -> None:
         """Write a file of the run atomically.
@@ -227,7 +228,7 @@ def _content(config: Config) -> dict[str, Any]:
 
 
 MAY_CHANGE = (
-    *("data.train", "data.valid", "data.test", "data.epochs", "checkpoint", "run"),
+    *("data.train", "data.valid", "data.test", "data.epochs", "checkpoint", "run", "env"),
     *(f"train.{key}" for key in ("early_stop", "evaluate_every", "metrics", "gauc_group", "staleness", "threads")),
 )
 """Keys that a resumed run may change. The files of ``data.train`` are compared by their names and sizes."""

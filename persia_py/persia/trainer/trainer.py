@@ -39,6 +39,7 @@ from persia.trainer.run_folder import (
     find_run,
 )
 from persia.trainer.training import Training
+from persia.trainer.variables import set_variables
 
 Report = StepReport | EvaluationReport
 
@@ -82,6 +83,7 @@ class Trainer:
         self._training: Training | None = None
         self._loaded: _Loaded | None = None
         self._torch = contextlib.ExitStack()
+        self._torch.callback(set_variables(self.config))
 
     def __enter__(self) -> Self:
         return self

@@ -73,11 +73,14 @@ class Training:
         self._config = config = config if isinstance(source, IterableDataset) else with_train(config, source)
         self._in_job = settings.nats_url is not None
         self._writes = get_rank() == 0
+        folder = resumed or (None if self._in_job else RunFolder.new(config))
+        if folder is not None and not self._in_job:
+            folder.check_storage(config)
         self.parts = Parts(config)
         if config.run.tensorboard:
             check_tensorboard()
         self.parts.check_not_empty()
-        self.folder = resumed or (JobFolder.new(config) if self._in_job else RunFolder.new(config))
+        self.folder = folder or JobFolder.new(config)
         if isinstance(self.folder, JobFolder) and self.folder.is_interrupted:
             resumed = self.folder
         if resumed is None:
@@ -103,7 +106,6 @@ class Training:
         """Fit the features: in a job one process for all that share its folder."""
         if self._in_job:
             return fit_once(self._config, self.parts, self.folder.path / FITS)
-        self.folder.check_parent()
         return fitting.fit(self._config, self.parts)
 
     def _was_finished(self) -> bool:

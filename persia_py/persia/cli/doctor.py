@@ -1,0 +1,62 @@
+"""``persia doctor``: check this machine, the job and a configuration, and say what to do next."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def doctor(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="Default: PERSIA_CONFIG, else persia.yml.")
+    ] = None,
+    ladder: Annotated[
+        bool, typer.Option("--ladder", help="Run ten steps, from the model alone to all ranks; the last ones train.")
+    ] = False,
+    until: Annotated[int, typer.Option(min=1, max=10, metavar="N", help="With --ladder: the last step to run.")] = 10,
+    nproc: Annotated[int | None, typer.Option(min=1, help="With --ladder: the ranks of the last steps.")] = None,
+    only: Annotated[str | None, typer.Option(metavar="NAME,…", help="Run these checks only, such as gpu,disk.")] = None,
+    folder: Annotated[
+        list[Path] | None, typer.Option("--dir", help="Check whether this folder can be written. Repeatable.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    env: Annotated[
+        bool, typer.Option("--env", help="Print versions and variables, to be pasted into a report.")
+    ] = False,
+    diff_env: Annotated[
+        bool, typer.Option("--diff-env", help="Compare the packages here with those of the image.")
+    ] = False,
+    image: Annotated[bool, typer.Option("--image", help="Run the checks of versions and GPUs in the image.")] = False,
+) -> None:
+    """Check versions, GPUs, network, services, disks and a configuration. Each problem has a next command."""
+    from persia.cli import doctor_views
+    from persia.cli.quiet import only_warnings
+    from persia.runtime.config_files import find_persia_yml
+    from persia.runtime.errors import UsageError
+
+    only_warnings()
+    chosen = [
+        name
+        for name, value in {"--ladder": ladder, "--env": env, "--diff-env": diff_env, "--image": image}.items()
+        if value
+    ]
+    if len(chosen) > 1:
+        raise UsageError(f"{', '.join(chosen)}: give one of them")
+    if env:
+        doctor_views.environment()
+        return
+    if diff_env:
+        raise typer.Exit(doctor_views.differences())
+    if image:
+        raise typer.Exit(doctor_views.image(as_json=as_json))
+    path = config or find_persia_yml()
+    if ladder:
+        if path is None:
+            error = UsageError("--ladder: of which configuration?")
+            error.hint = (
+                "persia doctor --ladder persia.yml; make one from your data: persia data inspect FILE -o persia.yml"
+            )
+            raise error
+        raise typer.Exit(doctor_views.ladder(path, until=until, nproc=nproc))
+    names = [name.strip() for name in (only or "").split(",") if name.strip()]
+    raise typer.Exit(doctor_views.checks(path, names, folder or [], as_json=as_json))

@@ -1,0 +1,183 @@
+"""The modes of ``persia train`` beside training in this process: a test of one batch, ranks, and a sweep."""
+
+import os
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from persia.config import Config
+from persia.runtime.errors import UsageError
+from persia.runtime.exit_codes import ExitCode
+from persia.runtime.settings import reload_env, settings
+
+if TYPE_CHECKING:
+    from persia.trainer.sweep import Trial
+
+_TOGETHER = ({"--test", "--nproc"}, {"--nproc", "--resume"}, {"--baseline", "--resume"})
+"""Options that may be given together; all others exclude each other."""
+_JOB = ("PERSIA_NATS_URL", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+"""Variables that make a process one rank of a job."""
+
+
+def show_all() -> None:
+    """Show whole tracebacks, and log all."""
+    os.environ["LOG_LEVEL"] = "DEBUG"
+
+
+def check_together(options: set[str]) -> None:
+    """Refuse options that exclude each other.
+
+    Raises:
+        UsageError: Two of them do.
+    """
+    if len(options) > 1 and options not in _TOGETHER:
+        raise UsageError(f"{', '.join(sorted(options))}: these options cannot be given together")
+
+
+def leave_job() -> None:
+    """Forget the job around this process, so that rows are kept in it."""
+    for name in _JOB:
+        os.environ.pop(name, None)
+    reload_env()
+
+
+def name_of(run: Path | None, config: Config) -> str:
+    """Return the name of the run that is resumed with several ranks.
+
+    Raises:
+        UsageError: There is none, it was not trained by ranks, or it is not in ``run.dir``.
+    """
+    from persia.trainer.run_folder import FACTS, find_run
+
+    parent = Path(config.run.dir).expanduser().absolute()
+    if run is None and config.run.name is None:
+        error = UsageError("--nproc with --resume: which run? The newest one may be of one process")
+        error.hint = f"give its folder: --resume {Path(config.run.dir) / 'NAME'}"
+        raise error
+    found = find_run(parent / str(config.run.name) if run is None else run)
+    if "checkpoints" not in found.read_json(FACTS):
+        error = UsageError(f"{found.shown}: the run was trained in one process; ranks cannot continue it")
+        error.hint = f"continue it without --nproc: --resume {found.shown}"
+        raise error
+    if found.path.parent != parent:
+        raise UsageError(
+            f"{found.shown}: the run is not in run.dir, which is {parent}; give --set run.dir={found.path.parent}"
+        )
+    return found.path.name
+
+
+def test(config: Config, file: Path, nproc: int | None, *, replace_rows: bool) -> int:
+    """Test a configuration with one batch: in this process, on ranks, or on the servers of the job around it."""
+    from persia.launch import ranks
+    from persia.trainer import one_batch
+
+    began = time.monotonic()
+    where = "in this process"
+    code = 0
+    if nproc is not None:
+        where = f"on {nproc} ranks"
+        code = ranks.test(config, file, nproc)
+    elif settings.nats_url is not None:
+        where = "on the servers of the job"
+        _check_servers(replace_rows=replace_rows)
+        one_batch.check_storage(config)
+        code = ranks.test_on_servers(config, file)
+    else:
+        one_batch.run_here(config, str(file))
+    if code == 0:
+        typer.echo(f"ok: one batch passed {where}, in {time.monotonic() - began:.1f} s; no file is left")
+    return code
+
+
+def _check_servers(*, replace_rows: bool) -> None:
+    """Refuse a test that would disturb a run, or replace its rows.
+
+    Raises:
+        UsageError: A rank of the job runs, or the servers hold rows.
+        UnreachableError: NATS, or a part of the job, is not there.
+    """
+    from persia.doctor import job_status
+    from persia.doctor.services import missing_parts
+    from persia.runtime.job import job_name
+
+    url = settings.nats_url
+    assert url is not None  # noqa: S101 - the caller has checked it
+    job = job_name()
+    found = job_status.status(url, job)
+    missing_parts(found)
+    running = [one for one in found.processes if one.service == "persia-trainer"]
+    if running:
+        error = UsageError(
+            f"job {job}: rank {running[0].index} is training on {running[0].host}; a test would end its run"
+        )
+        error.hint = "test without servers: --local; or wait for its end: persia status"
+        raise error
+    rows = sum(one.rows or 0 for one in found.processes)
+    if rows and not replace_rows:
+        error = UsageError(f"job {job}: the servers hold {rows:,} rows, which a test replaces")
+        error.hint = "test without servers: --local; if the rows are saved or not needed: --replace-rows"
+        raise error
+
+
+def sweep(file: Path, overrides: Sequence[str], options: Sequence[str], *, confirmed: bool) -> int:
+    """Run the trials of a sweep, print a table of them by their metric, and return the exit code."""
+    from persia.trainer import sweep as sweeps
+
+    if settings.nats_url is not None:
+        error = UsageError("--sweep trains in this process, but PERSIA_NATS_URL is set")
+        error.hint = "give --local as well, to keep the rows in this process"
+        raise error
+    count = len(sweeps.grid(options))
+    if count > sweeps.MANY and not confirmed:
+        error = UsageError(f"--sweep: {count} trials, more than {sweeps.MANY}")
+        error.hint = "give fewer values, or confirm it: --yes"
+        raise error
+    found = sweeps.trials(file, overrides, options)
+    given = "".join(f" --set {shlex.quote(each)}" for each in overrides)
+    swept = "".join(f" --sweep {shlex.quote(each)}" for each in options)
+    done = 0
+    try:
+        for done, trial in enumerate(found):
+            typer.echo(f"trial {done + 1}/{count}: {' '.join(trial.settings)}")
+            sweeps.run(trial)
+            typer.echo(f"  {_outcome(trial, sweeps.metric_of(trial.config))}")
+    except (KeyboardInterrupt, SystemExit) as error:
+        code = error.code if isinstance(error, SystemExit) else ExitCode.INTERRUPTED
+        typer.echo(f"interrupted in trial {done + 1} of {count}; finished trials are not repeated", err=True)
+        typer.echo(f"next:  persia train {file}{given}{swept}{' --yes' if confirmed else ''}", err=True)
+        return int(code or 0)
+    best = _show_trials(sweeps.ranked(found), sweeps.metric_of(found[0].config))
+    if best is not None:
+        chosen = "".join(f" --set {shlex.quote(each)}" for each in best)
+        typer.echo(f"next: persia train {file}{given}{chosen}")
+    return next((trial.code for trial in found if trial.status == "failed"), 0)
+
+
+def _outcome(trial: "Trial", metric: str) -> str:
+    from persia.trainer.reports import title
+
+    if trial.error:
+        return f"failed: {trial.error}"
+    value = "-" if trial.value is None else f"{trial.value:.4f}"
+    return f"{title(metric)} {value}, {trial.folder.shown}" + (" (finished before)" if trial.reused else "")
+
+
+def _show_trials(found: "Sequence[Trial]", metric: str) -> tuple[str, ...] | None:
+    """Print the table of trials, and return the settings of the best one."""
+    from persia.trainer.reports import title
+
+    keys = [each.partition("=")[0] for each in found[0].settings]
+    table = Table("", *keys, f"valid {title(metric)}", "valid loss", "status", "run")
+    for place, trial in enumerate(found, 1):
+        values = [each.partition("=")[2] for each in trial.settings]
+        numbers = ["-" if each is None else f"{each:.4f}" for each in (trial.value, trial.loss)]
+        table.add_row(str(place), *values, *numbers, trial.status, trial.folder.shown)
+    Console().print(table)
+    best = found[0]
+    return None if best.value is None else best.settings

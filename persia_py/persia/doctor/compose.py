@@ -1,0 +1,162 @@
+"""The stack in containers: whether there is one here, its image, and commands in it."""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from persia.doctor.check import Check
+from persia.runtime.errors import UnreachableError
+from persia.runtime.exit_codes import ExitCode
+
+SERVICE = "trainer"
+_ASK_S = 20.0
+"""Seconds in which the Docker engine has to answer."""
+_RUN_S = 300.0
+"""Seconds of a check in the image; the first import of PyTorch may take a minute."""
+
+_DISTRIBUTIONS = (
+    "import importlib.metadata, json; "
+    "print(json.dumps({each.metadata['Name'].lower(): each.version for each in importlib.metadata.distributions()}))"
+)
+
+
+def ask(*words: str, seconds: float = _ASK_S) -> "subprocess.CompletedProcess[str]":
+    """Run ``docker`` with some arguments, and return what it said.
+
+    Raises:
+        UnreachableError: There is no docker, or it does not answer in time.
+    """
+    try:
+        return subprocess.run(["docker", *words], capture_output=True, text=True, timeout=seconds, check=False)
+    except FileNotFoundError as error:
+        raise UnreachableError("docker is not on PATH") from error
+    except subprocess.TimeoutExpired as error:
+        raise UnreachableError(f"docker {words[0]} did not answer in {seconds:.0f} s") from error
+
+
+def unavailable() -> str | None:
+    """Return why nothing can be run in containers here; None if it can."""
+    if shutil.which("docker") is None:
+        return "docker is not on PATH"
+    try:
+        engine = ask("info", "--format", "{{.ServerVersion}}")
+        if engine.returncode != 0:
+            return f"no Docker engine: {_last(engine)}"
+        composed = ask("compose", "config", "--quiet")
+        if composed.returncode != 0:
+            return f"no stack in {Path.cwd()}: {_last(composed)}"
+    except UnreachableError as error:
+        return str(error)
+    name = image()
+    if not name:
+        return f"the stack in {Path.cwd()} has no service {SERVICE}"
+    if ask("image", "inspect", name).returncode != 0:
+        return f"the image {name} is not built: docker compose build {SERVICE}"
+    return None
+
+
+def _last(done: "subprocess.CompletedProcess[str]") -> str:
+    lines = (done.stderr or done.stdout).strip().splitlines()
+    return lines[-1] if lines else f"exit code {done.returncode}"
+
+
+def settings() -> Mapping[str, Any]:
+    """Return the trainer's settings, as ``docker compose config`` resolves them; empty if there are none."""
+    done = ask("compose", "config", "--format", "json")
+    if done.returncode != 0:
+        return {}
+    found: Mapping[str, Any] = json.loads(done.stdout).get("services", {}).get(SERVICE, {})
+    return found
+
+
+def image() -> str:
+    """Return the name of the trainer's image."""
+    return str(settings().get("image", ""))
+
+
+def run_words(*words: str, options: Sequence[str] = ()) -> list[str]:
+    """Return the command that runs something in a new container of the trainer, without the rest of the stack."""
+    return ["docker", "compose", "run", "--rm", "--no-deps", *options, SERVICE, *words]
+
+
+def checks() -> Iterator[Check]:
+    """Yield the checks of the image: what it is, what is mounted, and the doctor inside it."""
+    reason = unavailable()
+    if reason is not None:
+        yield Check(
+            "image", "fail", reason, "nothing can be run in containers here", "docker info", ExitCode.UNREACHABLE
+        )
+        return
+    yield from in_use(settings())
+    words = run_words("persia", "doctor", "--only", "versions,gpu", "--json", options=["--no-TTY"])
+    done = ask(*words[1:], seconds=_RUN_S)
+    start = done.stdout.find("[")
+    try:
+        found = json.loads(done.stdout[start:]) if start >= 0 else None
+    except ValueError:
+        found = None
+    if found is None:
+        why = f"exit code {done.returncode}: {_last(done)}"
+        yield Check("image", "fail", "persia doctor does not run in the image", why, " ".join(words), ExitCode.FAILED)
+        return
+    for each in found:
+        inner = Check(**{**each, "code": ExitCode(each["code"])})
+        yield Check(f"image {inner.name}", inner.status, inner.found, inner.why, inner.next, inner.code)
+
+
+def in_use(trainer: Mapping[str, Any]) -> Iterator[Check]:
+    """Yield what the containers of the trainer get: image, start-up hook, mounts and variables.
+
+    Args:
+        trainer: The settings of the service.
+    """
+    mounts = trainer.get("volumes", [])
+    yield Check("image", "ok", str(trainer.get("image")))
+    workspace = next((each["source"] for each in mounts if each.get("target") == "/workspace"), None)
+    hook = None if workspace is None else Path(workspace, "startup-hook.sh")
+    yield Check("startup hook", "ok", str(hook) if hook is not None and hook.is_file() else "none in CUR_DIR")
+    yield Check("mounts", "ok", "; ".join(f"{each.get('source')} as {each.get('target')}" for each in mounts))
+    missing = [each["source"] for each in mounts if each.get("type") == "bind" and not Path(each["source"]).exists()]
+    if missing:
+        why = "docker makes an empty folder of root there, which the container may not write to"
+        yield Check("mounts", "fail", f"do not exist: {', '.join(missing)}", why, f"mkdir -p {' '.join(missing)}")
+    names = sorted(name for name, value in trainer.get("environment", {}).items() if value is not None)
+    yield Check("variables", "ok", ", ".join(names))
+
+
+def differences() -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
+    """Return the packages whose versions differ between this machine and the image, and those that are equal.
+
+    Returns:
+        Rows of name, version here, version in the image; ``-`` is not installed.
+
+    Raises:
+        UnreachableError: Nothing can be run in the image.
+    """
+    import importlib.metadata
+
+    if (reason := unavailable()) is not None:
+        raise UnreachableError(f"--diff-env: {reason}")
+    words = run_words("python", "-c", _DISTRIBUTIONS, options=["--no-TTY"])
+    done = ask(*words[1:], seconds=_RUN_S)
+    if done.returncode != 0:
+        raise UnreachableError(f"--diff-env: {_last(done)}")
+    there: dict[str, str] = json.loads(done.stdout.strip().splitlines()[-1])
+    here = {str(each.metadata["Name"]).lower(): each.version for each in importlib.metadata.distributions()}
+    return compared(here, there)
+
+
+def compared(
+    here: Mapping[str, str], there: Mapping[str, str]
+) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
+    """Return the packages with different versions, and those with equal ones; see :func:`differences`."""
+    different: list[tuple[str, str, str]] = []
+    equal: list[tuple[str, str, str]] = []
+    for name in sorted({*here, *there}):
+        row = name, here.get(name, "-"), there.get(name, "-")
+        (equal if row[1] == row[2] else different).append(row)
+    # What both have comes first: that one side has more packages is usual.
+    return sorted(different, key=lambda row: ("-" in row[1:], row[0])), equal

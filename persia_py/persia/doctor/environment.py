@@ -1,0 +1,60 @@
+"""The environment variables that a configuration needs, and the versions of this machine as a block to paste."""
+
+import os
+from collections.abc import Iterator
+
+from persia.config import Config
+from persia.doctor.check import Check
+
+_SHOWN = (
+    *("PERSIA_", "NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES", "GPU_NUM", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_"),
+    *("REPLICA_", "LOG_", "OMP_NUM_THREADS", "REPRODUCIBLE", "EMBEDDING_STALENESS", "PYTHONPATH"),
+)
+"""The beginnings of variables that decide about a run."""
+_SECRET = ("TOKEN", "SECRET", "PASSWORD", "KEY", "URL")
+"""Parts of names whose values are not shown: they may hold a secret."""
+
+
+def checks(config: Config) -> Iterator[Check]:
+    """Yield a check of the variables in the block ``env``.
+
+    Args:
+        config: The configuration.
+    """
+    if not config.env:
+        return
+    missing = [name for name, value in config.env.items() if value is None and not os.environ.get(name, "").strip()]
+    if missing:
+        command = " ".join(f"{name}=VALUE" for name in missing)
+        yield Check(
+            "env", "fail", f"not set: {', '.join(missing)}", "`env` of persia.yml needs them", f"export {command}"
+        )
+        return
+    yield Check("env", "ok", f"{len(config.env)} variables of persia.yml: {', '.join(config.env)}")
+
+
+def variables() -> list[tuple[str, str]]:
+    """Return the variables that decide about a run; values that may be secrets are left out."""
+    return [
+        (name, "(set)" if any(part in name for part in _SECRET) else value)
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_SHOWN)
+    ]
+
+
+def block() -> str:
+    """Return versions, machine and variables as lines, to be pasted into a report."""
+    from persia.doctor import gpu, network, versions
+
+    found = gpu.facts()
+    rows = [
+        *versions.environment(),
+        ("CUDA of torch", found.torch_cuda or "none"),
+        ("CUDA of driver", "none" if found.driver_cuda is None else ".".join(map(str, found.driver_cuda))),
+        ("GPUs", "; ".join(found.smi or ()) or "none"),
+        *network.environment(),
+        ("container", "yes" if found.in_container else "no"),
+        *variables(),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

@@ -1,0 +1,128 @@
+"""The checks of ``persia doctor`` by name, in the order in which they run."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from persia.config import Config
+from persia.config.document import open_document
+from persia.doctor import data, disk, environment, gpu, network, services, versions
+from persia.doctor.check import Check
+from persia.runtime import own_frames
+from persia.runtime.errors import ConfigError, UsageError
+from persia.runtime.exit_codes import ExitCode
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is checked.
+
+    Attributes:
+        config: The configuration; None without one, or if it has mistakes.
+        path: Its file.
+        folders: Folders to write to, in place of those of the configuration.
+    """
+
+    config: Config | None = None
+    path: Path | None = None
+    folders: list[Path] = field(default_factory=list)
+
+
+def _of_config(check: Callable[[Config], Iterator[Check]]) -> Callable[[Subject], Iterator[Check]]:
+    """Return a check that runs where there is a configuration."""
+
+    def run(subject: Subject) -> Iterator[Check]:
+        if subject.config is not None:
+            yield from check(subject.config)
+
+    return run
+
+
+CHECKS: dict[str, Callable[[Subject], Iterator[Check]]] = {
+    "versions": lambda _: versions.checks(),
+    "gpu": lambda _: gpu.checks(),
+    "network": lambda _: network.checks(),
+    "services": lambda _: services.checks(),
+    "disk": lambda subject: disk.checks(subject.config, subject.folders),
+    "env": _of_config(environment.checks),
+    "data": _of_config(data.checks),
+}
+"""All checks, by the names that ``--only`` takes."""
+
+
+def checks(path: Path | None, only: Sequence[str] = (), folders: Sequence[Path] = ()) -> Iterator[Check]:
+    """Yield the checks, each when it is done.
+
+    Args:
+        path: A ``persia.yml``; None without one.
+        only: The names of the checks to run; none means all.
+        folders: Folders to write to, in place of those of the configuration.
+
+    Raises:
+        UsageError: There is no check of a name.
+    """
+    wrong = [name for name in only if name not in (*CHECKS, "config")]
+    if wrong:
+        raise UsageError(f"--only {','.join(wrong)}: no such check; there are config, {', '.join(CHECKS)}")
+    config = None
+    if path is not None:
+        config, found = read(path)
+        if not only or "config" in only or found.status == "fail":
+            yield found
+    subject = Subject(config, path, [*folders])
+    for name, check in CHECKS.items():
+        if not only or name in only:
+            yield from _guarded(name, check(subject))
+
+
+def _guarded(name: str, found: Iterator[Check]) -> Iterator[Check]:
+    """Yield checks; an error of a check, such as one of a model of the user's own, is a finding as well."""
+    try:
+        yield from found
+    except Exception as error:
+        frames = own_frames.own_frames(error.__traceback__)
+        place = f" at {own_frames.place(frames[0])}" if frames else ""
+        why = "the check could not be finished; the checks after it are run"
+        yield Check(
+            name,
+            "fail",
+            f"{type(error).__name__}: {error}{place}",
+            why,
+            f"persia --verbose doctor --only {name}",
+            ExitCode.FAILED,
+        )
+
+
+def read(path: Path) -> tuple[Config | None, Check]:
+    """Read a configuration, and return it with the check of it.
+
+    Args:
+        path: The file.
+    """
+    command = f"persia config check {path}"
+    try:
+        document = open_document(path)
+    except ConfigError as error:
+        return None, Check("config", "fail", str(error), "", error.hint or command)
+    findings = document.findings
+    if document.config is None:
+        return None, Check("config", "fail", "\n".join(findings.errors), "other checks of it are left out", command)
+    if findings.warnings:
+        return document.config, Check("config", "warn", "\n".join(findings.warnings), "", command)
+    config = document.config
+    return config, Check("config", "ok", f"{path}: {len(config.features)} features, {len(config.labels)} labels")
+
+
+def to_json(found: Sequence[Check]) -> str:
+    """Return checks as JSON."""
+    return json.dumps([{**asdict(check), "code": int(check.code)} for check in found], indent=1, ensure_ascii=False)
+
+
+def lines(check: Check) -> list[str]:
+    """Return the lines that show a check."""
+    first, *more = check.found.splitlines() or [""]
+    shown = [f"{check.status:<5} {check.name:<14} {first}", *(f"{'':<20} {each}" for each in more)]
+    shown += [f"{'':<20} why: {check.why}"] if check.why and check.status != "ok" else []
+    shown += [f"{'':<20} {check.why}"] if check.why and check.status == "ok" else []
+    return shown + ([f"{'':<20} next: {check.next}"] if check.next and check.status in ("warn", "fail") else [])

@@ -1,0 +1,156 @@
+"""``persia train`` on ranks: a job of this host from a configuration, and tests of one batch on ranks or servers."""
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from persia.config import Config
+from persia.config.show import to_yaml
+from persia.launch.job_config import JobConfig, Sizes, read_job_config
+from persia.launch.up import run_job
+from persia.runtime import job
+from persia.runtime.config_files import CONFIG, CONFIG_FOLDER, EMBEDDING_CONFIG
+from persia.runtime.errors import UsageError
+from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
+from persia.trainer import one_batch
+
+_logger = get_logger("launch")
+
+
+def check_devices(ranks: int) -> None:
+    """Check before anything starts that each rank has a GPU, where ranks train on GPUs (``GPU_NUM`` above 0).
+
+    Raises:
+        UsageError: There are fewer GPUs than ranks.
+    """
+    wanted = os.environ.get("GPU_NUM", "").strip()
+    if not wanted.isdecimal() or int(wanted) == 0:
+        processors = len(os.sched_getaffinity(0))
+        if ranks > processors:
+            _logger.warning("%d ranks on %d processors: ranks take turns", ranks, processors)
+        return
+    import torch
+
+    there = torch.cuda.device_count()
+    if ranks > there:
+        error = UsageError(
+            f"--nproc {ranks}: {ranks} GPUs asked, {there} visible; GPU_NUM={wanted} gives each rank one"
+        )
+        error.hint = f"--nproc {there}, or train on the CPU: GPU_NUM=0" if there else "persia doctor --only gpu"
+        raise error
+
+
+def train(config: Config, file: Path, ranks: int, *, name: str | None = None) -> int:
+    """Train with several ranks on this host: NATS, a server, a middleware, data-compose and the ranks are started.
+
+    Args:
+        config: The configuration, overrides included.
+        file: Its file.
+        ranks: The number of ranks.
+        name: The name of the run; one that was interrupted is resumed. None is ``run.name``, else the time.
+
+    Returns:
+        The exit code of the job.
+    """
+    check_devices(ranks)
+    with one_batch.private_folder() as folder:
+        written = write(config, folder)
+        job_config = read_job_config(written, Sizes(ranks=ranks, name=name), folder=config.folder)
+        return run_job(_with_env(job_config, _variables(config, file, ranks)), file)
+
+
+def test(config: Config, file: Path, ranks: int) -> int:
+    """Train on one batch with several ranks, in folders that are removed; each rank prints four ticks.
+
+    Args:
+        config: The configuration.
+        file: Its file, for messages.
+        ranks: The number of ranks.
+
+    Returns:
+        The exit code: 0 if all steps passed on all ranks.
+    """
+    check_devices(ranks)
+    one_batch.check_storage(config)
+    with one_batch.private_folder() as folder:
+        short = one_batch.shortened(config, folder)
+        short = short.with_blocks(train=short.train.model_copy(update={"start_from": None}))
+        job_config = read_job_config(write(short, folder), Sizes(ranks=ranks, name="test"), folder=config.folder)
+        variables = _variables(config, file, ranks) | {one_batch.VARIABLE: "stream"}
+        return run_job(_with_env(job_config, variables).model_copy(update={"restarts": 0}), file)
+
+
+def test_on_servers(config: Config, file: Path) -> int:
+    """Train on one batch with the servers of the job around this process, as its only rank.
+
+    The rows on the servers are replaced. The checkpoint is written below ``PERSIA_CKPT_DIR``, and removed.
+
+    Args:
+        config: The configuration; its slots are those of the servers.
+        file: Its file, for messages.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        UsageError: ``PERSIA_CKPT_DIR`` is not set.
+    """
+    root = settings.checkpoint_root
+    if root is None:
+        error = UsageError("persia train --test on servers: PERSIA_CKPT_DIR is not set")
+        error.hint = "set it as the job has it, or test without servers: --local"
+        raise error
+    name = f"test-{secrets.token_hex(4)}"  # not that of a run of a job: no later run resumes from it
+    with one_batch.private_folder() as folder:
+        short = one_batch.shortened(config, folder)
+        run = folder / "run"
+        run.mkdir()
+        (run / job.RUN).write_text(f"{name}\n")
+        variables = _variables(config, file, 1) | {
+            CONFIG: str(write(short, folder)),
+            "PERSIA_RUN_DIR": str(run),
+            one_batch.VARIABLE: "own",
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+        }
+        environment = {**os.environ, **variables}
+        environment.pop(EMBEDDING_CONFIG, None)
+        try:
+            return subprocess.run(
+                [sys.executable, "-m", "persia.launch.rank_main"], env=environment, check=False
+            ).returncode
+        finally:
+            _remove(Path(root, name))
+
+
+def _remove(folder: Path) -> None:
+    try:
+        shutil.rmtree(folder)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        _logger.warning("the checkpoint of the test could not be removed: %s; remove it: rm -r %s", error, folder)
+
+
+def write(config: Config, folder: Path) -> Path:
+    """Write a configuration with its overrides into a folder, and return the file."""
+    path = folder / "persia.yml"
+    path.write_text(to_yaml(config), encoding="utf-8")
+    return path
+
+
+def _variables(config: Config, file: Path, ranks: int) -> dict[str, str]:
+    """Return what the processes get: where modules of the user's own are found, and the GPUs."""
+    variables = {CONFIG_FOLDER: str(config.folder), f"{one_batch.VARIABLE}_FILE": str(file)}
+    gpus = os.environ.get("GPU_NUM", "").strip()
+    return variables | ({"GPU_NUM": str(ranks)} if gpus.isdecimal() and int(gpus) else {})
+
+
+def _with_env(config: JobConfig, variables: Mapping[str, str]) -> JobConfig:
+    return config.model_copy(update={"env": {**config.env, **variables}})

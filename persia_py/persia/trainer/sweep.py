@@ -1,0 +1,190 @@
+"""A search over a grid of settings: each combination is a run of its own."""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from persia.config import Config, load_config
+from persia.runtime.errors import PersiaError, UsageError
+from persia.trainer.facts import check_files
+from persia.trainer.parts import Parts, metric_names
+from persia.trainer.record import FINISHED
+from persia.trainer.run_folder import CONFIG, SUMMARY, RunFolder, check_same
+from persia.trainer.state import HIGHER_IS_BETTER
+from persia.trainer.trainer import Trainer
+
+MANY = 20
+"""Trials that are started without a confirmation."""
+
+
+@dataclass
+class Trial:
+    """One combination of settings.
+
+    Attributes:
+        settings: The values of the keys that are searched over, as ``KEY=VALUE``.
+        config: The whole configuration; its run has a name that follows from it.
+        status: ``finished``, ``failed``, or empty before it has run.
+        value: The metric of the valid part; None where it is not defined.
+        loss: The loss of the valid part.
+        error: Why it failed.
+        reused: It had finished before.
+        code: The exit code of its error.
+    """
+
+    settings: tuple[str, ...]
+    config: Config
+    status: str = ""
+    value: float | None = None
+    loss: float | None = None
+    error: str = ""
+    reused: bool = False
+    code: int = 0
+
+    @property
+    def folder(self) -> RunFolder:
+        """The folder of its run."""
+        return RunFolder(Path(self.config.run.dir).expanduser() / str(self.config.run.name))
+
+
+def grid(options: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the combinations of ``KEY=VALUE,VALUE`` options; each is a tuple of ``KEY=VALUE``.
+
+    Commas in brackets, braces or quotes belong to a value: ``model.deep_mlp=[64,32],[128]`` has two.
+
+    Raises:
+        UsageError: An option has another form, or a key or a value appears twice.
+    """
+    axes: dict[str, list[str]] = {}
+    for option in options:
+        key, equals, text = option.partition("=")
+        key, values = key.strip(), [value.strip() for value in _split(text)]
+        if not equals or not key or not all(values):
+            raise UsageError(f"--sweep {option!r}: want KEY=VALUE,VALUE, such as train.dense_optimizer.lr=0.1,0.01")
+        if key in axes:
+            raise UsageError(f"--sweep {option!r}: {key} is given twice; give all its values in one option")
+        if len(set(values)) < len(values):
+            raise UsageError(f"--sweep {option!r}: a value is given twice")
+        if key.split(".")[0] == "run":
+            raise UsageError(f"--sweep {option!r}: a trial has a run of its own; `run` cannot be searched over")
+        axes[key] = values
+    return [*itertools.product(*([f"{key}={value}" for value in values] for key, values in axes.items()))]
+
+
+def _split(text: str) -> list[str]:
+    """Split at commas that are neither in brackets nor in quotes."""
+    parts, depth, quote = [""], 0, ""
+    for sign in text:
+        if quote:
+            quote = "" if sign == quote else quote
+        elif sign in "'\"":
+            quote = sign
+        elif sign in "[{(":
+            depth += 1
+        elif sign in ")}]":
+            depth -= 1
+        elif sign == "," and depth == 0:
+            parts.append("")
+            continue
+        parts[-1] += sign
+    return parts
+
+
+def trials(file: Path, overrides: Sequence[str], options: Sequence[str]) -> list[Trial]:
+    """Return the trials of a sweep, all checked.
+
+    Args:
+        file: The ``persia.yml``.
+        overrides: The texts after ``--set``.
+        options: The texts after ``--sweep``.
+
+    Raises:
+        ConfigError: A combination is not a valid configuration.
+        UsageError: An option is wrong, or there is no valid part to judge the trials by.
+    """
+    found = []
+    for chosen in grid(options):
+        config = load_config(file, [*overrides, *chosen])
+        name = f"sweep-{_digest(config)}"
+        found.append(Trial(chosen, config.with_blocks(run=config.run.model_copy(update={"name": name}))))
+    names: dict[str, Trial] = {}
+    for trial in found:
+        same = names.setdefault(str(trial.config.run.name), trial)
+        if same is not trial:
+            raise UsageError(f"--sweep: {' '.join(same.settings)} and {' '.join(trial.settings)} are the same settings")
+    if Parts(found[0].config).valid is None:
+        error = UsageError("--sweep: there is no valid part to compare the trials by; the test part is for the end")
+        error.hint = "give data.valid, or a share in data.split.fractions"
+        raise error
+    return found
+
+
+def _digest(config: Config) -> str:
+    """Return 10 hexadecimal digits that are the same for equal settings and the same file's folder."""
+    content = config.model_dump(mode="json", by_alias=True, exclude={"run"})
+    text = json.dumps([str(config.folder), content], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+def metric_of(config: Config) -> str:
+    """Return the metric that trials are compared by: that of the early stop, else the first one that can be best."""
+    stop = config.train.early_stop
+    if stop is not None:
+        return stop.metric
+    _, _, kind = config.compiled.labels[0]
+    comparable = (*HIGHER_IS_BETTER, "log_loss", "ne") if kind == "bce" else ()
+    return next((name for name in metric_names(config) if name in comparable), "loss")
+
+
+def run(trial: Trial) -> None:
+    """Run a trial to its end, unless it has finished before; one that was interrupted continues.
+
+    An error of the trial is recorded in it.
+
+    Raises:
+        DataError: A run of this name was trained on other files.
+    """
+    folder = trial.folder
+    exists = (folder.path / CONFIG).is_file()
+    if exists:
+        check_same(folder.config(), trial.config)
+        check_files(folder, Parts(trial.config).train.files)
+        if folder.read_json(SUMMARY).get("status") == FINISHED:
+            trial.reused = True
+            _judge(trial)
+            return
+    try:
+        with Trainer(trial.config) as trainer:
+            if exists:
+                trainer.resume(folder.path)
+            for _ in trainer.fit():
+                pass
+    except PersiaError as error:
+        trial.status, trial.error, trial.code = "failed", str(error).splitlines()[0], error.exit_code
+        return
+    _judge(trial)
+
+
+def _judge(trial: Trial) -> None:
+    """Take the results of a trial from its summary."""
+    summary: dict[str, Any] = trial.folder.read_json(SUMMARY)
+    valid = summary.get("valid") or {}
+    metric = metric_of(trial.config)
+    labels = valid.get("labels") or {}
+    first: dict[str, Any] = next(iter(labels.values()), {})
+    trial.status, trial.loss = str(summary.get("status")), valid.get("loss")
+    trial.value = trial.loss if metric == "loss" else first.get(metric)
+
+
+def ranked(found: Sequence[Trial]) -> list[Trial]:
+    """Return the trials by their metric, the best one first; those without a value come last."""
+    sign = -1 if metric_of(found[0].config) in HIGHER_IS_BETTER else 1
+
+    def key(trial: Trial) -> tuple[bool, float]:
+        return trial.value is None, 0.0 if trial.value is None else sign * trial.value
+
+    return sorted(found, key=key)

@@ -1,0 +1,361 @@
+"""``persia doctor``: each check tells apart what it promises, and says what to do."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import Verb
+from trainer_files import write_clicks, write_config
+
+import persia_core
+from persia.config import load_config
+from persia.doctor import data, disk, environment, gpu, network, run, services, versions
+from persia.doctor.check import Check, worst
+from persia.doctor.gpu import Facts
+from persia.doctor.job_status import Process, Status
+from persia.runtime.exit_codes import ExitCode
+
+
+def only(found: Iterator[Check], name: str) -> Check:
+    return next(check for check in found if check.name == name)
+
+
+# --- Versions
+
+
+@pytest.mark.row("S3-40")
+@pytest.mark.parametrize(
+    ("version", "status"), [("2.3.1", "fail"), ("1.13", "fail"), ("2.4", "ok"), ("2.10.0+cpu", "ok"), (None, "fail")]
+)
+def test_an_old_torch_is_named(version: str | None, status: str) -> None:
+    (found,) = versions.packages({"torch": version})
+    assert found.status == status
+    assert status == "ok" or ("2.4 or later" in found.why and "pip install 'torch>=2.4'" in found.next)
+
+
+@pytest.mark.row("S3-40")
+def test_versions_that_do_not_fit_are_refused() -> None:
+    assert versions.python((3, 9, 1)).status == "fail" and versions.python((3, 12, 0)).status == "ok"
+    other = versions.core_version("0.1.0", "0.0.9")
+    assert (other.status, other.code) == ("fail", ExitCode.REFUSED) and "persia_core 0.0.9" in other.found
+    assert not [check for check in versions.checks() if check.status == "fail"], "this environment is right"
+
+
+def test_the_file_of_the_engine_that_wins_is_named(tmp_path: Path) -> None:
+    first, second = tmp_path / "third_party", tmp_path / "site"
+    for folder in (first, second):
+        folder.mkdir()
+    winner, hidden = first / "persia_core.so", second / "persia_core" / "persia_core.abi3.so"
+    hidden.parent.mkdir()
+    winner.write_bytes(b"one")
+    hidden.write_bytes(b"other")
+    found = versions.core_file(winner, [str(first), str(second)])
+    assert found.status == "warn" and f"{winner} hides {hidden}" in found.found
+    assert versions.core_file(winner, [str(first)]).status == "ok"
+
+
+def test_a_build_that_was_changed_is_told(tmp_path: Path) -> None:
+    core = tmp_path / "persia_core.so"
+    core.write_bytes(b"changed")
+    (tmp_path / "BUILD_INFO").write_text(f"{'0' * 64}  persia_core.so build=abc\n")
+    assert versions.build(core).status == "warn" and "hash differs" in versions.build(core).found
+    (tmp_path / "BUILD_INFO").write_text(f"{'0' * 64}  other build=abc\n")
+    assert "does not name persia_core.so" in versions.build(core).found
+
+
+@pytest.mark.row("S3-39")
+def test_a_block_to_paste_has_versions_and_no_secret(monkeypatch: pytest.MonkeyPatch, verb: Verb) -> None:
+    monkeypatch.setenv("PERSIA_TOKEN_FILE", "/a/secret/place")
+    monkeypatch.setenv("PERSIA_JOB", "mine")
+    out, _ = verb("doctor", "--env")
+    lines = {line.split()[0]: line for line in out.splitlines()}
+    assert persia_core.__version__ in lines["persia_core"] and psutil.__version__ in lines["psutil"]
+    assert "mine" in lines["PERSIA_JOB"] and "/a/secret/place" not in out
+    assert str(os.cpu_count()) in lines["processors"] and "Python" in lines
+
+
+# --- GPUs
+
+
+@pytest.mark.row("S4-15", "S3-08")
+@pytest.mark.parametrize(
+    ("facts", "texts"),
+    [
+        (Facts(wanted=1), ("nvidia-smi is not on PATH", "install the NVIDIA driver")),
+        (Facts(wanted=1, in_container=True), ("no NVIDIA device and no driver", "docker-compose.gpu.yaml")),
+        (Facts(wanted=1, in_container=True, driver_loaded=True), ("this container has no device", "devices:")),
+        (Facts(wanted=1, driver_loaded=True, smi=("0, A100",), torch_cuda=None), ("is False", "for the CPU only")),
+        (
+            Facts(wanted=1, driver_loaded=True, smi=("0, A100",), torch_cuda="12.4", visible="-1"),
+            ("CUDA_VISIBLE_DEVICES='-1'", "unset CUDA_VISIBLE_DEVICES"),
+        ),
+        (
+            Facts(wanted=1, driver_loaded=True, smi=(), smi_error="Driver/library version mismatch"),
+            ("nvidia-smi failed: Driver/library version mismatch", "restart of the machine"),
+        ),
+        (
+            Facts(wanted=1, driver_loaded=True, devices=("/dev/nvidia0",), torch_cuda="12.4"),
+            ("the machine has 1 GPU(s)", "container toolkit"),
+        ),
+    ],
+)
+def test_causes_of_a_missing_gpu_are_told_apart(facts: Facts, texts: tuple[str, ...]) -> None:
+    found = gpu.device(facts)
+    assert found.status == "fail", found
+    whole = "\n".join(run.lines(found))
+    assert all(text in whole for text in texts), whole
+
+    assert gpu.device(replace(facts, wanted=0)).status in ("ok", "warn"), "no GPU is asked for"
+
+
+@pytest.mark.row("S3-40")
+def test_a_driver_older_than_the_runtime_is_named() -> None:
+    old, minor, new = gpu.driver((11, 8), "12.4"), gpu.driver((12, 2), "12.4"), gpu.driver((13, 0), "12.4")
+    assert (old.status, minor.status, new.status) == ("fail", "warn", "ok")
+    assert "supports CUDA 11.8" in old.found and "update the NVIDIA driver" in old.next
+
+
+def test_nvidia_smi_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert gpu._smi() == ((), "Failed to initialize NVML: Driver/library version mismatch")
+    program.write_text("#!/bin/sh\necho '0, A100, 550.1, 40960 MiB'\n")
+    assert gpu._smi() == (("0, A100, 550.1, 40960 MiB",), "")
+
+
+@pytest.mark.row("S1-23")
+def test_more_ranks_than_gpus_are_named() -> None:
+    found = gpu.ranks(5, 1, None)
+    assert found.status == "fail" and "5 asked (GPU_NUM), 1 visible" in found.found
+    assert gpu.ranks(2, 2, "0,1").status == "ok"
+
+
+# --- Network
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        yield server
+
+
+def test_a_port_in_use_names_the_program(listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    found = network.free_port("port", port, "PERSIA_LISTEN")
+    assert found.status == "fail"
+    assert f"port {port} in use by pid {os.getpid()} ({psutil.Process().name()})" in found.found
+    assert f"kill {os.getpid()}" in found.next
+    listener.close()
+    assert network.free_port("port", port, "PERSIA_LISTEN").status == "ok"
+
+
+def test_refused_filtered_and_unresolved_are_told_apart(listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    assert network.reach("127.0.0.1", port).outcome == "reached"
+    clients = [socket.socket() for _ in range(4)]
+    try:
+        for client in clients:  # with a full queue the kernel drops the packets, as a firewall does
+            client.setblocking(False)
+            client.connect_ex(("127.0.0.1", port))
+        assert network.reach("127.0.0.1", port, 0.3).outcome == "filtered"
+    finally:
+        for client in clients:
+            client.close()
+    listener.close()
+    assert network.reach("127.0.0.1", port).outcome == "refused"
+    assert network.reach("no-such-host.invalid", port).outcome == "unresolved"
+
+
+def test_an_address_of_rank_0_is_checked_from_both_sides(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = str(listener.getsockname()[1])
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    (alone,) = network.rendezvous()
+    assert alone.status == "fail" and "MASTER_PORT" in alone.found
+    monkeypatch.setenv("MASTER_PORT", port)
+    (rank_0,) = network.rendezvous()
+    assert rank_0.status == "fail" and "in use by pid" in rank_0.found
+    monkeypatch.setenv("RANK", "1")
+    (rank_1,) = network.rendezvous()
+    assert rank_1.status == "ok"
+    listener.close()
+    (rank_1,) = network.rendezvous()
+    assert (rank_1.code, rank_1.status) == (ExitCode.UNREACHABLE, "fail") and "rank 0" in rank_1.why + rank_1.next
+
+
+def test_an_interface_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert network.interfaces().status == "ok"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
+    found = network.interfaces()
+    assert found.status == "fail" and "eth77 does not exist; have" in found.found
+    assert "unset GLOO_SOCKET_IFNAME" in found.next
+
+
+# --- Services
+
+
+def process(service: str, index: int = 0, health: str = "serving") -> Process:
+    return Process(service, "test", index, 1, "h:1", "", "h", "1", "1", "", health, None, 7)
+
+
+def test_services_of_a_job() -> None:
+    good = Status([process("persia-server"), process("persia-middleware")], [])
+    assert [check.status for check in services.services(good, "test")] == ["ok", "ok"]
+    bad = Status([process("persia-server", health="deadline exceeded")], ["no persia-middleware has announced itself"])
+    server, middleware = services.services(bad, "test")
+    assert server.status == middleware.status == "fail"
+    assert "deadline exceeded" in server.found and middleware.code == ExitCode.UNREACHABLE
+
+
+def test_nats_that_cannot_be_reached_is_told(monkeypatch: pytest.MonkeyPatch, listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    listener.close()
+    monkeypatch.setenv("PERSIA_NATS_URL", f"nats://127.0.0.1:{port}")
+    nats, rest = services.checks()
+    assert "refused" in nats.found and rest.status == "skip"
+    monkeypatch.setenv("PERSIA_NATS_URL", "http://127.0.0.1")
+    (nats,) = services.checks()
+    assert "want nats://HOST:PORT" in nats.found
+
+
+# --- Disks and files
+
+
+@pytest.mark.row("S1-19")
+def test_a_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "folder"
+    found = disk.written("disk", folder)
+    assert found.status == "ok" and "written, synced, renamed and deleted" in found.found
+    assert not [*tmp_path.iterdir()], "nothing is made"
+    refused = disk.written("disk", Path("/proc/checkpoints"))
+    assert refused.status == "fail" and refused.code == ExitCode.FAILED
+    assert "Checkpoint storage validation failed: /proc: user" in refused.found and refused.next
+
+
+@pytest.mark.row("S1-17")
+def test_a_folder_on_a_disk_that_is_not_mounted(tmp_path: Path) -> None:
+    found = disk.written("checkpoint.dir", tmp_path / "mnt" / "disk" / "checkpoints")
+    assert found.status == "fail" and f"{tmp_path / 'mnt'} does not exist; is a disk not mounted?" in found.found
+    assert f"mkdir -p {tmp_path / 'mnt' / 'disk'}" in found.next
+
+
+@pytest.mark.row("S1-17")
+def test_a_relative_folder_of_a_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERSIA_NATS_URL", "nats://127.0.0.1:1")
+    monkeypatch.setenv("PERSIA_CKPT_DIR", "checkpoints")
+    (found,) = disk.checks(None)
+    assert "PERSIA_CKPT_DIR must be an absolute path, found 'checkpoints'" in found.found
+    assert found.next.endswith(f"PERSIA_CKPT_DIR={Path('checkpoints').absolute()}")
+
+
+@pytest.mark.row("S1-19")
+def test_free_space_is_compared_with_an_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_clicks(tmp_path / "clicks.parquet", 500)
+    config = load_config(write_config(tmp_path))
+    roomy = disk.space(config)
+    assert roomy.status == "ok" and "rows of train, each id new" in roomy.found
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr("persia.doctor.disk.shutil.disk_usage", lambda path: usage._replace(free=100_000))
+    full = disk.space(config)
+    assert full.status == "warn" and "97.7 KiB free" in full.found and "--set checkpoint.dir" in full.next
+
+
+@pytest.mark.row("S1-10")
+def test_files_that_are_not_visible_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import torch\nclass Mine(torch.nn.Linear):\n"
+        "    def __init__(self, table: str):\n        super().__init__(1, 1)\n"
+    )
+    write_config(
+        tmp_path, model={"class": "mine:Mine", "table": "/home/x/d.npz"}, data={"train": "rows/clicks.parquet"}
+    )
+    config = load_config(tmp_path / "persia.yml")
+    monkeypatch.setattr("persia.doctor.data.in_container", lambda: False)
+    outside = {check.found: check for check in data.checks(config) if check.status == "fail"}
+    assert f"data.train: {tmp_path}/rows/clicks.parquet does not exist" in outside
+    monkeypatch.setattr("persia.doctor.data.in_container", lambda: True)
+    inside = {check.found: check for check in data.checks(config) if check.status == "fail"}
+    hidden = inside["model.table: /home/x/d.npz is not visible in the container"]
+    assert "DATA_DIR=/home/x" in hidden.next and "/data/d.npz" in hidden.next
+
+
+@pytest.mark.row("S1-12")
+def test_variables_of_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: Verb) -> None:
+    write_clicks(tmp_path / "clicks.parquet", 300)
+    path = write_config(tmp_path, env={"MY_HOME": None, "MY_LEVEL": 3})
+    (found,) = environment.checks(load_config(path))
+    assert found.status == "fail" and "not set: MY_HOME" in found.found and "export MY_HOME=VALUE" in found.next
+    _, errors = verb("train", str(path), "--test", "--local", code=2)
+    assert "these variables are not set, and the configuration needs them: MY_HOME" in errors
+    monkeypatch.setenv("MY_HOME", "/here")
+    (found,) = environment.checks(load_config(path))
+    assert found.status == "ok"
+    out, _ = verb("config", "show", str(path))
+    assert "MY_HOME" in out and 'MY_LEVEL: "3"' in out.replace("'", '"')
+    (tmp_path / "mine.py").write_text(
+        "import os, torch\nclass Mine(torch.nn.Module):\n    def __init__(self, num_dense, embedding_dims):\n"
+        "        super().__init__()\n        print('level', os.environ['MY_LEVEL'], os.environ['MY_HOME'])\n"
+        "        self.top = torch.nn.Linear(num_dense + sum(embedding_dims), 1)\n"
+        "    def forward(self, dense, embeddings):\n        return self.top(torch.cat([*dense, *embeddings], 1))\n"
+    )
+    path = write_config(tmp_path, env={"MY_HOME": None, "MY_LEVEL": 3}, model={"class": "mine:Mine"})
+    out, _ = verb("train", str(path), "--test", "--local")
+    assert "level 3 /here" in out and "MY_LEVEL" not in os.environ, "they are set for the run only"
+    bad = write_config(tmp_path, env={"PERSIA_NATS_URL": "x", "a-b": "y"})
+    _, errors = verb("config", "check", str(bad), code=2)
+    assert "env.PERSIA_NATS_URL: is read before this file" in errors and "env.a-b: found `a-b`" in errors
+
+
+# --- The verb
+
+
+def test_the_whole_doctor_as_a_process(tmp_path: Path) -> None:
+    write_clicks(tmp_path / "clicks.parquet", 300)
+    path = write_config(tmp_path)
+    words = [sys.executable, "-m", "persia", "doctor"]
+    done = subprocess.run([*words, str(path)], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("config", "python", "torch", "persia_core", "gpu", "interfaces", "services", "run.dir", "rows"):
+        assert f" {name} " in done.stdout, name
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["clicks.parquet", "persia.yml"], "nothing is left"
+
+
+def test_a_failure_has_its_exit_code_and_json(tmp_path: Path, verb: Verb) -> None:
+    out, _ = verb("doctor", "--only", "disk", "--dir", "/proc", "--json", code=1)
+    (found,) = json.loads(out)
+    assert found["status"] == "fail" and found["code"] == 1 and "user" in found["found"] and found["next"]
+    _, errors = verb("doctor", "--only", "dsik", code=2)
+    assert "no such check; there are config, versions" in errors
+    (tmp_path / "persia.yml").write_text("data: {train: 5}\nmodel: {name: dlrmm}\n")
+    out, _ = verb("doctor", "--only", "data", code=2)
+    assert "found `dlrmm`" in out and "persia config check" in out
+
+
+def test_a_model_that_cannot_be_made_is_a_finding(tmp_path: Path, verb: Verb) -> None:
+    (tmp_path / "mine.py").write_text("class Mine:\n    def __init__(self):\n        raise KeyError('gone')\n")
+    write_clicks(tmp_path / "clicks.parquet", 300)
+    write_config(tmp_path, model={"class": "mine:Mine"})
+    out, _ = verb("doctor", "persia.yml", "--only", "disk,data", code=1)
+    assert "fail  disk           KeyError: 'gone' at mine.py:3 in __init__" in out and "ok    rows" in out
+
+
+def test_the_first_failure_gives_the_exit_code() -> None:
+    checks = [
+        Check("a", "warn", ""),
+        Check("b", "fail", "", code=ExitCode.UNREACHABLE),
+        Check("c", "fail", "", code=ExitCode.CONFIG),
+    ]
+    assert worst(checks) == ExitCode.UNREACHABLE and worst(checks[:1]) == 0

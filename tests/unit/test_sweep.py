@@ -1,0 +1,143 @@
+"""``persia train --sweep``: a run for each combination, compared by the valid part, and none repeated."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Verb
+from trainer_files import write_clicks, write_config
+
+from persia.errors import UsageError
+from persia.trainer import sweep
+
+LR = "train.dense_optimizer.lr=0.05,0.0001"
+
+
+def table(out: str) -> list[list[str]]:
+    """Return the rows of the table that was printed."""
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
+
+
+def summaries(folder: Path) -> dict[str, Any]:
+    return {path.parent.name: json.loads(path.read_text()) for path in folder.glob("runs/sweep-*/summary.json")}
+
+
+@pytest.mark.row("S1-21")
+def test_a_sweep_is_sorted_by_the_metric_and_resumes(
+    tmp_path: Path, verb: Verb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    write_clicks(tmp_path / "clicks.parquet")
+    path = str(write_config(tmp_path))
+    words = ("train", path, "--sweep", LR, "--sweep", "model.deep_mlp=[8],[4, 4]")
+    out, _ = verb(*words)
+    rows, found = table(out), summaries(tmp_path)
+    assert len(rows) == len(found) == 4 and all(each["status"] == "finished" for each in found.values())
+    assert {row[2] for row in rows} == {"[8]", "[4, 4]"}
+    aucs = [float(row[3]) for row in rows]
+    assert aucs == sorted(aucs, reverse=True) and aucs[0] > aucs[-1]
+    for row in rows:
+        name = row[-1].rpartition("/")[2]
+        assert f"{found[name]['valid']['labels']['label']['auc']:.4f}" == row[3]
+    best = f"--set train.dense_optimizer.lr={rows[0][1]}"
+    assert f"next: persia train {path} {best} --set" in out
+    assert out.count("(finished before)") == 0
+    again, _ = verb(*words)
+    assert again.count("(finished before)") == 4 and table(again) == rows
+    assert summaries(tmp_path) == found, "no run was touched"
+    wider, _ = verb("train", path, "--sweep", f"{LR},0.01", "--sweep", "model.deep_mlp=[8],[4, 4]")
+    assert wider.count("(finished before)") == 4 and len(table(wider)) == 6
+
+
+@pytest.mark.row("S1-21")
+def test_an_interrupted_trial_continues(tmp_path: Path, verb: Verb, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_clicks(tmp_path / "clicks.parquet")
+    path = write_config(tmp_path)
+    from persia.trainer import training
+
+    report, calls = training.Training._report_steps, []
+
+    def stop(self: Any, *arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return report(self, *arguments)
+
+    monkeypatch.setattr(training.Training, "_report_steps", stop)
+    _, errors = verb("train", str(path), "--sweep", LR, code=130)
+    assert "interrupted in trial 1 of 2" in errors and f"next:  persia train {path} --sweep {LR}" in errors
+    (interrupted,) = summaries(tmp_path).values()
+    assert interrupted["status"] != "finished"
+    monkeypatch.setattr(training.Training, "_report_steps", report)
+    verb("train", str(path), "--sweep", LR)
+    found = summaries(tmp_path)
+    assert len(found) == 2 and all(each["status"] == "finished" for each in found.values())
+
+
+@pytest.mark.row("S1-21")
+def test_a_trial_that_fails_does_not_end_the_others(tmp_path: Path, verb: Verb) -> None:
+    write_clicks(tmp_path / "clicks.parquet", 600)
+    (tmp_path / "mine.py").write_text(
+        "import torch\nfrom persia.errors import DataError\nclass Mine(torch.nn.Module):\n"
+        "    def __init__(self, num_dense, embedding_dims, breaks: bool):\n        super().__init__()\n"
+        "        self.breaks = breaks\n        self.top = torch.nn.Linear(num_dense + sum(embedding_dims), 1)\n"
+        "    def forward(self, dense, embeddings):\n        if self.breaks:\n            raise DataError('it breaks')\n"
+        "        return self.top(torch.cat([*dense, *embeddings], 1))\n"
+    )
+    path = write_config(tmp_path, model={"class": "mine:Mine", "breaks": False})
+    out, _ = verb("train", str(path), "--sweep", "model.breaks=true,false", code=2)
+    rows = table(out)
+    assert "failed: it breaks" in out
+    assert [row[4] for row in rows] == ["finished", "failed"] and rows[1][2] == "-", "without a value it comes last"
+
+
+@pytest.mark.row("S1-21")
+def test_many_trials_need_a_confirmation(tmp_path: Path, verb: Verb) -> None:
+    path = str(write_config(tmp_path))
+    seeds = "train.seed=" + ",".join(map(str, range(21)))
+    _, errors = verb("train", path, "--sweep", seeds, code=2)
+    assert "21 trials, more than 20" in errors and "--yes" in errors
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["lr"], "want KEY=VALUE,VALUE"),
+        (["a=1,,2"], "want KEY=VALUE,VALUE"),
+        (["a=1,1"], "a value is given twice"),
+        (["a=1", "a=2"], "a is given twice"),
+        (["run.name=a,b"], "`run` cannot be searched over"),
+    ],
+)
+def test_wrong_options(options: list[str], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        sweep.grid(options)
+
+
+def test_commas_in_brackets_belong_to_a_value() -> None:
+    assert sweep.grid(["a=[1, 2],{b: 1, c: 2},'x,y'"]) == [("a=[1, 2]",), ("a={b: 1, c: 2}",), ("a='x,y'",)]
+
+
+def test_mistakes_are_found_before_the_first_trial(tmp_path: Path, verb: Verb, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_clicks(tmp_path / "clicks.parquet", 300)
+    path = str(write_config(tmp_path))
+    _, errors = verb("train", path, "--sweep", "train.dense_optimizer.lr=0.1,fast", code=2)
+    assert "--set train.dense_optimizer.lr=fast: train.dense_optimizer.lr: found `fast`" in errors
+    _, errors = verb("train", path, "--sweep", "train.dense_optimizer.lr=0.1,1e-1", code=2)
+    assert "are the same settings" in errors
+    _, errors = verb("train", path, "--set", "data.split.fractions=[1, 0, 0]", "--sweep", LR, code=2)
+    assert "there is no valid part" in errors
+    assert not [*tmp_path.glob("runs/*")]
+    monkeypatch.setenv("PERSIA_NATS_URL", "nats://127.0.0.1:1")
+    _, errors = verb("train", path, "--sweep", LR, code=2)
+    assert "PERSIA_NATS_URL is set" in errors and "--local" in errors
+
+
+def test_other_rows_are_not_compared(tmp_path: Path, verb: Verb) -> None:
+    write_clicks(tmp_path / "clicks.parquet", 600)
+    path = str(write_config(tmp_path))
+    verb("train", path, "--sweep", "train.seed=1")
+    write_clicks(tmp_path / "clicks.parquet", 900)
+    _, errors = verb("train", path, "--sweep", "train.seed=1", code=2)
+    assert "the files of data.train are not those of" in errors
