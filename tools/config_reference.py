@@ -72,8 +72,7 @@ TAIL = """## Not in this version
 These blocks are refused by name: {reserved}.
 
 These keys are refused, with a message that names the alternative: `data.workers` (Arrow reads with all threads;
-data-compose has replicas), `train.accumulate` (give a larger `data.batch_size`), `train.baseline` (an option of
-`persia train`).
+data-compose has replicas), `train.baseline` (an option of `persia train`).
 """
 
 
@@ -97,6 +96,9 @@ def reference() -> str:
             parts.append(f"## {key}\n\nSee [transforms.md](transforms.md).\n")
         elif (kind := _model_of(field.annotation)) is not None:
             parts.extend(_block(key, kind))
+        else:
+            parts.append(f"## {key}\n")
+            parts.append(_table({key: Argument.of(field)}))
     parts.append(TAIL.format(reserved=", ".join(f"`{name}`" for name in RESERVED)))
     return "\n".join(parts)
 
