@@ -73,8 +73,7 @@ TAIL = """## Not in this version
 These blocks are refused by name: {reserved}.
 
 These keys are refused, with a message that names the alternative: `data.workers` (Arrow reads with all threads;
-data-compose has replicas), `train.accumulate` (give a larger `data.batch_size`), `train.baseline` (an option of
-`persia train`).
+data-compose has replicas), `train.baseline` (an option of `persia train`).
 """
 
 

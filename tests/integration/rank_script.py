@@ -25,6 +25,7 @@ from waiting import wait_until
 from persia import distributed, env
 from persia.ctx import TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset, StreamingDataset
+from persia.distributed.wrapped import unwrap_model
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, Label, NonIDTypeFeature, PersiaBatch
 from persia.embedding.optim import SGD, Adagrad, Adam, Optimizer
@@ -39,10 +40,15 @@ PLAN: dict[str, Any] = {
     "data": "part",
     "passes": 1,
     "swapped": None,  # the rank whose batches have their features in the opposite order
+    "dense": "SGD",
+    "parallel": "ddp",
+    "nonfinite": "skip",
+    "clip": None,
     "kinds": False,  # a weighted, a raw and a hash-stacked slot instead of two plain ones
     **json.loads(sys.argv[1] if len(sys.argv) > 1 else "{}"),
 }
 RANK, WORLD = env.get_rank(), env.get_world_size()
+DENSE: dict[str, Any] = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam, "Adagrad": torch.optim.Adagrad}
 OPTIMIZERS: dict[str, Optimizer] = {"SGD": SGD(0.1), "Adagrad": Adagrad(0.1), "Adam": Adam(0.01)}
 
 
@@ -123,6 +129,8 @@ def before(step: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if due("raise", step):
         raise ValueError("as the plan wants")
+    if due("exit", step):
+        sys.exit(PLAN["exit"]["code"])
     if due("hang", step):
         hang()
     if (pause := PLAN.get("pause")) is not None and pause["step"] == step:
@@ -162,6 +170,8 @@ def train_once(ctx: TrainCtx, loader: DataLoader) -> None:
         loss = loss_fn(output, labels[0])
         if due("nan", batch.step):
             loss = loss * float("nan")
+        if due("overflow", batch.step):  # finite itself, but not its gradient, which is scaled
+            loss = loss * 1e36
         ctx.backward(loss)
         if RANK == 0:
             sys.stderr.write(f"step {batch.step} done\n")
@@ -169,12 +179,12 @@ def train_once(ctx: TrainCtx, loader: DataLoader) -> None:
 
 def save(ctx: TrainCtx, out: str) -> None:
     """Write rows and weights."""
+    assert ctx.model is not None
     ids = np.arange(PLAN["ids"], dtype=np.uint64)
     slots = ["weighted", "raw", "stacked"] if PLAN["kinds"] else ["a", "b"]
     wanted = PersiaBatch([IDTypeFeatureWithSingleID(slot, ids) for slot in slots], requires_grad=False)
     rows = [from_dlpack(tensor).numpy() for tensor in ctx.get_embedding_from_data(wanted).embeddings()]
-    assert ctx.model is not None
-    weights = [parameter.detach().numpy() for parameter in ctx.model.parameters()]
+    weights = [parameter.detach().numpy() for parameter in unwrap_model(ctx.model).parameters()]
     names = [*slots, *(f"dense{index}" for index in range(len(weights)))]
     arrays: dict[str, Any] = dict(zip(names, [*rows, *weights], strict=True))
     np.savez(out, **arrays)
@@ -184,10 +194,21 @@ def main() -> None:
     """Train as planned."""
     torch.manual_seed(1)
     model = Flat(embeddings=4 + 2 * 5 + 4) if PLAN["kinds"] else TinyModel()
-    dense = torch.optim.SGD(model.parameters(), lr=0.1)
+    dense = DENSE[PLAN["dense"]](model.parameters(), lr=0.1)
     config = EmbeddingConfig((-0.1, 0.1))
     optimizer = OPTIMIZERS[PLAN["optimizer"]]
-    with TrainCtx(optimizer, dense, mixed_precision=False, model=model, embedding_config=config) as ctx:
+    option = distributed.FSDPOption() if PLAN["parallel"] == "fsdp" else None
+    with TrainCtx(
+        optimizer,
+        dense,
+        mixed_precision=False,
+        distributed_option=option,
+        model=model,
+        embedding_config=config,
+        nonfinite=PLAN["nonfinite"],
+        clip_norm=PLAN["clip"],
+        precision=PLAN.get("precision"),
+    ) as ctx:
         if (load := PLAN.get("load")) and (RANK == 0 or load["all"]):
             ctx.load_checkpoint(load["dir"])
         train(ctx)

@@ -121,6 +121,47 @@ def test_a_step_with_nan_on_one_rank_is_skipped_on_all(make_stack: MakeStack) ->
         part.says("step 3 skipped, model and rows unchanged: rank 1: the loss is nan")
 
 
+@pytest.mark.row("S3-24")
+def test_nan_on_one_rank_ends_all_of_them_at_the_same_step(make_stack: MakeStack) -> None:
+    stack = make_stack()
+    parts = nodes(stack, {"steps": 6, "nan": {"rank": 1, "step": 3}, "nonfinite": "raise"})
+    for part in parts:
+        assert part.wait() == 1, part.output
+        part.says("step 3: rank 1: the loss is nan. Nothing of the step is applied, neither to the model nor to rows")
+    parts[0].says("step 2 done")
+    assert "step 3 done" not in parts[0].output
+
+
+@pytest.mark.row("S3-32")
+def test_an_overflow_of_fp16_on_one_rank_skips_the_step_on_all(make_stack: MakeStack) -> None:
+    stack = make_stack()
+    plan = {"steps": 6, "overflow": {"rank": 1, "step": 3}, "nonfinite": "raise", "precision": "fp16"}
+    parts = nodes(stack, plan)
+    for part in parts:
+        assert part.wait() == 0, part.output
+        part.says("step 3 skipped, model and rows unchanged: rank 1: the gradient of slot 'a'")
+        part.says("the loss is scaled by 32768 from now on")
+        assert part.output.count("skipped, model and rows") == 1
+    summary = job.finished_summary(stack.folder / "run")
+    assert summary is not None and summary["result"]["equal_weights"]
+
+
+@pytest.mark.row("S3-15")
+@pytest.mark.parametrize(("rank", "code"), [(1, 0), (0, 3)])
+def test_a_rank_whose_script_exits_in_mid_training_is_named_by_the_other(
+    make_stack: MakeStack, rank: int, code: int
+) -> None:
+    stack = make_stack()
+    parts = nodes(stack, {"steps": 1000, "exit": {"rank": rank, "step": 7, "code": code}})
+    other = parts[1 - rank]
+    other.says(f"rank {rank} left at step 7 (exit {code})")
+    left = time.monotonic()
+    assert other.wait(60) == 75, other.output
+    assert time.monotonic() - left < 20
+    parts[rank].wait(60)
+    assert job.finished_summary(stack.folder / "run") is None
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("reproducible", [True, False])
 def test_a_rank_that_is_killed_is_named_by_the_other(make_stack: MakeStack, victim: int, reproducible: bool) -> None:
@@ -230,13 +271,14 @@ def test_nats_may_restart_in_mid_training(make_stack: MakeStack, tmp_path: Path)
     assert summary is not None and summary["result"]["step"] == 60
 
 
+@pytest.mark.row("S3-14")
 def test_uneven_data_stops_all_ranks_together(make_stack: MakeStack) -> None:
     stack = make_stack()
     trainer = stack.trainer(SCRIPT, json.dumps({"steps": 8, "more": {"1": 3}}), ranks=2)
     assert trainer.wait() == 0, trainer.output
     summary = job.finished_summary(stack.folder / "run")
     assert summary is not None and (summary["steps"], summary["world_size"]) == (8, 2)
-    trainer.says("all ranks stop after step 8: the data of rank 0 has ended")
+    trainer.says("all ranks stop after step 8: the data of rank 0 has ended; not used: 3 batches of rank 1")
 
 
 @pytest.mark.parametrize("everybody", [True, False])

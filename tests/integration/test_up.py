@@ -18,6 +18,7 @@ import psutil
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 from stack import missing
 from waiting import is_running, wait_until
 
@@ -390,6 +391,46 @@ def test_a_table_that_stopped_early_on_two_ranks_ends_after_a_restart(up: StartU
     result = json.loads((tmp_path / "runs" / "early" / "summary.json").read_text())["result"]
     assert result["early_stopped"] and result["test"]["step"] == result["valid"]["step"] == result["best"]["step"]
     assert "<td class=n>finished</td>" in (tmp_path / "runs" / "early" / "report.html").read_text()
+
+
+@pytest.mark.row("S3-05", "S3-27")
+@pytest.mark.usefixtures("binaries")
+def test_shards_of_a_table_s_model_learn_what_whole_copies_learn(up: StartUp, tmp_path: Path) -> None:
+    """Evaluations and the best checkpoint included; a step of two batches is one of as many rows."""
+    synth.write(tmp_path / "rows.parquet", 1500, synth.Teacher((40, 30), 1))
+    train = "reproducible: true, evaluate_every: 4, early_stop: {patience: 9}, clip_norm: 0.1"
+    table = (TABLE % 1).replace("reproducible: true", train) + "run: {log_every: 4}\n"
+    halves = table.replace("batch_size: 100", "batch_size: 50").replace("clip_norm", "accumulate: 2, clip_norm")
+    lines, states = [], []
+    for name, content in (("ddp", table), ("fsdp", f"{halves}parallel: fsdp\n")):
+        one = up(content, "--ranks", "2", "--name", name)
+        assert one.wait() == 0, one.output
+        folder = tmp_path / "runs" / name
+        found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        lines.append([[each.get("loss"), each.get("grad_norm"), each.get("valid", {}).get("loss")] for each in found])
+        last = max((folder / "checkpoints").glob("*/step-*"), key=lambda path: int(path.name[5:]))
+        states.append([torch.load(last / file, weights_only=True) for file in ("dense.pt", "opt.pt")])
+    assert len(lines[0]) >= 7  # a report and an evaluation of every fourth step, and the test part
+    for one_line, other in zip(*lines, strict=True):
+        assert one_line == pytest.approx(other, abs=2e-6)
+    assert_same_form(*states)
+
+
+def assert_same_form(one: object, other: object) -> None:
+    """Compare states: equal keys, and plain tensors that are equal to 1e-6."""
+    assert type(one) is type(other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_same_form(one[key], other[key])
+    elif isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        for first, second in zip(one, other, strict=True):
+            assert_same_form(first, second)
+    elif isinstance(one, torch.Tensor):
+        assert type(one) is torch.Tensor
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4)
+    else:
+        assert one == other
 
 
 def test_mistakes_of_a_table_are_listed_before_anything_starts(up: StartUp) -> None:

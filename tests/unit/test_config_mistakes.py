@@ -18,7 +18,7 @@ labels:
 """
 """Lines 1 to 7; the text that a test adds begins on line 8."""
 
-KEYS = "data, features, labels, model, train, checkpoint, run, env"
+KEYS = "data, features, labels, model, train, precision, parallel, checkpoint, run, env"
 
 
 @pytest.fixture
@@ -54,10 +54,10 @@ def mistakes(path: Path, text: str, *overrides: str) -> list[str]:
             "8:7: run.nam: unknown key, did you mean `name`?; allowed: dir, name, log_every, tensorboard",
         ),
         ("run:\n  <<: {}", "9:3: run.<<: merge keys are not read; an alias (`*name`) repeats a whole value"),
-        (
-            "train: {accumulate: 2}",
-            "8:9: train.accumulate: not supported: rows are updated at every step; give a larger data.batch_size",
-        ),
+        ("train: {accumulate: 0}", "8:21: train.accumulate: found `0`, allowed: a whole number of at least 1"),
+        ("precision: fp8", "8:12: precision: found `fp8`, allowed: fp32, bf16, fp16"),
+        ("parallel: zero3", "8:11: parallel: found `zero3`, allowed: ddp, fsdp"),
+        ("train: {nonfinite: ignore}", "8:20: train.nonfinite: found `ignore`, allowed: raise, skip"),
         (
             "train: {baseline: lightgbm}",
             "8:9: train.baseline: not a key: it is an option of the command, persia train FILE --baseline lightgbm",
@@ -386,6 +386,31 @@ def test_dlrm_needs_equal_dims(write: Path) -> None:
     ]
 
 
+@pytest.mark.row("S3-30")
+def test_keys_that_do_not_fit_together_are_found_at_once(write: Path) -> None:
+    text = GOOD + (
+        "model: {name: dlrm, bottom_mlp: [64, 32], top_mlp: [64, 2]}\n"
+        "train: {lr_schedule: cosin, gauc_group: user, early_stop: {metric: gauc}}\n"
+        "data.split: 3\n"
+    )
+    found = mistakes(write, text)
+    assert found[:2] == [
+        "8:33: model.bottom_mlp: its last size is 32, allowed: 16, the dim of the features",
+        "8:52: model.top_mlp: its last size is 2, allowed: 1, the number of labels",
+    ]
+    assert [line.split(": ")[1] for line in found[2:]] == ["train.lr_schedule", "data.split"]
+    write.write_text(GOOD + "model: {name: dlrm, bottom_mlp: [64, 16], top_mlp: [64, 1]}\n")
+    assert persia.load_config(write).model.arguments["bottom_mlp"] == [64, 16]
+
+
+def test_rows_at_a_time_that_are_no_fewer_than_a_batch_are_a_warning(
+    write: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write.write_text(GOOD + "train: {micro_batch: 4096, accumulate: 2}\n")
+    assert persia.load_config(write).step_rows == 8192
+    assert "train.micro_batch: found 4096, but a batch has 4096 rows, which are in the model together" in caplog.text
+
+
 def test_the_early_stop_needs_rows_and_a_metric(write: Path) -> None:
     text = GOOD.replace("clicks.parquet", "a\n  split: {fractions: [0.9, 0, 0.1]}") + "train: {early_stop: {}}\n"
     assert mistakes(write, text) == [
@@ -459,6 +484,7 @@ def test_a_file_that_cannot_be_read_names_the_next_step(write: Path) -> None:
         persia.load_config("binary.yml")
 
 
+@pytest.mark.row("S3-31")
 def test_a_program_can_ask_whether_a_configuration_is_valid(write: Path) -> None:
     write.write_text(GOOD)
     config = persia.load_config(write)

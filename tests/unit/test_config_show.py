@@ -72,8 +72,8 @@ def test_overrides_change_and_add_keys(write: Path) -> None:  # noqa: F811
         ),
         (
             "rum.name=x",
-            ": rum: unknown key, did you mean `run`?; allowed: data, features, labels, model, train, checkpoint, run, "
-            "env",
+            ": rum: unknown key, did you mean `run`?; allowed: data, features, labels, model, train, precision, "
+            "parallel, checkpoint, run, env",
         ),
         ("train.seed=x", ": train.seed: found `x`, allowed: a whole number from 0 to 9223372036854775807"),
         ("train.seed=", ": train.seed: found nothing, allowed: a whole number from 0 to 9223372036854775807"),

@@ -229,6 +229,22 @@ def test_the_command_shows_and_checks_the_file_of_the_folder(write: Write, run: 
     assert code == 2 and "--set train.seed=x: train.seed: found `x`" in err
 
 
+@pytest.mark.row("S3-04")
+def test_keys_of_the_model_change_the_number_of_its_weights(write: Write, run: Run) -> None:
+    write("persia.yml", "data: {train: a}\nfeatures: {user: {type: id, dim: 4}}\nlabels: {clicked: {}}\n")
+    found = []
+    for layers in ("[8]", "[2]"):
+        sets = ("--set", f"model.deep_mlp={layers}", "--set", "model.cross_layers=1")
+        code, out, err = run("config", "show", "--parameters", *sets)
+        assert (code, err) == (0, "")
+        found.append(out.splitlines()[-1])
+    # cross: 4 * 4 + 4; deep: 4 * 8 + 8; head: 8 + 4 + 1
+    assert found == [
+        f"# the model has {count} weights, rows of embeddings left out" for count in (20 + 40 + 13, 20 + 10 + 7)
+    ]
+    assert "#" not in run("config", "show")[1].splitlines()[-1].split("  # ")[0]
+
+
 def test_checking_imports_no_torch(write: Write) -> None:
     write("persia.yml", PERSIA.replace("train: a", "train: a.parquet"))
     texts, lists, numbers = pa.array(["a"]), pa.array([["a"]]), pa.array([1.0])

@@ -335,3 +335,19 @@ def test_ids_that_are_strings_name_the_transform() -> None:
     with pytest.raises(FeatureTypeError) as caught:
         IDTypeFeatureWithSingleID("a", np.array([1.0, 2.0]))
     assert "persia.features" not in str(caught.value)
+
+
+# --- tensors on several devices
+
+
+@pytest.mark.row("S4-52")
+def test_a_model_on_another_device_names_the_tensors_of_each(configure: Configure) -> None:
+    configure(SLOTS)
+    with make() as ctx:
+        ctx.model = TinyModel().to("meta")
+        for batch in DataLoader(Batches(1)):
+            with pytest.raises(UsageError, match="device") as caught:
+                ctx.forward(batch)
+    text = str(caught.value)
+    assert "on cpu: dense input 0, embeddings; on meta: the model's layers.0.weight, the model's layers.0.bias" in text
+    assert "model.to(DEVICE)" in caught.value.hint

@@ -38,7 +38,7 @@ def write_config(folder: Path, **blocks: Any) -> Path:
         "run": {"dir": str(folder / "runs"), "name": "one", "log_every": 4},
     }
     for name, keys in blocks.items():
-        merges = name not in ("features", "labels", "model")
+        merges = name not in ("features", "labels", "model", "precision", "parallel")
         content[name] = {**content.get(name, {}), **keys} if merges else keys
     path = folder / "persia.yml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))

@@ -73,10 +73,12 @@ class NonFiniteTensor:
     Attributes:
         text: The tensor and the position.
         averaged: Whether it was averaged over all ranks, so that the cause may be another rank.
+        is_gradient: Whether it is a gradient, which a smaller loss scale may make finite.
     """
 
     text: str
     averaged: bool = False
+    is_gradient: bool = False
 
 
 class BackgroundSave(Protocol):
@@ -285,9 +287,9 @@ class Backend(ABC):
         self.activity += 1
         return self.engine.lookup(batch, device_id)
 
-    def first_nonfinite(self, mine: NonFiniteTensor | None) -> str | None:
+    def first_nonfinite(self, mine: NonFiniteTensor | None) -> NonFiniteTensor | None:
         """Return the first tensor with NaN or infinity on any rank; every rank calls this in every step."""
-        return None if mine is None else mine.text
+        return mine
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the module that training runs."""

@@ -4,7 +4,7 @@ import weakref
 
 import torch
 
-from persia.distributed.options import unwrap_model
+from persia.distributed.wrapped import unwrap_model
 from persia.embedding.inputs import Arrangement, InputNames, NamedBatch
 from persia.runtime.logging import get_logger
 

@@ -40,7 +40,7 @@ def together(peers: Peers | None, what: str) -> Iterator[None]:
 def collective(peers: Peers | None) -> Iterator[None]:
     """Enclose a collective of torch: the error of a failure names the lost rank."""
     try:
-        with watchdog.collective():
+        with watchdog.collective(), contextlib.nullcontext() if peers is None else peers.in_collective():
             yield
     except RuntimeError as error:
         if peers is not None and not isinstance(error, PersiaError):
@@ -48,20 +48,18 @@ def collective(peers: Peers | None) -> Iterator[None]:
         raise
 
 
-def first_nonfinite(peers: Peers, mine: NonFiniteTensor | None) -> str | None:
+def first_nonfinite(peers: Peers, mine: NonFiniteTensor | None) -> NonFiniteTensor | None:
     """Return the first tensor with NaN or infinity on any rank.
 
     NaN on one rank makes DDP's averages NaN on all ranks. A tensor that is not averaged has precedence, because it is
-    the cause.
+    the cause. Tensors that are computed before gradients have precedence over these.
     """
-    found = peers.all_gather("gradients", None if mine is None else [mine.averaged, mine.text])
-    offenders = [
-        (averaged, rank, text) for rank, each in enumerate(found) if each is not None for averaged, text in [each]
-    ]
+    found = peers.all_gather("gradients", None if mine is None else [mine.averaged, mine.is_gradient, mine.text])
+    offenders = [(*each[:2], rank, each[2]) for rank, each in enumerate(found) if each is not None]
     if not offenders:
         return None
-    _, rank, text = min(offenders)
-    return f"rank {rank}: {text}"
+    averaged, is_gradient, rank, text = min(offenders)
+    return NonFiniteTensor(f"rank {rank}: {text}", averaged, is_gradient)
 
 
 def check_slots(digests: list[str], source: str) -> None:

@@ -296,7 +296,7 @@ class RemoteBackend(Backend):
             self.engine.join(generation, self.trained_step)
             return self.engine.lookup(batch, device_id)
 
-    def first_nonfinite(self, mine: NonFiniteTensor | None) -> str | None:
+    def first_nonfinite(self, mine: NonFiniteTensor | None) -> NonFiniteTensor | None:
         """Return the first tensor with NaN or infinity on any rank; every rank calls this in every step."""
         return super().first_nonfinite(mine) if self._peers is None else rank_checks.first_nonfinite(self._peers, mine)
 
@@ -385,7 +385,7 @@ class RemoteBackend(Backend):
         if self._trains:
             run.trained(self.trained_step)
             if error is not None:
-                run.fail(f"{type(error).__name__}: {error}".strip().split("\n")[0])
+                run.fail(run.reason_of(error))
         if self.feed is not None:
             self.feed.close(error)
         if self._announcement is not None:

@@ -9,7 +9,8 @@ import torch
 
 from persia.backend.base import Backend
 from persia.checkpoint import rng_state, snapshot
-from persia.distributed.options import unwrap_model
+from persia.distributed.sharded import ShardedModel
+from persia.distributed.wrapped import load_dense, optimizer_state, unwrap_model, whole_model
 from persia.embedding import inputs
 from persia.embedding.optim import Optimizer
 from persia.runtime.logging import get_logger
@@ -125,6 +126,13 @@ class RunState:
         """Return the state of this rank for a checkpoint: its random generators, and the record of its data."""
         return {**rng_state.random_state(self.optimizer), PASSED: self._replay_digests, PASSES: self.passes}
 
+    def gather_model(self) -> None:
+        """Gather weights and optimizer state, if they are sharded over the ranks; every rank calls this."""
+        model = self._model()
+        if isinstance(model, ShardedModel):
+            with self.backend.collective():
+                model.gather(self._dense_optimizer())
+
     def begin_save(
         self,
         directory: Path,
@@ -140,10 +148,10 @@ class RunState:
         with save.kept():
             names = self.backend.inputs.of(model)
             if model is not None:
-                save.add_state(dense, inputs.annotate(unwrap_model(model).state_dict(), names))
+                save.add_state(dense, inputs.annotate(whole_model(model).state_dict(), names))
                 if jit is not None:
                     save.add_module(jit, unwrap_model(model))
-            save.add_state(optimizer, self._dense_optimizer().state_dict())
+            save.add_state(optimizer, optimizer_state(model, self._dense_optimizer()))
             if self._loss_scale is not None:
                 save.add_state(LOSS_SCALE, self._loss_scale.state_dict())
             for name, state in {rng_state.rank_state(0): self.rank_state(), **more}.items():
@@ -175,15 +183,13 @@ class RunState:
         user = None if self._user is None else self._user.state_in(loaded)
         scale = loaded.state(LOSS_SCALE) if LOSS_SCALE in loaded.names else None
         if model is not None and dense is not None:
-            snapshot.check_module(unwrap_model(model), dense, loaded.path)
+            dense = snapshot.check_module(unwrap_model(model), dense, loaded.path)
         snapshot.check_optimizer(self._dense_optimizer(), optimizer, loaded.path)
         names = saved_inputs(loaded)
         rng_state.check_random_state(rank, self.optimizer, loaded.path / rng_state.rank_state(0))
         restore_rows(self.backend, loaded)
-        if model is not None and dense is not None:
-            unwrap_model(model).load_state_dict(dense)
+        load_dense(model, self._dense_optimizer(), dense, optimizer)
         self.backend.inputs.set(model, names)
-        self._dense_optimizer().load_state_dict(optimizer)
         self._load_scale(scale)
         rng_state.restore_random_state(rank, self.optimizer)
         self._ranks = ranks
@@ -207,7 +213,7 @@ class RunState:
         state = self.backend.broadcast(
             lambda: {
                 "dense": None if module is None else module.state_dict(),
-                "optimizer": self._dense_optimizer().state_dict(),
+                "optimizer": optimizer_state(model, self._dense_optimizer()),
                 "loss_scale": None if self._loss_scale is None else self._loss_scale.state_dict(),
                 "embedding_lr": self.optimizer.lr,
                 "cursor": self._cursor if self._loaded else None,  # a live position is this rank's alone
@@ -221,11 +227,9 @@ class RunState:
         self._ranks = {}  # the variable is shared: a later generation of this context must not restore them again
         if state is None:
             return
-        if module is not None:
-            module.load_state_dict(state["dense"])
+        load_dense(model, self._dense_optimizer(), state["dense"], state["optimizer"])
         if state["inputs"] is not None:
             self.backend.inputs.set(model, inputs.InputNames.from_state(state["inputs"]))
-        self._dense_optimizer().load_state_dict(state["optimizer"])
         self._load_scale(state["loss_scale"])
         self.optimizer.update_lr(state["embedding_lr"])
         if self._user is not None and state["more"] is not None:

@@ -23,6 +23,7 @@ import torch
 from typing_extensions import Self
 
 from persia.checkpoint.foreign import is_imported, open_checkpoint
+from persia.checkpoint.state_keys import fitted
 from persia.embedding import inputs
 from persia.runtime import files
 from persia.runtime.errors import CheckpointError, PersiaError, StorageError, UsageError
@@ -287,13 +288,15 @@ def _read_state(path: Path, map_location: str | torch.device | None) -> dict[str
     return state
 
 
-def check_module(module: torch.nn.Module, state: dict[str, Any], path: Path) -> None:
-    """Check that ``module.load_state_dict(state)`` would succeed.
+def check_module(module: torch.nn.Module, state: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Check that ``module.load_state_dict`` would succeed with the result: the state, with the module's keys.
+
+    Keys of a module in a wrapper, such as ``module.`` of DistributedDataParallel, are those of the module without it.
 
     Raises:
         CheckpointError: Keys or shapes differ; the message lists all.
     """
-    own = module.state_dict()
+    own, state = module.state_dict(), fitted(module, state)
     # The module itself handles extra state that an older version has not saved.
     wrong = [f"{key}: not in the checkpoint" for key in own if key not in state and not key.endswith("_extra_state")]
     wrong += [f"{key}: not in the model" for key in state if key not in own]
@@ -304,6 +307,7 @@ def check_module(module: torch.nn.Module, state: dict[str, Any], path: Path) -> 
     ]
     if wrong:
         raise CheckpointError(f"{path}: the model differs from the one that was saved: {'; '.join(wrong)}")
+    return state
 
 
 def _shape(value: object) -> tuple[int, ...] | None:
@@ -367,7 +371,7 @@ def load_state(
     """
     state = _read_state(path, map_location)
     if isinstance(instance, torch.nn.Module):
-        check_module(instance, state, path)
+        state = check_module(instance, state, path)
     else:
         check_optimizer(instance, state, path)
     names = inputs.annotated(state)

@@ -95,6 +95,9 @@ def _found() -> list[Path]:
 def config_show(
     file: Annotated[Path | None, typer.Argument(help="Default: PERSIA_CONFIG, else persia.yml.")] = None,
     overrides: Overrides = None,
+    parameters: Annotated[
+        bool, typer.Option("--parameters", help="Also make the model, and print the number of its weights.")
+    ] = False,
 ) -> None:
     """Print a whole persia.yml with its defaults, and where each value came from."""
     from persia.config.document import open_document
@@ -111,3 +114,7 @@ def config_show(
     for warning in document.findings.warnings:
         typer.echo(f"warning: {warning}", err=True)
     typer.echo(show(document), nl=False)
+    if parameters and document.config is not None:
+        from persia.trainer.models import count_parameters
+
+        typer.echo(f"# the model has {count_parameters(document.config):,} weights, rows of embeddings left out")

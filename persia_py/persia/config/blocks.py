@@ -67,7 +67,7 @@ class DataBlock(Block):
     window_rows: Annotated[int, Field(ge=1)] = 1 << 18
     """The number of rows that are shuffled together. More rows shuffle better and take more memory."""
     batch_size: Annotated[int, Field(ge=1)] = 4096
-    """The number of rows of a batch, over all ranks."""
+    """The number of rows of a batch, over all ranks. With ``train.accumulate``, a step has several batches."""
     epochs: Annotated[int, Field(ge=1)] = 1
     """The number of passes over the rows of train."""
 
@@ -126,6 +126,17 @@ class TrainBlock(Block):
     """The number of steps in which both learning rates rise from 0."""
     clip_norm: Annotated[float, Field(gt=0)] | None = None
     """The largest norm of the gradient of the model's weights. Gradients of embeddings are not clipped."""
+    accumulate: Annotated[int, Field(ge=1)] = 1
+    """The number of batches of a step. Their gradients are added up, for model and rows: the result is that of one
+    batch of ``accumulate * data.batch_size`` rows, except for rounding. Only one batch at a time is in the model."""
+    micro_batch: Annotated[int, Field(ge=1)] | None = None
+    """The number of rows that a rank gives the model at a time, to save memory; gradients are added up over the batch.
+    None: the whole batch. If memory runs out, one rank alone halves it by itself."""
+    nonfinite: Literal["raise", "skip"] = "raise"
+    """What happens at NaN or infinity in the loss or a gradient: training ends, or all ranks skip the step. Model and
+    rows stay as they are. With ``precision: fp16``, gradients that overflow always skip the step."""
+    detect_anomaly: bool = False
+    """Let torch find the operation whose gradient has NaN. Training is several times as slow."""
     staleness: Annotated[int, Field(ge=1, le=MAX_STALENESS)] = 4
     """When a look-up is served, at most ``staleness - 1`` pushes are in flight."""
     reproducible: bool = False
@@ -227,6 +238,12 @@ class Config(Block):
     """The model."""
     train: TrainBlock = TrainBlock()
     """How the model is trained."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """The precision of the model's forward in training: with ``bf16`` and ``fp16``, torch's autocast computes matrix
+    products in that type. ``fp16`` also scales the loss. Weights, embeddings and evaluations are float32."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """How several ranks train the model. ``ddp``: each has all weights. ``fsdp``: gradients, the optimizer's state, and
+    between steps the weights are sharded over the ranks. Checkpoints are the same."""
     checkpoint: CheckpointBlock = CheckpointBlock()
     """What is saved while training."""
     run: RunBlock = RunBlock()
@@ -239,6 +256,11 @@ class Config(Block):
     _compiled: Features = PrivateAttr()
     _described: str = PrivateAttr()
     _origin: Origin = PrivateAttr(default_factory=Origin)
+
+    @property
+    def step_rows(self) -> int:
+        """The number of rows of a step, over all ranks."""
+        return self.data.batch_size * self.train.accumulate
 
     @property
     def is_located(self) -> bool:
@@ -285,5 +307,5 @@ class Config(Block):
         return self.model_copy(update=blocks).located(self.folder, self.compiled, self.described, self.origin)
 
 
-RESERVED = ("precision", "parallel", "dist", "nccl", "profile", "memory", "spot", "budget", "serving", "publish")
+RESERVED = ("dist", "nccl", "profile", "memory", "spot", "budget", "serving", "publish")
 """Blocks that are reserved for later versions."""

@@ -38,6 +38,7 @@ def check(root: Entries, values: Mapping[str, Any], features: Features | None, f
     checks.check_env()
     checks.check_columns(features)
     checks.check_leaks()
+    checks.check_micro_batch()
     checks.check_dims()
 
 
@@ -289,19 +290,44 @@ class _Checks:
                 message = f"reads `{use.column}`, the column of `{labels[use.column]}`: the label would be known"
                 self._findings.error(use.place, use.by, f"{message}; give another column, or remove it")
 
+    def check_micro_batch(self) -> None:
+        """Rows at a time are some of a batch."""
+        rows, batch = self._train.get("micro_batch"), self._data.get("batch_size")
+        node = self._node("train.micro_batch")
+        if rows is not None and batch is not None and rows >= batch and node is not None:
+            message = f"found {rows}, but a batch has {batch} rows, which are in the model together: no effect"
+            self._findings.warn(node.place, "train.micro_batch", message)
+
     def check_dims(self) -> None:
-        """Check that all features of a DLRM have one dimension: it multiplies their embeddings with each other."""
+        """Check the sizes of a DLRM: it multiplies embeddings, and the output of its bottom MLP, with each other."""
         model = self._values.get("model") or {}
         if model.get("name") != "dlrm":
             return
         dims: dict[str, tuple[float, Place]] = {}
-        features = self._root.get("features")
-        for key, one in features.entries if isinstance(features, Entries) else []:
+        for key, one in self._entries("features"):
             dim = one.get("dim") if isinstance(one, Entries) else None
             value = number(dim.text) if isinstance(dim, Scalar) else None
             if dim is not None and value:
-                dims[key.text] = (value, dim.place)
-        if len({value for value, _ in dims.values()}) > 1:
+                dims[key] = (value, dim.place)
+        sizes = {value for value, _ in dims.values()}
+        if len(sizes) > 1:
             listed = ", ".join(f"{name} {value:g}" for name, (value, _) in dims.items())
             message = f"`dlrm` needs features of one dim, found {listed}; give all the same, or use `name: dcnv2`"
             self._error("model.name", message)
+        elif sizes and self._has_dense():
+            self._check_last("bottom_mlp", model.get("bottom_mlp"), int(min(sizes)), "the dim of the features")
+        self._check_last("top_mlp", model.get("top_mlp"), len(self._entries("labels")), "the number of labels")
+
+    def _has_dense(self) -> bool:
+        kinds = [one.get("type") for _, one in self._entries("features") if isinstance(one, Entries)]
+        return any(isinstance(kind, Scalar) and kind.text == "dense" for kind in kinds)
+
+    def _check_last(self, key: str, layers: object, wanted: int, what: str) -> None:
+        """The last layer of an MLP has the size that follows from other keys."""
+        if isinstance(layers, list) and layers and wanted and layers[-1] != wanted:
+            self._error(f"model.{key}", f"its last size is {layers[-1]}, allowed: {wanted}, {what}")
+
+    def _entries(self, block: str) -> list[tuple[str, Node]]:
+        """Return the entries of a block of the file."""
+        node = self._root.get(block)
+        return [(key.text, one) for key, one in node.entries] if isinstance(node, Entries) else []

@@ -115,7 +115,9 @@ def _resolve(values: dict[str, Any], tree: Entries) -> None:
     rows: dict[str, Any] = train["embedding_optimizer"]
     shown = tree.at("train", "embedding_optimizer")
     if rows["name"] == "adagrad" and rows["initial_accumulator_value"] is None:
-        rows["initial_accumulator_value"] = initial_accumulator_value(values["data"]["batch_size"])
+        rows["initial_accumulator_value"] = initial_accumulator_value(
+            values["data"]["batch_size"] * train["accumulate"]
+        )
         shown.put("initial_accumulator_value", node_of(rows["initial_accumulator_value"]))
     if train["reproducible"]:
         train["staleness"] = 1

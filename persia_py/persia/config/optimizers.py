@@ -27,8 +27,8 @@ class RowAdagrad(Block):
     lr: NotNegative = 0.1
     """The learning rate."""
     initial_accumulator_value: NotNegative | None = None
-    """Where the sum of squared gradients starts. None: ``1e-6 * (1024 / data.batch_size) ** 2``, small compared with
-    the square of a gradient of a mean over the batch."""
+    """Where the sum of squared gradients starts. None: ``1e-6 * (1024 / rows) ** 2`` with the rows of a step
+    (``data.batch_size * train.accumulate``), small compared with the square of a gradient of a mean over them."""
     weight_decay: NotNegative = 0.0
     """The factor of a weight that is added to its gradient."""
     g_square_momentum: NotNegative = 1.0
@@ -112,10 +112,10 @@ OPTIMIZERS = {"embedding_optimizer": OF_ROWS, "dense_optimizer": OF_MODEL}
 """The optimizers by the key of ``train`` that selects one."""
 
 
-def initial_accumulator_value(batch_size: int) -> float:
+def initial_accumulator_value(rows: int) -> float:
     """Return the ``initial_accumulator_value`` of :class:`RowAdagrad` if the file gives none.
 
-    The gradient of a mean over the batch is inversely proportional to the batch size. ``docs/performance.md`` has the
-    measurement.
+    The gradient of a mean over the rows of a step is inversely proportional to their number. ``docs/performance.md``
+    has the measurement.
     """
-    return float(1e-6 * (1024 / batch_size) ** 2)
+    return float(1e-6 * (1024 / rows) ** 2)

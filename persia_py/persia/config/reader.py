@@ -27,7 +27,6 @@ _UNSUPPORTED: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "workers": "not a key: Arrow reads with the threads of this host; in a job, data-compose has replicas"
         },
         "train": {
-            "accumulate": "not supported: rows are updated at every step; give a larger data.batch_size",
             "baseline": "not a key: it is an option of the command, persia train FILE --baseline lightgbm",
         },
     }

@@ -6,7 +6,7 @@ checkpoint to keep them. :class:`Checkpoints` is :class:`persia.checkpoint.polic
 
 * :mod:`persia.ctx.base`: the base of all contexts
 * :mod:`persia.ctx.embedding`: look-ups and evaluation
-* :mod:`persia.ctx.train`: training
+* :mod:`persia.ctx.step`, :mod:`persia.ctx.train`: the steps of training, and the run around them
 * :mod:`persia.ctx.data`: sending batches to trainers
 """
 

@@ -1,8 +1,13 @@
 """Checks of model inputs and losses, where torch raises no error or does not name the tensor."""
 
+from typing import Any
+
 import torch
 
+from persia.checkpoint.policy import Checkpoints
+from persia.distributed.options import DistributedBaseOption
 from persia.embedding import EmbeddingConfig
+from persia.embedding.optim import Optimizer
 from persia.runtime.errors import FeatureTypeError, UsageError
 from persia.runtime.logging import get_logger
 from persia_core.config import EmbeddingConfig as Slots
@@ -16,16 +21,28 @@ _NODES = 1000
 """The number of nodes of a loss's graph that are searched for a broadcast."""
 
 
-def named_error(error: RuntimeError, dense: list[torch.Tensor], names: list[str | None]) -> RuntimeError | TypeError:
-    """Return an error that names the dense inputs with a wrong dtype, if that is the cause; else ``error``.
+def named_error(
+    error: RuntimeError,
+    dense: list[torch.Tensor],
+    names: list[str | None],
+    embeddings: list[torch.Tensor],
+    model: torch.nn.Module,
+) -> RuntimeError | TypeError:
+    """Return an error that names the tensors with a wrong dtype or device, if that is the cause; else ``error``.
 
     Args:
         error: The error of the model.
         dense: The dense inputs that it was given.
         names: Their names.
+        embeddings: The embeddings that it was given.
+        model: The model.
     """
+    if "device" in str(error) and (listed := _devices(dense, names, embeddings, model)):
+        found = UsageError(f"the model failed: {str(error).splitlines()[0]}; {listed}")
+        found.hint = "move the model to the device of the batch: model.to(DEVICE) before the optimizer is made"
+        return found
     others = [
-        f"{_title('dense input', index, name)} is {_dtype(tensor)}"
+        f"{titled('dense input', index, name)} is {_dtype(tensor)}"
         for index, (tensor, name) in enumerate(zip(dense, names, strict=True))
         if tensor.dtype != torch.float32
     ]
@@ -35,6 +52,25 @@ def named_error(error: RuntimeError, dense: list[torch.Tensor], names: list[str 
     return FeatureTypeError(
         f"the model failed: {text}; {', '.join(others)}. Give the model float32: "
         "NonIDTypeFeature(data.astype(np.float32)) where the batch is made, or tensor.float() in the model"
+    )
+
+
+def _devices(
+    dense: list[torch.Tensor], names: list[str | None], embeddings: list[torch.Tensor], model: torch.nn.Module
+) -> str:
+    """Return which tensors are on which device; empty if all are on one."""
+    places: dict[str, list[str]] = {}
+    for index, (tensor, name) in enumerate(zip(dense, names, strict=True)):
+        places.setdefault(str(tensor.device), []).append(titled("dense input", index, name))
+    for tensor in embeddings[:1]:
+        places.setdefault(str(tensor.device), []).append("embeddings")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        places.setdefault(str(tensor.device), []).append(f"the model's {name}")
+    listed = [f"{', '.join(found[:3])}{', …' if len(found) > 3 else ''}" for found in places.values()]
+    return (
+        "; ".join(f"on {place}: {found}" for place, found in zip(places, listed, strict=True))
+        if len(places) > 1
+        else ""
     )
 
 
@@ -55,7 +91,7 @@ class LabelCheck:
         """
         outputs = [output] if isinstance(output, torch.Tensor) else output if isinstance(output, list | tuple) else []
         tensors = [each for each in outputs if isinstance(each, torch.Tensor) and each.is_floating_point()]
-        titles = [_title("label", index, name) for index, name in enumerate(names)]
+        titles = [titled("label", index, name) for index, name in enumerate(names)]
         self._suspects = [
             (each, label, title)
             for each in tensors
@@ -108,7 +144,8 @@ def _has_square(loss: torch.Tensor, output: torch.Tensor) -> bool:
     return False
 
 
-def _title(kind: str, index: int, name: str | None) -> str:
+def titled(kind: str, index: int, name: str | None) -> str:
+    """Return the name of a dense input or a label in messages: its own, else its place in the batch."""
     return f"{kind} {index}" if name is None else f"{kind} {name!r}"
 
 
@@ -149,3 +186,29 @@ def check_rows(given: object, where: str) -> None:
     raise UsageError(
         f"{where}(embedding_config=...): want persia.embedding.EmbeddingConfig, got {type(given).__name__}"
     )
+
+
+def check_training(given: dict[str, Any]) -> None:
+    """Check the arguments of a :class:`persia.ctx.TrainCtx`, by name.
+
+    Raises:
+        UsageError: One has another class or value than it may have.
+    """
+    classes: dict[str, tuple[type, str, bool]] = {
+        "embedding_optimizer": (Optimizer, "one of persia.embedding.optim", False),
+        "dense_optimizer": (torch.optim.Optimizer, "a torch.optim.Optimizer", False),
+        "distributed_option": (DistributedBaseOption, "one of persia.distributed", True),
+        "checkpoints": (Checkpoints, "persia.ctx.Checkpoints", True),
+    }
+    for name, (kind, wanted, optional) in classes.items():
+        if not isinstance(given[name], kind) and not (optional and given[name] is None):
+            raise UsageError(f"TrainCtx({name}=...): want {wanted}, got {type(given[name]).__name__}")
+    choices = {"embedding_gradient_scale": ("mean", "none"), "nonfinite": ("raise", "skip")}
+    for name, (first, second) in choices.items():
+        if given[name] not in (first, second):
+            raise UsageError(f"TrainCtx({name}={given[name]!r}): want {first!r} or {second!r}")
+    if given["grad_scalar_update_factor"] < 1:
+        raise UsageError(f"TrainCtx(grad_scalar_update_factor={given['grad_scalar_update_factor']}): want at least 1")
+    limit = given["clip_norm"]
+    if limit is not None and not limit > 0:
+        raise UsageError(f"TrainCtx(clip_norm={limit}): want a number above 0, or None")

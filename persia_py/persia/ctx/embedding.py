@@ -1,5 +1,6 @@
 """Look-ups outside training: evaluation, saving and loading."""
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from persia.checkpoint.run_state import restore_rows, saved_inputs
 from persia.ctx.base import BaseCtx, PreprocessMode
 from persia.ctx.checks import LabelCheck, TruncatedSlots, check_rows, named_error
 from persia.ctx.tensors import given_tensors, with_mask
-from persia.distributed.options import unwrap_model
+from persia.distributed.wrapped import unwrap_model, whole_model
 from persia.embedding import EmbeddingConfig, inputs
 from persia.embedding.data import PersiaBatch
 from persia.embedding.inputs import Arrangement, arranged
@@ -116,26 +117,28 @@ class EmbeddingCtx(BaseCtx):
         watchdog.progress()
         if self.model is None:
             raise UsageError(f"{type(self).__name__}.forward without a model; give it as model=...")
-        training = self.preprocess_mode is PreprocessMode.TRAIN
-        with torch.set_grad_enabled(training and torch.is_grad_enabled()):
+        with torch.set_grad_enabled(self.preprocess_mode is PreprocessMode.TRAIN and torch.is_grad_enabled()):
             if isinstance(batch, PersiaBatch):
                 batch = self.get_embedding_from_data(batch)
-            places = self._arrange(batch, whole=True)
-            non_id_tensors, embedding_tensors, labels = self.prepare_features(batch)
-            try:
-                if not training:  # this runs on one rank alone, so it must not use a collective
-                    output = unwrap_model(self.model)(non_id_tensors, embedding_tensors)
-                else:
-                    with self._backend.collective():
-                        output = self.model(non_id_tensors, embedding_tensors)
-            except RuntimeError as error:
-                named = named_error(error, non_id_tensors, arranged(batch.dense_names, places.dense))
-                if named is error:
-                    raise
-                raise named from error
-            if labels is not None:
-                labels = self._label_check.forward(output, labels, arranged(batch.label_names, places.labels))
-            return output, labels
+            self._arrange(batch, whole=True)
+            return self._run_model(batch, *self.prepare_features(batch))
+
+    def _run_model(
+        self, batch: "_forward.TrainingBatch", dense: list[torch.Tensor], embeddings: list[torch.Tensor], labels: Any
+    ) -> tuple[Any, Any]:
+        """Return the model's output for tensors of a batch, or of some of its rows, and their labels."""
+        assert self.model is not None  # noqa: S101 - forward has checked it
+        places, training = self._arrange(batch, whole=True), self.preprocess_mode is PreprocessMode.TRAIN
+        try:  # an evaluation runs on one rank alone, so it must not use a collective
+            with self._backend.collective() if training else contextlib.nullcontext():
+                output = (self.model if training else whole_model(self.model))(dense, embeddings)
+        except RuntimeError as error:
+            named = named_error(error, dense, arranged(batch.dense_names, places.dense), embeddings, self.model)
+            if named is error:
+                raise
+            raise named from error
+        names = arranged(batch.label_names, places.labels)
+        return output, None if labels is None else self._label_check.forward(output, labels, names)
 
     def prepare_features(
         self, batch: "_forward.TrainingBatch | PersiaBatch"
@@ -253,7 +256,7 @@ class EmbeddingCtx(BaseCtx):
         with self._begin_save(self._backend.checkpoint_dir(dst_dir)).kept() as save:
             names = self._backend.inputs.for_evaluation(self.model)
             if self.model is not None:
-                save.add_state(dense_filename, inputs.annotate(unwrap_model(self.model).state_dict(), names))
+                save.add_state(dense_filename, inputs.annotate(whole_model(self.model).state_dict(), names))
                 if with_jit_model:
                     save.add_module(jit_dense_filename, unwrap_model(self.model))
             if names is not None:
@@ -303,7 +306,7 @@ class EmbeddingCtx(BaseCtx):
         loaded = snapshot.Load(self._backend.checkpoint_dir(src_dir))
         state = None if self.model is None else loaded.state(loaded.model_name(dense_filename), map_location)
         if self.model is not None and state is not None:
-            snapshot.check_module(unwrap_model(self.model), state, loaded.path)
+            state = snapshot.check_module(unwrap_model(self.model), state, loaded.path)
         names = saved_inputs(loaded)
         if self._backend.is_rank_0:
             restore_rows(self._backend, loaded)

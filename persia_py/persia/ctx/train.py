@@ -13,34 +13,33 @@ from persia.checkpoint import snapshot
 from persia.checkpoint.policy import Checkpoints
 from persia.checkpoint.resume import resume
 from persia.checkpoint.run_state import RunState
-from persia.ctx.base import PreprocessMode
-from persia.ctx.embedding import EmbeddingCtx
+from persia.ctx.checks import check_training
+from persia.ctx.step import StepCtx, StepPolicy
 from persia.distributed import run
-from persia.distributed.options import DistributedBaseOption, unwrap_model
-from persia.embedding.data import PersiaBatch
+from persia.distributed.options import DistributedBaseOption
+from persia.distributed.sharded import ShardedModel
+from persia.distributed.wrapped import unwrap_model
 from persia.embedding.optim import Optimizer
 from persia.loop.autosave import Autosave
-from persia.loop.backward import Backward
 from persia.loop.epochs import Epochs
+from persia.loop.gather_model import GatherModel
 from persia.loop.hooks import Hooks
 from persia.loop.inputs import InputAgreement
-from persia.loop.loss_scale import LossScale
 from persia.loop.preemption import Preemption
 from persia.loop.quarantine import Quarantine
 from persia.loop.source import Source
 from persia.loop.trained import TrainedBatches
 from persia.loop.training import LoopOptions, TrainingLoop
 from persia.loop.watchdog import Watchdog
-from persia.runtime import preemption, watchdog
+from persia.runtime import preemption
 from persia.runtime.errors import UsageError
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
-from persia_core.forward import TrainingBatch
 
 _logger = get_logger("ctx")
 
 
-class TrainCtx(EmbeddingCtx):
+class TrainCtx(StepCtx):
     """Trains: an :class:`EmbeddingCtx` with a dense optimizer and an embedding optimizer.
 
     Args:
@@ -52,7 +51,7 @@ class TrainCtx(EmbeddingCtx):
         grad_update_buffer_size: PersiaML's; accepted, the staleness bounds the pushes in flight.
         lookup_emb_directly: PersiaML's; accepted, a look-up always starts when its batch arrives.
         mixed_precision: Scale the loss for float16, dense and embedding gradients together (``torch.autocast`` is the
-            model's own); it has no effect without a GPU, which is logged once.
+            model's own); it has no effect without a GPU, which is logged once, and none with ``precision``.
         distributed_option: How several ranks train the model, one of :mod:`persia.distributed`; None is DDP. It has no
             effect with one rank.
         *args: As in :class:`EmbeddingCtx`, after its mode.
@@ -60,10 +59,15 @@ class TrainCtx(EmbeddingCtx):
             same on every rank.
         embedding_gradient_scale: With several ranks, ``mean`` divides embedding gradients by their number, as DDP does
             the dense ones; ``none`` sums them, as PersiaML does.
+        precision: ``fp32``, ``bf16`` or ``fp16``: the model's forward runs under :func:`torch.autocast` of that dtype,
+            and its outputs are float32 again. ``fp16`` scales the loss. None: autocast is the model's own.
+        nonfinite: What happens at NaN or infinity in the loss or a gradient. ``skip``: all ranks skip the step.
+            ``raise``: they end with NonFiniteError. In both cases model and rows stay as they are.
+        clip_norm: The largest norm of the gradient of the model's weights. None: gradients are not clipped.
         **kwargs: For :class:`EmbeddingCtx`.
 
     Raises:
-        UsageError: An optimizer or the model is missing.
+        UsageError: An optimizer or the model is missing, or an argument has another value than it may have.
     """
 
     def __init__(
@@ -80,46 +84,32 @@ class TrainCtx(EmbeddingCtx):
         *args: Any,
         checkpoints: Checkpoints | None = None,
         embedding_gradient_scale: str = "mean",
+        precision: str | None = None,
+        nonfinite: str = "skip",
+        clip_norm: float | None = None,
         **kwargs: Any,
     ) -> None:
         del backward_buffer_size, backward_workers_size, grad_update_buffer_size, lookup_emb_directly
-        super().__init__(PreprocessMode.TRAIN, *args, **kwargs)
-        if not isinstance(embedding_optimizer, Optimizer):
-            raise UsageError(
-                f"TrainCtx(embedding_optimizer=...): want one of persia.embedding.optim, got "
-                f"{type(embedding_optimizer).__name__}"
-            )
-        if not isinstance(dense_optimizer, torch.optim.Optimizer):
-            raise UsageError(
-                f"TrainCtx(dense_optimizer=...): want a torch.optim.Optimizer, got {type(dense_optimizer).__name__}"
-            )
-        if distributed_option is not None and not isinstance(distributed_option, DistributedBaseOption):
-            raise UsageError(
-                f"TrainCtx(distributed_option=...): want one of persia.distributed, got "
-                f"{type(distributed_option).__name__}"
-            )
-        if embedding_gradient_scale not in {"mean", "none"}:
-            raise UsageError(f"TrainCtx(embedding_gradient_scale={embedding_gradient_scale!r}): want 'mean' or 'none'")
-        if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
-            raise UsageError(
-                f"TrainCtx(checkpoints=...): want persia.ctx.Checkpoints, got {type(checkpoints).__name__}"
-            )
-        if grad_scalar_update_factor < 1:
-            raise UsageError(f"TrainCtx(grad_scalar_update_factor={grad_scalar_update_factor}): want at least 1")
+        check_training(
+            {
+                "embedding_optimizer": embedding_optimizer,
+                "dense_optimizer": dense_optimizer,
+                "distributed_option": distributed_option,
+                "checkpoints": checkpoints,
+                "embedding_gradient_scale": embedding_gradient_scale,
+                "nonfinite": nonfinite,
+                "clip_norm": clip_norm,
+                "grad_scalar_update_factor": grad_scalar_update_factor,
+            }
+        )
+        policy = StepPolicy(nonfinite, clip_norm, precision, mixed_precision, int(grad_scalar_update_factor))
+        super().__init__(dense_optimizer, policy, *args, **kwargs)
         self.embedding_optimizer = embedding_optimizer
-        self.dense_optimizer = dense_optimizer
-        scale = LossScale(int(grad_scalar_update_factor)) if mixed_precision and self.device_id is not None else None
-        if mixed_precision and scale is None:
-            _logger.info("mixed_precision: no GPU, so the loss is not scaled")
         self._checkpoints = checkpoints
         self._option = distributed_option
         self._gradient_scale = embedding_gradient_scale
         self._unwrapped: torch.nn.Module | None = None
-        self._backward = Backward(dense_optimizer, scale)
-        self._trained_batches = TrainedBatches()
-        self._state: RunState | None = None
         self._autosave: Autosave | None = None
-        self._loop: TrainingLoop | None = None  # the most recent loop
         self._epochs: Epochs | None = None
         self._preemption = contextlib.ExitStack()
 
@@ -148,6 +138,8 @@ class TrainCtx(EmbeddingCtx):
         self._backend.begin(optimizer=self.embedding_optimizer, config=self.embedding_config)
         if self.model is not None and unwrap_model(self.model) is self.model:
             self._unwrapped, self.model = self.model, self._backend.wrap(self.model)
+            if isinstance(self.model, ShardedModel):
+                self.model.bind(self.dense_optimizer)
         self._loop = None
         self._trained_batches = TrainedBatches()
         self._trained_batches.skipped = self._backward.skipped_steps
@@ -170,6 +162,8 @@ class TrainCtx(EmbeddingCtx):
     def _on_exit(self) -> None:
         self._trained_batches.end_step(self._embeddings)
         if self._unwrapped is not None:
+            if isinstance(self.model, ShardedModel):
+                self.model.release(self.dense_optimizer)
             self._unwrapped, self.model = None, self._unwrapped
         super()._on_exit()
 
@@ -199,7 +193,7 @@ class TrainCtx(EmbeddingCtx):
         if self._checkpoints is not None:
             hooks = [Preemption(), *hooks, Quarantine(self._checkpoints), self._autosave]
         if not self._backend.is_alone:
-            hooks.append(InputAgreement(self._backend.inputs, lambda: self.model))
+            hooks += [InputAgreement(self._backend.inputs, lambda: self.model), GatherModel(self._run_state)]
         self._loop = TrainingLoop(self._backend, self._run_state, source, Hooks(hooks), options).start()
         return self._loop
 
@@ -230,77 +224,16 @@ class TrainCtx(EmbeddingCtx):
             raise UsageError(f"{type(self).__name__} is used outside its `with` block")
         return self._epochs
 
-    @property
-    def _run_state(self) -> RunState:
-        if self._state is None:
-            raise UsageError(f"{type(self).__name__} is used outside its `with` block")
-        return self._state
-
-    @property
-    def grad_scaler(self) -> torch.amp.GradScaler | None:
-        """The scaler of the loss, which also unscales the dense gradients; None without mixed precision or a GPU."""
-        scale = self._backward.loss_scale
-        return None if scale is None else scale.scaler
-
-    @property
-    def step(self) -> int:
-        """The number of the last batch that was trained on, from 1; a resumed run continues the count."""
-        return self._backend.trained_step
-
-    @property
-    def skipped_steps(self) -> int:
-        """The steps of this context that were skipped for NaN or infinity."""
-        return self._backward.skipped_steps
-
-    def prepare_features(
-        self, batch: TrainingBatch | PersiaBatch
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor], Any]:
-        """Like that of :class:`EmbeddingCtx`; a previous training batch without :meth:`backward` is counted."""
-        before = self.current_batch
-        if batch is not before:
-            self._trained_batches.end_step(self._embeddings)
-        tensors = super().prepare_features(batch)
-        current = self.current_batch
-        if current is not None and current is not before:
-            self._trained_batches.forward(current.step, trains=current.requires_grad and torch.is_grad_enabled())
-        return tensors
-
-    def backward(self, loss: torch.Tensor, embedding_gradient_check_frequency: int = 20) -> torch.Tensor:
-        """Back-propagate, update the model, and push the embedding gradients.
-
-        A step with NaN or infinity in the loss or any gradient changes neither model nor rows, and is logged with the
-        first such tensor.
-
-        Args:
-            loss: A scalar that depends on the last :meth:`forward`.
-            embedding_gradient_check_frequency: PersiaML's; every step is checked.
-
-        Returns:
-            The back-propagated loss, detached; with mixed precision it is scaled.
-
-        Raises:
-            UsageError: :meth:`forward` was not called with a training batch.
-            NonFiniteError: Too many steps in a row were skipped.
-        """
-        del embedding_gradient_check_frequency
-        watchdog.progress()
-        batch, self.current_batch = self.current_batch, None
-        if batch is None or not batch.requires_grad:
-            raise UsageError("TrainCtx.backward was called without a forward of a training batch before it")
-        self._label_check.backward(loss)
-        embeddings, self._embeddings = self._embeddings, []
-        self._trained_batches.backward()
-        loss = self._backward(loss, batch, embeddings, self._run_state.optimizer, self._backend)
-        self._trained_batches.skipped = self._backward.skipped_steps
-        if self._loop is not None:
-            self._loop.trained(batch)
-        else:  # the loop is another context's
-            self._backend.trained_step = batch.step
-        return loss.detach()
-
     def _begin_save(self, directory: Path) -> snapshot.Save:
         self._trained_batches.warn_untrained_save()
         return super()._begin_save(directory)
+
+    def gather_model(self) -> None:
+        """With FSDP, gather the weights of all ranks, so that rank 0 can evaluate or save; else do nothing.
+
+        Every rank calls this after the same step. Automatic checkpoints and the end of a loop do it by themselves.
+        """
+        self._run_state.gather_model()
 
     def wait_servers_ready(self) -> None:
         """Wait until the embedding servers are ready. In the embedded mode, return immediately."""

@@ -6,11 +6,12 @@ fails, dies or falls silent. Torch's collectives do neither.
 Messages are lines of JSON. The connections carry flags and names, never tensors.
 """
 
+import contextlib
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from persia.distributed.link import Link, Message, names
@@ -27,6 +28,8 @@ SILENCE_S = 120.0
 """Seconds that a rank may be silent before it counts as lost, such as one that is frozen, or without a network."""
 _GRACE_S = 15.0
 """Seconds that the training loop may take to notice that a rank is lost, before this process ends by itself."""
+_ENDED_S = 5.0
+"""Seconds in a collective after which a rank whose script has ended counts as lost: it will not come."""
 _NOTICED_S = 3.0
 """Seconds until this rank detects that another is gone, after a collective has failed because of that."""
 
@@ -58,6 +61,8 @@ class Peers:
         self._asked = False
         self._lost: tuple[int, str] | None = None
         self._left: set[int] = set()
+        self._ended: dict[int, int] = {}  # the step at which the script of a rank has ended, with exit code 0
+        self._collective_since: float | None = None
         self._closed = False
         for rank, link in links.items():
             threading.Thread(target=self._read, args=(rank, link), name=f"persia-rank-{rank}", daemon=True).start()
@@ -86,6 +91,8 @@ class Peers:
 
         others: tuple[str, list[Any]] = self._wait(answer, lambda: f"rank 0 to say: {topic}")
         if others[0] != topic:
+            if 0 in self._ended:
+                raise self._left_error(0)
             raise UsageError(f"the ranks are at different operations: rank 0 at {others[0]!r}, this rank at {topic!r}")
         return others[1]
 
@@ -102,6 +109,8 @@ class Peers:
         self._wait(complete, lambda: f"{names(missing())} to say: {topic}")
         del self._shares[number]
         different = {rank: at for rank, (at, _) in shares.items() if at != topic}
+        if ended := [rank for rank in different if rank in self._ended]:
+            raise self._left_error(ended[0])
         values = [value if rank == 0 else shares[rank][1] for rank in range(self.world_size)]
         for link in self._links.values():
             link.send({"answer": [number, topic, values]})
@@ -109,6 +118,21 @@ class Peers:
             places = ", ".join(f"rank {rank} at {at!r}" for rank, at in sorted(different.items()))
             raise UsageError(f"the ranks are at different operations: rank 0 at {topic!r}, {places}")
         return values
+
+    def ended(self, step: int) -> None:
+        """Let the others know that the script of this rank has ended with exit code 0, at ``step``."""
+        self._ended[self.rank] = step
+        for link in self._links.values():
+            link.send({"ended": [self.rank, step]})
+
+    @contextlib.contextmanager
+    def in_collective(self) -> Iterator[None]:
+        """Enclose a collective of torch, in which a rank whose script has ended is waited for in vain."""
+        self._collective_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._collective_since = None
 
     def all_gather_at_exit(self, mine: Any, timeout_s: float) -> list[Any]:
         """Return the values of all ranks before the run ends.
@@ -241,7 +265,13 @@ class Peers:
 
     def _lost_error(self) -> RunLostError:
         assert self._lost is not None  # noqa: S101  # every caller has looked
-        return RunLostError(f"rank {self._lost[0]} is gone: {self._lost[1]}")
+        rank, why = self._lost
+        return RunLostError(f"rank {rank} {why}" if why.startswith(LEFT) else f"rank {rank} is gone: {why}")
+
+    def _left_error(self, rank: int) -> RunLostError:
+        why = left_at(self._ended[rank], 0)
+        self._lose(rank, why)
+        return RunLostError(f"rank {rank} {why}")
 
     def _check_left(self, wanted: list[int]) -> None:
         for rank in wanted:
@@ -270,6 +300,12 @@ class Peers:
             self._note_at_exit(*message["meet"])
         elif "stop" in message:
             self._relay_stop(message["stop"], message)
+        elif "ended" in message:
+            of, step = message["ended"]
+            self._ended[of] = step
+            for other, link in self._links.items():
+                if self.rank == 0 and other != of:
+                    link.send(message)
         elif "hung" in message:
             watchdog.end(str(message["hung"]), self.hung)  # forwarded by rank 0, the hub of all connections
         elif "lost" in message:
@@ -314,11 +350,23 @@ class Peers:
                         link.send({"lost": lost})
             elif reported.is_set() and time.monotonic() > ends:
                 self._end()
+            self._end_if_left_alone()
             for rank, link in self._links.items():
                 link.send({"alive": True})
                 silent = time.monotonic() - link.heard
                 if silent > SILENCE_S and rank not in self._left:
                     self._lose(rank, f"silent for {silent:.0f} s: stopped, frozen, or its network is gone")
+
+    def _end_if_left_alone(self) -> None:
+        """End the process if its main thread is in a collective without a rank whose script has ended."""
+        since, others = self._collective_since, [rank for rank in self._ended if rank != self.rank]
+        if since is None or not others or time.monotonic() - since < _ENDED_S:
+            return
+        self._lose(others[0], left_at(self._ended[others[0]], 0))
+        for rank, link in self._links.items():
+            if rank != others[0]:
+                link.send({"lost": self._lost})
+        self._end()
 
     def _end(self) -> None:
         """End the process from a thread, because its main thread waits in a collective that never returns."""
@@ -328,3 +376,12 @@ class Peers:
             sys.stderr.flush()
         finally:
             os._exit(error.exit_code)
+
+
+LEFT = "left at step"
+"""How a reason begins that a script has left the run for."""
+
+
+def left_at(step: int, code: object) -> str:
+    """Return the reason that a script has ended, with an exit code, while others train."""
+    return f"{LEFT} {step} (exit {code})"

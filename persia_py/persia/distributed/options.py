@@ -78,14 +78,6 @@ class DDPOption(DistributedBaseOption):
             raise UsageError(f"DDPOption: {error}") from error
 
 
-def unwrap_model(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the user's own module, without the wrapper that trains it on several ranks."""
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        module: torch.nn.Module = model.module
-        return module
-    return model
-
-
 def get_default_distributed_option(device_id: int | None = None) -> DDPOption:
     """Return DDP over nccl with a device, over gloo without."""
     return DDPOption(backend="gloo" if device_id is None else "nccl")

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import distributed as torch_distributed
 
-from persia.distributed.control_plane import Peers
+from persia.distributed.control_plane import Peers, left_at
 from persia.runtime import files, job
 from persia.runtime.errors import PersiaError, RunLostError, StorageError, UsageError
+from persia.runtime.exit_codes import ExitCode
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
 
@@ -41,6 +42,7 @@ class _Process:
         self.started = time.monotonic()
         self.generation = 0
         self.steps = 0
+        self.open_step = 0
         self.failed = ""
         self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self.at_finish: Callable[[], None] | None = None
@@ -88,6 +90,11 @@ def trained(steps: int, *, generation: int | None = None) -> None:
         _process.failed = ""
 
 
+def opened(step: int) -> None:
+    """Record the step that this process is at."""
+    _process.open_step = step
+
+
 def _leave(reason: str | None = None) -> None:
     others, _process.peers = _process.peers, None
     if others is not None:
@@ -98,6 +105,13 @@ def fail(reason: str) -> None:
     """Report to the other ranks that this one cannot continue; they end too. The run is unfinished until a restart."""
     _process.failed = _process.failed or reason
     _leave(reason)
+
+
+def reason_of(error: BaseException) -> str:
+    """Return why this rank leaves, for the others."""
+    if isinstance(error, SystemExit) and error.code not in (ExitCode.AGAIN, ExitCode.INTERRUPTED):
+        return left_at(_process.open_step, error.code)
+    return f"{type(error).__name__}: {error}".strip().split("\n")[0]
 
 
 def failure() -> str:
@@ -163,6 +177,7 @@ def finish() -> None:
             "EmbeddingCollection; each needs one"
         )
     if others is not None:
+        others.ended(_process.open_step)
         others.all_gather("finish", None)
     if settings.rank == 0:
         _write_summary(job.run_dir())

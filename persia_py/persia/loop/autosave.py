@@ -107,6 +107,7 @@ class Autosave:
             failed, written = backend.all_gather("checkpoint", [self._checkpoints.failed, self._checkpoints.written])[0]
             if not backend.is_rank_0:
                 self._checkpoints.failed = failed
+            self._state.gather_model()
             ranks = backend.gather(self._state.rank_state())
             if ranks is not None:
                 self._cut(step, ranks)

@@ -1,10 +1,22 @@
 """The backward half of a training step: gradients checked, sent to the rows, and applied to the model."""
 
+from collections.abc import Callable
+
 import torch
 from torch.utils.dlpack import from_dlpack
 
 from persia.backend.base import Backend, NonFiniteTensor
 from persia.embedding.optim import Optimizer
+from persia.loop.finite import (
+    Ids,
+    StepTensors,
+    at_sample,
+    first_before_loss,
+    first_nonfinite_index,
+    is_sharded,
+    local_part,
+    no_ids,
+)
 from persia.loop.loss_scale import LossScale
 from persia.runtime.errors import NonFiniteError, PersiaError, UsageError
 from persia.runtime.logging import get_logger
@@ -15,6 +27,12 @@ _logger = get_logger("gradients")
 
 MAX_SKIPPED_STEPS = 25
 """The number of consecutive steps that may be skipped for NaN or infinity before training stops."""
+
+_HINT = (
+    "inspect what is named above, lower the learning rate, or clip the norm of gradients; to find the operation, run "
+    "once under torch.autograd.set_detect_anomaly(True); to skip such steps: TrainCtx(nonfinite='skip'), or "
+    "--set train.nonfinite=skip"
+)
 
 
 class Gradients:
@@ -49,13 +67,24 @@ class Gradients:
             # A feature without a gradient is not updated, which only the CPU path supports.
             self._tensors = [None if each is None else each.float().cpu() for each in self._tensors]
 
-    def first_nonfinite(self, kind: str) -> str | None:
-        """Return the first gradient that has NaN or infinity, with its ``kind``, name and sample."""
+    def first_nonfinite(self, kind: str, ids: Ids = no_ids) -> str | None:
+        """Return the first gradient that has NaN or infinity, with its ``kind``, name, sample and ids."""
         for name, gradient in zip(self._batch.slots, self._tensors, strict=True):
-            if gradient is not None and (place := _first_nonfinite_index(gradient)) is not None:
-                sample = place // gradient[0].numel()
-                return f"the gradient of {kind} {name!r}, sample {sample}, is {gradient.flatten()[place].item()}"
+            if gradient is not None and (place := first_nonfinite_index(gradient)) is not None:
+                found = ids(name, place // gradient[0].numel())
+                return at_sample(f"the gradient of {kind} {name!r}", gradient, place, found)
         return None
+
+    @property
+    def any_nonfinite(self) -> bool:
+        """Whether a gradient, or on a device the sum of an id, is not finite. It waits for the device."""
+        if self.nonfinite is not None:
+            return bool(self.nonfinite)
+        whole = [each for each in self._tensors if each is not None and each.numel()]
+        if not whole or bool(torch.isfinite(torch.nn.utils.get_total_norm(whole))):
+            return False
+        # The norm of finite numbers may be beyond float32.
+        return any(first_nonfinite_index(each) is not None for each in whole)
 
     def push(self, lr_factor: float) -> None:
         """Queue the push of the gradients."""
@@ -74,29 +103,54 @@ def _any_in(gradients: list[torch.Tensor]) -> torch.Tensor:
     return torch.isfinite(largest).logical_not()
 
 
-def _first_nonfinite_index(gradient: torch.Tensor) -> int | None:
-    if gradient.device.type == "cpu" and gradient.dtype == torch.float32:
-        return _core.first_nonfinite(gradient)
-    places = torch.isfinite(gradient).logical_not().flatten().nonzero()
-    return int(places[0]) if len(places) else None
-
-
 class Backward:
     """Back-propagates and applies a step to model and rows together, or to neither.
 
     Args:
         dense_optimizer: Updates the model.
         loss_scale: The factor of the loss in mixed precision.
+        nonfinite: What happens at NaN or infinity: ``raise`` ends training, ``skip`` skips the step. With a loss scale,
+            gradients that overflow skip the step in both cases, and the scale is halved.
+        clip_norm: The largest norm of the gradient of the model's weights; None does not clip. All of them are found to
+            be finite before they are scaled down (Pascanu, Mikolov and Bengio 2013, algorithm 1).
 
     Attributes:
         skipped_steps: The steps that were skipped for NaN or infinity.
+        grad_norm: The norm of the gradient of the model's weights in the last step, before it is clipped; None before
+            the first step, and if the model has no gradient.
+        applied: The last step was applied, or failed while it was.
     """
 
-    def __init__(self, dense_optimizer: torch.optim.Optimizer, loss_scale: LossScale | None = None) -> None:
+    def __init__(
+        self,
+        dense_optimizer: torch.optim.Optimizer,
+        loss_scale: LossScale | None = None,
+        *,
+        nonfinite: str = "skip",
+        clip_norm: float | None = None,
+    ) -> None:
         self._dense_optimizer = dense_optimizer
         self.loss_scale = loss_scale
+        self._nonfinite = nonfinite
+        self._clip_norm = clip_norm
         self.skipped_steps = 0
+        self.grad_norm: torch.Tensor | None = None
         self._skipped = 0  # in a row
+        self.applied = False
+        self._parts: list[torch.Tensor] = []  # the losses of the step's micro-batches so far
+
+    def begin(self) -> None:
+        """Drop the gradients of a step that was not finished."""
+        self._parts.clear()
+        self._dense_optimizer.zero_grad()
+
+    def accumulate(self, loss: torch.Tensor, step: int) -> None:
+        """Back-propagate a part of the step's loss. The gradients are added to those of the other parts."""
+        _back_propagate(self._scaled(loss), step)
+        self._parts.append(loss.detach())
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss if self.loss_scale is None else self.loss_scale.scaler.scale(loss)
 
     def __call__(
         self,
@@ -105,6 +159,7 @@ class Backward:
         embeddings: list[torch.Tensor],
         embedding_optimizer: Optimizer,
         backend: Backend,
+        known: Callable[[], StepTensors] = StepTensors,
     ) -> torch.Tensor:
         """Run one step; with several ranks, all apply it or none does.
 
@@ -114,19 +169,22 @@ class Backward:
             embeddings: Its embedding tensors, leaves of the loss's graph.
             embedding_optimizer: Gives the current learning rate.
             backend: Gives access to the other ranks.
+            known: Returns what the loss was computed from; it is called to name the first tensor that is not finite.
 
         Returns:
             The back-propagated loss, including the loss scale.
 
         Raises:
-            NonFiniteError: :data:`MAX_SKIPPED_STEPS` steps in a row were skipped.
+            NonFiniteError: A tensor has NaN or infinity, and the policy is ``raise``; or :data:`MAX_SKIPPED_STEPS`
+                steps in a row were skipped. Neither model nor rows are changed, on any rank.
         """
-        if self.loss_scale is not None:
-            loss = self.loss_scale.scaler.scale(loss)
+        self.applied = False
+        self._parts.append(loss.detach())
+        loss = self._scaled(loss)
         try:
-            self._step(loss, batch, embeddings, embedding_optimizer, backend)
+            self._step(loss, batch, embeddings, embedding_optimizer, backend, known)
         finally:
-            self._dense_optimizer.zero_grad()
+            self.begin()
         return loss
 
     def _step(
@@ -136,49 +194,81 @@ class Backward:
         embeddings: list[torch.Tensor],
         embedding_optimizer: Optimizer,
         backend: Backend,
+        known: Callable[[], StepTensors],
     ) -> None:
         with backend.collective():
-            _back_propagate(loss)
+            _back_propagate(loss, batch.step)
         scale = 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.value
         gradients = Gradients(batch, [tensor.grad for tensor in embeddings], scale)
         parameters = [p for group in self._dense_optimizer.param_groups for p in group["params"] if p.grad is not None]
         if self.loss_scale is not None and parameters:
-            self.loss_scale.scaler.unscale_(self._dense_optimizer)
+            self._unscale(self.loss_scale, parameters)
+        with backend.collective():
+            self.grad_norm = norm = _total_norm(parameters) if parameters else None
+        losses = self._parts[0] if len(self._parts) == 1 else torch.stack(self._parts)
         mine = None
-        if gradients.nonfinite is None or _any_nonfinite(loss, parameters, gradients.nonfinite):
-            mine = _first_nonfinite_tensor(loss, gradients, parameters)
+        if gradients.nonfinite is None or _any_nonfinite(losses, norm, gradients.nonfinite):
+            mine = _first_nonfinite_tensor(losses, norm, gradients, parameters, known)
         nonfinite = backend.first_nonfinite(mine)
         if nonfinite is not None:
             batch.discard()
-        else:
-            self._skipped = 0
-            gradients.push(embedding_optimizer.lr_factor(batch.step))
-            self._dense_optimizer.step()
+            self._refuse(nonfinite, batch.step)
+            return
+        self._skipped = 0
+        if self._clip_norm is not None and norm is not None:
+            _clip(parameters, self._clip_norm, norm)
+        self.applied = True
+        gradients.push(embedding_optimizer.lr_factor(batch.step))
+        self._dense_optimizer.step()
         if self.loss_scale is not None:
-            self.loss_scale.update(finite=nonfinite is None)
-        if nonfinite is not None:
-            self._skip(nonfinite, batch.step)
+            self.loss_scale.update(finite=True)
 
-    def _skip(self, nonfinite: str, step: int) -> None:
+    def _unscale(self, loss_scale: LossScale, parameters: list[torch.nn.Parameter]) -> None:
+        if not any(is_sharded(each) for each in parameters):
+            loss_scale.scaler.unscale_(self._dense_optimizer)
+            return
+        for each in parameters:
+            if each.grad is not None:
+                local_part(each.grad).mul_(1.0 / loss_scale.value)
+
+    def _refuse(self, nonfinite: NonFiniteTensor, step: int) -> None:
+        """Skip the step, or end training; every rank decides the same."""
+        overflows = self.loss_scale is not None and nonfinite.is_gradient and self.loss_scale.value > 1.0
+        if self._nonfinite == "raise" and not overflows:
+            error = NonFiniteError(
+                f"step {step}: {nonfinite.text}. Nothing of the step is applied, neither to the model nor to rows"
+            )
+            error.step = step
+            error.hint = _HINT
+            raise error
+        if self.loss_scale is not None:
+            self.loss_scale.update(finite=False)
         self._skipped += 1
         self.skipped_steps += 1
         scale = "" if self.loss_scale is None else f"; the loss is scaled by {self.loss_scale.value:g} from now on"
-        _logger.warning("step %d skipped, model and rows unchanged: %s%s", step, nonfinite, scale)
+        _logger.warning("step %d skipped, model and rows unchanged: %s%s", step, nonfinite.text, scale)
         if self._skipped >= MAX_SKIPPED_STEPS:
             raise NonFiniteError(
-                f"{self._skipped} steps in a row had NaN or infinity; the last, step {step}: {nonfinite}"
+                f"{self._skipped} steps in a row had NaN or infinity; the last, step {step}: {nonfinite.text}"
             )
 
 
-def _back_propagate(loss: torch.Tensor) -> None:
+def _back_propagate(loss: torch.Tensor, step: int) -> None:
     """Back-propagate a loss.
 
     Raises:
         UsageError: That was done before.
+        NonFiniteError: torch's anomaly detection has found NaN.
     """
     try:
         loss.backward()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
+        if not isinstance(error, PersiaError) and "returned nan values in its" in str(error):
+            found = NonFiniteError(
+                f"step {step}: {error} The warning before has the lines of the forward. Nothing of the step is applied"
+            )
+            found.step = step
+            raise found from error
         if isinstance(error, PersiaError) or "backward through the graph a second time" not in str(error):
             raise
         raise UsageError(
@@ -187,30 +277,60 @@ def _back_propagate(loss: torch.Tensor) -> None:
         ) from error
 
 
-def _any_nonfinite(loss: torch.Tensor, parameters: list[torch.nn.Parameter], flag: torch.Tensor) -> bool:
+def _clip(parameters: list[torch.nn.Parameter], limit: float, norm: torch.Tensor) -> None:
+    """Scale gradients down to a norm. Of sharded ones, each rank scales its own part."""
+    if not any(is_sharded(each) for each in parameters):
+        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        return
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    for each in parameters:
+        if each.grad is not None:
+            local_part(each.grad).mul_(factor)
+
+
+def _any_nonfinite(losses: torch.Tensor, norm: torch.Tensor | None, flag: torch.Tensor) -> bool:
     """Whether anything is not finite. On a device, this is the only wait of a step."""
-    wrong = [torch.isfinite(loss.detach()).logical_not().any(), flag]
-    if parameters:
-        wrong.append(torch.isfinite(_total_norm(parameters)).logical_not())
+    wrong = [torch.isfinite(losses).logical_not().any(), flag]
+    if norm is not None:
+        wrong.append(torch.isfinite(norm).logical_not())
     return bool(torch.stack(wrong).any().item())
 
 
 def _total_norm(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
-    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    """Return the norm of all gradients; of sharded ones, every rank calls this."""
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    full = getattr(norm, "full_tensor", None)
+    return norm if full is None else full()
 
 
 def _first_nonfinite_tensor(
-    loss: torch.Tensor, gradients: Gradients, parameters: list[torch.nn.Parameter]
+    losses: torch.Tensor,
+    norm: torch.Tensor | None,
+    gradients: Gradients,
+    parameters: list[torch.nn.Parameter],
+    of_step: Callable[[], StepTensors],
 ) -> NonFiniteTensor | None:
-    if not torch.isfinite(loss.detach()).all():
-        return NonFiniteTensor(f"the loss is {loss.detach().flatten()[0].item()}")
-    if (text := gradients.first_nonfinite("slot")) is not None:
-        return NonFiniteTensor(text)
-    if parameters and not torch.isfinite(_total_norm(parameters)):
-        for index, parameter in enumerate(parameters):
-            if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
-                shape = tuple(parameter.shape)
-                return NonFiniteTensor(f"the gradient of dense parameter {index}, shape {shape}, is not finite", True)
-    if gradients.nonfinite is not None and bool(gradients.nonfinite):
-        return NonFiniteTensor("the sum of the gradients of one id is not finite")
-    return None
+    """Return the first tensor that is not finite, in the order of the computation; without a collective."""
+    if (
+        bool(torch.isfinite(losses).all())
+        and not gradients.any_nonfinite
+        and (norm is None or bool(torch.isfinite(norm)))
+    ):
+        return None
+    known = of_step()
+    if (before := first_before_loss(known)) is not None:
+        return before
+    if not torch.isfinite(losses).all():
+        wrong = losses.flatten()[torch.isfinite(losses).logical_not().flatten()][0]
+        return NonFiniteTensor(f"the loss is {wrong.item()}")
+    if (text := gradients.first_nonfinite("slot", known.ids)) is not None:
+        return NonFiniteTensor(text, is_gradient=True)
+    names = {} if known.model is None else {id(each): name for name, each in known.model.named_parameters()}
+    for index, parameter in enumerate(parameters):
+        if parameter.grad is not None and not torch.isfinite(local_part(parameter.grad)).all():
+            name = names.get(id(parameter), index)
+            what = f"the gradient of dense parameter {name!r}, shape {tuple(parameter.shape)}, is not finite"
+            return NonFiniteTensor(what, averaged=True, is_gradient=True)
+    if gradients.any_nonfinite:
+        return NonFiniteTensor("the sum of the gradients of one id is not finite", is_gradient=True)
+    return None  # only the norm is beyond float32; or, if gradients are sharded, another rank names one

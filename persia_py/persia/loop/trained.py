@@ -43,6 +43,11 @@ class TrainedBatches:
         self._waiting = self._in_a_row = 0
         self._backwards += 1
 
+    def repeat(self, step: int) -> None:
+        """Record that the last backward was not made, and is made again."""
+        self._waiting = step
+        self._backwards -= 1
+
     def end_step(self, embeddings: list[torch.Tensor]) -> None:
         """Record that the previous forward, whose outputs were ``embeddings``, can no longer have a backward."""
         step, self._waiting = self._waiting, 0

@@ -7,6 +7,7 @@ from typing_extensions import Self
 
 from persia.backend.base import Backend
 from persia.checkpoint.run_state import RunState
+from persia.distributed import run
 from persia.loop.feeder import FedBatch, Feeder
 from persia.loop.hooks import Hooks
 from persia.loop.source import Source
@@ -71,6 +72,11 @@ class TrainingLoop:
     def step(self) -> int:
         """The last step that was trained."""
         return self.backend.trained_step
+
+    @property
+    def open_batch(self) -> FedBatch | None:
+        """The batch that was taken and is not trained on yet."""
+        return self._open
 
     def start(self) -> Self:
         """Open the pipeline on all ranks, resume the data, and start reading ahead."""
@@ -165,6 +171,7 @@ class TrainingLoop:
         if batch is None:
             return None
         self._open = self._feeder.fed.popleft()
+        run.opened(batch.step)
         batch.position = self._open.position
         return batch
 

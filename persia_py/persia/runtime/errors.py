@@ -1,4 +1,4 @@
-"""All exceptions that persia raises, with exit codes and hints. The classes live in ``persia_core``."""
+"""All exceptions that persia raises, with exit codes and hints. Most of the classes live in ``persia_core``."""
 
 from persia_core.errors import (
     AuthError,
@@ -32,6 +32,7 @@ __all__ = [
     "IncompatibleError",
     "MissingLabelError",
     "NonFiniteError",
+    "OutOfMemoryError",
     "PersiaError",
     "RunLostError",
     "StaleCoreError",
@@ -41,3 +42,15 @@ __all__ = [
     "UsageError",
     "WaitTimeoutError",
 ]
+
+
+class OutOfMemoryError(PersiaError, RuntimeError):
+    """The dense part of a step needs more memory than the device, or this machine, has.
+
+    The message names the step and lists the largest tensors.
+
+    Attributes:
+        can_repeat: Nothing of the step is applied, so that it can be repeated with fewer rows at a time.
+    """
+
+    can_repeat = True

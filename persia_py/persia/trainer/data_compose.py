@@ -1,8 +1,8 @@
 """The data-compose replicas of a job that trains from a ``persia.yml``: read rows, transform them, send the batches.
 
 A replica reads its part of the rows of train. The ranks send it the transform of the run
-(``StreamingDataset(transform=...)``), so that all replicas compute the same ids and floats. A batch of
-``data.batch_size`` rows is divided among the ranks.
+(``StreamingDataset(transform=...)``), so that all replicas compute the same ids and floats. The rows of a step,
+``data.batch_size * train.accumulate``, are divided among the ranks.
 """
 
 import itertools
@@ -47,7 +47,7 @@ def send(path: Path) -> None:
     parts.train.check_not_empty()
     place, data = settings.place, config.data
     reader = parts.train.reader(
-        data.batch_size,
+        config.step_rows,
         shuffle=data.shuffle,
         epochs=data.epochs,
         seed=config.train.seed,

@@ -163,3 +163,8 @@ def _import(config: Config, place: str) -> Callable[..., torch.nn.Module]:
         raise ConfigError(f"model.class: {place}: module {module} has no {name}")
     kind: Callable[..., torch.nn.Module] = found
     return kind
+
+
+def count_parameters(config: Config) -> int:
+    """Return the number of weights of the model of a configuration; rows of embeddings do not count."""
+    return sum(parameter.numel() for parameter in build(config).parameters())

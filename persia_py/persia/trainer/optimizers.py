@@ -1,5 +1,6 @@
 """Optimizers and learning-rate schedules of a configuration."""
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -34,21 +35,10 @@ def of_rows(train: TrainBlock, total_steps: int) -> Optimizer:
 
 
 def of_model(train: TrainBlock, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer of the model's weights.
-
-    With ``clip_norm`` their gradients are scaled down to that norm before each step, after all of them were found to be
-    finite (Pascanu, Mikolov and Bengio 2013, algorithm 1).
-    """
+    """Return the optimizer of the model's weights."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     block = train.dense_optimizer
-    made = _OF_MODEL[block.name](parameters, **block.arguments)
-    if (limit := train.clip_norm) is not None:
-        made.register_step_pre_hook(lambda *_: _clip(parameters, limit))
-    return made
-
-
-def _clip(parameters: list[torch.nn.Parameter], limit: float) -> None:
-    torch.nn.utils.clip_grad_norm_(parameters, limit)
+    return _OF_MODEL[block.name](parameters, **block.arguments)
 
 
 def schedule(train: TrainBlock, total_steps: int) -> LRSchedule:
@@ -67,3 +57,18 @@ def schedule(train: TrainBlock, total_steps: int) -> LRSchedule:
 def of_torch(course: LRSchedule, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
     """Return the same schedule for an optimizer of torch, which counts steps from 0."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: course(step + 1))
+
+
+def advance(course: torch.optim.lr_scheduler.LambdaLR, *, skipped: int) -> None:
+    """Make the step of a schedule. Torch warns if the first steps were skipped, although steps are counted on purpose.
+
+    Args:
+        course: The schedule.
+        skipped: The number of steps that were skipped so far.
+    """
+    if not skipped:
+        course.step()
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+        course.step()

@@ -18,9 +18,11 @@ class StepReport:
         epoch: The epoch of the step, from 1.
         loss: The mean loss of these steps; steps that were skipped for NaN or infinity do not count. NaN if all were.
         samples_per_s: Rows trained on per second, without evaluations.
-        learning_rate: Of the model, for the next step.
+        learning_rate: Of the model, in the last step.
         staleness: The number of pushes in flight when this report was made.
         shares: The share of the time that was spent in the dense model, and waiting for data, look-ups and pushes.
+        grad_norm: The norm of the gradient of the model's weights in the last step, before it is clipped. None if the
+            model has no gradient.
     """
 
     step: int
@@ -31,6 +33,7 @@ class StepReport:
     learning_rate: float
     staleness: int
     shares: dict[str, float]
+    grad_norm: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the line of ``metrics.jsonl``."""
@@ -40,6 +43,7 @@ class StepReport:
             "loss": round(self.loss, 6) if math.isfinite(self.loss) else None,
             "samples_per_s": round(self.samples_per_s),
             "learning_rate": self.learning_rate,
+            "grad_norm": self.grad_norm if self.grad_norm is not None and math.isfinite(self.grad_norm) else None,
             "staleness": self.staleness,
             "shares": {name: round(share, 3) for name, share in self.shares.items()},
         }
@@ -48,8 +52,10 @@ class StepReport:
         """Return one line."""
         of = "" if self.total_steps is None else f"/{self.total_steps}"
         limit = max(self.shares, key=lambda name: self.shares[name])
+        norm = "" if self.grad_norm is None else f"grad norm {self.grad_norm:.3g}  "
         return (
-            f"step {self.step}{of}  epoch {self.epoch}  loss {self.loss:.4f}  {self.samples_per_s:,.0f} samples/s  "
+            f"step {self.step}{of}  epoch {self.epoch}  loss {self.loss:.4f}  {norm}"
+            f"{self.samples_per_s:,.0f} samples/s  "
             f"staleness {self.staleness}  limited by {limit} ({self.shares[limit]:.0%})"
         )
 

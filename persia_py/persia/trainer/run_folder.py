@@ -228,8 +228,9 @@ def _content(config: Config) -> dict[str, Any]:
 
 
 MAY_CHANGE = (
-    *("data.train", "data.valid", "data.test", "data.epochs", "checkpoint", "run", "env"),
+    *("data.train", "data.valid", "data.test", "data.epochs", "checkpoint", "run", "env", "precision", "parallel"),
     *(f"train.{key}" for key in ("early_stop", "evaluate_every", "metrics", "gauc_group", "staleness", "threads")),
+    *(f"train.{key}" for key in ("micro_batch", "nonfinite", "detect_anomaly")),
 )
 """Keys that a resumed run may change. The files of ``data.train`` are compared by their names and sizes."""
 

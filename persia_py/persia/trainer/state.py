@@ -31,6 +31,27 @@ class Best:
 
 
 @dataclass
+class RowsAtATime:
+    """How many rows of a batch are in the model at a time, where memory ran out with more.
+
+    Attributes:
+        given: What the configuration gave then; None is the whole batch.
+        used: What is used in its place; None if memory never ran out.
+    """
+
+    given: int | None = None
+    used: int | None = None
+
+    def of(self, given: int | None) -> int | None:
+        """Return the number for a configuration. One that gives another number than then is followed."""
+        return given if self.used is None or given != self.given else self.used
+
+    def use(self, rows: int, given: int | None) -> None:
+        """Use fewer rows than the configuration gives."""
+        self.given, self.used = given, rows
+
+
+@dataclass
 class TrainerState:
     """The state of a trainer. It is one of the states of :class:`persia.ctx.Checkpoints`.
 
@@ -43,6 +64,7 @@ class TrainerState:
         evaluations: The results of the valid part, by step.
         seconds: Seconds of training, without evaluations.
         samples: Rows that were trained on in these.
+        micro_batch: How many rows are in the model at a time.
     """
 
     digest: str
@@ -53,6 +75,7 @@ class TrainerState:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
     samples: int = 0
+    micro_batch: RowsAtATime = field(default_factory=RowsAtATime)
 
     def judge(self, report: EvaluationReport, stop: EarlyStopBlock) -> bool:
         """Record an evaluation, and return whether it is the best so far. An undefined metric does not count."""
@@ -106,6 +129,7 @@ class TrainerState:
             "evaluations": [*self.evaluations],
             "seconds": self.seconds,
             "samples": self.samples,
+            "micro_batch": [self.micro_batch.given, self.micro_batch.used],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -126,3 +150,4 @@ class TrainerState:
         self.unusual = Unusual(int(state_dict["rows"]), {**state_dict["unusual"]})
         self.evaluations = [*state_dict["evaluations"]]
         self.seconds, self.samples = float(state_dict["seconds"]), int(state_dict["samples"])
+        self.micro_batch = RowsAtATime(*state_dict.get("micro_batch", (None, None)))  # an older version has none

@@ -18,19 +18,21 @@ from persia.runtime.errors import ConfigError, PersiaError, StorageError
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import get_local_rank, get_rank, get_world_size, settings
 from persia.trainer import fitting, models, optimizers, pages
-from persia.trainer.batches import TrainingBatches, read_rows, weights_in
+from persia.trainer.batches import TrainingBatches, read_rows
 from persia.trainer.evaluation import evaluate
 from persia.trainer.facts import facts_of
 from persia.trainer.fit_once import fit_once
 from persia.trainer.job_folder import FITS, JobFolder
 from persia.trainer.limits import Limits, MeanLoss
 from persia.trainer.objective import Objective
+from persia.trainer.parallel import option_of
 from persia.trainer.parts import Part, Parts, group_of, with_train
 from persia.trainer.record import FINISHED, Record, check_tensorboard
 from persia.trainer.reports import EvaluationReport, StepReport
 from persia.trainer.run_folder import CONFIG, FACTS, SUMMARY, RunFolder, check_same, json_text, resolved
 from persia.trainer.start_rows import load_start_rows, start_folder
 from persia.trainer.state import TrainerState
+from persia.trainer.step import Steps, check_divides
 from persia.trainer.validation import Validation, may_continue
 
 _logger = get_logger("trainer")
@@ -39,6 +41,8 @@ EVALUATIONS = 10
 """The default number of evaluations of a run."""
 EVALUATE_EVERY = 1000
 """Steps between evaluations if the number of steps is not known."""
+FP16_GROWTH = 2000
+"""Steps without an overflow after which the scale of the loss is doubled: the default of torch's GradScaler."""
 
 
 class Training:
@@ -92,7 +96,7 @@ class Training:
         self.transform: Transform = self._fitted.transform
         self.objective = Objective(config.compiled.labels)
         self._own = source if isinstance(source, IterableDataset) else None
-        self._steps_per_epoch = -(-self._fitted.rows // config.data.batch_size)
+        self._steps_per_epoch = -(-self._fitted.rows // config.step_rows)
         self.total_steps = None if self._own is not None else self._steps_per_epoch * config.data.epochs
         self._build(model)
         if resumed is None:
@@ -127,6 +131,7 @@ class Training:
         self._device = get_local_rank() if int(os.environ.get("GPU_NUM") or 0) else None
         if self._device is not None:
             self.model.cuda(self._device)
+        check_divides(self._config, self.model)
         self._rows_optimizer = optimizers.of_rows(train, steps or 1)
         self._optimizer = optimizers.of_model(train, self.model)
         self._schedule = optimizers.of_torch(optimizers.schedule(train, steps or 1), self._optimizer)
@@ -167,7 +172,11 @@ class Training:
         self._ctx = TrainCtx(
             self._rows_optimizer,
             self._optimizer,
-            mixed_precision=False,
+            FP16_GROWTH,
+            distributed_option=option_of(config),
+            precision=config.precision,
+            nonfinite=config.train.nonfinite,
+            clip_norm=config.train.clip_norm,
             model=self.model,
             embedding_config=optimizers.NEW_ROWS,
             device_id=self._device,
@@ -254,20 +263,17 @@ class Training:
         staleness = None if train.reproducible or settings.reproducible else train.staleness
         loader = DataLoader(dataset, reproducible=train.reproducible, embedding_staleness=staleness)
         limits, losses, samples = Limits(), MeanLoss(), 0
+        steps = Steps(self._config, self._ctx, self.objective, self._state)
         for batch in loader:
             limits.waited()
-            output, labels = self._ctx.forward(batch)
-            weights = None
-            if train.weight is not None:
-                weights = weights_in(batch.meta, batch.batch_size).to(labels[0].device)
-            loss = self.objective(self.objective.outputs(output), labels, weights)
-            self._ctx.backward(loss)
-            self._schedule.step()
+            loss = steps(batch)
+            self._learning_rate = float(self._schedule.get_last_lr()[0])
+            optimizers.advance(self._schedule, skipped=self._ctx.skipped_steps)
             step = self._last_step = self._ctx.step
             if isinstance(dataset, TrainingBatches):
                 dataset.trained(self._state.unusual)
             self._name_latest()
-            losses.add(loss.detach())
+            losses.add(loss)
             samples += batch.batch_size * get_world_size()
             limits.stepped()
             if step % log_every == 0 or step == self.total_steps:
@@ -292,9 +298,10 @@ class Training:
             (step - 1) // self._steps_per_epoch + 1 if self._own is None else 1,
             loss,
             samples / seconds if seconds else 0.0,
-            float(self._schedule.get_last_lr()[0]),
+            self._learning_rate,
             int(stats["staleness"]),
             shares,
+            self._ctx.grad_norm,
         )
         if self._record is not None:
             self._record.add(report)
@@ -307,7 +314,11 @@ class Training:
             return StreamingDataset(transform=self.transform)
         data, train = self._config.data, self._config.train
         reader = self.parts.train.reader(
-            data.batch_size, shuffle=data.shuffle, epochs=data.epochs, seed=train.seed, window_rows=data.window_rows
+            self._config.step_rows,
+            shuffle=data.shuffle,
+            epochs=data.epochs,
+            seed=train.seed,
+            window_rows=data.window_rows,
         )
         return TrainingBatches(self.parts.train, reader, self.transform, train.weight)
 

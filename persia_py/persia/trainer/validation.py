@@ -74,6 +74,7 @@ class Validation:
         backend = self._ctx.common_context
         if backend is not None:
             backend.engine.drain()
+            self._ctx.gather_model()
             backend.all_gather("evaluation", None)
 
     def judge(self, report: EvaluationReport) -> EvaluationReport:

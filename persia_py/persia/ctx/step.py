@@ -1,0 +1,262 @@
+"""The steps of training: forward, backward, and what is known of a step while it is open."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from persia.checkpoint.run_state import RunState
+from persia.ctx.base import PreprocessMode
+from persia.ctx.checks import titled
+from persia.ctx.embedding import EmbeddingCtx
+from persia.ctx.micro_batch import MicroBatch, check_splits
+from persia.distributed.wrapped import synchronise_gradients, trained_module
+from persia.embedding.data import PersiaBatch
+from persia.embedding.encoded import sample_ids
+from persia.embedding.inputs import arranged
+from persia.loop import out_of_memory
+from persia.loop.backward import Backward
+from persia.loop.finite import StepTensors, named_outputs, no_ids
+from persia.loop.loss_scale import LossScale
+from persia.loop.precision import Precision
+from persia.loop.trained import TrainedBatches
+from persia.loop.training import TrainingLoop
+from persia.runtime import watchdog
+from persia.runtime.errors import NonFiniteError, OutOfMemoryError, UsageError
+from persia.runtime.logging import get_logger
+from persia_core.forward import TrainingBatch
+
+_logger = get_logger("ctx")
+
+
+@dataclass(frozen=True)
+class StepPolicy:
+    """How steps are made. The attributes are the arguments of :class:`persia.ctx.TrainCtx`.
+
+    Attributes:
+        nonfinite: ``raise`` or ``skip``.
+        clip_norm: The largest norm of the gradient of the model's weights; None does not clip.
+        precision: ``fp32``, ``bf16`` or ``fp16``; None leaves autocast to the model.
+        mixed_precision: Without ``precision``, scale the loss on a device.
+        growth_interval: Of the loss scale, in steps.
+    """
+
+    nonfinite: str = "skip"
+    clip_norm: float | None = None
+    precision: str | None = None
+    mixed_precision: bool = False
+    growth_interval: int = 2000
+
+    def backward(self, dense_optimizer: torch.optim.Optimizer, precision: Precision, device_id: int | None) -> Backward:
+        """Return the backward half of steps."""
+        scale = precision.loss_scale(self.growth_interval)
+        if self.mixed_precision and self.precision is None:
+            scale = None if device_id is None else LossScale(self.growth_interval)
+            if scale is None:
+                _logger.info("mixed_precision: no GPU, so the loss is not scaled")
+        return Backward(dense_optimizer, scale, nonfinite=self.nonfinite, clip_norm=self.clip_norm)
+
+
+class StepCtx(EmbeddingCtx):
+    """Makes steps: an :class:`EmbeddingCtx` whose batches are trained on, in a loop that a subclass opens.
+
+    Args:
+        dense_optimizer: Updates the model.
+        policy: How steps are made.
+        *args: As in :class:`EmbeddingCtx`, after its mode.
+        **kwargs: For :class:`EmbeddingCtx`.
+    """
+
+    def __init__(self, dense_optimizer: torch.optim.Optimizer, policy: StepPolicy, *args: Any, **kwargs: Any) -> None:
+        super().__init__(PreprocessMode.TRAIN, *args, **kwargs)
+        self.dense_optimizer = dense_optimizer
+        self._precision = Precision(policy.precision or "fp32", self.device_id)
+        self._backward = policy.backward(dense_optimizer, self._precision, self.device_id)
+        self._trained_batches = TrainedBatches()
+        self._state: RunState | None = None
+        self._loop: TrainingLoop | None = None  # the most recent loop
+        self._micro: MicroBatch | None = None  # of the last forward, if it was one of some rows
+        self._given: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # dense inputs and labels of the step
+        self._outputs: list[Any] = []
+
+    @property
+    def _run_state(self) -> RunState:
+        if self._state is None:
+            raise UsageError(f"{type(self).__name__} is used outside its `with` block")
+        return self._state
+
+    @property
+    def grad_scaler(self) -> torch.amp.GradScaler | None:
+        """The scaler of the loss, which also unscales the dense gradients; None without mixed precision or a GPU."""
+        scale = self._backward.loss_scale
+        return None if scale is None else scale.scaler
+
+    @property
+    def step(self) -> int:
+        """The number of the last batch that was trained on, from 1; a resumed run continues the count."""
+        return self._backend.trained_step
+
+    @property
+    def skipped_steps(self) -> int:
+        """The steps of this context that were skipped for NaN or infinity."""
+        return self._backward.skipped_steps
+
+    def prepare_features(
+        self, batch: TrainingBatch | PersiaBatch
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], Any]:
+        """Like that of :class:`EmbeddingCtx`; a previous training batch without :meth:`backward` is counted."""
+        before = self.current_batch
+        if batch is not before:
+            self._trained_batches.end_step(self._embeddings)
+        tensors = super().prepare_features(batch)
+        current = self.current_batch
+        if current is not None and current is not before:
+            self._trained_batches.forward(current.step, trains=current.requires_grad and torch.is_grad_enabled())
+        self._given, self._outputs = (tensors[0], tensors[2] or []), []
+        return tensors
+
+    def micro_batches(self, batch: TrainingBatch, rows: int) -> Iterator[MicroBatch]:
+        """Iterate the rows of a batch, some at a time, in one step.
+
+        ::
+
+            for part in ctx.micro_batches(batch, 1024):
+                output, labels = ctx.forward(part)
+                ctx.backward(loss_fn(output, labels[0]) * part.share)
+
+        Gradients are added up; the :meth:`backward` of the last part makes the step. With a mean loss, its gradients
+        are those of the whole batch, except for rounding, and each row is pushed once. Layers with random numbers, such
+        as dropout, draw others.
+
+        Args:
+            batch: A batch of the training loop.
+            rows: The number of rows of each part; the last one may have fewer.
+
+        Raises:
+            UsageError: ``rows`` is below 1, or a layer of the model normalises over the rows of a batch.
+        """
+        if rows < 1:
+            raise UsageError(f"micro_batches(rows={rows}): want at least 1")
+        size = batch.batch_size
+        if rows < size:
+            check_splits(self.model)
+        self._backward.begin()
+        dense, embeddings, labels = self.prepare_features(batch)
+        for first in range(0, size, rows):
+            part = slice(first, min(first + rows, size))
+            dense_part, embeddings_part = ([each[part] for each in tensors] for tensors in (dense, embeddings))
+            labels_part = None if labels is None else [each[part] for each in labels]
+            share = (part.stop - first) / size
+            yield MicroBatch(batch, part, share, part.stop == size, dense_part, embeddings_part, labels_part)
+
+    def forward(self, batch: TrainingBatch | PersiaBatch | MicroBatch) -> tuple[Any, Any]:
+        """As in :class:`EmbeddingCtx`, also for a part of :meth:`micro_batches`.
+
+        Raises:
+            OutOfMemoryError: The model needs more memory than there is; the message lists the largest tensors.
+        """
+        if not isinstance(batch, MicroBatch):
+            if self._micro is not None:  # the script has left a step in its middle
+                self._micro = None
+                self._backward.begin()
+                synchronise_gradients(self.model, True)
+            return super().forward(batch)
+        watchdog.progress()
+        self._micro = batch
+        synchronise_gradients(self.model, batch.is_last)
+        return self._run_model(batch.batch, batch.dense, batch.embeddings, batch.labels)
+
+    def _run_model(
+        self, batch: TrainingBatch, dense: list[torch.Tensor], embeddings: list[torch.Tensor], labels: Any
+    ) -> tuple[Any, Any]:
+        with self._reporting_memory(batch), self._precision.autocast():
+            output, labels = super()._run_model(batch, dense, embeddings, labels)
+        output = self._precision.restored(output)
+        self._outputs.append(output)
+        return output, labels
+
+    def _reporting_memory(self, batch: TrainingBatch) -> contextlib.AbstractContextManager[None]:
+        rows = (batch if self._micro is None else self._micro).batch_size
+        return out_of_memory.reported(batch.step, rows, lambda: self._known(batch).by_size(self.dense_optimizer))
+
+    def _known(self, batch: TrainingBatch) -> StepTensors:
+        """Return what the step has computed with, to name what is wrong in it."""
+        places, (dense, labels) = self._arrange(batch, whole=True), self._given
+        fed = None if self._loop is None else self._loop.open_batch
+        dense_names, label_names = arranged(batch.dense_names, places.dense), arranged(batch.label_names, places.labels)
+        return StepTensors(
+            None if self.model is None else trained_module(self.model),
+            no_ids if fed is None or fed.step != batch.step else partial(sample_ids, fed.batch.to_bytes()),
+            [*zip(batch.slots, self._embeddings, strict=True)],
+            [(titled("dense input", index, dense_names[index]), each) for index, each in enumerate(dense)],
+            [(titled("label", index, label_names[index]), each) for index, each in enumerate(labels)],
+            [each for output in self._outputs for each in named_outputs(output)],
+        )
+
+    def backward(self, loss: torch.Tensor, embedding_gradient_check_frequency: int = 20) -> torch.Tensor:
+        """Back-propagate, update the model, and push the embedding gradients.
+
+        A step with NaN or infinity in the loss or any gradient changes neither model nor rows, on any rank. The first
+        tensor that is not finite is named, in the order of the computation, with its sample and ids. It is logged, or
+        raised with ``nonfinite="raise"``.
+
+        Args:
+            loss: A scalar that depends on the last :meth:`forward`.
+            embedding_gradient_check_frequency: PersiaML's; every step is checked.
+
+        Returns:
+            The back-propagated loss, detached; with mixed precision it is scaled.
+
+        Raises:
+            UsageError: :meth:`forward` was not called with a training batch.
+            NonFiniteError: A tensor is not finite, or too many steps in a row were skipped.
+            OutOfMemoryError: The gradients need more memory than there is; the message lists the largest tensors.
+        """
+        del embedding_gradient_check_frequency
+        watchdog.progress()
+        batch = self.current_batch
+        if batch is None or not batch.requires_grad:
+            raise UsageError("TrainCtx.backward was called without a forward of a training batch before it")
+        self._label_check.backward(loss)
+        if self._micro is not None and not self._micro.is_last:
+            with self._reporting_memory(batch):
+                self._backward.accumulate(loss, batch.step)
+            return loss.detach()
+        self._trained_batches.backward()
+        can_repeat = False
+        try:
+            with self._reporting_memory(batch):
+                optimizer, known = self._run_state.optimizer, partial(self._known, batch)
+                loss = self._backward(loss, batch, self._embeddings, optimizer, self._backend, known)
+        except OutOfMemoryError as error:
+            can_repeat = error.can_repeat = not self._backward.applied
+            raise
+        except NonFiniteError:
+            self._trained_batches.skipped = max(self._trained_batches.skipped + 1, self._backward.skipped_steps)
+            raise
+        finally:
+            if can_repeat:
+                self._trained_batches.repeat(batch.step)
+            else:
+                self._end_step()
+        self._trained_batches.skipped = self._backward.skipped_steps
+        if self._loop is not None:
+            self._loop.trained(batch)
+        else:  # the loop is another context's
+            self._backend.trained_step = batch.step
+        return loss.detach()
+
+    def _end_step(self) -> None:
+        self.current_batch = self._micro = None
+        self._embeddings, self._given, self._outputs = [], ([], []), []
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The norm of the gradient of the model's weights in the last step, before it is clipped.
+
+        None before the first step. It is NaN or infinity if a gradient was. On a device, reading it waits for the step.
+        """
+        return None if self._backward.grad_norm is None else float(self._backward.grad_norm)

@@ -1,0 +1,193 @@
+"""A model that is sharded over the ranks: each holds a part of its weights, gradients and optimizer state (FSDP2)."""
+
+import copy
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import distributed as torch_distributed
+
+from persia.distributed.options import DDPOption
+from persia.runtime.errors import UsageError
+
+
+class FSDPOption(DDPOption):
+    """Torch's FSDP2: :func:`torch.distributed.fsdp.fully_shard` of the whole model.
+
+    Each rank holds a shard of the weights between steps, and all of them in a forward and a backward. Gradients and the
+    optimizer's state are sharded. The script's own model keeps a whole copy of the weights, for evaluations and
+    checkpoints.
+
+    Args:
+        backend: ``nccl`` or ``gloo``; None is nccl with GPUs, gloo without.
+
+    Raises:
+        UsageError: Another backend.
+    """
+
+    def __init__(self, backend: str | None = None) -> None:
+        super().__init__(backend=backend or "gloo")
+        self._is_given = backend is not None
+
+    def initialize(self, store: Any, rank: int, world_size: int, device_id: int | None) -> None:
+        """Start the process group."""
+        if not self._is_given and device_id is not None:
+            self.backend = "nccl"
+        super().initialize(store, rank, world_size, device_id)
+
+    def wrap(self, model: torch.nn.Module, device_id: int | None) -> torch.nn.Module:
+        """Return the sharded copy of the model."""
+        return ShardedModel(model, device_id)
+
+
+_sharded: "weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[ShardedModel]]" = weakref.WeakKeyDictionary()
+
+
+class ShardedModel(torch.nn.Module):
+    """The sharded copy of a model, which trains.
+
+    Args:
+        whole: The script's model. It gets rank 0's weights.
+        device_id: The CUDA device; None is the CPU.
+
+    Attributes:
+        whole: The script's model, with the weights of the last :meth:`gather`.
+        module: The sharded copy.
+        is_current: ``whole`` has the weights of the copy.
+
+    Raises:
+        UsageError: Torch cannot shard the model; the message says why.
+    """
+
+    whole: torch.nn.Module
+
+    def __init__(self, whole: torch.nn.Module, device_id: int | None) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        super().__init__()
+        self.__dict__["whole"] = whole  # not a part of this module
+        for tensor in whole.state_dict().values():
+            torch_distributed.broadcast(tensor, src=0)
+        mesh = init_device_mesh("cpu" if device_id is None else "cuda", (torch_distributed.get_world_size(),))
+        self.module = copy.deepcopy(whole)
+        try:
+            sharded = fully_shard(self.module, mesh=mesh)
+        except (NotImplementedError, ValueError) as error:
+            raise UsageError(f"FSDP cannot shard {type(whole).__name__}: {error}; use DDP") from error
+        if torch_distributed.get_backend() == "gloo":  # which has no mean
+            sharded.set_force_sum_reduction_for_comms(True)
+        self._fsdp: Any = sharded
+        self.is_current = True
+        self._optimizer_state: dict[str, Any] | None = None
+        _sharded[whole] = weakref.ref(self)
+
+    def forward(self, *inputs: Any) -> Any:
+        """Run the sharded copy; every rank calls this."""
+        self.is_current = self.is_current and not torch.is_grad_enabled()
+        return self.module(*inputs)
+
+    def synchronise_gradients(self, on: bool) -> None:
+        """Whether the next backward reduces gradients over the ranks, or adds them up here."""
+        self._fsdp.set_requires_gradient_sync(on)
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer of the script's model update the shards."""
+        shards = dict(self.module.named_parameters())
+        self._replace(optimizer, {weight: shards[name] for name, weight in self.whole.named_parameters()})
+
+    def release(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give the optimizer the script's model back, with the state of the last :meth:`gather` if that is current."""
+        state = self._optimizer_state if self.is_current else None
+        optimizer.state.clear()
+        weights = dict(self.whole.named_parameters())
+        self._replace(optimizer, {shard: weights[name] for name, shard in self.module.named_parameters()})
+        if state is not None:
+            optimizer.load_state_dict(state)
+
+    @staticmethod
+    def _replace(optimizer: torch.optim.Optimizer, by: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        for group in optimizer.param_groups:
+            group["params"] = [by.get(weight, weight) for weight in group["params"]]
+        for weight in [weight for weight in optimizer.state if weight in by]:
+            state = optimizer.state.pop(weight)
+            optimizer.state[by[weight]] = {key: _shard_of(value, by[weight]) for key, value in state.items()}
+
+    def gather(self, optimizer: torch.optim.Optimizer) -> None:
+        """Copy the shards of all ranks into the script's model, and the optimizer's state; every rank calls this."""
+        if self.is_current and self._optimizer_state is not None:
+            return
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        self.whole.load_state_dict(get_model_state_dict(self.module, options=StateDictOptions(full_state_dict=True)))
+        self._optimizer_state = _whole_of(optimizer.state_dict())
+        self.is_current = True
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the whole state of the optimizer, as it would be without shards."""
+        if not self.is_current or (self._optimizer_state is None and optimizer.state):
+            raise _not_gathered()
+        return self._optimizer_state or optimizer.state_dict()
+
+    def load(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Take this rank's shards of the script's model and of a whole optimizer state, without another rank."""
+        weights, buffers = dict(self.whole.named_parameters()), dict(self.whole.named_buffers())
+        with torch.no_grad():
+            for name, shard in self.module.named_parameters():
+                _local(shard).copy_(_local(_shard_of(weights[name].detach(), shard)))
+            for name, buffer in self.module.named_buffers():
+                buffer.copy_(buffers[name])
+        params = [weight for group in optimizer.param_groups for weight in group["params"]]
+        sharded = {
+            number: {key: _shard_of(value, params[number]) for key, value in each.items()}
+            for number, each in state["state"].items()
+        }
+        optimizer.load_state_dict({**state, "state": sharded})
+        self._optimizer_state, self.is_current = state, True
+
+
+def check_current(model: torch.nn.Module) -> None:
+    """Check that a model has the weights of its training, where they are sharded.
+
+    Raises:
+        UsageError: They were trained on since they were gathered.
+    """
+    if isinstance(model, ShardedModel):
+        sharded: ShardedModel | None = model
+    else:
+        found = _sharded.get(model)
+        sharded = None if found is None else found()
+    if sharded is not None and not sharded.is_current:
+        raise _not_gathered()
+
+
+def _not_gathered() -> UsageError:
+    return UsageError(
+        "the weights of the model are sharded over the ranks (FSDP), and were trained on since they were gathered: "
+        "every rank calls ctx.gather_model() after the same step, before one of them evaluates or saves"
+    )
+
+
+def _shard_of(value: Any, like: torch.Tensor) -> Any:
+    """Return this rank's shard of a whole tensor of the shape of ``like``; anything else as it is."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(like, DTensor) or not isinstance(value, torch.Tensor) or value.shape != like.shape:
+        return value
+    return distribute_tensor(value.detach().to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    local: torch.Tensor = tensor.to_local()
+    return local
+
+
+def _whole_of(value: Any) -> Any:
+    """Return a state with whole tensors in place of sharded ones; every rank calls this."""
+    if isinstance(value, dict):
+        return {key: _whole_of(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_whole_of(each) for each in value)
+    full = getattr(value, "full_tensor", None)
+    return value if full is None else full()

@@ -1,0 +1,65 @@
+"""A model, and the wrapper that trains it on several ranks."""
+
+from typing import Any
+
+import torch
+
+from persia.distributed.sharded import ShardedModel, check_current
+
+
+def unwrap_model(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the user's own module, without what trains it on several ranks."""
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        module: torch.nn.Module = model.module
+        return module
+    return model.whole if isinstance(model, ShardedModel) else model
+
+
+def whole_model(model: torch.nn.Module) -> torch.nn.Module:
+    """As :func:`unwrap_model`, with the weights of its training.
+
+    Raises:
+        UsageError: They are sharded, and not gathered.
+    """
+    check_current(model)
+    return unwrap_model(model)
+
+
+def trained_module(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the module whose weights the optimizer updates: the user's own, or its sharded copy."""
+    return model.module if isinstance(model, ShardedModel) else unwrap_model(model)
+
+
+def synchronise_gradients(model: torch.nn.Module | None, on: bool) -> None:
+    """Average the gradients of the next forward and backward over all ranks, or leave them on each rank.
+
+    Those that are left are added to those that are averaged, on each rank before.
+    """
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        model.require_backward_grad_sync = on  # as no_sync() does, for one forward
+    elif isinstance(model, ShardedModel):
+        model.synchronise_gradients(on)
+
+
+def optimizer_state(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the whole state of a model's optimizer.
+
+    Raises:
+        UsageError: It is sharded, and not gathered.
+    """
+    return model.optimizer_state(optimizer) if isinstance(model, ShardedModel) else optimizer.state_dict()
+
+
+def load_dense(
+    model: torch.nn.Module | None,
+    optimizer: torch.optim.Optimizer,
+    dense: dict[str, Any] | None,
+    state: dict[str, Any],
+) -> None:
+    """Load whole states of a model, if there is one, and of its optimizer."""
+    if model is not None and dense is not None:
+        unwrap_model(model).load_state_dict(dense)
+    if isinstance(model, ShardedModel):
+        model.load(optimizer, state)
+    else:
+        optimizer.load_state_dict(state)

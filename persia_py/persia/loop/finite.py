@@ -1,0 +1,123 @@
+"""Where a step has NaN or infinity: the first tensor in the order of the computation, with its sample and ids."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from persia.backend.base import NonFiniteTensor
+from persia_core import backward as _core
+
+MAX_IDS = 5
+"""Ids of a sample that a message lists."""
+
+Named = tuple[str, torch.Tensor]
+"""A tensor, and its name in messages."""
+
+
+Ids = Callable[[str, int], list[int]]
+"""Returns the ids of a slot's sample."""
+
+
+def no_ids(slot: str, sample: int) -> list[int]:
+    """Return none, where the ids of a batch are not known."""
+    del slot, sample
+    return []
+
+
+@dataclass
+class StepTensors:
+    """What a step has computed with, apart from gradients. It lives from a forward to its backward.
+
+    Attributes:
+        model: The model, as the script made it.
+        ids: Returns the ids of a sample.
+        slots: The embedding tensors, with the names of their slots.
+        dense: The dense inputs.
+        labels: The labels.
+        outputs: The outputs of the model, one for each micro-batch.
+    """
+
+    model: torch.nn.Module | None = None
+    ids: Ids = no_ids
+    slots: list[Named] = field(default_factory=list)
+    dense: list[Named] = field(default_factory=list)
+    labels: list[Named] = field(default_factory=list)
+    outputs: list[Named] = field(default_factory=list)
+
+    def by_size(self, optimizer: torch.optim.Optimizer) -> Iterator[Named]:
+        """Yield all of them with their names, and the gradients and optimizer states of the weights."""
+        yield from ((f"embeddings of slot {slot}", rows) for slot, rows in self.slots)
+        yield from (*self.dense, *self.labels, *self.outputs)
+        for name, weight in [] if self.model is None else self.model.named_parameters():
+            yield f"weight {name}", weight
+            if weight.grad is not None:
+                yield f"gradient of {name}", weight.grad
+            for key, value in optimizer.state.get(weight, {}).items():
+                if isinstance(value, torch.Tensor):
+                    yield f"{key} of {name}", value
+
+
+def named_outputs(output: object) -> Iterator[Named]:
+    """Yield the tensors in a model's output: a tensor, or a list, tuple or dictionary of them."""
+    if isinstance(output, torch.Tensor):
+        yield "the model's output", output
+    elif isinstance(output, dict):
+        yield from ((f"the model's output {key!r}", each) for key, each in output.items() if _is_tensor(each))
+    elif isinstance(output, list | tuple):
+        yield from ((f"the model's output {index}", each) for index, each in enumerate(output) if _is_tensor(each))
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def first_nonfinite_index(tensor: torch.Tensor) -> int | None:
+    """Return the place of the first NaN or infinity in a tensor, which is counted row by row; None if all is finite."""
+    if tensor.device.type == "cpu" and tensor.dtype == torch.float32 and tensor.is_contiguous():
+        return _core.first_nonfinite(tensor.detach())
+    places = torch.isfinite(tensor.detach()).logical_not().flatten().nonzero()
+    return int(places[0]) if len(places) else None
+
+
+def at_sample(what: str, tensor: torch.Tensor, index: int, ids: list[int]) -> str:
+    """Return ``WHAT, sample 3 (id 17), is nan`` for a place of a tensor whose first dimension is the sample."""
+    value = tensor.detach().flatten()[index].item()
+    if tensor.dim() == 0:
+        return f"{what} is {value}"
+    listed = ", ".join(map(str, ids[:MAX_IDS])) + (", …" if len(ids) > MAX_IDS else "")
+    shown = f" (id{'s' if len(ids) > 1 else ''} {listed})" if ids else ""
+    return f"{what}, sample {index // tensor[0].numel()}{shown}, is {value}"
+
+
+def first_before_loss(tensors: StepTensors) -> NonFiniteTensor | None:
+    """Return the first of a step's rows, inputs, labels, weights and outputs that is not finite, if one is."""
+    for slot, rows in tensors.slots:
+        if (index := first_nonfinite_index(rows)) is not None:
+            found = tensors.ids(slot, index // rows[0].numel())
+            return NonFiniteTensor(at_sample(f"the looked-up row of slot {slot!r}", rows, index, found))
+    if (given := _first_of([*tensors.dense, *tensors.labels])) is not None:
+        return given
+    for name, weight in [] if tensors.model is None else tensors.model.named_parameters():
+        local = local_part(weight)
+        if local.is_floating_point() and not torch.isfinite(local).all():
+            return NonFiniteTensor(f"the weight {name!r} of the model, shape {tuple(weight.shape)}, is not finite")
+    return _first_of(tensors.outputs)
+
+
+def _first_of(tensors: list[Named]) -> NonFiniteTensor | None:
+    for name, tensor in tensors:
+        if tensor.is_floating_point() and (index := first_nonfinite_index(tensor)) is not None:
+            return NonFiniteTensor(at_sample(name, tensor, index, []))
+    return None
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a sharded tensor that this rank has; any other tensor as it is."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor.detach() if to_local is None else to_local().detach()
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether this rank has only a part of a tensor."""
+    return hasattr(tensor, "to_local")

@@ -1,0 +1,59 @@
+"""The precision of the dense part: which operations run in half the bytes, and whether the loss is scaled."""
+
+import contextlib
+from typing import Any
+
+import torch
+
+from persia.loop.loss_scale import LossScale
+from persia.runtime.errors import UsageError
+
+DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The dtype of each precision; None is float32 throughout."""
+
+
+class Precision:
+    """The precision of a model's forward and backward.
+
+    Weights, their gradients, embeddings and the loss are float32. With bf16 and fp16, :func:`torch.autocast` runs
+    matrix products in that dtype; fp16 also scales the loss.
+
+    Args:
+        name: A key of :data:`DTYPES`.
+        device_id: The CUDA device of the model; None is the CPU.
+
+    Raises:
+        UsageError: Another name, or a dtype that the device does not support.
+    """
+
+    def __init__(self, name: str, device_id: int | None) -> None:
+        if name not in DTYPES:
+            raise UsageError(f"TrainCtx(precision={name!r}): want {', '.join(map(repr, DTYPES))}")
+        self._device = "cpu" if device_id is None else "cuda"
+        self._dtype = DTYPES[name]
+        if name == "bf16" and device_id is not None and not torch.cuda.is_bf16_supported():
+            raise UsageError(f"precision bf16: CUDA device {device_id} does not support it; use fp16 or fp32")
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Enclose the forward of the model."""
+        if self._dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device, dtype=self._dtype)
+
+    def loss_scale(self, growth_interval: int) -> LossScale | None:
+        """Return the scale of the loss, which only fp16 needs; ``growth_interval`` as in :class:`LossScale`."""
+        return LossScale(growth_interval, self._device) if self._dtype == torch.float16 else None
+
+    def restored(self, output: Any) -> Any:
+        """Return a model's output with its tensors in float32, for the loss."""
+        return output if self._dtype is None else _restored(output, self._dtype)
+
+
+def _restored(output: Any, dtype: torch.dtype) -> Any:
+    if isinstance(output, torch.Tensor):
+        return output.float() if output.dtype == dtype else output
+    if isinstance(output, dict):
+        return {key: _restored(value, dtype) for key, value in output.items()}
+    if type(output) in (list, tuple):  # a named tuple stays as it is
+        return type(output)(_restored(value, dtype) for value in output)
+    return output
