@@ -19,7 +19,7 @@ from persia.distributed.options import unwrap_model
 from persia.embedding import EmbeddingConfig, inputs
 from persia.embedding.data import PersiaBatch
 from persia.embedding.inputs import Arrangement, arranged
-from persia.runtime import preemption, watchdog
+from persia.runtime import flight, preemption, watchdog
 from persia.runtime.errors import UsageError
 from persia.runtime.files import is_url
 from persia_core import forward as _forward
@@ -126,7 +126,7 @@ class EmbeddingCtx(BaseCtx):
                 if not training:  # this runs on one rank alone, so it must not use a collective
                     output = unwrap_model(self.model)(non_id_tensors, embedding_tensors)
                 else:
-                    with self._backend.collective():
+                    with self._backend.collective(), flight.Call(flight.FORWARD, batch.step):
                         output = self.model(non_id_tensors, embedding_tensors)
             except RuntimeError as error:
                 named = named_error(error, non_id_tensors, arranged(batch.dense_names, places.dense))

@@ -6,6 +6,7 @@ from torch.utils.dlpack import from_dlpack
 from persia.backend.base import Backend, NonFiniteTensor
 from persia.embedding.optim import Optimizer
 from persia.loop.loss_scale import LossScale
+from persia.runtime import flight
 from persia.runtime.errors import NonFiniteError, PersiaError, UsageError
 from persia.runtime.logging import get_logger
 from persia_core import backward as _core
@@ -137,7 +138,7 @@ class Backward:
         embedding_optimizer: Optimizer,
         backend: Backend,
     ) -> None:
-        with backend.collective():
+        with backend.backward(loss, batch.step):
             _back_propagate(loss)
         scale = 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.value
         gradients = Gradients(batch, [tensor.grad for tensor in embeddings], scale)
@@ -152,8 +153,10 @@ class Backward:
             batch.discard()
         else:
             self._skipped = 0
-            gradients.push(embedding_optimizer.lr_factor(batch.step))
-            self._dense_optimizer.step()
+            with flight.Call(flight.PUSH, batch.step):
+                gradients.push(embedding_optimizer.lr_factor(batch.step))
+            with flight.Call(flight.OPTIMIZER, batch.step):
+                self._dense_optimizer.step()
         if self.loss_scale is not None:
             self.loss_scale.update(finite=nonfinite is None)
         if nonfinite is not None:
