@@ -32,6 +32,7 @@ def check(root: Entries, values: Mapping[str, Any], features: Features | None, f
     checks.check_files()
     checks.check_training()
     checks.check_run()
+    checks.check_dist()
     checks.check_columns(features)
     checks.check_leaks()
     checks.check_dims()
@@ -211,6 +212,15 @@ class _Checks:
             Path(node.text).expanduser()
         except RuntimeError:
             self._findings.error(node.place, path, f"found `{node.text}`, but there is no such user's folder")
+
+    def check_dist(self) -> None:
+        """Settings of NCCL need NCCL."""
+        dist, nccl = self._values.get("dist") or {}, self._node("nccl")
+        if dist.get("backend") == "gloo" and nccl is not None and not nccl.is_null:
+            self._findings.warn(nccl.place, "nccl", "has no effect with `dist.backend: gloo`: remove one of them")
+        given, key = self._values.get("nccl") or {}, "nccl.debug_subsys"
+        if given.get("debug_subsys") is not None and given.get("debug") is None:
+            self._findings.warn(self._place(key), key, "has no effect without nccl.debug")
 
     def check_columns(self, features: Features | None) -> None:
         """Check that every column that is read exists, as far as the file declares the columns."""
