@@ -7,7 +7,7 @@ import typer
 from typer.core import TyperGroup
 
 import persia
-from persia.cli import ckpt, config, data
+from persia.cli import ckpt, config, data, profile
 from persia.cli.evaluate import evaluate
 from persia.cli.predict import predict
 from persia.cli.status import status
@@ -51,6 +51,7 @@ app.command(rich_help_panel=TRAIN)(predict)
 app.command(rich_help_panel=RUN)(up)
 app.command(rich_help_panel=RUN)(status)
 app.add_typer(config.app, name="config", rich_help_panel=RUN)
+app.add_typer(profile.app, name="profile", rich_help_panel=RUN)
 app.add_typer(ckpt.app, name="ckpt", rich_help_panel=RUN)
 
 

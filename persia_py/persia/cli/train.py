@@ -31,6 +31,9 @@ def train(
     baseline: Annotated[
         str | None, typer.Option(metavar="NAME", help="Also train this model on the same rows: lightgbm.")
     ] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Record some steps, and show their times and what limits them.")
+    ] = False,
 ) -> None:
     """Train a model: rows in, a run folder with checkpoints, metrics and a report out."""
     from persia.cli.quiet import only_warnings
@@ -38,6 +41,7 @@ def train(
     from persia.runtime.errors import UsageError
     from persia.runtime.exit_codes import ExitCode
     from persia.trainer import Trainer, baselines
+    from persia.trainer.profiling import show_profile
     from persia.trainer.progress import Shown, show_results
     from persia.trainer.run_folder import SUMMARY
 
@@ -46,6 +50,8 @@ def train(
         raise UsageError(f"{run}: to continue a run, use persia train {file} --resume {run}")
     compare = None if baseline is None else baselines.find(baseline)
     config = load_config(file, set_ or ())
+    if profile and config.profile is None:
+        config = load_config(file, [*(set_ or ()), "profile={}"])
     stop = config.train.early_stop
     folder = None
     try:
@@ -54,6 +60,8 @@ def train(
                 trainer.resume(run)
             reports = trainer.fit()
             folder = trainer.folder
+            if trainer.sizing is not None:
+                typer.echo(str(trainer.sizing))
             for report in reports:
                 shown.report(report)
         if folder is None:
@@ -63,10 +71,12 @@ def train(
         if compare is not None:
             compare(config, folder)
         show_results(folder.read_json(SUMMARY))
+        if config.profile is not None:
+            show_profile(folder)
         typer.echo(folder.shown)
     except (KeyboardInterrupt, SystemExit) as error:
         code = error.code if isinstance(error, SystemExit) else ExitCode.INTERRUPTED
         if folder is not None and code:
-            overrides = "".join(f" --set {each}" for each in set_ or ())
+            overrides = "".join(f" --set {each}" for each in set_ or ()) + " --profile" * profile
             typer.echo(f"next:  persia train {file}{overrides} --resume {folder.shown}", err=True)
         sys.exit(code)

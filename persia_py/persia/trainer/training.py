@@ -24,12 +24,15 @@ from persia.trainer.job_folder import FITS, JobFolder
 from persia.trainer.limits import Limits, MeanLoss
 from persia.trainer.objective import Objective
 from persia.trainer.parts import Part, Parts, group_of, with_train
+from persia.trainer.profiling import profiler_of
 from persia.trainer.record import FINISHED, Record, check_tensorboard
 from persia.trainer.reports import EvaluationReport, StepReport
 from persia.trainer.run_folder import CONFIG, FACTS, SUMMARY, RunFolder, check_files, check_same, json_text, resolved
 from persia.trainer.start_rows import load_start_rows, start_folder
 from persia.trainer.state import TrainerState
+from persia.trainer.synthetic import SyntheticBatches
 from persia.trainer.validation import Validation, may_continue
+from persia_core.engine import Engine
 
 EVALUATIONS = 10
 """The default number of evaluations of a run."""
@@ -147,7 +150,7 @@ class Training:
     def _open(self, resumes: bool) -> None:
         """Open the training context, which loads the newest checkpoint."""
         config, block = self._config, self._config.checkpoint
-        saves, upload_to = None, block.upload_to  # a job has both
+        saves, upload_to = None, None if config.data.synthetic else block.upload_to  # a job has both
         if not self._in_job:
             saves = self.folder.saves(config)
             upload_to = None if upload_to is None else f"{upload_to.rstrip('/')}/{self.folder.path.name}"
@@ -198,13 +201,19 @@ class Training:
         """The last step that was trained."""
         return self._ctx.step
 
+    @property
+    def engine(self) -> Engine:
+        """The engine of the training context."""
+        return self._ctx.engine
+
     def run(self) -> Iterator[StepReport | EvaluationReport]:
         """Train, and yield reports; the last is that of the test part."""
         if self.is_finished:
             return
         yield from self._make_up()
         if not self._state.stopped:
-            yield from self._train()
+            with profiler_of(self._config, self.folder, self._ctx):
+                yield from self._train()
             yield from self._evaluate_end()
         self.save()
         yield from self._finish()
@@ -243,9 +252,8 @@ class Training:
         dataset = self._dataset()
         staleness = None if train.reproducible or settings.reproducible else train.staleness
         loader = DataLoader(dataset, reproducible=train.reproducible, embedding_staleness=staleness)
-        limits, losses, samples = Limits(), MeanLoss(), 0
+        limits, losses, samples = Limits(loader.staleness), MeanLoss(), 0
         for batch in loader:
-            limits.waited()
             output, labels = self._ctx.forward(batch)
             weights = None
             if train.weight is not None:
@@ -260,7 +268,7 @@ class Training:
             samples += batch.batch_size * get_world_size()
             limits.stepped()
             if step % log_every == 0 or step == self.total_steps:
-                yield self._report_steps(limits, dataset, losses.take(), samples)
+                yield self._report_steps(limits, losses.take(), samples)
                 samples = 0
                 limits.apart()
             if self.parts.valid is not None and self._is_due(step):
@@ -269,9 +277,9 @@ class Training:
                     return
                 limits.apart()
 
-    def _report_steps(self, limits: Limits, dataset: IterableDataset, loss: float, samples: int) -> StepReport:
+    def _report_steps(self, limits: Limits, loss: float, samples: int) -> StepReport:
         stats = self._ctx.engine.stats()
-        seconds, shares = limits.take(getattr(dataset, "busy", 0.0), stats["seconds"])
+        seconds, shares = limits.take(stats["seconds"])
         self._state.seconds += seconds
         self._state.samples += samples
         step = self._ctx.step
@@ -295,6 +303,8 @@ class Training:
         if self._in_job:
             return StreamingDataset(transform=self.transform)
         data, train = self._config.data, self._config.train
+        if data.synthetic:
+            return SyntheticBatches(self.parts.train, self.transform, self._config, self.total_steps or 0)
         reader = self.parts.train.reader(
             data.batch_size, shuffle=data.shuffle, epochs=data.epochs, seed=train.seed, window_rows=data.window_rows
         )
