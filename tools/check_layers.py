@@ -82,6 +82,7 @@ LAYERS = (
     "backend",
     "checkpoint",
     "loop",
+    "profile",
     "models",
     "nn",
     "ctx",

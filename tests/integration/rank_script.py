@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -25,6 +26,7 @@ from waiting import wait_until
 from persia import distributed, env
 from persia.ctx import TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset, StreamingDataset
+from persia.distributed import control_plane
 from persia.distributed.wrapped import unwrap_model
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, Label, NonIDTypeFeature, PersiaBatch
@@ -47,6 +49,7 @@ PLAN: dict[str, Any] = {
     "kinds": False,  # a weighted, a raw and a hash-stacked slot instead of two plain ones
     **json.loads(sys.argv[1] if len(sys.argv) > 1 else "{}"),
 }
+STARTED = time.monotonic()
 RANK, WORLD = env.get_rank(), env.get_world_size()
 DENSE: dict[str, Any] = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam, "Adagrad": torch.optim.Adagrad}
 OPTIMIZERS: dict[str, Optimizer] = {"SGD": SGD(0.1), "Adagrad": Adagrad(0.1), "Adam": Adam(0.01)}
@@ -57,6 +60,8 @@ class Part(IterableDataset):
 
     def __iter__(self) -> Iterator[PersiaBatch]:
         for number in range(PLAN["steps"] + PLAN["more"].get(str(RANK), 0)):
+            if due("stall", number + 1):
+                hang()
             yield part(number)
 
 
@@ -173,6 +178,9 @@ def train_once(ctx: TrainCtx, loader: DataLoader) -> None:
         if due("overflow", batch.step):  # finite itself, but not its gradient, which is scaled
             loss = loss * 1e36
         ctx.backward(loss)
+        if due("freeze", batch.step):
+            wait_until("a heartbeat", lambda: time.monotonic() > STARTED + 2 * control_plane._ALIVE_S, 60)
+            os.kill(os.getpid(), signal.SIGSTOP)
         if RANK == 0:
             sys.stderr.write(f"step {batch.step} done\n")
 

@@ -184,9 +184,69 @@ def test_where_one_rank_hangs_all_show_where_they_are_and_end(make_stack: MakeSt
         part.says("rank 2 (pid")
         part.says("has made no progress after step 4")
         part.says(f"threads of rank {rank}:")
+        assert re.search(
+            r"^lagging: rank 2 .*: in the code of its script, behind look-up of step 5, for", part.output, re.M
+        )
+        assert len(re.findall(r"^waiting: rank [01] .*: in all-reduce of step 5 for", part.output, re.M)) == 2
         (main,) = (stack for stack in part.output.split("\n\n") if "in train_once" in stack)  # the main thread
         assert ("in hang" in main, "in backward" in main) == (rank == 2, rank != 2), part.output
     assert job.finished_summary(stack.folder / "run") is None
+
+
+def calls_of(stack: Stack, rank: int) -> dict[str, Any]:
+    """Return what a rank has written of its last calls."""
+    content: dict[str, Any] = json.loads((stack.folder / "run" / "flight" / f"rank-{rank}.json").read_text())
+    return content
+
+
+@pytest.mark.row("S3-12")
+def test_a_rank_whose_data_set_blocks_is_named_with_its_wait(make_stack: MakeStack) -> None:
+    stack = make_stack()
+    plan = {"steps": 1000, "stall": {"rank": 1, "step": 6}}
+    parts = nodes(stack, plan, PERSIA_DATA_TIMEOUT="5")
+    for rank, part in enumerate(parts):
+        assert part.wait(180) == 70, part.output
+        part.says("rank 1 (pid")
+        assert re.search(r"^lagging: rank 1 \(pid \d+ on .*\): in data wait of step 6 for \d+ s$", part.output, re.M)
+        assert re.search(
+            r"^waiting: rank 0 \(pid \d+ on .*\): in agreement 'next step' after step 5", part.output, re.M
+        )
+        part.says(f"last calls of rank {rank}: {stack.folder / 'run' / 'flight' / f'rank-{rank}.json'}")
+    waits = [call for call in calls_of(stack, 1)["calls"] if call["state"] == "open"]
+    assert {(call["verb"], call["step"], call["thread"]) for call in waits} == {
+        ("data wait", 6, "loop"),
+        ("read", 6, "persia-feed"),
+    }
+    done = [call["verb"] for call in calls_of(stack, 0)["calls"] if call["step"] == 5 and call["thread"] == "loop"]
+    assert done == ["data wait", "look-up", "forward", "backward", "all-reduce", "push", "optimizer"]
+
+
+@pytest.mark.row("S3-12")
+def test_a_rank_that_is_stopped_is_named_with_its_last_call(make_stack: MakeStack) -> None:
+    stack = make_stack()
+    plan = {"steps": 1000, "freeze": {"rank": 1, "step": 5}}
+    first, _ = nodes(stack, plan, PERSIA_HANG_TIMEOUT="10")
+    assert first.wait(180) == 75, first.output
+    first.says("rank 1 is gone: silent for ")
+    assert re.search(r"stopped, frozen, or its network is gone; \d+ s ago it was in ", first.output), first.output
+    first.says(f"last calls of rank 0: {stack.folder / 'run' / 'flight' / 'rank-0.json'}")
+    position = calls_of(stack, 0)["position"]
+    assert position["step"] == 5 and position["call"] == ["agreement", None, "next step"] and position["open"]
+
+
+@pytest.mark.row("S3-16", "S4-20")
+def test_the_time_limit_of_a_collective_reaches_torch_and_names_the_rank(make_stack: MakeStack) -> None:
+    stack = make_stack()
+    plan = {"steps": 1000, "hang": {"rank": 1, "step": 5}}
+    first, _ = nodes(stack, plan, NCCL_TIMEOUT="5")
+    assert first.wait(180) == 70, first.output
+    first.says(
+        "environment variable NCCL_TIMEOUT has no effect: NCCL has no such variable; taken as seconds. Set "
+        "PERSIA_DIST_TIMEOUT=5, as now"
+    )
+    first.says("a collective of torch exceeded its time limit")
+    first.says("lagging: rank 1 (pid")
+    assert re.search(r"in the code of its script, behind look-up of step 5, for \d+ s", first.output), first.output
 
 
 def test_a_rank_that_fails_says_why(make_stack: MakeStack) -> None:
@@ -321,6 +381,7 @@ def test_a_dump_and_a_load_wait_for_pushes_of_loops_that_were_left(make_stack: M
     assert summary is not None and summary["steps"] == 6
 
 
+@pytest.mark.row("S3-33")
 def test_a_second_rank_of_the_same_number_is_refused(make_stack: MakeStack, tmp_path: Path) -> None:
     stack = make_stack()
     pause = {"step": 3, "reached": str(tmp_path / "reached"), "until": str(tmp_path / "until")}
@@ -330,7 +391,9 @@ def test_a_second_rank_of_the_same_number_is_refused(make_stack: MakeStack, tmp_
         env = {"PERSIA_RUN_DIR": str(tmp_path / "twin")}
         twin = stack.trainer(SCRIPT, json.dumps({"steps": 5}), node=rank, nodes=2, env=env)
         assert twin.wait(30) == 2, twin.output
-        twin.says(f"rank {rank} of job 'test' is running already: pid ")
+        line = twin.says(f"rank {rank} of job 'test' is running already: pid ")
+        both = re.search(r"pid (\d+) on \S+; pid (\d+) on \S+ has the same RANK", line)
+        assert both is not None and both[1] != both[2], line
     (tmp_path / "until").touch()
     assert first.wait() == 0, first.output
     assert second.wait() == 0, second.output
@@ -409,6 +472,7 @@ def test_an_interface_that_does_not_exist_is_named(make_stack: MakeStack, variab
     trainer = stack.trainer(SCRIPT, "{}", ranks=2, env={variable: "eth9"})
     assert trainer.wait(40) == 2, trainer.output
     trainer.says(f"{variable}=eth9: interface eth9 does not exist; have ")
+    trainer.says("next:  correct the variable, or dist.interface and nccl.socket_ifname of persia.yml")
 
 
 @pytest.mark.row("S0-20")

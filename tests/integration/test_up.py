@@ -4,6 +4,8 @@ Everything starts as it does for a user: launchers and ranks are new processes, 
 """
 
 import contextlib
+import csv
+import io
 import json
 import os
 import re
@@ -27,6 +29,7 @@ from persia.config import load_config
 from persia.data import synth
 from persia.errors import UsageError
 from persia.launch.up import up as start_up
+from persia.profile import report
 
 DEADLINE = 180.0
 TRAIN = """\
@@ -431,6 +434,43 @@ def assert_same_form(one: object, other: object) -> None:
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4)
     else:
         assert one == other
+
+
+OBSERVED = """
+dist: {timeout_s: 100}
+nccl: {debug: WARN}
+profile: {wait: 2, warmup: 1, active: 6}
+run: {log_every: 5}
+"""
+
+
+@pytest.mark.row("S3-37", "S3-19", "S3-10")
+@pytest.mark.usefixtures("binaries")
+def test_a_job_is_watched_and_profiled_and_says_what_it_needs(up: StartUp, tmp_path: Path) -> None:
+    synth.write(tmp_path / "rows.parquet", 3000, synth.Teacher((40, 30), 1))
+    one = up(TABLE % 12 + OBSERVED, "--ranks", "2", "--name", "one")
+    one.says("dense gradients are averaged over gloo \\(no GPU\\)")
+    one.says("memory: server .* rows\\), trainer .* fits in the")
+    one.says("step 10/")
+    env = {name: value for name, value in one.child("launch.rank_main", RANK="0").environ().items() if "PERSIA" in name}
+    command = [sys.executable, "-m", "persia", "status", "--watch", "--csv", "-l", "1", "-n", "0.5"]
+    seen = subprocess.run(command, env={**os.environ, **env}, cwd=tmp_path, capture_output=True, text=True, timeout=90)
+    assert seen.returncode == 0, seen.stderr
+    rows = {row["process"]: row for row in csv.DictReader(io.StringIO(seen.stdout))}
+    kinds = ("server 0", "middleware 0", "data 0", "trainer 0", "trainer 1")
+    assert {*rows} == {f"persia-{kind}" for kind in kinds}
+    assert all(int(row["rss_bytes"]) > 1 << 20 and row["cpu_percent"] for row in rows.values())
+    first, second = rows["persia-trainer 0"], rows["persia-trainer 1"]
+    assert int(first["step"]) >= 10 and first["data_wait"] and not second["step"]
+    assert one.wait() == 0, one.output
+    profiles = report.read(tmp_path / "runs" / "one")
+    assert [each.rank for each in profiles] == [0, 1]
+    assert all(each.content["steps"] == [4, 9] and "all-reduce" in each.content["calls"] for each in profiles)
+    assert (tmp_path / "runs" / "one" / "profile" / "rank-1.pt.trace.json").exists()
+    wrong = up(TABLE % 1 + "dist: {interface: eth9}\n", "--name", "wrong")
+    assert wrong.wait() == 2, wrong.output
+    wrong.says("PERSIA_SOCKET_IFNAME=eth9: interface eth9 does not exist; have ")
+    wrong.says("next:  correct the variable, or dist.interface")
 
 
 def test_mistakes_of_a_table_are_listed_before_anything_starts(up: StartUp) -> None:

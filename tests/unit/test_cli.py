@@ -1,15 +1,23 @@
 """The ``persia`` command, as a process."""
 
+import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from conftest import Batches, Configure
 from test_training import SLOTS, make, train
 
 import persia
+from persia.cli.main import app
 from persia.data import DataLoader
+
+HELP_S = 0.3
+"""Seconds of processor time that the help of a command may take."""
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -92,6 +100,34 @@ def test_help_lists_the_verbs_and_imports_little() -> None:
     assert all(f"  {verb} " in done.stdout for verb in ("up", "status", "config", "ckpt"))
     assert "persia.cli.main" in done.stderr
     assert not [name for name in ("torch", "numpy", "pydantic", "pyarrow") if name in done.stderr]
+
+
+def commands(group: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the words of every command and group."""
+    yield words
+    for name, command in getattr(group, "commands", {}).items():
+        yield from commands(command, (*words, name))
+
+
+def cpu_seconds(*arguments: str) -> float:
+    """Return the processor time of a command, at best of three."""
+    best = float("inf")
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        run(*arguments)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        if best <= HELP_S:
+            break
+    return best
+
+
+@pytest.mark.row("S3-42")
+def test_the_help_of_every_command_takes_little_processor_time() -> None:
+    found = [*commands(typer.main.get_command(app))]
+    assert ("profile", "report") in found and ("status",) in found
+    for words in found:
+        assert cpu_seconds(*words, "--help") <= HELP_S, words
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ labels:
 """
 """Lines 1 to 7; the text that a test adds begins on line 8."""
 
-KEYS = "data, features, labels, model, train, precision, parallel, checkpoint, run, env"
+KEYS = ", ".join(Config.model_fields)
 
 
 @pytest.fixture

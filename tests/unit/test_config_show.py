@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_config_mistakes import GOOD, mistakes, write  # noqa: F401 - a fixture
+from test_config_mistakes import GOOD, KEYS, mistakes, write  # noqa: F401 - a fixture
 
 import persia
 from persia.config.document import Document, open_document
@@ -72,8 +72,7 @@ def test_overrides_change_and_add_keys(write: Path) -> None:  # noqa: F811
         ),
         (
             "rum.name=x",
-            ": rum: unknown key, did you mean `run`?; allowed: data, features, labels, model, train, precision, "
-            "parallel, checkpoint, run, env",
+            f": rum: unknown key, did you mean `run`?; allowed: {KEYS}",
         ),
         ("train.seed=x", ": train.seed: found `x`, allowed: a whole number from 0 to 9223372036854775807"),
         ("train.seed=", ": train.seed: found nothing, allowed: a whole number from 0 to 9223372036854775807"),

@@ -20,7 +20,7 @@ NAME = "persia_test_logger"
 
 @pytest.fixture(autouse=True)
 def unconfigured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("LOG_LEVEL", "LOG_FORMAT"):
+    for name in ("LOG_LEVEL", "LOG_FORMAT", "PERSIA_LOG"):
         monkeypatch.delenv(name, raising=False)
     yield
     logger = logging.getLogger(NAME)
@@ -35,6 +35,40 @@ def unconfigured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_levels_that_servers_take_are_levels_here(monkeypatch: pytest.MonkeyPatch, text: str, level: int) -> None:
     monkeypatch.setenv("LOG_LEVEL", text)
     assert setLogger(NAME).level == level
+
+
+@pytest.mark.row("S3-34")
+def test_levels_by_name_are_those_of_the_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same text as in ``rust_core/wire/src/logs.rs``."""
+    names = ("persia.wire", "persia.wire.client", "persia.server", "persia")
+    before = {name: logging.getLogger(name).level for name in names}
+    monkeypatch.setenv("LOG_LEVEL", "error")
+    monkeypatch.setenv("PERSIA_LOG", "persia.wire=DEBUG, persia.wire.client=trace,persia.server=warning,,critical")
+    try:
+        assert setLogger(NAME).level == 50
+        assert [logging.getLogger(name).level for name in names[:3]] == [10, 10, 30]
+        monkeypatch.setenv("PERSIA_LOG", "persia.wire=info")
+        assert setLogger(NAME).level == 40
+        assert logging.getLogger("persia.wire").level == 20
+        assert setLogger(NAME, "info").level == 20
+    finally:
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("persia.wire=loud", "PERSIA_LOG='persia.wire=loud': 'persia.wire=loud': want one of .*TRACE"),
+        ("persia.wire", "want one of"),
+        ("persia_wire=debug", "found 'persia_wire', want names such as persia.wire"),
+        ("torch=debug", "found 'torch'"),
+    ],
+)
+def test_a_wrong_name_or_level_is_named(monkeypatch: pytest.MonkeyPatch, text: str, message: str) -> None:
+    monkeypatch.setenv("PERSIA_LOG", text)
+    with pytest.raises(ConfigError, match=message):
+        setLogger(NAME)
 
 
 def test_wrong_settings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
 from persia.errors import AuthError, IncompatibleError, PersiaError, RunLostError, UnreachableError, UsageError
 from persia.loop.feeder import FedBatch
 from persia.loop.quarantine import Quarantine
-from persia.runtime import preemption
+from persia.runtime import environment, flight, preemption
 from persia.runtime.job import finished_summary
 
 LONG = 20.0
@@ -271,9 +271,14 @@ def test_ranks_begin_a_loop_with_the_same() -> None:
         ({"token": "other"}, AuthError, "does not accept the token of rank 1"),
         ({"version": "2"}, IncompatibleError, "rank 0 is of version 1"),
         ({"job": "k"}, UsageError, "of job 'k'"),
-        ({"world_size": 3}, UsageError, "WORLD_SIZE=3"),
+        (
+            {"world_size": 3},
+            UsageError,
+            r"rank 0 \(pid 100 on here\) of job 'j' has WORLD_SIZE=2, rank 1 \(pid 101 on here\) .* WORLD_SIZE=3",
+        ),
     ],
 )
+@pytest.mark.row("S3-33")
 def test_a_rank_that_does_not_fit_is_refused(
     pool: ThreadPoolExecutor, changes: dict[str, Any], error: type[Exception], text: str
 ) -> None:
@@ -283,7 +288,7 @@ def test_a_rank_that_does_not_fit_is_refused(
         handshake.join(("127.0.0.1", listener.getsockname()[1]), me(1, **changes), LONG)
     right = handshake.join(("127.0.0.1", listener.getsockname()[1]), me(1), LONG)
     alone = first.result(LONG)
-    with pytest.raises(UsageError, match="rank 1 of job 'j' is running already: pid 101 on here"):
+    with pytest.raises(UsageError, match="running already: pid 101 on here; pid 7 on here has the same RANK"):
         handshake.join(("127.0.0.1", listener.getsockname()[1]), me(1, pid=7), LONG)
     for each in (right, alone):
         each.leave(None)
@@ -614,6 +619,70 @@ def test_ddp_options_are_checked() -> None:
         options.DDPOption(backend="mpi")
     assert options.get_default_distributed_option().backend == "gloo"
     assert options.get_default_distributed_option(0).backend == "nccl"
+    with pytest.raises(UsageError, match=r"timeout_s=0\): want seconds"):
+        options.DDPOption(timeout_s=0)
+
+
+@pytest.mark.row("S3-10")
+def test_the_environment_chooses_the_backend_and_says_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda backend, **_: asked.append(backend))
+    monkeypatch.setattr(logging.getLogger("persia"), "propagate", True)
+    for name, device, backend in (("auto", None, "gloo"), ("auto", 0, "nccl"), ("gloo", 0, "gloo")):
+        monkeypatch.setenv("PERSIA_DIST_BACKEND", name)
+        option = options.get_default_distributed_option(device)
+        with caplog.at_level(logging.INFO, "persia"):
+            option.initialize(HashStore(), 0, 2, device)
+        assert asked.pop() == backend
+        assert f"over {backend} ({'no GPU' if device is None else 'GPU'})" in caplog.messages[-1]
+    monkeypatch.setenv("PERSIA_DIST_BACKEND", "nccl")
+    with pytest.raises(UsageError, match="nccl needs a GPU"):
+        options.get_default_distributed_option(None).initialize(HashStore(), 0, 2, None)
+    monkeypatch.setenv("PERSIA_DIST_BACKEND", "mpi")
+    with pytest.raises(UsageError, match="PERSIA_DIST_BACKEND='mpi': want auto, nccl, gloo"):
+        options.get_default_distributed_option(None)
+
+
+@pytest.mark.row("S3-12")
+def test_with_nccl_the_flight_recorder_of_torch_is_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+    for name in (*names, "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+        monkeypatch.setenv(name, "x")
+        monkeypatch.delenv(name)  # restored after the test
+    monkeypatch.setenv("PERSIA_FLIGHT_DIR", str(tmp_path))
+    monkeypatch.setattr(flight, "collectives", None)
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda backend, **_: None)
+    options.DDPOption(backend="gloo").initialize(HashStore(), 0, 2, None)
+    assert not any(name in os.environ for name in names)
+    options.DDPOption(backend="nccl").initialize(HashStore(), 0, 2, 0)
+    assert [os.environ[name] for name in names] == ["2000", "1", "2000"]
+    assert os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == f"{tmp_path}/nccl-rank-"
+    monkeypatch.setattr(flight, "collectives", lambda: '{"entries": []}')
+    flight.dump("a test")
+    assert (tmp_path / "nccl-rank-0.json").read_text() == '{"entries": []}'
+
+
+@pytest.mark.row("S4-20", "S4-22")
+def test_variables_that_nobody_reads_are_mapped_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("persia"), "propagate", True)
+    given = {"NCCL_TIMEOUT": "9", "NCCL_BLOCKING_WAIT": "1", "NCCL_TOPOLOGY_FILE": "/a.xml", "NCCL_TOPO_FILE": "/b.xml"}
+    now = dict(given)
+    environment.rename(now)
+    assert {name: now[name] for name in now if name not in given} == {
+        "PERSIA_DIST_TIMEOUT": "9",
+        "TORCH_NCCL_BLOCKING_WAIT": "1",
+    }
+    assert now["NCCL_TOPO_FILE"] == "/b.xml"
+    assert {message.split(" has no effect")[0] for message in caplog.messages} == {
+        f"environment variable {name}" for name in ("NCCL_BLOCKING_WAIT", "NCCL_TIMEOUT", "NCCL_TOPOLOGY_FILE")
+    }
+    assert "NCCL_TOPO_FILE is set: remove NCCL_TOPOLOGY_FILE" in caplog.text
+    with pytest.raises(UsageError, match="NCCL_TOPO_FILE=/b.xml: no such file"):
+        environment.check_files(now)
 
 
 def test_ranks_may_wait_hours_for_one_that_evaluates(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -621,6 +690,11 @@ def test_ranks_may_wait_hours_for_one_that_evaluates(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("torch.distributed.init_process_group", lambda backend, **options: asked.update(options))
     options.DDPOption(backend="gloo").initialize(HashStore(), 0, 2, None)
     assert asked["timeout"] >= timedelta(hours=12)
+    monkeypatch.setenv("PERSIA_DIST_TIMEOUT", "5")
+    options.DDPOption(backend="gloo").initialize(HashStore(), 0, 2, None)
+    assert asked["timeout"] == timedelta(seconds=5)
+    options.DDPOption(backend="gloo", timeout_s=7).initialize(HashStore(), 0, 2, None)
+    assert asked["timeout"] == timedelta(seconds=7)
 
 
 def test_alone_everything_is_agreed() -> None:

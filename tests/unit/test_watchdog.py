@@ -65,7 +65,7 @@ print("trained", ctx.step if ctx.common_context else 4)
 """
 
 
-@pytest.mark.parametrize(("what", "code"), [("hang", 70), ("go on", 0)])
+@pytest.mark.parametrize(("what", "code"), [("hang", 70), ("go on", 0), ("data", 70)])
 def test_a_loop_that_hangs_ends_and_one_that_waits_for_data_or_files_goes_on(
     what: str, code: int, tmp_path: Path
 ) -> None:
@@ -75,6 +75,8 @@ def test_a_loop_that_hangs_ends_and_one_that_waits_for_data_or_files_goes_on(
         **os.environ,
         "PERSIA_EMBEDDING_CONFIG": str(tmp_path / "embedding_config.yml"),
         "PERSIA_HANG_TIMEOUT": "5",
+        "PERSIA_DATA_TIMEOUT": "5" if what == "data" else "",
+        "PERSIA_FLIGHT_DIR": str(tmp_path / "flight"),
     }
     done = subprocess.run(
         [sys.executable, tmp_path / "train.py", what],
@@ -88,6 +90,13 @@ def test_a_loop_that_hangs_ends_and_one_that_waits_for_data_or_files_goes_on(
     said = "has made no progress after step 4" in done.stderr and "in a_call_that_never_returns" in done.stderr
     assert said == (what == "hang"), done.stderr
     assert ("trained 4" in done.stdout) == (what == "go on")
+    places = {
+        "hang": "in the code of its script, behind optimizer of step 4, for",
+        "data": "in data wait of step 3 for",
+    }
+    assert all((place in done.stderr) == (which == what) for which, place in places.items()), done.stderr
+    assert (f"last calls of rank 0: {tmp_path / 'flight' / 'rank-0.json'}" in done.stderr) == (code == 70)
+    assert ("(PERSIA_DATA_TIMEOUT=5)" in done.stderr) == (what == "data")
 
 
 @pytest.mark.parametrize("tell", ["pass", "raise ValueError('no such rank')", "time.sleep(600)", "again(reason)"])

@@ -13,7 +13,7 @@ import torch
 from persia.backend.inputs import ModelInputs
 from persia.embedding.config import Configuration, EmbeddingConfig, get_default_embedding_config
 from persia.embedding.optim import Optimizer
-from persia.runtime import watchdog
+from persia.runtime import flight, watchdog
 from persia.runtime.errors import UsageError
 from persia.runtime.files import is_url
 from persia.runtime.logging import get_logger
@@ -198,7 +198,7 @@ class Backend(ABC):
     def join_checkpoint_thread(self) -> None:
         """Return when no checkpoint is being written in the background any more, whether it succeeded or failed."""
         if self.checkpoint_thread is not None:
-            with watchdog.waiting():
+            with watchdog.waiting(), flight.Call(flight.CHECKPOINT, detail=self.checkpoint_thread.what):
                 self.checkpoint_thread.wait()
             self._unwritten = self._unwritten or self.checkpoint_thread.error
             self.checkpoint_thread = None
@@ -308,6 +308,11 @@ class Backend(ABC):
     def collective(self) -> Iterator[None]:
         """Enclose a collective of torch: the error of a failure names the lost rank."""
         yield
+
+    def backward(self, loss: torch.Tensor, step: int) -> contextlib.AbstractContextManager[Any]:
+        """Enclose the backward of ``loss``, at the end of which ranks average their dense gradients."""
+        del loss
+        return flight.Call(flight.BACKWARD, step)
 
     @property
     def is_alone(self) -> bool:

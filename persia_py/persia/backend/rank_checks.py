@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from persia.backend.base import NonFiniteTensor
 from persia.distributed.control_plane import Peers
 from persia.embedding.optim import Optimizer
-from persia.runtime import errors, watchdog
+from persia.runtime import errors, flight, watchdog
 from persia.runtime.errors import ConfigError, PersiaError, UsageError
 
 _KEPT = 4096
@@ -46,6 +48,39 @@ def collective(peers: Peers | None) -> Iterator[None]:
         if peers is not None and not isinstance(error, PersiaError):
             peers.blame(error)
         raise
+
+
+@contextlib.contextmanager
+def backward(peers: Peers, loss: torch.Tensor, step: int) -> Iterator[None]:
+    """Enclose the backward of ``loss`` on several ranks, as two calls: the backward itself, then the all-reduce.
+
+    The second one begins when this rank has all its gradients, and is the wait for other ranks and for the network.
+    DDP sends the first gradients before that, so that it may be short. Autograd runs callbacks in the order in which
+    they were queued; this one is queued at the start of the backward, that of DDP, which waits, near its end.
+    """
+    call = flight.Call(flight.BACKWARD, step, of_loop=True)
+
+    def wait() -> None:
+        nonlocal call
+        call.__exit__(None, None, None)
+        call = flight.Call(flight.ALL_REDUCE, step, of_loop=True).__enter__()
+
+    def queue(_: torch.Tensor) -> None:
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(wait)
+
+    handle = loss.register_hook(queue) if loss.requires_grad else None  # type: ignore[no-untyped-call]
+    call.__enter__()
+    try:
+        with collective(peers):
+            yield
+    except BaseException as error:
+        call.__exit__(type(error), error, error.__traceback__)
+        raise
+    finally:
+        if handle is not None:
+            handle.remove()
+    call.__exit__(None, None, None)
 
 
 def first_nonfinite(peers: Peers, mine: NonFiniteTensor | None) -> NonFiniteTensor | None:

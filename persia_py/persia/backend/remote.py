@@ -18,7 +18,7 @@ from persia.distributed.options import DistributedBaseOption, get_default_distri
 from persia.distributed.rendezvous import AFTER_OTHERS_S, Rendezvous
 from persia.embedding.config import Configuration
 from persia.feed import server as feed_server
-from persia.runtime import job, tokens
+from persia.runtime import environment, flight, job, tokens
 from persia.runtime.errors import PersiaError, StaleGenerationError, UnreachableError, UsageError
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
@@ -66,6 +66,7 @@ class RemoteBackend(Backend):
         takes_batches: bool = True,
     ) -> None:
         super().__init__(configuration, device)
+        environment.rename()
         network.check()
         self.rank, self.world_size = (settings.rank, settings.world_size) if trains else (0, 1)
         self._trains = trains
@@ -133,7 +134,7 @@ class RemoteBackend(Backend):
             for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ.setdefault(variable, name)
         try:
-            with self.collective():
+            with self.collective(), flight.Call(flight.COLLECTIVE, detail="start of the process group"):
                 self._option.initialize(store, self.rank, self.world_size, self._device_id)
         except RuntimeError as error:
             if isinstance(error, PersiaError):
@@ -178,7 +179,7 @@ class RemoteBackend(Backend):
         if self._peers is None:
             return [mine]
         given: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        with self.collective():
+        with self.collective(), flight.Call(flight.COLLECTIVE, detail="gather"):
             torch_distributed.gather_object(mine, given, dst=0)
         return given
 
@@ -279,7 +280,7 @@ class RemoteBackend(Backend):
             return None
         box = [state() if self.rank == 0 else None]
         device = None if self._device_id is None else torch.device("cuda", self._device_id)
-        with self.collective():
+        with self.collective(), flight.Call(flight.COLLECTIVE, detail="broadcast of a checkpoint"):
             torch_distributed.broadcast_object_list(box, src=0, device=device)
         return None if self.rank == 0 else box[0]
 
@@ -304,7 +305,7 @@ class RemoteBackend(Backend):
         """Return the module whose gradients are averaged over all ranks."""
         if self._peers is None:
             return model
-        with self.collective():
+        with self.collective(), flight.Call(flight.COLLECTIVE, detail="broadcast of the model"):
             return self._option.wrap(model, self._device_id)
 
     @contextlib.contextmanager
@@ -312,6 +313,10 @@ class RemoteBackend(Backend):
         """Enclose a collective of torch: the error of a failure names the lost rank."""
         with rank_checks.collective(self._peers):
             yield
+
+    def backward(self, loss: torch.Tensor, step: int) -> contextlib.AbstractContextManager[Any]:
+        """Enclose the backward of ``loss``, at the end of which ranks average their dense gradients."""
+        return super().backward(loss, step) if self._peers is None else rank_checks.backward(self._peers, loss, step)
 
     @property
     def is_rank_0(self) -> bool:

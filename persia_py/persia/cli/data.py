@@ -5,12 +5,14 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="Inspect tables, and generate synthetic data.")
+from persia.cli.config import Overrides
+
+app = typer.Typer(no_args_is_help=True, help="Inspect tables, measure how fast they are read, generate synthetic data.")
 
 
 @app.callback()
 def _group() -> None:
-    """Inspect tables, and generate synthetic data."""
+    """Inspect tables, measure how fast they are read, generate synthetic data."""
 
 
 @app.command("inspect")
@@ -49,6 +51,31 @@ def data_inspect(
         typer.echo(f"wrote {output}; next: persia train {output}", err=as_json)
     elif not as_json:
         typer.echo(f"\n{found.yaml}\nnext: write it with -o persia.yml, then: persia train persia.yml")
+
+
+@app.command("bench")
+def data_bench(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A persia.yml.")],
+    sweep: Annotated[bool, typer.Option("--sweep", help="Measure several batch sizes.")] = False,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Seconds for each batch size.")] = 2.0,
+    set_: Overrides = None,
+) -> None:
+    """Measure how many rows a second are read and transformed, for one batch size or several."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from persia.config import load_config
+    from persia.trainer import data_bench as bench
+
+    config = load_config(file, set_ or ())
+    size = config.data.batch_size
+    table, found = Table("batch size", "rows/s", "ms a batch", "rows read"), []
+    for each in bench.sweep(config, sorted({size, *(bench.SIZES if sweep else ())}), seconds):
+        found.append(each)
+        table.add_row(f"{each.batch_size:,}", f"{each.rows_per_s:,.0f}", f"{each.ms_a_batch:.2f}", f"{each.rows:,}")
+    Console().print(table)
+    if sweep:
+        typer.echo(bench.advice(found, size))
 
 
 @app.command("synth")

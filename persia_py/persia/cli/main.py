@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 import persia
-from persia.cli import ckpt, config, data, debug
+from persia.cli import ckpt, config, data, debug, profile
 from persia.cli.doctor import doctor
 from persia.cli.evaluate import evaluate
 from persia.cli.keys import KeysCommand
@@ -57,6 +57,7 @@ app.command(rich_help_panel=RUN)(up)
 app.command(rich_help_panel=RUN)(status)
 app.command(rich_help_panel=RUN)(doctor)
 app.add_typer(config.app, name="config", rich_help_panel=RUN)
+app.add_typer(profile.app, name="profile", rich_help_panel=RUN)
 app.add_typer(ckpt.app, name="ckpt", rich_help_panel=RUN)
 app.add_typer(debug.app, name="debug", rich_help_panel=RUN)
 

@@ -4,15 +4,17 @@ import os
 
 
 def only_warnings(*, evaluations: bool = True) -> None:
-    """Log warnings and errors only, unless ``LOG_LEVEL`` says otherwise.
+    """Log warnings and errors only, unless ``LOG_LEVEL`` or ``PERSIA_LOG`` says otherwise.
 
     Args:
         evaluations: Also those about ids without a row, which are usual while a model is trained.
     """
     if os.environ.get("LOG_LEVEL", "").strip():
         return
-    from persia.runtime.logging import setLogger
+    from persia.runtime.logging import named_levels, setLogger
 
+    if "" in named_levels():
+        return
     setLogger(log_level="WARNING")
     if not evaluations:
         setLogger("persia.evaluation", log_level="ERROR")

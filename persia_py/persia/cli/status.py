@@ -1,30 +1,74 @@
-"""``persia status``: show the processes of a job."""
+"""``persia status``: show the processes of a job, once or as a table that is refreshed."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 
 def status(
+    run: Annotated[
+        Path | None, typer.Argument(metavar="[RUN]", help="With --watch: a run of `persia train`, such as runs/LATEST.")
+    ] = None,
     nats_url: Annotated[str | None, typer.Option(help="Default: PERSIA_NATS_URL.")] = None,
     job: Annotated[str | None, typer.Option(help="Default: PERSIA_JOB, else the name in global_config.yml.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Show every job of this NATS server.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show use and progress until Ctrl-C.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="With --watch: print CSV.")] = False,
+    samples: Annotated[int | None, typer.Option("-l", min=1, help="With --watch: end after this many samples.")] = None,
+    seconds: Annotated[float, typer.Option("-n", min=0.1, help="With --watch: seconds between samples.")] = 2.0,
 ) -> None:
-    """Show the processes of a job. Exit with 1 if one is missing or unhealthy."""
-    from persia.discovery import services
-    from persia.doctor import job_status
+    """Show the processes of a job. Exit with 1 if one is missing or unhealthy; with --watch, with 0."""
     from persia.runtime.errors import UsageError
+
+    if not watch:
+        given = {"RUN": run is not None, "--csv": as_csv, "-l": samples is not None}
+        if wrong := [name for name, is_given in given.items() if is_given]:
+            raise UsageError(f"persia status: {', '.join(wrong)} needs --watch")
+        raise typer.Exit(_show(nats_url, job, every=every, as_json=as_json))
+    if as_json or every:
+        raise UsageError(f"persia status --watch: {'--json' if as_json else '--all'} is for the status; use --csv")
+    _watch(run, nats_url, job, as_csv=as_csv, samples=samples, seconds=seconds)
+
+
+def _show(nats_url: str | None, job: str | None, *, every: bool, as_json: bool) -> int:
+    """Show the status, and return the exit code."""
+    from persia.doctor import job_status
     from persia.runtime.job import job_name
 
-    try:
-        url = services.nats_url(nats_url)
-    except UsageError as error:
-        error.hint = "set it as the job has it, or run: persia status --nats-url nats://HOST:4222"
-        raise
-    found = job_status.status(url, None if every else job or job_name())
+    found = job_status.status(_url(nats_url), None if every else job or job_name())
     if as_json:
         typer.echo(found.to_json())
     else:
         job_status.show(found)
-    raise typer.Exit(1 if found.problems else 0)
+    return 1 if found.problems else 0
+
+
+def _watch(
+    run: Path | None, nats_url: str | None, job: str | None, *, as_csv: bool, samples: int | None, seconds: float
+) -> None:
+    from persia.cli import watch
+    from persia.runtime.job import job_name, run_dir
+
+    if run is not None:
+        folder = watch.run_folder(run)
+        watched = watch.Watch(lambda: watch.of_run(folder), folder)
+    else:
+        url, name = _url(nats_url), job or job_name()
+        watched = watch.Watch(lambda: watch.of_job(url, name), run_dir())
+    (watch.write_csv if as_csv else watch.show)(watched, seconds, samples)
+
+
+def _url(given: str | None) -> str:
+    from persia.discovery import services
+    from persia.runtime.errors import UsageError
+
+    try:
+        return services.nats_url(given)
+    except UsageError as error:
+        error.hint = (
+            "set it as the job has it, or run: persia status --nats-url nats://HOST:4222; "
+            "a run of `persia train`: persia status --watch runs/LATEST"
+        )
+        raise

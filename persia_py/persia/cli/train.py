@@ -58,6 +58,9 @@ def train(
         bool, typer.Option("--replace-rows", help="With --test on servers: lose the rows that they hold.")
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show whole tracebacks, and log all.")] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Record some steps, and show their times and what limits them.")
+    ] = False,
 ) -> None:
     """Train a model: rows in, a run folder with checkpoints, metrics and a report out."""
     from persia.cli import train_modes
@@ -80,6 +83,8 @@ def train(
         train_modes.leave_job()
     if sweep:
         raise typer.Exit(train_modes.sweep(file, set_ or (), sweep, confirmed=yes))
+    if profile:
+        set_ = [*(set_ or ()), *train_modes.profile_option(file, set_ or ())]
     config = load_config(file, set_ or ())
     if test:
         raise typer.Exit(train_modes.test(config, file, nproc, replace_rows=replace_rows))
@@ -91,15 +96,18 @@ def train(
     if folder is not None and compare is not None:
         compare(config, folder)
     if folder is not None:
-        _show(folder)
+        _show(config, folder)
 
 
-def _show(folder: "RunFolder") -> None:
+def _show(config: "Config", folder: "RunFolder") -> None:
     """Print the results of a run, and its folder."""
+    from persia.trainer.profiling import show_profile
     from persia.trainer.progress import show_results
     from persia.trainer.run_folder import SUMMARY
 
     show_results(folder.read_json(SUMMARY))
+    if config.profile is not None:
+        show_profile(folder)
     typer.echo(folder.shown)
 
 
@@ -118,6 +126,8 @@ def _train(config: "Config", file: Path, run: Path | None, set_: list[str], *, r
                 typer.echo(f"resuming {trainer.folder.shown if trainer.folder else run}", err=True)
             reports = trainer.fit()
             folder = trainer.folder
+            if trainer.sizing is not None:
+                typer.echo(str(trainer.sizing))
             for report in reports:
                 shown.report(report)
         if folder is not None and shown.reports == 0:

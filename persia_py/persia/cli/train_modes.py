@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from persia.config import Config
+from persia.config import Config, load_config
 from persia.runtime.errors import UsageError
 from persia.runtime.exit_codes import ExitCode
 from persia.runtime.settings import reload_env, settings
@@ -28,6 +28,11 @@ _JOB = ("PERSIA_NATS_URL", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE
 def show_all() -> None:
     """Show whole tracebacks, and log all."""
     os.environ["LOG_LEVEL"] = "DEBUG"
+
+
+def profile_option(file: Path, overrides: Sequence[str]) -> list[str]:
+    """Return the override that ``--profile`` stands for: none if the configuration has the block."""
+    return [] if load_config(file, overrides).profile is not None else ["profile={}"]
 
 
 def check_together(options: set[str]) -> None:

@@ -70,6 +70,9 @@ class DataBlock(Block):
     """The number of rows of a batch, over all ranks. With ``train.accumulate``, a step has several batches."""
     epochs: Annotated[int, Field(ge=1)] = 1
     """The number of passes over the rows of train."""
+    synthetic: bool = False
+    """Train on rows that are drawn at random from the first batches, and read nothing more: whether the data limits the
+    speed. Such a run is below ``synthetic`` in ``run.dir``. Not in a job."""
 
 
 class OptimizerBlock(BaseModel):
@@ -175,6 +178,50 @@ class CheckpointBlock(Block):
     """An address such as ``s3://bucket/prefix`` to which each checkpoint is uploaded."""
 
 
+class DistBlock(Block):
+    """How several ranks average the gradients of the dense model. With one rank it has no effect."""
+
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """``auto``: ``nccl`` with GPUs, ``gloo`` without; the log says which."""
+    timeout_s: Annotated[float, Field(gt=0, le=86_400)] | None = None
+    """Seconds that a collective may take; then the rank that the others wait for is named, and the run ends with 70.
+    None: a day, since ``PERSIA_HANG_TIMEOUT`` finds a hang sooner."""
+    interface: str | None = None
+    """The network interface of each host, such as ``eth0``. None: that of the address of the host."""
+
+
+class NcclBlock(Block):
+    """Settings of NCCL: environment variables of the ranks. A variable of the environment overrides its key."""
+
+    debug: Literal["VERSION", "WARN", "INFO", "TRACE"] | None = None
+    """``NCCL_DEBUG``: what NCCL logs."""
+    debug_subsys: str | None = None
+    """``NCCL_DEBUG_SUBSYS``: the parts that log, such as ``INIT,NET`` or ``ALL``."""
+    ib_disable: bool | None = None
+    """``NCCL_IB_DISABLE``: use TCP instead of InfiniBand."""
+    socket_ifname: str | None = None
+    """``NCCL_SOCKET_IFNAME``: interfaces by the first letters of their names, ``=eth0`` exactly, ``^lo`` all but these.
+    None: ``dist.interface``."""
+    topo_file: str | None = None
+    """``NCCL_TOPO_FILE``: a topology file. A relative path is relative to the folder of ``persia.yml``."""
+
+
+class ProfileBlock(Block):
+    """Record some steps of training: their times, and a trace that TensorBoard and Perfetto open.
+
+    ``persia train --profile`` adds the block with its defaults. ``persia profile report RUN`` shows what limits it.
+    """
+
+    wait: Annotated[int, Field(ge=0)] = 5
+    """The number of steps at the start that are left out."""
+    warmup: Annotated[int, Field(ge=0)] = 5
+    """The number of steps after these in which torch's profiler runs and nothing is kept."""
+    active: Annotated[int, Field(ge=1)] = 20
+    """The number of steps that are recorded."""
+    stack: bool = False
+    """Record the Python stack of each operation in the trace. It slows the recorded steps down."""
+
+
 class RunBlock(Block):
     """The folder of a run, and its output."""
 
@@ -248,6 +295,12 @@ class Config(Block):
     """What is saved while training."""
     run: RunBlock = RunBlock()
     """The folder of a run, and its output."""
+    dist: DistBlock = DistBlock()
+    """How several ranks average dense gradients."""
+    nccl: NcclBlock = NcclBlock()
+    """Settings of NCCL."""
+    profile: ProfileBlock | None = None
+    """Which steps are recorded. None: none."""
     env: dict[str, str | None] = Field(default_factory=dict)
     """Environment variables that the model or the data needs. A variable without a value (``NAME:``) must be set
     outside, such as a secret: a run keeps a copy of this file."""
@@ -307,5 +360,5 @@ class Config(Block):
         return self.model_copy(update=blocks).located(self.folder, self.compiled, self.described, self.origin)
 
 
-RESERVED = ("dist", "nccl", "profile", "memory", "spot", "budget", "serving", "publish")
+RESERVED = ("memory", "spot", "budget", "serving", "publish")
 """Blocks that are reserved for later versions."""

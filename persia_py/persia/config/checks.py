@@ -36,6 +36,7 @@ def check(root: Entries, values: Mapping[str, Any], features: Features | None, f
     checks.check_training()
     checks.check_run()
     checks.check_env()
+    checks.check_dist()
     checks.check_columns(features)
     checks.check_leaks()
     checks.check_micro_batch()
@@ -262,6 +263,15 @@ class _Checks:
                 )
             elif name.startswith("PERSIA_") or name in _PLACES:
                 self._error(f"env.{name}", "is read before this file: set it in the environment of the process")
+
+    def check_dist(self) -> None:
+        """Settings of NCCL need NCCL."""
+        dist, nccl = self._values.get("dist") or {}, self._node("nccl")
+        if dist.get("backend") == "gloo" and nccl is not None and not nccl.is_null:
+            self._findings.warn(nccl.place, "nccl", "has no effect with `dist.backend: gloo`: remove one of them")
+        given, key = self._values.get("nccl") or {}, "nccl.debug_subsys"
+        if given.get("debug_subsys") is not None and given.get("debug") is None:
+            self._findings.warn(self._place(key), key, "has no effect without nccl.debug")
 
     def check_columns(self, features: Features | None) -> None:
         """Check that every column that is read exists, as far as the file declares the columns."""

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from persia.config.blocks import Config
 from persia.config.document import Document
+from persia.config.environment import variables_of
 from persia.config.reader import FREE
 from persia.config.render import Rendered
 from persia.runtime.files import is_url
@@ -19,7 +20,12 @@ def show(document: Document) -> str:
             return "--set"
         return f"{document.name}:{place.line}" if place.line else "default"
 
-    return Rendered(document.tree, comment).text
+    text = Rendered(document.tree, comment).text
+    variables = {} if document.config is None else variables_of(document.config)
+    if variables:
+        text += "# environment of the ranks, unless it has these variables already:\n"
+        text += "".join(f"#   {name}={each.value}  # {each.key}\n" for name, each in variables.items())
+    return text
 
 
 def to_yaml(config: Config) -> str:

@@ -2,6 +2,7 @@
 
 from enum import Enum
 from types import TracebackType
+from typing import Any
 
 import torch
 from typing_extensions import Self
@@ -9,6 +10,7 @@ from typing_extensions import Self
 from persia.backend.base import Backend, Device
 from persia.backend.local import LocalBackend
 from persia.embedding.config import Configuration
+from persia.profile.comm import Comm
 from persia.runtime import contexts, preemption
 from persia.runtime.contexts import ends_well
 from persia.runtime.errors import UsageError
@@ -134,6 +136,10 @@ class BaseCtx:
         if self.common_context is None:
             raise UsageError(f"{type(self).__name__} is used outside its `with` block")
         return self.common_context
+
+    def comm_stats(self) -> dict[str, Any]:
+        """Return what look-ups, pushes and other ranks have cost so far: see :meth:`persia.profile.comm.Comm.stats`."""
+        return Comm(lambda: self.engine).stats()
 
     @property
     def engine(self) -> Engine:

@@ -20,7 +20,7 @@ from persia.distributed.wrapped import unwrap_model, whole_model
 from persia.embedding import EmbeddingConfig, inputs
 from persia.embedding.data import PersiaBatch
 from persia.embedding.inputs import Arrangement, arranged
-from persia.runtime import preemption, watchdog
+from persia.runtime import flight, preemption, watchdog
 from persia.runtime.errors import UsageError
 from persia.runtime.files import is_url
 from persia_core import forward as _forward
@@ -130,7 +130,10 @@ class EmbeddingCtx(BaseCtx):
         assert self.model is not None  # noqa: S101 - forward has checked it
         places, training = self._arrange(batch, whole=True), self.preprocess_mode is PreprocessMode.TRAIN
         try:  # an evaluation runs on one rank alone, so it must not use a collective
-            with self._backend.collective() if training else contextlib.nullcontext():
+            with contextlib.ExitStack() as calls:
+                if training:
+                    calls.enter_context(self._backend.collective())
+                    calls.enter_context(flight.Call(flight.FORWARD, batch.step))
                 output = (self.model if training else whole_model(self.model))(dense, embeddings)
         except RuntimeError as error:
             named = named_error(error, dense, arranged(batch.dense_names, places.dense), embeddings, self.model)

@@ -189,7 +189,7 @@ class TrainCtx(StepCtx):
         """Start a pass over ``source``; every rank calls this. For :class:`persia.data.DataLoader`."""
         epochs = self._open_epochs
         epochs.begin_loop(self._loop)
-        hooks: list[Any] = [Watchdog(run.hung), self._trained_batches, epochs]
+        hooks: list[Any] = [Watchdog(run.hung, run.verdict), self._trained_batches, epochs]
         if self._checkpoints is not None:
             hooks = [Preemption(), *hooks, Quarantine(self._checkpoints), self._autosave]
         if not self._backend.is_alone:

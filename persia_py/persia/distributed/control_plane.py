@@ -14,18 +14,29 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from persia.distributed import lag
 from persia.distributed.link import Link, Message, names
-from persia.runtime import preemption, watchdog
-from persia.runtime.errors import PersiaError, RunLostError, UnreachableError, UsageError
+from persia.runtime import flight, preemption, watchdog
+from persia.runtime.errors import PersiaError, RunLostError, UnreachableError, UsageError, WaitTimeoutError
 from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
 from persia.runtime.waits import REMIND_S, SLICE_S
 
 _logger = get_logger("peers")
 
-_ALIVE_S = 5.0
+_ALIVE_S = 2.0
 """Seconds between the heartbeats of a rank."""
 SILENCE_S = 120.0
-"""Seconds that a rank may be silent before it counts as lost, such as one that is frozen, or without a network."""
+"""Seconds that a rank may be silent before it counts as lost, such as one that is frozen, or without a network.
+
+A shorter ``PERSIA_HANG_TIMEOUT`` counts here too.
+"""
+_LEAST_SILENCE_S = 10.0
+"""Seconds of silence that a busy rank may have."""
+_GATHER_S = 4.0
+"""Seconds that ranks may take to answer where they are, when one hangs."""
+_VERDICT_S = 6.0
+"""Seconds that rank 0 may take to report which rank lags."""
 _GRACE_S = 15.0
 """Seconds that the training loop may take to notice that a rank is lost, before this process ends by itself."""
 _ENDED_S = 5.0
@@ -63,6 +74,7 @@ class Peers:
         self._left: set[int] = set()
         self._ended: dict[int, int] = {}  # the step at which the script of a rank has ended, with exit code 0
         self._collective_since: float | None = None
+        self._positions = lag.Positions(rank, links)
         self._closed = False
         for rank, link in links.items():
             threading.Thread(target=self._read, args=(rank, link), name=f"persia-rank-{rank}", daemon=True).start()
@@ -80,8 +92,12 @@ class Peers:
             UsageError: The ranks are at different places in the script.
         """
         number, self._count = self._count, self._count + 1
-        if self.rank == 0:
-            return self._gather_and_answer(number, topic, value)
+        with flight.Call(flight.AGREEMENT, detail=topic):
+            if self.rank == 0:
+                return self._gather_and_answer(number, topic, value)
+            return self._share_and_wait(number, topic, value)
+
+    def _share_and_wait(self, number: int, topic: str, value: Any) -> list[Any]:
         self._links[0].send({"share": [number, topic, value]})
 
         def answer() -> tuple[str, list[Any]] | None:
@@ -89,7 +105,7 @@ class Peers:
                 self._check_left([0])
             return self._answers.pop(number, None)
 
-        others: tuple[str, list[Any]] = self._wait(answer, lambda: f"rank 0 to say: {topic}")
+        others: tuple[str, list[Any]] = self._wait(answer, lambda: f"rank 0 to say: {topic}", lambda: [0])
         if others[0] != topic:
             if 0 in self._ended:
                 raise self._left_error(0)
@@ -106,7 +122,7 @@ class Peers:
             self._check_left(missing())
             return None if missing() else True
 
-        self._wait(complete, lambda: f"{names(missing())} to say: {topic}")
+        self._wait(complete, lambda: f"{names(missing())} to say: {topic}", missing)
         del self._shares[number]
         different = {rank: at for rank, (at, _) in shares.items() if at != topic}
         if ended := [rank for rank in different if rank in self._ended]:
@@ -199,15 +215,25 @@ class Peers:
         self._wait(done, lambda: f"{names(late())} {what}")
 
     def blame(self, error: BaseException) -> None:
-        """After a collective failed: raise an error that names the lost rank, if there is one.
+        """After a collective failed: raise an error that names the lost rank, or the one that lags.
 
         Raises:
             RunLostError: A rank is lost.
+            WaitTimeoutError: The collective took longer than its limit.
         """
+        late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+        if late and self.rank != 0:
+            self._links[0].send({"where": True})
         with self._changed:
-            self._changed.wait_for(lambda: self._lost is not None, _NOTICED_S)
+            self._changed.wait_for(
+                lambda: self._lost is not None or (late and bool(self._positions.verdict)), _NOTICED_S
+            )
             if self._lost is not None:
                 raise self._lost_error() from error
+        if late:
+            where = self._positions.verdict or self._positions.report()
+            limit = "a collective of torch exceeded its time limit (dist.timeout_s, PERSIA_DIST_TIMEOUT)"
+            raise WaitTimeoutError(f"{limit}\n{where}") from error
 
     def leave(self, reason: str | None) -> None:
         """Report to the others that this rank leaves: cleanly, or with a reason."""
@@ -221,7 +247,23 @@ class Peers:
     def hung(self, reason: str) -> None:
         """End all ranks, each with its stacks printed, because this one makes no progress."""
         for link in self._links.values():
-            link.send({"hung": reason})
+            link.send({"hung": [reason, flight.position()]})
+
+    def verdict(self) -> str:
+        """After :meth:`hung`: return which rank lags, and where each one is.
+
+        Rank 0 waits a few seconds for the others to answer, and tells them; the others wait for that.
+        """
+        positions = self._positions
+        with self._changed:
+            if self.rank != 0:
+                self._changed.wait_for(lambda: bool(positions.verdict), _VERDICT_S)
+                return positions.verdict or positions.report()
+            self._changed.wait_for(lambda: positions.answered >= {*self._links}, _GATHER_S)
+            positions.verdict = positions.report(answered=True)
+        for link in self._links.values():
+            link.send({"verdict": positions.verdict})
+        return positions.verdict
 
     def gone(self, error: BaseException) -> bool:
         """Return whether another rank is lost or has left.
@@ -245,8 +287,14 @@ class Peers:
             over = self._closed or self._lost is not None or rank in self._left
         return not over and not self._links[rank].over
 
-    def _wait(self, look: Callable[[], Any], what: Callable[[], str]) -> Any:
-        """Wait until ``look`` returns a value, and return it."""
+    def _wait(self, look: Callable[[], Any], what: Callable[[], str], late: Callable[[], list[int]] = list) -> Any:
+        """Wait until ``look`` returns a value, and return it.
+
+        Args:
+            look: Returns None as long as there is nothing.
+            what: Names what is waited for, in a log line.
+            late: The ranks that are waited for; the log line says where they are.
+        """
         started = reminded = time.monotonic()
         with watchdog.waiting(), self._changed:
             while True:
@@ -261,7 +309,8 @@ class Peers:
                 self._changed.wait(SLICE_S)
                 if time.monotonic() - reminded > REMIND_S:
                     reminded = time.monotonic()
-                    _logger.warning("still waiting for %s after %.0f s", what(), reminded - started)
+                    where = self._positions.of(late())
+                    _logger.warning("still waiting for %s after %.0f s%s", what(), reminded - started, where)
 
     def _lost_error(self) -> RunLostError:
         assert self._lost is not None  # noqa: S101  # every caller has looked
@@ -307,7 +356,17 @@ class Peers:
                 if self.rank == 0 and other != of:
                     link.send(message)
         elif "hung" in message:
-            watchdog.end(str(message["hung"]), self.hung)  # forwarded by rank 0, the hub of all connections
+            reason, position = message["hung"]
+            self._positions.note(rank, position)
+            self._links[rank].send({"position": flight.position()})
+            end = (str(reason), self.hung, self.verdict)  # forwarded by rank 0, the hub of all connections
+            threading.Thread(target=watchdog.end, args=end, name="persia-hung", daemon=True).start()
+        elif "position" in message or "alive" in message:
+            self._positions.note(rank, message.get("position") or message["alive"], answers="position" in message)
+        elif "where" in message:
+            self._links[rank].send({"verdict": self._positions.report()})
+        elif "verdict" in message:
+            self._positions.verdict = str(message["verdict"])
         elif "lost" in message:
             self._lost = self._lost or (message["lost"][0], message["lost"][1])
         elif "over" in message:
@@ -326,6 +385,7 @@ class Peers:
                 link.send({"over": rank})
 
     def _lose(self, rank: int, why: str) -> None:
+        why += self._positions.last_of(rank)
         with self._changed:
             if self._lost is None and rank not in self._left and not self._closed:
                 self._lost = (rank, why)
@@ -352,10 +412,11 @@ class Peers:
                 self._end()
             self._end_if_left_alone()
             for rank, link in self._links.items():
-                link.send({"alive": True})
+                link.send({"alive": flight.position()})
                 silent = time.monotonic() - link.heard
-                if silent > SILENCE_S and rank not in self._left:
+                if self._lost is None and silent > _silence_limit() and rank not in self._left:
                     self._lose(rank, f"silent for {silent:.0f} s: stopped, frozen, or its network is gone")
+                    _logger.error("%s", flight.keep(f"rank {rank} is silent"))
 
     def _end_if_left_alone(self) -> None:
         """End the process if its main thread is in a collective without a rank whose script has ended."""
@@ -385,3 +446,9 @@ LEFT = "left at step"
 def left_at(step: int, code: object) -> str:
     """Return the reason that a script has ended, with an exit code, while others train."""
     return f"{LEFT} {step} (exit {code})"
+
+
+def _silence_limit() -> float:
+    """Return the seconds that a rank may be silent before it counts as lost."""
+    hang = settings.hang_timeout
+    return SILENCE_S if not hang else min(SILENCE_S, max(_LEAST_SILENCE_S, hang))

@@ -233,13 +233,13 @@ def _reason_to_refuse(
         return "IncompatibleError", f"rank 0 is of version {me.version}, {them!r} of version {them.version}"
     if (them.job, them.world_size) != (me.job, me.world_size) or not 0 < them.rank < me.world_size:
         return "UsageError", (
-            f"rank 0 of job {me.job!r} has WORLD_SIZE={me.world_size}, {them!r} of job {them.job!r} has "
-            f"WORLD_SIZE={them.world_size}"
+            f"{me!r} of job {me.job!r} has WORLD_SIZE={me.world_size}, {them!r} of job {them.job!r} has "
+            f"WORLD_SIZE={them.world_size}: start every rank with the same number of ranks, and RANK below it"
         )
     if same is not None:
         return "UsageError", (
-            f"rank {them.rank} of job {me.job!r} is running already: pid {same.pid} on {same.host}; stop it, or give "
-            "the other job another name (PERSIA_JOB)"
+            f"rank {them.rank} of job {me.job!r} is running already: pid {same.pid} on {same.host}; pid {them.pid} on "
+            f"{them.host} has the same RANK: stop one of them, or give the other job another name (PERSIA_JOB)"
         )
     return None
 

@@ -5,7 +5,7 @@ import socket
 
 import psutil
 
-from persia.runtime import settings
+from persia.runtime import environment, settings
 from persia.runtime.errors import UsageError
 
 VARIABLES = ("PERSIA_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -24,7 +24,10 @@ def check() -> None:
         if value is not None and not _matches(variable, value, names):
             plural = "interface" if "," not in value else "none of the interfaces"
             verb = "does not exist" if "," not in value else "exists"
-            raise UsageError(f"{variable}={value}: {plural} {value.lstrip('=^')} {verb}; have {', '.join(names)}")
+            error = UsageError(f"{variable}={value}: {plural} {value.lstrip('=^')} {verb}; have {', '.join(names)}")
+            error.hint = "correct the variable, or dist.interface and nccl.socket_ifname of persia.yml"
+            raise error
+    environment.check_files()
     _check_gpus()
 
 

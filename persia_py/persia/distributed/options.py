@@ -1,5 +1,6 @@
 """How several ranks train the dense part of a model."""
 
+import os
 from abc import ABC, abstractmethod
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -7,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as torch_distributed
 
+from persia.runtime import flight
 from persia.runtime.errors import UsageError
 from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -17,6 +20,10 @@ _logger = get_logger("distributed")
 
 _COLLECTIVE = timedelta(days=1)
 """How long torch waits for a rank, which may be evaluating; :class:`Peers` detects dead and silent ranks earlier."""
+
+
+_COLLECTIVES = 2000
+"""Collectives of NCCL that torch's flight recorder keeps."""
 
 
 class DistributedBaseOption(ABC):
@@ -41,32 +48,52 @@ class DDPOption(DistributedBaseOption):
     Args:
         initialization_method: ``tcp`` or ``file``, as in PersiaML; rank 0 is found through discovery in both cases.
         backend: ``nccl`` with GPUs, ``gloo`` without them.
+        timeout_s: Seconds that a collective may take; None is ``PERSIA_DIST_TIMEOUT``, else a day.
         **options: For :class:`torch.nn.parallel.DistributedDataParallel`. ``find_unused_parameters`` is true unless
             given, as in PersiaML. PersiaML's ``master_addr``, ``master_port`` and ``sync_file`` are accepted and have
             no effect.
 
     Raises:
-        UsageError: Another initialization method or backend.
+        UsageError: Another initialization method or backend, or a time that is not above 0.
     """
 
-    def __init__(self, initialization_method: str = "tcp", backend: str = "nccl", **options: Any) -> None:
+    def __init__(
+        self,
+        initialization_method: str = "tcp",
+        backend: str = "nccl",
+        timeout_s: float | None = None,
+        **options: Any,
+    ) -> None:
         if initialization_method not in {"tcp", "file"}:
             raise UsageError(f"DDPOption(initialization_method={initialization_method!r}): want 'tcp' or 'file'")
         if backend not in {"nccl", "gloo"}:
             raise UsageError(f"DDPOption(backend={backend!r}): want 'nccl' or 'gloo'")
+        if timeout_s is not None and not timeout_s > 0:
+            raise UsageError(f"DDPOption(timeout_s={timeout_s!r}): want seconds, above 0")
         names = ("master_addr", "master_port", "sync_file", "init_file")
         ignored = [name for name in names if options.pop(name, None) is not None]
         if ignored:
             _logger.warning("DDPOption: %s has no effect, rank 0 is found through discovery", ", ".join(ignored))
         self.backend = backend
+        self.timeout_s = timeout_s
         self.options = {"find_unused_parameters": True, **options}
 
     def initialize(self, store: "Store", rank: int, world_size: int, device_id: int | None) -> None:
         """Start the process group."""
         if self.backend == "nccl" and device_id is None:
-            raise UsageError("DDPOption(backend='nccl') needs TrainCtx(device_id=...); without GPUs use backend='gloo'")
+            raise UsageError(
+                "DDPOption(backend='nccl'), dist.backend and PERSIA_DIST_BACKEND: nccl needs a GPU, "
+                "TrainCtx(device_id=...); without GPUs use gloo"
+            )
+        if self.backend == "nccl":
+            _record_collectives()
+        seconds = self.timeout_s or settings.dist_timeout
+        timeout = _COLLECTIVE if seconds is None else timedelta(seconds=seconds)
+        _logger.info(
+            "dense gradients are averaged over %s (%s)", self.backend, "no GPU" if device_id is None else "GPU"
+        )
         torch_distributed.init_process_group(
-            self.backend, store=store, rank=rank, world_size=world_size, timeout=_COLLECTIVE
+            self.backend, store=store, rank=rank, world_size=world_size, timeout=timeout
         )
 
     def wrap(self, model: torch.nn.Module, device_id: int | None) -> torch.nn.Module:
@@ -79,5 +106,30 @@ class DDPOption(DistributedBaseOption):
 
 
 def get_default_distributed_option(device_id: int | None = None) -> DDPOption:
-    """Return DDP over nccl with a device, over gloo without."""
-    return DDPOption(backend="gloo" if device_id is None else "nccl")
+    """Return DDP over ``PERSIA_DIST_BACKEND``; without it, over nccl with a device, over gloo without."""
+    backend = settings.dist_backend
+    if backend == "auto":
+        backend = "gloo" if device_id is None else "nccl"
+    return DDPOption(backend=backend)
+
+
+def _record_collectives() -> None:
+    """Let torch's flight recorder keep the last collectives of NCCL, for the report of a hang."""
+    folder = flight.folder()
+    defaults = {
+        "TORCH_FR_BUFFER_SIZE": str(_COLLECTIVES),
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": str(_COLLECTIVES),  # its name before torch 2.9
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": str(folder / "nccl-rank-"),
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(folder / "nccl-rank-"),
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    flight.collectives = _collectives
+
+
+def _collectives() -> str | None:
+    """Return the last collectives of NCCL as JSON, from torch's flight recorder; None if this torch has none."""
+    core: Any = torch._C._distributed_c10d
+    dump = getattr(core, "_dump_nccl_trace_json", None)
+    return None if dump is None else bytes(dump(includeCollectives=True, onlyActive=False)).decode()

@@ -136,7 +136,8 @@ class Rendezvous:
             if other != mine and (own is None or (peer["started"], other) < (own, mine)):
                 raise UsageError(
                     f"rank {self._rank} of job {self._job!r} is running already: pid {peer['pid']} on {peer['host']}; "
-                    "stop it, or give this job another name (PERSIA_JOB)"
+                    f"pid {os.getpid()} on {socket.gethostname()} has the same RANK: stop one of them, give it another "
+                    "RANK, or give this job another name (PERSIA_JOB)"
                 )
 
     def _join_rank_0(self, me: handshake.Introduction) -> "tuple[Peers, tuple[str, int]]":

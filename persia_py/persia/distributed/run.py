@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import distributed as torch_distributed
 
+from persia.distributed import lag
 from persia.distributed.control_plane import Peers, left_at
-from persia.runtime import files, job
+from persia.runtime import files, flight, job
 from persia.runtime.errors import PersiaError, RunLostError, StorageError, UsageError
 from persia.runtime.exit_codes import ExitCode
 from persia.runtime.logging import get_logger
@@ -133,6 +134,13 @@ def hung(reason: str) -> None:
     """End all other ranks, each with its stacks printed, because this one makes no progress."""
     if _process.peers is not None:
         _process.peers.hung(reason)
+
+
+def verdict() -> str:
+    """After :func:`hung`: return which rank lags, and where each one is."""
+    if _process.peers is not None:
+        return _process.peers.verdict()
+    return lag.report({settings.rank: lag.Known(flight.position(), 0.0, answers=True)})
 
 
 def report(result: dict[str, Any]) -> None:

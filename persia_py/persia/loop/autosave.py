@@ -9,7 +9,7 @@ from persia.checkpoint import rng_state, snapshot
 from persia.checkpoint.policy import STATE, Checkpoints
 from persia.checkpoint.run_state import RunState
 from persia.loop.hooks import Loop
-from persia.runtime import preemption
+from persia.runtime import flight, preemption
 from persia.runtime.contexts import ends_well
 from persia.runtime.errors import PersiaError, StorageError, UsageError
 from persia.runtime.exit_codes import ExitCode
@@ -103,7 +103,7 @@ class Autosave:
         """
         self._checkpoints.saved = step
         backend = self._backend
-        with backend.quiesce(), self._state.at_end_of_pass():
+        with flight.Call(flight.CHECKPOINT, step), backend.quiesce(), self._state.at_end_of_pass():
             failed, written = backend.all_gather("checkpoint", [self._checkpoints.failed, self._checkpoints.written])[0]
             if not backend.is_rank_0:
                 self._checkpoints.failed = failed

@@ -18,6 +18,7 @@ from persia.loop.finite import (
     no_ids,
 )
 from persia.loop.loss_scale import LossScale
+from persia.runtime import flight
 from persia.runtime.errors import NonFiniteError, PersiaError, UsageError
 from persia.runtime.logging import get_logger
 from persia_core import backward as _core
@@ -196,7 +197,7 @@ class Backward:
         backend: Backend,
         known: Callable[[], StepTensors],
     ) -> None:
-        with backend.collective():
+        with backend.backward(loss, batch.step):
             _back_propagate(loss, batch.step)
         scale = 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.value
         gradients = Gradients(batch, [tensor.grad for tensor in embeddings], scale)
@@ -218,8 +219,10 @@ class Backward:
         if self._clip_norm is not None and norm is not None:
             _clip(parameters, self._clip_norm, norm)
         self.applied = True
-        gradients.push(embedding_optimizer.lr_factor(batch.step))
-        self._dense_optimizer.step()
+        with flight.Call(flight.PUSH, batch.step):
+            gradients.push(embedding_optimizer.lr_factor(batch.step))
+        with flight.Call(flight.OPTIMIZER, batch.step):
+            self._dense_optimizer.step()
         if self.loss_scale is not None:
             self.loss_scale.update(finite=True)
 

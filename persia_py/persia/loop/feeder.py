@@ -1,5 +1,6 @@
 """Reads a data set ahead of training, in a separate thread."""
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -9,6 +10,7 @@ import numpy as np
 
 from persia.embedding.data import IDTypeFeature, Label, PersiaBatch
 from persia.loop.source import Source
+from persia.runtime import flight
 from persia.runtime.logging import get_logger
 from persia_core.data import Batch
 from persia_core.forward import Pipeline
@@ -67,7 +69,13 @@ class Feeder:
 
     def _run(self) -> None:
         try:
-            for step, (batch, position) in enumerate(self._source.batches(), self._step + 1):
+            batches = self._source.batches()
+            for step in itertools.count(self._step + 1):
+                with flight.Call(flight.READ, step):
+                    found = next(batches, None)
+                if found is None:
+                    break
+                batch, position = found
                 fed_batch = FedBatch(step, position, batch.data)
                 fed_batch = replace(fed_batch, quarantined=self._quarantined(fed_batch))
                 self.fed.append(fed_batch)

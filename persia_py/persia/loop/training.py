@@ -11,7 +11,7 @@ from persia.distributed import run
 from persia.loop.feeder import FedBatch, Feeder
 from persia.loop.hooks import Hooks
 from persia.loop.source import Source
-from persia.runtime import preemption, watchdog
+from persia.runtime import flight, preemption, watchdog
 from persia.runtime.errors import DataError, PersiaError, UsageError
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
@@ -139,9 +139,10 @@ class TrainingLoop:
             Whether the step is skipped; None if a rank has no batch left, so that all ranks end the pass.
         """
         if self.backend.is_alone and not self._hooks.votes:
+            self._wait_for_data()
             return False
-        with preemption.waiting_for_data(), watchdog.waiting():
-            ready = self._pipeline.has_next()
+        with preemption.waiting_for_data():
+            ready = self._wait_for_data()
         preemption.exit_if_requested()
         fed = self._feeder.fed
         fed_batch = fed[0] if ready and fed else None  # ready without a batch: the error of the data set follows
@@ -164,9 +165,14 @@ class TrainingLoop:
                 ", ".join(f"{count} batches of rank {rank}" for rank, count in enumerate(left) if count),
             )
 
+    def _wait_for_data(self) -> bool:
+        """Wait until the data set has yielded the next batch, looked up or not; return False at its end."""
+        with watchdog.waiting_for_data(), flight.Call(flight.DATA_WAIT, self.step + 1):
+            return self._pipeline.has_next()
+
     def _take(self) -> TrainingBatch | None:
         """Return the next batch, looked up. It is open from here on, and an error is attributed to it."""
-        with watchdog.waiting():
+        with watchdog.waiting(), flight.Call(flight.LOOK_UP, self.step + 1):
             batch = self._pipeline.next(self._options.timeout_s)
         if batch is None:
             return None

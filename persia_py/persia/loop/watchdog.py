@@ -1,11 +1,11 @@
-"""The hook that ends a training loop which makes no progress."""
+"""The hook that ends a training loop which makes no progress, and tells the flight recorder of each step."""
 
 import os
 import threading
 from collections.abc import Callable
 
 from persia.loop.hooks import Loop
-from persia.runtime import watchdog
+from persia.runtime import flight, watchdog
 from persia.runtime.settings import settings
 
 _SLICES = 20
@@ -15,26 +15,34 @@ _SLICES = 20
 class Watchdog:
     """Ends this process if a training loop makes no progress for ``PERSIA_HANG_TIMEOUT`` seconds. A hook of the loop.
 
+    A wait for data has its own limit, ``PERSIA_DATA_TIMEOUT``.
+
     Args:
         report: Sends the reason to the other ranks.
+        verdict: Returns which rank lags, and where each one is.
     """
 
-    def __init__(self, report: Callable[[str], None]) -> None:
-        self._report = report
-        self._timeout_s = settings.hang_timeout
+    def __init__(self, report: Callable[[str], None], verdict: Callable[[], str] = str) -> None:
+        self._report, self._verdict = report, verdict
+        self._timeout_s, self._data_timeout_s = settings.hang_timeout, settings.data_timeout
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def on_start(self, loop: Loop) -> None:
         """Start watching."""
+        flight.begin_loop(loop.step)
         watchdog.progress()
-        if self._timeout_s:
+        if self._timeout_s or self._data_timeout_s:
             self._thread = threading.Thread(target=self._watch, args=(loop,), name="persia-watchdog", daemon=True)
             self._thread.start()
 
     def before_step(self) -> None:
         """Note the progress."""
         watchdog.progress()
+
+    def after_step(self, step: int) -> None:
+        """Tell the flight recorder."""
+        flight.stepped(step)
 
     def on_end(self, complete: bool) -> None:
         """Stop watching."""
@@ -44,10 +52,12 @@ class Watchdog:
             self._thread.join()
 
     def _watch(self, loop: Loop) -> None:
-        while not self._ended.wait(self._timeout_s / _SLICES):
-            if (silent := watchdog.stalled(self._timeout_s)) is not None:
+        least = min(limit for limit in (self._timeout_s, self._data_timeout_s) if limit)
+        while not self._ended.wait(least / _SLICES):
+            if (stalled := watchdog.stalled(self._timeout_s, self._data_timeout_s)) is not None:
+                silent, limit = stalled
                 reason = (
                     f"rank {settings.rank} (pid {os.getpid()}) has made no progress after step {loop.step} for "
-                    f"{silent:.0f} s (PERSIA_HANG_TIMEOUT={self._timeout_s:g})"
+                    f"{silent:.0f} s ({limit})"
                 )
-                watchdog.end(reason, self._report)
+                watchdog.end(reason, self._report, self._verdict)

@@ -1,4 +1,8 @@
-"""Loggers of persia, to standard error: ``LOG_LEVEL`` (default info), and ``LOG_FORMAT``, text (default) or json."""
+"""Loggers of persia, to standard error: ``LOG_LEVEL`` (default info), and ``LOG_FORMAT``, text (default) or json.
+
+``PERSIA_LOG`` sets levels by name: ``persia.wire=debug,persia.loop=info``. A level without a name is that of all
+others, in place of ``LOG_LEVEL``. Servers and the engine read the same text; each process ignores names of the others.
+"""
 
 import json
 import logging
@@ -79,8 +83,8 @@ def setLogger(
 
     Args:
         name: The logger; its handler for standard error is attached once.
-        log_level: A level of :mod:`logging`, by number or name, or ``trace``, which is debug here; None means
-            ``LOG_LEVEL``, else INFO.
+        log_level: A level of :mod:`logging`, by number or name, or ``trace``, which is debug here; None means the
+            level without a name in ``PERSIA_LOG``, else ``LOG_LEVEL``, else INFO.
         log_filename: The file that gets all records, if ``enable_file_logger`` is set.
         enable_file_logger: Append to ``log_filename``.
         err_redirect_filepath: The file that gets records above ``err_redirect_level``, if ``enable_err_redirect`` is
@@ -89,15 +93,14 @@ def setLogger(
         err_redirect_level: The highest level that is not written to that file.
 
     Raises:
-        ConfigError: The level is unknown, ``LOG_FORMAT`` is neither json nor text, or a file cannot be opened.
+        ConfigError: A level is unknown, ``LOG_FORMAT`` is neither json nor text, or a file cannot be opened.
     """
+    levels = named_levels()
     level = log_level if log_level is not None else os.environ.get("LOG_LEVEL", "").strip() or "INFO"
     if isinstance(level, str):
-        names = logging.getLevelNamesMapping() if hasattr(logging, "getLevelNamesMapping") else logging._nameToLevel
-        known = {**names, "TRACE": logging.DEBUG}
-        if level.upper() not in known:
-            raise ConfigError(f"LOG_LEVEL={level!r}: want one of {', '.join(sorted(known))}")
-        level = known[level.upper()]
+        level = _level(level, f"LOG_LEVEL={level!r}")
+    if log_level is None:
+        level = levels.get("", level)
     logger = logging.getLogger(name)
     if not logger.handlers:
         handler = StderrHandler()
@@ -105,11 +108,39 @@ def setLogger(
         logger.addHandler(handler)
         logger.propagate = False
     logger.setLevel(level)
+    for each, own in levels.items():
+        if each:
+            logging.getLogger(each).setLevel(own)
     if enable_file_logger:
         _append_to(logger, log_filename, logging.NOTSET)
     if enable_err_redirect:
         _append_to(logger, err_redirect_filepath, err_redirect_level + 1)
     return logger
+
+
+def named_levels() -> dict[str, int]:
+    """Return the levels in ``PERSIA_LOG`` by the names of loggers; an empty name is that of all others.
+
+    Raises:
+        ConfigError: A level is unknown, or a name is not one of persia's.
+    """
+    text = os.environ.get("PERSIA_LOG", "")
+    found: dict[str, int] = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, _, level = part.rpartition("=")
+        name = name.strip()
+        if name and name != _ROOT and not name.startswith(f"{_ROOT}."):
+            raise ConfigError(f"PERSIA_LOG={text!r}: found {name!r}, want names such as {_ROOT}.wire or {_ROOT}.loop")
+        found[name] = _level(level.strip(), f"PERSIA_LOG={text!r}: {part!r}")
+    return found
+
+
+def _level(text: str, place: str) -> int:
+    names = logging.getLevelNamesMapping() if hasattr(logging, "getLevelNamesMapping") else logging._nameToLevel
+    known: dict[str, int] = {**names, "TRACE": logging.DEBUG}
+    if text.upper() not in known:
+        raise ConfigError(f"{place}: want one of {', '.join(sorted(known))}")
+    return known[text.upper()]
 
 
 def _append_to(logger: logging.Logger, path: str | os.PathLike[str], level: int) -> None:

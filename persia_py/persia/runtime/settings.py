@@ -15,6 +15,9 @@ SERVED = "PERSIA_LAUNCHER_SERVED"
 
 MAX_STALENESS = 64
 
+DIST_BACKENDS = ("auto", "nccl", "gloo")
+"""How ranks may exchange dense gradients; auto is nccl with a GPU, and gloo without."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -158,6 +161,29 @@ class Settings:
     def hang_timeout(self) -> float:
         """``PERSIA_HANG_TIMEOUT``, else 1800: seconds that a step of a training loop may take; 0 means no limit."""
         return 0.0 if variable("PERSIA_HANG_TIMEOUT") == "0" else _seconds("PERSIA_HANG_TIMEOUT", 1800.0)
+
+    @property
+    def data_timeout(self) -> float:
+        """``PERSIA_DATA_TIMEOUT``, else 0: seconds that a training loop may wait for a batch; 0 is no limit."""
+        return 0.0 if variable("PERSIA_DATA_TIMEOUT") in (None, "0") else _seconds("PERSIA_DATA_TIMEOUT", 0.0)
+
+    @property
+    def flight_dir(self) -> str | None:
+        """``PERSIA_FLIGHT_DIR``: the folder of the files with the last calls of each rank."""
+        return variable("PERSIA_FLIGHT_DIR")
+
+    @property
+    def dist_backend(self) -> str:
+        """``PERSIA_DIST_BACKEND``, else auto: how ranks exchange dense gradients: auto, nccl or gloo."""
+        name = variable("PERSIA_DIST_BACKEND") or "auto"
+        if name not in DIST_BACKENDS:
+            raise UsageError(f"environment variable PERSIA_DIST_BACKEND={name!r}: want {', '.join(DIST_BACKENDS)}")
+        return name
+
+    @property
+    def dist_timeout(self) -> float | None:
+        """``PERSIA_DIST_TIMEOUT``: seconds that a collective of torch may take; None is a day."""
+        return None if variable("PERSIA_DIST_TIMEOUT") is None else _seconds("PERSIA_DIST_TIMEOUT", 0.0)
 
     @property
     def reproducible(self) -> bool:

@@ -1,7 +1,7 @@
-"""If a training loop makes no progress, every rank prints the stacks of its threads, and exits with 70.
+"""If a training loop makes no progress, every rank prints where it is and its stacks, and exits with 70.
 
-Progress is a step, a look-up, an evaluated batch. A wait without limit (for data, other ranks, or the files of a
-checkpoint) is never a hang.
+Progress is a step, a look-up, an evaluated batch. A wait without limit (for other ranks, or the files of a checkpoint)
+is never a hang. A wait for data is one only after ``PERSIA_DATA_TIMEOUT`` seconds, if that is set.
 """
 
 import contextlib
@@ -11,14 +11,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from persia.runtime import flight
 from persia.runtime.exit_codes import ExitCode
 from persia.runtime.settings import settings
 
 _HINT = (
     "the threads below show where it is; PERSIA_HANG_TIMEOUT is how many seconds a step of a training loop may "
-    "take, and 0 is without limit"
+    "take, PERSIA_DATA_TIMEOUT how many the wait for a batch, and 0 is without limit"
 )
-_LAST_S = 10.0
+_LAST_S = 15.0
 """Seconds that the report may take: a pipe or a connection without a reader must not keep the process."""
 _ERRORS = 2
 """Standard error itself: ``sys.stderr`` may have no file, or a lock that a hanging thread holds."""
@@ -27,6 +28,7 @@ _ERRORS = 2
 class _State:
     last = 0.0
     waits = 0
+    data_waits = 0
     collectives = 0
     ending = threading.Lock()
     """Held from the first :func:`end` on."""
@@ -52,6 +54,18 @@ def waiting() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def waiting_for_data() -> Iterator[None]:
+    """Around a wait for a batch, which may take ``PERSIA_DATA_TIMEOUT`` seconds."""
+    progress()
+    _state.data_waits += 1
+    try:
+        with waiting():
+            yield
+    finally:
+        _state.data_waits -= 1
+
+
+@contextlib.contextmanager
 def collective() -> Iterator[None]:
     """Enclose a collective of torch. It gets twice the time, so that the rank that blocks the others reports first."""
     _state.collectives += 1
@@ -62,17 +76,23 @@ def collective() -> Iterator[None]:
         _state.collectives -= 1
 
 
-def stalled(timeout_s: float) -> float | None:
-    """Return the seconds without progress if they exceed ``timeout_s``, or twice that in a collective.
+def stalled(timeout_s: float, data_timeout_s: float = 0.0) -> tuple[float, str] | None:
+    """Return the seconds without progress, and the limit that they exceed; None if they exceed none.
 
-    None otherwise, and in a wait without limit.
+    Args:
+        timeout_s: The limit of a step, twice that in a collective; 0 is none. It does not count in a wait.
+        data_timeout_s: The limit of a wait for data; 0 is none.
     """
     silent = time.monotonic() - _state.last
+    if _state.waits:
+        waits_for_data = _state.waits == _state.data_waits
+        over = waits_for_data and 0 < data_timeout_s < silent
+        return (silent, f"PERSIA_DATA_TIMEOUT={data_timeout_s:g}") if over else None
     limit = timeout_s * (2 if _state.collectives else 1)
-    return silent if silent > limit and not _state.waits else None
+    return (silent, f"PERSIA_HANG_TIMEOUT={timeout_s:g}") if 0 < limit < silent else None
 
 
-def end(reason: str, report: Callable[[str], None]) -> None:
+def end(reason: str, report: Callable[[str], None], verdict: Callable[[], str] = str) -> None:
     """Print the stacks of all threads, and end this process from outside its main thread, even if a part of this fails.
 
     A second call, in another thread, returns immediately: the report of this rank comes back to it from the others.
@@ -80,6 +100,7 @@ def end(reason: str, report: Callable[[str], None]) -> None:
     Args:
         reason: The reason for the end.
         report: Sends the reason to the other ranks.
+        verdict: Returns which rank lags, and where each one is; it may wait for the other ranks.
     """
     if not _state.ending.acquire(blocking=False):
         return
@@ -93,5 +114,8 @@ def end(reason: str, report: Callable[[str], None]) -> None:
             reason += f"; the other ranks do not know: {type(error).__name__}: {error}"
         os.write(_ERRORS, f"error: {reason}\nnext:  {_HINT}\nthreads of rank {settings.rank}:\n".encode())
         faulthandler.dump_traceback(_ERRORS, all_threads=True)
+        os.write(_ERRORS, f"{flight.keep(reason)}\n".encode())
+        if text := verdict():
+            os.write(_ERRORS, f"{text}\n".encode())
     finally:
         os._exit(ExitCode.HUNG)

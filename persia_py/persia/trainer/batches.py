@@ -1,6 +1,5 @@
 """Batches of a part: rows that are read and transformed, with weights and groups of rows."""
 
-import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,9 +69,6 @@ class TrainingBatches(IterableDataset):
         reader: Reads it.
         transform: Makes ids, floats and labels of rows.
         weight: The column of a weight of each row, if any.
-
-    Attributes:
-        busy: Seconds that reading and transforming took.
     """
 
     def __init__(self, part: Part, reader: RecordReader, transform: Transform, weight: str | None) -> None:
@@ -82,7 +78,6 @@ class TrainingBatches(IterableDataset):
         self._transform = transform
         self._weight = weight
         self._unusual: deque[tuple[int, Counts]] = deque()  # of the batches that are read and not trained on
-        self.busy = 0.0
 
     def __iter__(self) -> Iterator[PersiaBatch]:
         """Yield the batches after the position of the reader.
@@ -91,17 +86,13 @@ class TrainingBatches(IterableDataset):
             DataError: A row is invalid; the message names file and row.
         """
         self._unusual.clear()
-        started = time.perf_counter()
         for rows in self._reader:
             try:
                 samples, meta = self._make(rows)
             except DataError as error:
                 raise self._part.with_place(error, self._make) from error
             self._unusual.append((len(samples), samples.report.counts))
-            batch = to_batch(samples, meta=meta)
-            self.busy += time.perf_counter() - started
-            yield batch
-            started = time.perf_counter()
+            yield to_batch(samples, meta=meta)
 
     def _make(self, rows: pa.RecordBatch, first_row: int = 0) -> tuple[Samples, bytes | None]:
         samples = self._transform(rows, first_row=first_row)

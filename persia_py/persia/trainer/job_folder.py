@@ -5,6 +5,7 @@ from pathlib import Path
 
 from persia.config import Config
 from persia.runtime import job
+from persia.runtime.errors import ConfigError
 from persia.runtime.files import make_folders
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
@@ -28,8 +29,13 @@ class JobFolder(RunFolder):
         """Return the folder, which is created if it is missing.
 
         Raises:
+            ConfigError: The rows are to be random, which data-compose does not send.
             StorageError: It cannot be made.
         """
+        if config.data.synthetic:
+            error = ConfigError("data.synthetic: found true, allowed: false in a job, where data-compose sends rows")
+            error.hint = "train in one process: persia train persia.yml --set data.synthetic=true"
+            raise error
         if config.checkpoint.dir is not None and settings.rank == 0:
             _logger.warning("checkpoint.dir has no effect in a job: checkpoints are below PERSIA_CKPT_DIR")
         folder = cls(job.run_dir())

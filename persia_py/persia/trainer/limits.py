@@ -7,63 +7,47 @@ from typing import Any
 
 import torch
 
-STAGES = ("data", "lookup", "push")
+from persia.profile.stages import difference, shares, stages
+from persia.runtime import flight
 
 
 class Limits:
-    """Measures the time of the training loop, between two reports.
+    """Measures the time of the training loop, between two reports, by :func:`persia.profile.stages.stages`.
 
-    ``dense`` is the time of the loop itself: forward, backward, optimizer. While the loop waits for a batch, the
-    stages before it work at the same time, each on its own batch; the wait counts for the stage that was busy
-    for most of the interval, because the others were waiting for it:
-
-    * ``data``: reading and transforming rows
-    * ``lookup``: planning, looking up and pooling
-    * ``push``: look-ups that waited for pushes, as the staleness demands
+    Args:
+        staleness: K of the loop.
     """
 
-    def __init__(self) -> None:
-        self._dense = self._waited = 0.0
-        self._before = dict.fromkeys(STAGES, 0.0)
-        self._mark = time.perf_counter()
-
-    def waited(self) -> None:
-        """Record that a batch has arrived: the time since the last step was a wait."""
-        self._waited += self._lap()
+    def __init__(self, staleness: int) -> None:
+        self._staleness = staleness
+        self._whole = 0.0
+        self._calls: dict[str, float] = {}
+        self._engine: Mapping[str, Any] = {}
+        self._mark, self._before = time.perf_counter(), flight.totals()
 
     def stepped(self) -> None:
         """Record that a step is done."""
-        self._dense += self._lap()
+        now, totals = time.perf_counter(), flight.totals()
+        self._whole += now - self._mark
+        for verb, seconds in difference(totals, self._before).items():
+            self._calls[verb] = self._calls.get(verb, 0.0) + seconds
+        self._mark, self._before = now, totals
 
     def apart(self) -> None:
         """Record the end of other work, such as an evaluation, which does not count."""
-        self._lap()
+        self._mark, self._before = time.perf_counter(), flight.totals()
+        flight.apart()
 
-    def _lap(self) -> float:
-        now = time.perf_counter()
-        lap, self._mark = now - self._mark, now
-        return lap
-
-    def take(self, busy_data: float, seconds: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
-        """Return the seconds since the last call and the shares, and start a new interval.
+    def take(self, engine: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
+        """Return the seconds since the last call and the share of each stage, and start a new interval.
 
         Args:
-            busy_data: Seconds so far that reading and transforming took.
-            seconds: Those of each stage of the engine, from its statistics.
+            engine: Seconds of each stage of the engine, from its statistics.
         """
-        now = {
-            "data": busy_data,
-            "lookup": sum(float(seconds.get(name, 0.0)) for name in ("plan", "lookup", "pool")),
-            "push": float(seconds.get("permit_wait", 0.0)),
-        }
-        busy = {name: now[name] - self._before[name] for name in STAGES}
-        whole = self._dense + self._waited
-        limit = max(STAGES, key=lambda name: busy[name])
-        shares = {"dense": self._dense / whole if whole else 0.0, **dict.fromkeys(STAGES, 0.0)}
-        shares[limit] = self._waited / whole if whole else 0.0
-        self._before = now
-        self._dense = self._waited = 0.0
-        return whole, shares
+        whole, self._whole = self._whole, 0.0
+        calls, self._calls = self._calls, {}
+        spent, self._engine = difference(engine, self._engine), dict(engine)
+        return whole, shares(stages(calls, whole, spent, staleness=self._staleness))
 
 
 class MeanLoss:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 from datetime import datetime, timezone
 from importlib.util import find_spec
 from typing import Any
@@ -28,6 +29,7 @@ class Record:
         before = folder.read_json(SUMMARY) if resumed_step is not None else {}
         self.started = before.get("started") or _now()
         self.summary: dict[str, Any] = {"status": RUNNING, "name": folder.path.name, "persia": persia.__version__}
+        self.summary["process"] = {"host": socket.gethostname(), "pid": os.getpid()}
         self.summary["started"] = self.started
         self.summary["rows"] = {**(before.get("rows") or {})}
         if "baseline" in before:

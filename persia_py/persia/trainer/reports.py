@@ -20,7 +20,7 @@ class StepReport:
         samples_per_s: Rows trained on per second, without evaluations.
         learning_rate: Of the model, in the last step.
         staleness: The number of pushes in flight when this report was made.
-        shares: The share of the time that was spent in the dense model, and waiting for data, look-ups and pushes.
+        shares: The share of the time that was spent in each of :data:`persia.profile.stages.STAGES`.
         grad_norm: The norm of the gradient of the model's weights in the last step, before it is clipped. None if the
             model has no gradient.
     """

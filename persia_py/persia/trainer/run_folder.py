@@ -29,6 +29,8 @@ METRICS = "metrics.jsonl"
 """A line for each report."""
 CHECKPOINTS, BEST = "checkpoints", "best"
 """The folders of the checkpoints, and of the checkpoint with the best metric of the valid part."""
+SYNTHETIC = "synthetic"
+"""Below the runs: those with random batches."""
 LATEST = "LATEST"
 """The file next to the runs that names the newest one that has a checkpoint."""
 _REPLACED = {CONFIG, FACTS, SUMMARY, METRICS, CHECKPOINTS, BEST, "transform.json", "tensorboard"}
@@ -55,7 +57,7 @@ class RunFolder:
         Raises:
             UsageError: There is another run of this name.
         """
-        parent = Path(config.run.dir).expanduser()
+        parent = Path(config.run.dir).expanduser() / (SYNTHETIC if config.data.synthetic else "")
         name = config.run.name
         if name is not None:
             folder = cls(parent / name)
@@ -101,7 +103,10 @@ class RunFolder:
         if (of_job := self.read_json(FACTS).get("checkpoints")) is not None:
             return Path(of_job)
         given = config.checkpoint.dir
-        return self.path / CHECKPOINTS if given is None else Path(given).expanduser().absolute() / self.path.name
+        if given is None:
+            return self.path / CHECKPOINTS
+        parent = Path(given).expanduser().absolute()
+        return parent / (SYNTHETIC if config.data.synthetic else "") / self.path.name
 
     @property
     def best(self) -> Path:
@@ -228,7 +233,8 @@ def _content(config: Config) -> dict[str, Any]:
 
 
 MAY_CHANGE = (
-    *("data.train", "data.valid", "data.test", "data.epochs", "checkpoint", "run", "env", "precision", "parallel"),
+    *("data.train", "data.valid", "data.test", "data.epochs", "checkpoint", "run", "env"),
+    *("dist", "nccl", "profile", "precision", "parallel"),
     *(f"train.{key}" for key in ("early_stop", "evaluate_every", "metrics", "gauc_group", "staleness", "threads")),
     *(f"train.{key}" for key in ("micro_batch", "nonfinite", "detect_anomaly")),
 )

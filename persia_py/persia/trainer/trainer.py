@@ -16,9 +16,14 @@ from typing_extensions import Self
 
 from persia.config import Config, load_config
 from persia.config.blocks import Paths
+from persia.config.environment import variables_of
 from persia.ctx import EmbeddingCtx, eval_ctx
 from persia.data import IterableDataset
+from persia.distributed import network
 from persia.features import Transform
+from persia.profile.comm import Comm
+from persia.runtime import flight
+from persia.runtime.environment import applied
 from persia.runtime.errors import UsageError
 from persia.runtime.seeding import setup_seed
 from persia.runtime.settings import settings
@@ -30,16 +35,11 @@ from persia.trainer.objective import Objective
 from persia.trainer.parts import Part, Parts, group_of, labelled_columns, open_given
 from persia.trainer.predictions import Predictions, Scored
 from persia.trainer.reports import EvaluationReport, StepReport
-from persia.trainer.run_folder import (
-    FACTS,
-    Found,
-    RunFolder,
-    check_same,
-    find_checkpoint,
-    find_run,
-)
+from persia.trainer.run_folder import FACTS, Found, RunFolder, check_same, find_checkpoint, find_run
+from persia.trainer.sizing import Sizing, preflight
 from persia.trainer.training import Training
 from persia.trainer.variables import set_variables
+from persia_core.engine import Engine
 
 Report = StepReport | EvaluationReport
 
@@ -65,6 +65,7 @@ class Trainer:
     Attributes:
         config: The configuration.
         folder: The folder of the run; None before :meth:`fit` and :meth:`resume`.
+        sizing: The memory that a new run needs, on rank 0; None before :meth:`fit`, and with a data set of one's own.
 
     Raises:
         ConfigError: The file has mistakes; the message has all of them.
@@ -78,6 +79,7 @@ class Trainer:
             error.hint = "write it into a file, and read that: persia.load_config('persia.yml')"
             raise error
         self.folder: RunFolder | None = None
+        self.sizing: Sizing | None = None
         self._given_model = model
         self._resumes: Found | RunFolder | None = None
         self._training: Training | None = None
@@ -117,6 +119,11 @@ class Trainer:
         resumed = self._resumes.folder if isinstance(self._resumes, Found) else self._resumes
         training = Training(self.config, self._given_model, source, resumed)
         self._training, self.folder = training, training.folder
+        flight.use_folder(training.folder.path)
+        self._torch.callback(flight.use_folder, None)
+        if resumed is None and training.step == 0 and settings.rank == 0 and not isinstance(source, IterableDataset):
+            rows = int(training.folder.read_json(FACTS)["rows"])
+            self.sizing = preflight(self.config, training.parts, training.transform, training.model, rows)
         return self._guarded(training)
 
     def _guarded(self, training: Training) -> Iterator[Report]:
@@ -218,6 +225,17 @@ class Trainer:
             self._resumes = self.folder  # it has no checkpoint yet
         return self
 
+    @property
+    def comm(self) -> Comm:
+        """What look-ups, pushes and other ranks have cost so far, while training: ``trainer.comm.stats()``."""
+
+        def engine() -> Engine:
+            if self._training is None or not self._training.is_open:
+                raise UsageError("Trainer.comm.stats(): nothing is being trained; call it while iterating fit()")
+            return self._training.engine
+
+        return Comm(engine)
+
     def close(self) -> None:
         """End the run, and free the rows. If it is not called, the run ends with the ``with`` block."""
         self._close(None)
@@ -231,7 +249,10 @@ class Trainer:
             self._torch.close()
 
     def _prepare_torch(self) -> None:
-        """Seed, and set the threads; restore both at the end."""
+        """Seed, and set the threads and the environment of the ranks; restore all of them at the end."""
+        self._torch.enter_context(applied(variables_of(self.config)))
+        if settings.nats_url is not None:
+            network.check()
         self._use_threads()
         train = self.config.train
         if train.reproducible or settings.reproducible:

@@ -27,13 +27,16 @@ from persia.trainer.limits import Limits, MeanLoss
 from persia.trainer.objective import Objective
 from persia.trainer.parallel import option_of
 from persia.trainer.parts import Part, Parts, group_of, with_train
+from persia.trainer.profiling import profiler_of
 from persia.trainer.record import FINISHED, Record, check_tensorboard
 from persia.trainer.reports import EvaluationReport, StepReport
 from persia.trainer.run_folder import CONFIG, FACTS, SUMMARY, RunFolder, check_same, json_text, resolved
 from persia.trainer.start_rows import load_start_rows, start_folder
 from persia.trainer.state import TrainerState
 from persia.trainer.step import Steps, check_divides
+from persia.trainer.synthetic import SyntheticBatches
 from persia.trainer.validation import Validation, may_continue
+from persia_core.engine import Engine
 
 _logger = get_logger("trainer")
 
@@ -158,7 +161,7 @@ class Training:
 
     def _enter(self, resumes: bool) -> None:
         config, block = self._config, self._config.checkpoint
-        saves, upload_to = None, block.upload_to  # a job has both
+        saves, upload_to = None, None if config.data.synthetic else block.upload_to  # a job has both
         if not self._in_job:
             saves = self.folder.saves(config)
             upload_to = None if upload_to is None else f"{upload_to.rstrip('/')}/{self.folder.path.name}"
@@ -216,13 +219,19 @@ class Training:
         """The last step that was trained."""
         return self._ctx.step
 
+    @property
+    def engine(self) -> Engine:
+        """The engine of the training context."""
+        return self._ctx.engine
+
     def run(self) -> Iterator[StepReport | EvaluationReport]:
         """Train, and yield reports; the last is that of the test part."""
         if self.is_finished:
             return
         yield from self._make_up()
         if not self._state.stopped:
-            yield from self._train()
+            with profiler_of(self._config, self.folder, self._ctx):
+                yield from self._train()
             yield from self._evaluate_end()
         self.save()
         self._name_latest()
@@ -262,10 +271,9 @@ class Training:
         dataset = self._dataset()
         staleness = None if train.reproducible or settings.reproducible else train.staleness
         loader = DataLoader(dataset, reproducible=train.reproducible, embedding_staleness=staleness)
-        limits, losses, samples = Limits(), MeanLoss(), 0
+        limits, losses, samples = Limits(loader.staleness), MeanLoss(), 0
         steps = Steps(self._config, self._ctx, self.objective, self._state)
         for batch in loader:
-            limits.waited()
             loss = steps(batch)
             self._learning_rate = float(self._schedule.get_last_lr()[0])
             optimizers.advance(self._schedule, skipped=self._ctx.skipped_steps)
@@ -277,7 +285,7 @@ class Training:
             samples += batch.batch_size * get_world_size()
             limits.stepped()
             if step % log_every == 0 or step == self.total_steps:
-                yield self._report_steps(limits, dataset, losses.take(), samples)
+                yield self._report_steps(limits, losses.take(), samples)
                 samples = 0
                 limits.apart()
             if self.parts.valid is not None and self._is_due(step):
@@ -286,9 +294,9 @@ class Training:
                     return
                 limits.apart()
 
-    def _report_steps(self, limits: Limits, dataset: IterableDataset, loss: float, samples: int) -> StepReport:
+    def _report_steps(self, limits: Limits, loss: float, samples: int) -> StepReport:
         stats = self._ctx.engine.stats()
-        seconds, shares = limits.take(getattr(dataset, "busy", 0.0), stats["seconds"])
+        seconds, shares = limits.take(stats["seconds"])
         self._state.seconds += seconds
         self._state.samples += samples
         step = self._ctx.step
@@ -313,6 +321,8 @@ class Training:
         if self._in_job:
             return StreamingDataset(transform=self.transform)
         data, train = self._config.data, self._config.train
+        if data.synthetic:
+            return SyntheticBatches(self.parts.train, self.transform, self._config, self.total_steps or 0)
         reader = self.parts.train.reader(
             self._config.step_rows,
             shuffle=data.shuffle,

@@ -25,15 +25,19 @@ pub enum LogFormat {
     Text,
 }
 
-/// Log events from `level` up, and panics. Each line has `service` and `replica`.
+/// Log events from `level` up, or as `PERSIA_LOG` says, and panics. Each line has `service` and `replica`.
 ///
 /// # Errors
 /// `Usage` for an unknown level.
 pub fn start(format: LogFormat, level: &str, service: &'static str, replica: u32) -> Result<(), Exit> {
     let ours = !level.contains(['=', ',']);
     let directives = if ours { format!("{level},{QUIET}") } else { level.to_owned() };
-    let filter = EnvFilter::builder().parse(directives).map_err(|error| {
-        Exit::Usage(format!("LOG_LEVEL={level}: {error}; use error, warn, info, debug or trace"))
+    let own = persia_wire::logs::directives(&std::env::var("PERSIA_LOG").unwrap_or_default());
+    let directives = std::iter::once(directives).chain(own).collect::<Vec<_>>().join(",");
+    let filter = EnvFilter::builder().parse(&directives).map_err(|error| {
+        Exit::Usage(format!(
+            "LOG_LEVEL={level}, PERSIA_LOG: {error} in {directives}; use error, warn, info, debug or trace"
+        ))
     })?;
     let lines = Lines { format, service, replica };
     let logs = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);

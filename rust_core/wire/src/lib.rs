@@ -18,6 +18,7 @@
 //! * [`discovery`]: discovery of a job's processes, through NATS
 //! * [`rpc`]: the methods that servers and middlewares have in common
 //! * [`client`]: [`client::WireTables`], rows on embedding servers
+//! * [`logs`]: the grammar of `PERSIA_LOG`
 
 #[cfg(target_endian = "big")]
 compile_error!("numbers are sent in memory order, which must be little-endian");
@@ -27,6 +28,7 @@ mod codec;
 pub mod convert;
 pub mod discovery;
 pub mod error;
+pub mod logs;
 pub mod rpc;
 mod transport;
 

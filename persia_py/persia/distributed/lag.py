@@ -1,0 +1,147 @@
+"""Which rank the others wait for, from where each rank says that it is."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from persia.distributed.link import Link
+from persia.runtime import flight
+
+Position = dict[str, Any]
+"""The result of :func:`persia.runtime.flight.position`."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of where a rank is.
+
+    Attributes:
+        position: The last position that it has sent; None before the first.
+        age_s: Seconds since it was sent.
+        answers: It was sent just now, on request.
+    """
+
+    position: Position | None
+    age_s: float
+    answers: bool
+
+
+LIVES_S = 8.0
+"""A rank whose last heartbeat is not older counts as alive. A rank sends one every 2 s."""
+
+
+class Positions:
+    """Where the other ranks are, as they have said.
+
+    Args:
+        rank: This one.
+        links: A connection to each of the ranks that this one is connected to.
+
+    Attributes:
+        answered: The ranks that have answered where they are, since one hangs.
+        verdict: Which rank lags, as rank 0 has found; empty before that.
+    """
+
+    def __init__(self, rank: int, links: Mapping[int, Link]) -> None:
+        self._rank, self._links = rank, links
+        self._said: dict[int, tuple[float, Position]] = {}
+        self.answered: set[int] = set()
+        self.verdict = ""
+
+    def note(self, rank: int, position: object, *, answers: bool = False) -> None:
+        """Record where a rank is, if it says so; ``answers`` if it was asked."""
+        if isinstance(position, dict):
+            self._said[rank] = (time.monotonic(), position)
+        if answers:
+            self.answered.add(rank)
+
+    def report(self, *, answered: bool = False) -> str:
+        """Return which ranks lag, and where each one is.
+
+        Args:
+            answered: Only a rank that has answered is taken to live.
+        """
+        return report(self._known(answered=answered))
+
+    def of(self, ranks: list[int]) -> str:
+        """Return where some ranks are, as the end of a message about a wait for them."""
+        known = self._known(answered=False)
+        return "".join(f"; {described(rank, known[rank])}" for rank in ranks if known[rank].position is not None)
+
+    def last_of(self, rank: int) -> str:
+        """Return where a rank was that is gone, as the end of a message."""
+        if rank not in self._said:
+            return ""
+        said_at, position = self._said[rank]
+        return f"; {time.monotonic() - said_at:.0f} s ago it was {doing(position, 0.0)}"
+
+    def _known(self, *, answered: bool) -> dict[int, Known]:
+        now = time.monotonic()
+        found = {self._rank: Known(flight.position(), 0.0, answers=True)}
+        for rank, link in self._links.items():
+            said_at, position = self._said.get(rank, (link.heard, None))
+            lives = rank in self.answered if answered else now - link.heard < LIVES_S
+            found[rank] = Known(position, now - said_at, answers=lives)
+        return dict(sorted(found.items()))
+
+
+def lagging(known: Mapping[int, Known]) -> list[int]:
+    """Return the ranks that the others wait for; none if all are at the same place.
+
+    These are the ranks that do not answer. If all answer, they are those that have begun the fewest calls at which
+    ranks wait for each other; among equal ones, those that are in no such call.
+    """
+    if silent := [rank for rank, each in known.items() if not each.answers]:
+        return silent
+    places = {rank: each.position for rank, each in known.items() if each.position is not None}
+    least = min((place["together"] for place in places.values()), default=0)
+    behind = [rank for rank, place in places.items() if place["together"] == least]
+    if len(behind) == len(places):
+        behind = [rank for rank in behind if not _waits(places[rank])]
+    return [] if len(behind) == len(known) > 1 else behind
+
+
+def report(known: Mapping[int, Known]) -> str:
+    """Return which ranks lag, and where each rank is: one line for each."""
+    late = lagging(known)
+    lines = [f"lagging: {described(rank, known[rank])}" for rank in late]
+    rest = [rank for rank in known if rank not in late]
+    if not late and len(known) > 1:
+        same = "in the same collective: see the network between them" if all(map(_is_waiting, known.values())) else ""
+        lines.append(f"lagging: no rank, all are {same or 'equally far'}")
+    return "\n".join([*lines, *(f"{'waiting' if late else 'at'}: {described(rank, known[rank])}" for rank in rest)])
+
+
+def described(rank: int, known: Known) -> str:
+    """Return where a rank is, as part of a message."""
+    place = known.position
+    if place is None:
+        return f"rank {rank}: no heartbeat yet"
+    name = f"rank {rank} (pid {place['pid']} on {place['host']})"
+    if known.answers:
+        return f"{name}: {doing(place, known.age_s)}"
+    since = f"its last heartbeat, {known.age_s:.0f} s ago: {doing(place, 0.0)}"
+    return f"{name}: does not answer: it is stopped or frozen, or its network is gone; {since}"
+
+
+def doing(place: Position, age_s: float) -> str:
+    """Return what a rank does, and for how long."""
+    seconds = f"for {place['seconds'] + age_s:.0f} s"
+    if place["call"] is None:
+        return f"after step {place['step']}, before its first call, {seconds}"
+    verb, step, detail = place["call"]
+    what = f"{verb}{f' {detail!r}' if detail else ''} " + (
+        f"of step {step}" if step is not None else f"after step {place['step']}"
+    )
+    if place["open"]:
+        return f"in {what} {seconds}"
+    return f"in the code of its script, behind {what}, {seconds}"
+
+
+def _waits(place: Position) -> bool:
+    return bool(place["open"]) and place["call"][0] in flight.TOGETHER
+
+
+def _is_waiting(known: Known) -> bool:
+    return known.position is not None and _waits(known.position)

@@ -1,0 +1,107 @@
+"""What limits a run, and what to change: one line."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from persia.profile import stages as names
+
+SLOW_RANK = 0.25
+"""Ranks whose waits for others differ by this share of a step have a slow one among them."""
+
+
+class Measured(Protocol):
+    """The profile of a rank: see :class:`persia.profile.report.RankProfile`."""
+
+    @property
+    def rank(self) -> int:
+        """The rank."""
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """What it has recorded."""
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of each stage."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What limits a run.
+
+    Attributes:
+        limit: One of :data:`persia.profile.stages.STAGES`.
+        text: What it means, and what to change.
+        rank: The slow rank, if there is one.
+    """
+
+    limit: str
+    text: str
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        """Return the line."""
+        return f"limited by {self.limit}: {self.text}"
+
+
+def advise(profiles: Sequence[Measured]) -> Advice:
+    """Return what limits a run.
+
+    It is the stage with the largest share of the time, as a mean over the ranks. If one rank waits much less for others
+    than another one does, they wait for it: then it is that rank, and what it does in its own time.
+    """
+    waits = {each.rank: each.shares[names.RANKS] for each in profiles}
+    slow = min(profiles, key=lambda each: waits[each.rank])
+    if max(waits.values()) - waits[slow.rank] >= SLOW_RANK:
+        own = {stage: share for stage, share in slow.shares.items() if stage != names.RANKS}
+        stage = max(own, key=lambda name: own[name])
+        others = max(waits.values())
+        text = (
+            f"rank {slow.rank} is slow, and others wait for it during {others:.0%} of their time; it spends "
+            f"{own[stage]:.0%} of its own in {stage}: {_change(stage, slow.content)}"
+        )
+        return Advice(names.RANKS, text, slow.rank)
+    shares = {stage: sum(each.shares[stage] for each in profiles) / len(profiles) for stage in names.STAGES}
+    limit = max(shares, key=lambda name: shares[name])
+    return Advice(limit, f"{_MEANS[limit]} {shares[limit]:.0%} of the time: {_change(limit, profiles[0].content)}")
+
+
+_MEANS = {
+    names.DENSE: "the model and the script compute during",
+    names.DATA: "training waits for batches during",
+    names.LOOKUP: "training waits for look-ups during",
+    names.PUSH: "look-ups wait for pushes during",
+    names.RANKS: "all ranks wait for each other and for the network during",
+    names.CHECKPOINT: "training stands still for checkpoints during",
+}
+
+
+def _change(stage: str, content: dict[str, Any]) -> str:
+    """Return what to change."""
+    staleness, servers = int(content["staleness"]), bool(content["servers"])
+    if stage == names.DATA:
+        if servers:
+            return "start more data-compose replicas (persia up --data-compose N)"
+        return "read Parquet rather than text, or let other processes read: persia up persia.yml --data-compose N"
+    if stage == names.LOOKUP:
+        if servers:
+            return "start more servers (persia up --servers N), halve the bytes (wire_dtype: f16), or see their network"
+        return "give features a smaller dim, or start servers: persia up persia.yml --servers N"
+    if stage == names.PUSH:
+        if content.get("reproducible"):
+            return "train.reproducible demands train.staleness 1; without it look-ups run ahead of pushes"
+        if staleness == 1:
+            return "raise train.staleness from 1, to 4 for example, so that look-ups run ahead of pushes"
+        return f"raise train.staleness from {staleness} to {2 * staleness}" + (
+            ", or start more servers (persia up --servers N)" if servers else ""
+        )
+    if stage == names.RANKS:
+        return "raise data.batch_size, so that ranks meet less often, or use a faster network (dist.interface)"
+    if stage == names.CHECKPOINT:
+        return "raise checkpoint.every"
+    threads = content.get("threads")
+    return (
+        f"raise train.threads{'' if threads is None else f' from {threads}'}, use a GPU or more ranks, "
+        "or make the model smaller"
+    )

@@ -1,0 +1,277 @@
+"""Records steps of a training loop: how long each stage takes, and a trace for TensorBoard and Perfetto."""
+
+import json
+import math
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from typing_extensions import Self
+
+from persia.profile.stages import difference
+from persia.runtime import files, flight
+from persia.runtime.errors import StorageError, UsageError
+from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
+
+_logger = get_logger("profile")
+
+FOLDER = "profile"
+"""The folder of a profile in a run's folder."""
+SPAN = "persia: "
+"""What the names of our spans in a trace begin with."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which steps are recorded.
+
+    Attributes:
+        wait: Steps that are left out at the start.
+        warmup: Steps after these in which torch's profiler runs and nothing is kept.
+        active: Steps that are recorded.
+        stack: Record the Python stack of each operation in the trace, which slows the steps down.
+    """
+
+    wait: int = 5
+    warmup: int = 5
+    active: int = 20
+    stack: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            UsageError: One is out of range.
+        """
+        if self.wait < 0 or self.warmup < 0 or self.active < 1:
+            raise UsageError(
+                f"profile: wait={self.wait}, warmup={self.warmup}, active={self.active}: want at least 0, 0 and 1"
+            )
+
+
+class Profiler:
+    """Records the training loop inside its ``with`` block.
+
+    ::
+
+        with TrainCtx(...) as ctx, Profiler("profile", ctx):
+            for batch in loader:
+                ...
+
+    The folder gets ``rank-N.json`` with the times of the recorded steps, and ``rank-N.pt.trace.json``, which
+    TensorBoard (the folder is its ``--logdir``) and Perfetto open. Each rank writes its own files, in place of those of
+    an earlier profile.
+
+    Args:
+        folder: Where.
+        ctx: The context of the loop; None leaves the times of the engine out.
+        schedule: Which steps are recorded.
+        facts: What else is kept in ``rank-N.json``, such as settings that the advice names.
+
+    Raises:
+        StorageError: The folder cannot be made.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        ctx: Any = None,
+        schedule: Schedule | None = None,
+        *,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.folder = Path(folder)
+        self._ctx = ctx
+        self._schedule = schedule or Schedule()
+        self._facts = dict(facts or {})
+        self._steps = 0  # that the loop has done in the block
+        self._times = _Times()
+        self._spans: dict[int, Any] = {}
+        self._engine: dict[str, Any] = {}  # at the start of what is recorded
+        self._kineto: Any = None
+        self._written = False
+        try:
+            files.make_folders(self.folder.absolute())
+            for path in (self._path("json"), self._path("pt.trace.json")):
+                path.unlink(missing_ok=True)  # of an earlier profile, which must not be taken for this one
+        except OSError as error:
+            raise StorageError(f"{self.folder}: {error.strerror}; it is to get the profile") from error
+
+    def __enter__(self) -> Self:
+        plan = self._schedule
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        schedule = torch.profiler.schedule(wait=plan.wait, warmup=plan.warmup, active=plan.active, repeat=1)
+        self._kineto = torch.profiler.profile(
+            activities=activities, schedule=schedule, on_trace_ready=self._export, with_stack=plan.stack
+        )
+        self._kineto.__enter__()
+        if plan.wait + plan.warmup == 0:
+            self._begin()
+        flight.observe(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        flight.unobserve(self)
+        if self._times.active:
+            self._end()
+        if self._kineto is not None:
+            kineto, self._kineto = self._kineto, None
+            kineto.__exit__(kind, value, trace)
+        if not self._written and kind is None:
+            plan = self._schedule
+            _logger.warning(
+                "profile: nothing is recorded: the loop did %d steps, of which the first %d are left out "
+                "(profile.wait=%d, profile.warmup=%d)",
+                self._steps,
+                plan.wait + plan.warmup,
+                plan.wait,
+                plan.warmup,
+            )
+
+    def begun(self, call: flight.Call) -> None:
+        """Open the span of a call of the training loop."""
+        if self._kineto is not None and call.thread == threading.get_ident():
+            span: Any = torch.profiler.record_function(f"{SPAN}{call.verb}")
+            span.__enter__()
+            self._spans[id(call)] = span
+
+    def ended(self, call: flight.Call) -> None:
+        """Close the span, and count its time."""
+        span = self._spans.pop(id(call), None)
+        if span is not None:
+            span.__exit__(None, None, None)
+        self._times.add(call)
+
+    def stepped(self, step: int) -> None:
+        """Count a step, and record it if it is one of those that are."""
+        self._steps += 1
+        plan = self._schedule
+        skipped = plan.wait + plan.warmup
+        if self._times.active:
+            self._times.step(step)
+        if self._kineto is not None:
+            self._kineto.step()
+        if self._steps == skipped:
+            self._begin()
+        elif self._steps == skipped + plan.active:
+            self._end()
+
+    def apart(self) -> None:
+        """Leave out the time since the last step."""
+        self._times.restart()
+
+    def _begin(self) -> None:
+        self._times.active = True
+        self._times.restart()
+        self._engine = self._engine_seconds()
+
+    def _end(self) -> None:
+        """Write the times of this rank."""
+        self._times.active = False
+        if not self._times.walls or self._written:
+            return
+        engine = difference(self._engine_seconds(), self._engine)
+        content = {
+            "rank": settings.rank,
+            "world_size": settings.world_size,
+            "servers": settings.nats_url is not None,
+            **self._times.as_dict(),
+            "engine": {name: round(each, 6) for name, each in engine.items()},
+            **self._facts,
+        }
+        content.setdefault("staleness", self._staleness())
+        path = self._path("json")
+        try:
+            files.write_whole(path, json.dumps(content, indent=1).encode() + b"\n")
+        except OSError as error:
+            raise StorageError(f"{path}: {error.strerror}; the profile cannot be written") from error
+        self._written = True
+
+    def _path(self, ending: str) -> Path:
+        return self.folder / f"rank-{settings.rank}.{ending}"
+
+    def _engine_seconds(self) -> dict[str, Any]:
+        return {} if self._ctx is None else dict(self._ctx.engine.stats()["seconds"])
+
+    def _staleness(self) -> int:
+        """Return K as far as it shows: one more than the most pushes that were in flight."""
+        return 1 if self._ctx is None else 1 + int(self._ctx.engine.stats()["max_staleness"])
+
+    def _export(self, kineto: Any) -> None:
+        """Write the trace. A trace that cannot be written ends no training."""
+        path = self._path("pt.trace.json")
+        try:
+            kineto.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:
+            _logger.error("profile: %s: %s", path, error)
+
+
+class _Times:
+    """The times of the recorded steps.
+
+    Attributes:
+        active: Steps are recorded now.
+        walls: Seconds of each step.
+    """
+
+    def __init__(self) -> None:
+        self.active = False
+        self.walls: list[float] = []
+        self._steps: list[int] = []
+        self._verbs: dict[str, list[float]] = {}  # seconds in each step
+        self._now: dict[str, float] = {}
+        self._mark = 0.0
+
+    def restart(self) -> None:
+        self._mark, self._now = time.perf_counter(), {}
+
+    def add(self, call: flight.Call) -> None:
+        if self.active and call.counted:
+            self._now[call.verb] = self._now.get(call.verb, 0.0) + call.seconds
+
+    def step(self, step: int) -> None:
+        wall = time.perf_counter() - self._mark
+        for verb in {*self._verbs, *self._now}:
+            seconds = self._verbs.setdefault(verb, [0.0] * len(self.walls))
+            seconds.append(self._now.get(verb, 0.0))
+        self.walls.append(wall)
+        self._steps.append(step)
+        self.restart()
+
+    def as_dict(self) -> dict[str, Any]:
+        whole = sum(self.walls)
+        verbs = {verb: summary(seconds, whole) for verb, seconds in self._verbs.items()}
+        others = [wall - sum(each[place] for each in self._verbs.values()) for place, wall in enumerate(self.walls)]
+        return {
+            "steps": [self._steps[0], self._steps[-1]],
+            "seconds": round(whole, 6),
+            "step": summary(self.walls, whole),
+            "calls": {**verbs, "other": summary([max(0.0, each) for each in others], whole)},
+        }
+
+
+def summary(seconds: list[float], whole: float) -> dict[str, float]:
+    """Return sum, share of ``whole``, and the 50th and 99th percentile (nearest rank) in milliseconds."""
+    return {
+        "count": len(seconds),
+        "seconds": round(sum(seconds), 6),
+        "share": round(sum(seconds) / whole, 4) if whole else 0.0,
+        "p50_ms": round(1e3 * percentile(seconds, 0.5), 3),
+        "p99_ms": round(1e3 * percentile(seconds, 0.99), 3),
+    }
+
+
+def percentile(values: list[float], share: float) -> float:
+    """Return the smallest value that at least this share of the values do not exceed; 0 of none."""
+    ordered = sorted(values)
+    return ordered[math.ceil(share * len(ordered)) - 1] if ordered else 0.0

@@ -1,0 +1,107 @@
+"""The page of a profile: the times of each rank's steps, and one line of advice."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from persia.profile.advice import advise
+from persia.profile.profiler import FOLDER
+from persia.profile.stages import shares, stages
+from persia.runtime.errors import UsageError
+
+
+@dataclass(frozen=True)
+class RankProfile:
+    """What a rank has recorded.
+
+    Attributes:
+        rank: The rank.
+        content: The content of its file, see :class:`persia.profile.profiler.Profiler`.
+        stages: Seconds of each stage in the recorded steps.
+    """
+
+    rank: int
+    content: dict[str, Any]
+    stages: dict[str, float]
+
+    @classmethod
+    def read(cls, path: Path) -> "RankProfile":
+        """Read a file.
+
+        Raises:
+            UsageError: It is damaged.
+        """
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            calls = {verb: float(each["seconds"]) for verb, each in content["calls"].items()}
+            found = stages(calls, float(content["seconds"]), content["engine"], staleness=int(content["staleness"]))
+            return cls(int(content["rank"]), content, found)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UsageError(f"{path}: not the profile of a rank: {type(error).__name__}: {error}") from error
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of each stage."""
+        return shares(self.stages)
+
+
+def read(folder: Path) -> list[RankProfile]:
+    """Read the profile of a run, ordered by rank.
+
+    Args:
+        folder: The folder of a profile, or of a run that has one.
+
+    Raises:
+        UsageError: There is no profile, it is damaged, or files of ranks are missing.
+    """
+    place = folder / FOLDER if (folder / FOLDER).is_dir() else folder
+    found = sorted((RankProfile.read(path) for path in place.glob("rank-*.json") if _is_times(path)), key=_rank)
+    if not found:
+        error = UsageError(f"{folder}: no profile")
+        error.hint = "record one: persia train persia.yml --profile, or a job with the block `profile: {}`"
+        raise error
+    size = int(found[0].content["world_size"])
+    missing = sorted({*range(size)} - {each.rank for each in found})
+    if missing or len(found) > size:
+        lacks = f"without rank {', '.join(map(str, missing))}: has it ended with an error?"
+        problem = lacks if missing else f"but files of {len(found)}: remove those of an older run"
+        raise UsageError(f"{place}: a profile of {size} ranks, {problem}")
+    return found
+
+
+def show_steps(profiles: list[RankProfile], console: Console | None = None) -> None:
+    """Print a table of the calls in a step, for each rank."""
+    console = console or Console()
+    for each in profiles:
+        content = each.content
+        first, last = content["steps"]
+        title = f"rank {each.rank}: steps {first} to {last}"
+        table = Table("", "share", "p50 ms", "p99 ms", title=title if len(profiles) > 1 else title.partition(": ")[2])
+        rows = sorted(content["calls"].items(), key=lambda item: -item[1]["seconds"])
+        for verb, row in [*rows, ("step", content["step"])]:
+            table.add_row(verb, f"{row['share']:.1%}", f"{row['p50_ms']:.2f}", f"{row['p99_ms']:.2f}")
+        console.print(table)
+
+
+def show_report(profiles: list[RankProfile], console: Console | None = None) -> None:
+    """Print the share of each stage on each rank, and the advice as the last line."""
+    console = console or Console()
+    table = Table("", "p50 ms", "p99 ms", *profiles[0].stages, title="share of the time, and milliseconds a step")
+    for each in profiles:
+        step = each.content["step"]
+        parts = [f"{share:.0%}" for share in each.shares.values()]
+        table.add_row(f"rank {each.rank}", f"{step['p50_ms']:.2f}", f"{step['p99_ms']:.2f}", *parts)
+    console.print(table)
+    console.print(str(advise(profiles)), markup=False, highlight=False, soft_wrap=True)
+
+
+def _is_times(path: Path) -> bool:
+    return not path.name.endswith(".pt.trace.json")
+
+
+def _rank(profile: RankProfile) -> int:
+    return profile.rank

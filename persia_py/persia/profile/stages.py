@@ -1,0 +1,59 @@
+"""The stages of a training step, from the calls of the flight recorder."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from persia.runtime import flight
+
+DENSE, DATA, LOOKUP, PUSH, RANKS, CHECKPOINT = "dense", "data", "lookup", "push", "ranks", "checkpoint"
+STAGES = (DENSE, DATA, LOOKUP, PUSH, RANKS, CHECKPOINT)
+"""What a training loop does in its time.
+
+* ``dense``: the model and the rest of the script: forward, backward, optimizer
+* ``data``: it waits for a batch, which is read and transformed
+* ``lookup``: it waits for a look-up: planning, servers or tables, pooling
+* ``push``: it waits for a look-up that waits for a push, as the staleness demands
+* ``ranks``: it waits for other ranks: all-reduce of dense gradients, agreements
+* ``checkpoint``: it makes a checkpoint
+"""
+
+_STAGE_OF = {
+    flight.DATA_WAIT: DATA,
+    flight.LOOK_UP: LOOKUP,
+    flight.CHECKPOINT: CHECKPOINT,
+    **dict.fromkeys(flight.TOGETHER, RANKS),
+}
+
+
+def stages(calls: Mapping[str, float], whole: float, engine: Mapping[str, Any], *, staleness: int) -> dict[str, float]:
+    """Return the seconds of each of :data:`STAGES`.
+
+    The wait for look-ups is the wait for pushes instead, if look-ups were longer held back by the staleness than they
+    took, or if the staleness is 1: then no look-up starts before the push of the step before has come back.
+
+    Args:
+        calls: Seconds of each verb of the flight recorder.
+        whole: All seconds.
+        engine: Seconds of each stage of the engine, from its statistics.
+        staleness: K.
+    """
+    found = dict.fromkeys(STAGES, 0.0)
+    for verb, seconds in calls.items():
+        if (stage := _STAGE_OF.get(verb)) is not None:
+            found[stage] += seconds
+    found[DENSE] = max(0.0, whole - sum(found.values()))
+    served = sum(float(engine.get(name, 0.0)) for name in ("plan", "lookup", "pool"))
+    if staleness == 1 or float(engine.get("permit_wait", 0.0)) > served:
+        found[PUSH], found[LOOKUP] = found[LOOKUP], 0.0
+    return found
+
+
+def shares(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return the share of each stage; 0 of no time."""
+    whole = sum(seconds.values())
+    return {name: value / whole if whole else 0.0 for name, value in seconds.items()}
+
+
+def difference(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, float]:
+    """Return the seconds of each name since ``before``."""
+    return {name: float(value) - float(before.get(name, 0.0)) for name, value in now.items()}

@@ -1,0 +1,80 @@
+"""The environment variables of torch and NCCL: from the keys of ``persia.yml``, and from names that have no effect."""
+
+import os
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from persia.runtime.errors import UsageError
+from persia.runtime.logging import get_logger
+
+_logger = get_logger("distributed")
+
+
+@dataclass(frozen=True)
+class Given:
+    """A variable that a key of ``persia.yml`` sets.
+
+    Attributes:
+        key: The key, such as ``nccl.debug``.
+        value: The value of the variable.
+    """
+
+    key: str
+    value: str
+
+
+RENAMED = {
+    "NCCL_TIMEOUT": ("PERSIA_DIST_TIMEOUT", "NCCL has no such variable; taken as seconds"),
+    "NCCL_BLOCKING_WAIT": ("TORCH_NCCL_BLOCKING_WAIT", "torch has renamed it"),
+    "NCCL_ASYNC_ERROR_HANDLING": ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "torch has renamed it"),
+    "NCCL_TOPOLOGY_FILE": ("NCCL_TOPO_FILE", "NCCL has no such variable"),
+}
+"""Variables that guides name and that nobody reads, with the one that is meant, and why."""
+
+
+@contextmanager
+def applied(given: Mapping[str, Given]) -> Iterator[None]:
+    """Set variables for the length of the block. A variable that the environment has already stays, with a warning.
+
+    Args:
+        given: Variables by name.
+    """
+    own = {name: each for name, each in given.items() if not os.environ.get(name, "").strip()}
+    for name, each in given.items():
+        if name not in own and os.environ[name] != each.value:
+            _logger.warning("%s=%s in the environment overrides %s: %s", name, os.environ[name], each.key, each.value)
+    before = {name: os.environ.get(name) for name in own}
+    os.environ.update({name: each.value for name, each in own.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def rename(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set the variable that is meant for each of :data:`RENAMED`, and warn. One that is set already stays."""
+    for old, (new, why) in RENAMED.items():
+        value = environ.get(old, "").strip()
+        if not value:
+            continue
+        if environ.get(new, "").strip():
+            _logger.warning("environment variable %s has no effect: %s. %s is set: remove %s", old, why, new, old)
+            continue
+        environ[new] = value
+        _logger.warning("environment variable %s has no effect: %s. Set %s=%s, as now", old, why, new, value)
+
+
+def check_files(environ: Mapping[str, str] = os.environ) -> None:
+    """Check the files that variables name, before NCCL ignores one that is missing.
+
+    Raises:
+        UsageError: There is no such file.
+    """
+    path = environ.get("NCCL_TOPO_FILE", "").strip()
+    if path and not os.path.isfile(path):  # noqa: PTH113 - as NCCL sees it
+        raise UsageError(f"NCCL_TOPO_FILE={path}: no such file (nccl.topo_file)")

@@ -1,0 +1,39 @@
+"""The profile of a run that has the block ``profile``."""
+
+import contextlib
+import sys
+
+from persia.config import Config
+from persia.ctx import TrainCtx
+from persia.profile import profiler, report
+from persia.runtime.settings import settings
+from persia.trainer.run_folder import RunFolder
+
+
+def profiler_of(
+    config: Config, folder: RunFolder, ctx: TrainCtx
+) -> contextlib.AbstractContextManager[profiler.Profiler | None]:
+    """Return what records the training loop; nothing without the block ``profile``."""
+    block, train = config.profile, config.train
+    if block is None:
+        return contextlib.nullcontext()
+    reproducible = train.reproducible or settings.reproducible
+    facts = {
+        "staleness": 1 if reproducible else train.staleness,
+        "reproducible": reproducible,
+        "threads": train.threads,
+        "batch_size": config.data.batch_size,
+    }
+    schedule = profiler.Schedule(block.wait, block.warmup, block.active, block.stack)
+    return profiler.Profiler(folder.path / profiler.FOLDER, ctx, schedule, facts=facts)
+
+
+def show_profile(folder: RunFolder) -> None:
+    """Show the times of the recorded steps, what limits them, and where the trace is; nothing if none was recorded."""
+    place = folder.path / profiler.FOLDER
+    if not (place / "rank-0.json").exists():
+        return
+    profiles = report.read(place)
+    report.show_steps(profiles)
+    report.show_report(profiles)
+    sys.stdout.write(f"trace: {folder.shown}/{profiler.FOLDER}/rank-0.pt.trace.json\n")

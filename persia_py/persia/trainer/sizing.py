@@ -1,0 +1,346 @@
+"""The memory that a run needs, estimated before it starts: rows with their optimizer state, and the dense model."""
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+import torch
+
+from persia.config import Config
+from persia.discovery import nats
+from persia.features import Transform
+from persia.runtime.config_files import GLOBAL_CONFIG, find_config, read_config
+from persia.runtime.job import job_name
+from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
+from persia.trainer import models
+from persia.trainer.parts import Part, Parts
+from persia_core import config as _config
+
+_logger = get_logger("trainer")
+
+OVERHEAD = 36
+"""Bytes of a row beside weights and optimizer state: id, recency, index. docs/performance.md (B7) has 32 to 39."""
+BASE = 400 << 20
+"""Bytes of a trainer's process with torch, without model and data."""
+FULL = 0.9
+"""The share of the memory above which a run does not fit."""
+SAMPLE = 1 << 17
+"""Rows that are read to count ids."""
+_FLOAT = 4
+_CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows of a table.
+
+    Attributes:
+        name: The table.
+        rows: How many it is expected to have.
+        row_bytes: Bytes of a row, with its optimizer state, its id and its place in the index.
+    """
+
+    name: str
+    rows: int
+    row_bytes: float
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all rows."""
+        return round(self.rows * self.row_bytes)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the parts of a run are.
+
+    Attributes:
+        servers: The number of servers; 0 if rows are in the trainer.
+        servers_here: Those on this host.
+        ranks_here: Ranks on this host.
+    """
+
+    servers: int = 0
+    servers_here: int = 0
+    ranks_here: int = 1
+
+    @classmethod
+    def find(cls) -> "Place":
+        """Return the place of this process's job.
+
+        Raises:
+            UnreachableError: NATS does not answer.
+        """
+        if settings.nats_url is None:
+            return cls()
+        job = job_name()
+        hosts = [each.text("host") for each in nats.services(settings.nats_url, "persia-server", job=job)]
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or settings.world_size)
+        return cls(len(hosts), hosts.count(socket.gethostname()), ranks)
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """The memory that a run needs.
+
+    Attributes:
+        tables: The tables.
+        servers: The number of servers among which rows are divided; 0 if they are in the trainer.
+        servers_here: The number of these servers on this host.
+        ranks_here: The number of ranks on this host.
+        dense: Bytes of weights, gradients and optimizer state of the dense model, on each rank.
+        batches: Bytes of the batches that are looked up ahead, on each rank.
+        available: Bytes of memory of this host that are free, or that its container may still take.
+        is_exact: All rows of train were read; otherwise the number of ids is an extrapolation.
+    """
+
+    tables: list[Table] = field(default_factory=list)
+    servers: int = 0
+    servers_here: int = 0
+    ranks_here: int = 1
+    dense: int = 0
+    batches: int = 0
+    available: int = 0
+    is_exact: bool = True
+
+    @property
+    def server(self) -> int:
+        """Bytes of each server; of all tables where they are in the trainer."""
+        return -(-sum(table.bytes for table in self.tables) // max(1, self.servers))
+
+    @property
+    def trainer(self) -> int:
+        """Bytes of each rank."""
+        return BASE + self.dense + self.batches + (0 if self.servers else self.server)
+
+    @property
+    def here(self) -> int:
+        """Bytes of all servers and ranks of this host."""
+        return self.servers_here * self.server + self.ranks_here * self.trainer
+
+    @property
+    def fits(self) -> bool:
+        """Whether what runs on this host fits into its memory, with a tenth left free."""
+        return self.here <= FULL * self.available
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the figures, JSON-ready; bytes."""
+        return {
+            "tables": {table.name: {"rows": table.rows, "bytes": table.bytes} for table in self.tables},
+            "servers": self.servers,
+            "server": self.server if self.servers else 0,
+            "trainer": self.trainer,
+            "available": self.available,
+            "fits": self.fits,
+            "exact": self.is_exact,
+        }
+
+    def __str__(self) -> str:
+        """Return one line."""
+        about = "" if self.is_exact else "about "
+        rows = f"{about}{sum(table.rows for table in self.tables):,} rows"
+        part = "" if self.servers_here == self.servers else ", servers are on other hosts"
+        fits = f"{'fits' if self.fits else 'does not fit'} in the {shown(self.available)} that are free here{part}"
+        if not self.servers:
+            return f"memory: trainer {shown(self.trainer)}, of which {rows} take {shown(self.server)}; {fits}"
+        each = f"each of {self.servers} servers" if self.servers > 1 else "server"
+        return f"memory: {each} {shown(self.server)} ({rows}), trainer {shown(self.trainer)}; {fits}"
+
+    @property
+    def knobs(self) -> str:
+        """What makes a run smaller, most effective first."""
+        largest = max(self.tables, key=lambda table: table.bytes, default=None)
+        name = "" if largest is None else f" of {largest.name!r} ({shown(largest.bytes)})"
+        return (
+            f"lower `dim` or give `dtype: f16` to the features of the largest table{name}; "
+            "embedding_optimizer: {name: adagrad} keeps one number a row; `admission: {min_count: 3}` keeps rare ids "
+            "out; `capacity` in global_config.yml bounds all rows; more servers divide them: persia up --servers N"
+        )
+
+
+def of_run(
+    config: Config,
+    parts: Parts,
+    transform: Transform,
+    model: torch.nn.Module,
+    rows: int,
+    place: Place,
+) -> Sizing:
+    """Estimate the memory of a run.
+
+    Args:
+        config: The configuration.
+        parts: Its data.
+        transform: The fitted transform.
+        model: The dense model.
+        rows: The rows of train.
+        place: Where servers and ranks are.
+    """
+    ids, is_exact = count_ids(config, parts.train, transform, rows)
+    return estimate(config, ids, model, place, is_exact=is_exact)
+
+
+def of_config(config: Config, place: Place | None = None) -> Sizing:
+    """Estimate the memory of a configuration, before anything is fitted: from the first rows of its data.
+
+    Args:
+        config: The configuration.
+        place: Where servers and ranks are; None means one process with the rows.
+
+    Raises:
+        DataError: A value cannot be used, or there is no row.
+        ConfigError: The model cannot be made.
+    """
+    parts = Parts(config)
+    first = next(iter(parts.train.reader(SAMPLE)))
+    transform = config.compiled.fit(first)
+    ids, is_exact = count_ids(config, parts.train, transform, parts.count_train())
+    return estimate(config, ids, models.build(config), place or Place(), is_exact=is_exact)
+
+
+def estimate(
+    config: Config, ids: Mapping[str, int], model: torch.nn.Module, place: Place, *, is_exact: bool = True
+) -> Sizing:
+    """Estimate the memory of a run with so many ids.
+
+    Args:
+        config: The configuration.
+        ids: The number of different ids of each table.
+        model: The dense model.
+        place: Where servers and ranks are.
+        is_exact: Whether the ids were counted.
+    """
+    slots = config.compiled.embedding_config().slots
+    features = {_table_of(config, slot): dict(config.features[slot]) for slot in slots}
+    capacity = _capacity()
+    share = min(1.0, capacity / max(1, sum(ids.values())))
+    tables = [
+        Table(name, int(ids[name] * share), row_bytes(config, features[name])) for name in ids if name in features
+    ]
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    numbers = sum(int(config.features[slot]["dim"]) for slot in slots)
+    ahead = config.train.staleness + 4
+    return Sizing(
+        tables,
+        place.servers,
+        place.servers_here,
+        place.ranks_here,
+        _FLOAT * weights * (2 + dense_states(config)),
+        2 * _FLOAT * config.data.batch_size * numbers * ahead,
+        available(),
+        is_exact,
+    )
+
+
+def row_bytes(config: Config, feature: Mapping[str, Any]) -> float:
+    """Return the bytes of a row: weights, optimizer state, and :data:`OVERHEAD`.
+
+    Args:
+        config: The configuration, for the optimizer of rows.
+        feature: The keys of a feature.
+    """
+    dim = int(feature["dim"])
+    block = config.train.embedding_optimizer
+    own = feature.get("optimizer")
+    optimizer = {"name": block.name, **block.arguments} if own is None else {"vectorwise_shared": False, **own}
+    size = _FLOAT if feature.get("dtype", "f32") == "f32" else 2
+    return dim * size + _FLOAT * row_states(optimizer, dim) + OVERHEAD
+
+
+def row_states(optimizer: Mapping[str, Any], dim: int) -> int:
+    """Return the numbers of optimizer state in a row, as ``state_len`` of ``rust_core/types/src/schema.rs``."""
+    if optimizer["name"] == "adagrad":
+        return 1 if optimizer.get("vectorwise_shared") else dim
+    if optimizer["name"] == "adam":
+        return 2 * dim
+    return dim if optimizer.get("momentum") else 0
+
+
+def dense_states(config: Config) -> int:
+    """Return the numbers of optimizer state of a weight of the dense model."""
+    block = config.train.dense_optimizer
+    if block.name in ("adam", "adamw"):
+        return 3 if block.arguments.get("amsgrad") else 2
+    return 1 if block.name == "adagrad" or block.arguments.get("momentum") else 0
+
+
+def preflight(config: Config, parts: Parts, transform: Transform, model: torch.nn.Module, rows: int) -> Sizing:
+    """Estimate the memory of a run that starts, log it, and warn if it does not fit.
+
+    The arguments are those of :func:`of_run`.
+    """
+    found = of_run(config, parts, transform, model, rows, Place.find())
+    if found.fits:
+        _logger.info("%s", found)
+    else:
+        _logger.warning("%s. To make it smaller: %s", found, found.knobs)
+    return found
+
+
+def count_ids(config: Config, train: Part, transform: Transform, rows: int) -> tuple[dict[str, int], bool]:
+    """Return the number of different ids of each table, and whether all rows were read.
+
+    Of more than :data:`SAMPLE` rows, the first ones are read. The number of ids then grows with the rows to a power, as
+    between the first half of these and all of them (Heaps 1978).
+    """
+    tables = {slot: _table_of(config, slot) for slot in transform.slots}
+    seen: dict[str, npt.NDArray[np.uint64]] = {}
+    half: dict[str, int] = {}
+    read = 0
+    for batch in train.reader(SAMPLE // 8):
+        samples = transform(batch.slice(0, SAMPLE - read), strict=False, labels=False)
+        for slot, table in tables.items():
+            found = np.unique(samples.ids(slot)[0])
+            seen[table] = found if table not in seen else np.union1d(seen[table], found)
+        read += len(samples)
+        if not half and read >= SAMPLE // 2:
+            half = {table: len(ids) for table, ids in seen.items()}
+        if read >= SAMPLE:
+            break
+    counts = {table: len(ids) for table, ids in seen.items()}
+    if read >= rows or not half:
+        return counts, read >= rows
+    growth = rows / read
+    return {table: round(count * growth ** _power(half[table], count)) for table, count in counts.items()}, False
+
+
+def _power(half: int, whole: int) -> float:
+    """Return by which power of the rows the ids grow, if they were ``half`` in half of the rows."""
+    return float(np.log2(whole / half)) if 0 < half < whole else 0.0
+
+
+def _table_of(config: Config, slot: str) -> str:
+    return str(config.features[slot].get("table") or slot)
+
+
+def available() -> int:
+    """Return the bytes of memory that are free on this host, or that the container of this process may still take."""
+    free = int(psutil.virtual_memory().available)
+    for path in _CGROUP:
+        try:
+            limit = path.read_text().strip()
+        except OSError:
+            continue
+        if limit.isdecimal() and int(limit) < psutil.virtual_memory().total:
+            return min(free, int(limit) - psutil.Process(os.getpid()).memory_info().rss)
+    return free
+
+
+def shown(size: float) -> str:
+    """Return bytes as a person reads them."""
+    for unit, least in (("GB", 1e9), ("MB", 1e6)):
+        if size >= least:
+            return f"{size / least:.1f} {unit}"
+    return f"{size / 1e3:.0f} kB"
+
+
+def _capacity() -> int:
+    path = find_config(GLOBAL_CONFIG, "global_config.yml")
+    return (_config.GlobalConfig() if path is None else _config.parse_global_config(*read_config(path))).capacity

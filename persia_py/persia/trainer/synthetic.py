@@ -1,0 +1,46 @@
+"""Random batches of the shape of the data, which are read from nowhere: whether the data limits a run."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from persia.config import Config
+from persia.data import IterableDataset
+from persia.embedding.data import PersiaBatch
+from persia.features import Samples, Transform, to_batch
+from persia.trainer.batches import weights_of
+from persia.trainer.parts import Part
+
+POOL = 8
+"""Batches that are read at the start."""
+
+
+class SyntheticBatches(IterableDataset):
+    """Batches of rows that are drawn at random from those of the first batches of the data.
+
+    They have the ids, floats and labels of real rows, and their repetitions, so that look-ups and the model work as
+    hard as with the data. Nothing is read or transformed after the first batches.
+
+    Args:
+        part: The rows.
+        transform: Makes ids, floats and labels of rows.
+        config: The configuration, with batch size, seed and epochs.
+        steps: The number of batches.
+    """
+
+    def __init__(self, part: Part, transform: Transform, config: Config, steps: int) -> None:
+        super().__init__(buffer_size=4)
+        data, self._weight = config.data, config.train.weight
+        rows = [rows for rows, _ in zip(part.reader(data.batch_size), range(POOL), strict=False)]
+        self._pool = Samples.concat([transform(each) for each in rows])
+        weights = [] if self._weight is None else [weights_of(each, self._weight) for each in rows]
+        self._weights = np.concatenate(weights) if weights else None
+        self._batch_size, self._steps, self._seed = data.batch_size, steps, config.train.seed
+
+    def __iter__(self) -> Iterator[PersiaBatch]:
+        """Yield the batches."""
+        draw = np.random.default_rng(self._seed)
+        for _ in range(self._steps):
+            places = draw.integers(0, len(self._pool), self._batch_size)
+            meta = None if self._weights is None else self._weights[places].tobytes()
+            yield to_batch(self._pool.take(places), meta=meta)

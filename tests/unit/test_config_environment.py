@@ -1,0 +1,89 @@
+"""The blocks ``dist`` and ``nccl``: variables of the ranks, shown by ``config show``."""
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+from test_config_mistakes import GOOD, write  # noqa: F401 - a fixture
+
+import persia
+from persia.config.document import open_document
+from persia.config.environment import variables_of
+from persia.config.show import show
+from persia.errors import ConfigError
+from persia.runtime.environment import applied
+
+BLOCKS = """
+dist: {backend: nccl, timeout_s: 5, interface: eth1}
+nccl: {debug: INFO, debug_subsys: "INIT,NET", ib_disable: true, topo_file: topology.xml}
+"""
+
+
+@pytest.mark.row("S3-09", "S4-18", "S4-22")
+def test_the_blocks_are_variables_of_the_ranks(write: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    write.write_text(GOOD + BLOCKS)
+    config = persia.load_config(write)
+    expected = {
+        "PERSIA_DIST_BACKEND": "nccl",
+        "PERSIA_DIST_TIMEOUT": "5",
+        "PERSIA_SOCKET_IFNAME": "eth1",
+        "GLOO_SOCKET_IFNAME": "eth1",
+        "NCCL_SOCKET_IFNAME": "=eth1",
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_SUBSYS": "INIT,NET",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_TOPO_FILE": str(write.absolute().parent / "topology.xml"),
+    }
+    for name in expected:
+        monkeypatch.delenv(name, raising=False)
+    assert {name: each.value for name, each in variables_of(config).items()} == expected
+    shown = show(open_document(write))
+    for name, value in expected.items():
+        assert f"#   {name}={value}  # " in shown
+    with applied(variables_of(config)):
+        assert {name: os.environ[name] for name in expected} == expected
+    assert not any(name in os.environ for name in expected)
+
+
+def test_the_environment_wins_with_a_warning(
+    write: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    write.write_text(GOOD + "nccl: {debug: INFO}\n")
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setattr(logging.getLogger("persia"), "propagate", True)
+    with applied(variables_of(persia.load_config(write))):
+        assert os.environ["NCCL_DEBUG"] == "WARN"
+    assert os.environ["NCCL_DEBUG"] == "WARN"
+    assert {*caplog.messages} == {"NCCL_DEBUG=WARN in the environment overrides nccl.debug: INFO"}
+
+
+def test_without_the_blocks_nothing_is_set(write: Path) -> None:  # noqa: F811
+    write.write_text(GOOD)
+    assert not variables_of(persia.load_config(write))
+    assert "environment of the ranks" not in show(open_document(write))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ("dist: {backend: mpi}", "dist.backend: found `mpi`, allowed: auto, nccl, gloo"),
+        ("dist: {timeout_s: 0}", "dist.timeout_s: found `0`"),
+        ("nccl: {debug: info}", "nccl.debug: found `info`, allowed: VERSION, WARN, INFO, TRACE"),
+        ("nccl: {topology_file: a}", "nccl.topology_file: unknown key"),
+    ],
+)
+def test_mistakes_are_named(write: Path, blocks: str, message: str) -> None:  # noqa: F811
+    write.write_text(f"{GOOD}{blocks}\n")
+    with pytest.raises(ConfigError) as error:
+        persia.load_config(write)
+    assert message in str(error.value)
+
+
+def test_settings_without_effect_are_warnings(write: Path) -> None:  # noqa: F811
+    write.write_text(GOOD + "dist: {backend: gloo}\nnccl: {debug_subsys: ALL}\n")
+    warnings = " ".join(open_document(write).findings.warnings)
+    assert "nccl: has no effect with `dist.backend: gloo`" in warnings
+    assert "nccl.debug_subsys: has no effect without nccl.debug" in warnings

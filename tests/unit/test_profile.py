@@ -1,0 +1,275 @@
+"""The profile of a run: spans, times, a trace, and advice that names what limits."""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Batches, Configure, TinyModel
+from test_training import SLOTS
+from trainer_files import config_of, fit, write_clicks, write_config
+
+from persia.cli.main import main
+from persia.ctx import TrainCtx
+from persia.data import DataLoader
+from persia.embedding.data import PersiaBatch
+from persia.embedding.optim import SGD
+from persia.errors import UsageError
+from persia.profile import Profiler, advice, report, stages
+from persia.profile import memory as host_memory
+from persia.profile.profiler import Schedule, percentile
+from persia.runtime import flight
+from persia.trainer import StepReport, Trainer
+from persia.trainer.limits import Limits
+
+SPANS = ("data wait", "look-up", "forward", "backward", "push", "optimizer")
+
+
+class SlowBatches(Batches):
+    """Reads a batch in 20 ms."""
+
+    def batch(self, number: int, *, requires_grad: bool = True) -> PersiaBatch:
+        time.sleep(0.02)
+        return super().batch(number, requires_grad=requires_grad)
+
+
+class BigModel(TinyModel):
+    """Computes for some milliseconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.big = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4)))
+
+    def forward(self, non_id_tensors: list[torch.Tensor], embedding_tensors: list[torch.Tensor]) -> torch.Tensor:
+        small = super().forward(non_id_tensors, embedding_tensors)
+        big: torch.Tensor = self.big(small.expand(-1, 1024)).mean(1, keepdim=True)
+        return small + big
+
+
+def profile(folder: Path, data: Batches, model: TinyModel, staleness: int = 8, **plan: int) -> list[report.RankProfile]:
+    given: dict[str, Any] = {"wait": 2, "warmup": 1, "active": 12, **plan}
+    schedule = Schedule(**given)
+    dense = torch.optim.SGD(model.parameters(), 0.1)
+    with (
+        TrainCtx(SGD(0.1), dense, mixed_precision=False, model=model) as ctx,
+        Profiler(folder, ctx, schedule, facts={"staleness": staleness}),
+    ):
+        for batch in DataLoader(data, embedding_staleness=staleness):
+            output, labels = ctx.forward(batch)
+            ctx.backward(torch.nn.functional.binary_cross_entropy_with_logits(output, labels[0]))
+    return report.read(folder)
+
+
+@pytest.mark.row("S4-62")
+@pytest.mark.parametrize(
+    ("data", "model", "limit", "change"),
+    [(SlowBatches, TinyModel, "data", "data-compose"), (Batches, BigModel, "dense", "train.threads")],
+)
+def test_the_bottleneck_is_named_with_what_to_change(
+    configure: Configure,
+    tmp_path: Path,
+    data: Callable[[int], Batches],
+    model: Callable[[], TinyModel],
+    limit: str,
+    change: str,
+) -> None:
+    """Look-ups, pushes and ranks are in tests/integration/test_bottlenecks.py."""
+    configure(SLOTS)
+    found = advice.advise(profile(tmp_path / "profile", data(20), model()))
+    assert found.limit == limit and change in found.text, str(found)
+
+
+@pytest.mark.row("S3-18", "S3-19", "S4-57")
+def test_steps_are_recorded_as_scheduled_with_a_trace(configure: Configure, tmp_path: Path) -> None:
+    configure(SLOTS)
+    (found,) = profile(tmp_path, Batches(30), TinyModel(), wait=3, warmup=2, active=7)
+    content = found.content
+    assert content["steps"] == [6, 12]
+    assert set(SPANS) < set(content["calls"])
+    for verb in SPANS:
+        row = content["calls"][verb]
+        assert row["count"] == 7 and 0 <= row["p50_ms"] <= row["p99_ms"]
+    assert sum(row["seconds"] for row in content["calls"].values()) == pytest.approx(content["seconds"], rel=0.01)
+    assert sum(found.shares.values()) == pytest.approx(1)
+    assert {path.name for path in tmp_path.glob("rank-*")} == {"rank-0.json", "rank-0.pt.trace.json"}
+    events = json.loads((tmp_path / "rank-0.pt.trace.json").read_text())["traceEvents"]
+    spans = [event["name"] for event in events if str(event.get("name", "")).startswith("persia: ")]
+    assert {spans.count(f"persia: {verb}") for verb in ("forward", "backward", "push", "optimizer")} == {7}
+    assert any(event.get("name") == "aten::linear" for event in events)
+
+
+@pytest.mark.parametrize(("stack", "frames"), [(False, False), (True, True)])
+def test_stacks_are_in_the_trace_if_they_are_wanted(
+    configure: Configure, tmp_path: Path, stack: bool, frames: bool
+) -> None:
+    configure(SLOTS)
+    profile(tmp_path, Batches(5), TinyModel(), wait=1, warmup=1, active=2, stack=stack)
+    text = (tmp_path / "rank-0.pt.trace.json").read_text()
+    assert ("test_profile.py" in text) == frames
+
+
+def test_a_loop_that_is_too_short_is_a_warning(
+    configure: Configure, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure(SLOTS)
+    monkeypatch.setattr("persia.profile.profiler._logger.propagate", True)
+    with pytest.raises(UsageError, match="no profile"):
+        profile(tmp_path, Batches(3), TinyModel(), wait=5)
+    assert "the loop did 3 steps, of which the first 6 are left out (profile.wait=5" in caplog.text
+    (found,) = profile(tmp_path, Batches(9), TinyModel(), wait=5, warmup=1, active=50)
+    assert found.content["steps"] == [7, 9]
+    with pytest.raises(UsageError, match="no profile"):  # an earlier one is not taken for it
+        profile(tmp_path, Batches(3), TinyModel(), wait=5)
+
+
+def test_mistakes_of_a_profile_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="wait=-1"):
+        Schedule(wait=-1)
+    with pytest.raises(UsageError, match="active=0"):
+        Schedule(active=0)
+    made = {"rank": 0, "world_size": 2, "seconds": 1.0, "calls": {}, "engine": {}, "staleness": 4, "steps": [1, 2]}
+    (tmp_path / "rank-0.json").write_text(json.dumps(made))
+    with pytest.raises(UsageError, match="a profile of 2 ranks, without rank 1"):
+        report.read(tmp_path)
+    (tmp_path / "rank-0.json").write_text(json.dumps({**made, "world_size": 1}))
+    (tmp_path / "rank-1.json").write_text(json.dumps({**made, "rank": 1, "world_size": 1}))
+    with pytest.raises(UsageError, match="files of 2: remove those of an older run"):
+        report.read(tmp_path)
+    (tmp_path / "rank-1.json").write_text("{")
+    with pytest.raises(UsageError, match="rank-1.json: not the profile of a rank"):
+        report.read(tmp_path)
+
+
+def test_percentiles_are_of_the_nearest_rank() -> None:
+    values = [float(value) for value in range(100, 0, -1)]
+    assert [percentile(values, share) for share in (0.5, 0.99, 1.0)] == [50.0, 99.0, 100.0]
+    assert percentile([7.0], 0.5) == 7.0 and percentile([], 0.5) == 0.0
+
+
+def of_rank(rank: int, *, staleness: int = 4, **seconds: float) -> report.RankProfile:
+    content = {"servers": True, "staleness": staleness, "threads": 2}
+    return report.RankProfile(rank, content, {**dict.fromkeys(stages.STAGES, 0.0), **seconds})
+
+
+@pytest.mark.parametrize(
+    ("profiles", "limit", "rank", "text"),
+    [
+        ([of_rank(0, data=8, dense=2)], "data", None, "data-compose"),
+        ([of_rank(0, lookup=6, dense=4)], "lookup", None, "--servers"),
+        ([of_rank(0, push=6, dense=4, staleness=1)], "push", None, "train.staleness from 1"),
+        ([of_rank(0, push=6, dense=4)], "push", None, "train.staleness from 4 to 8"),
+        ([of_rank(0, dense=6, data=4)], "dense", None, "train.threads from 2"),
+        ([of_rank(0, checkpoint=6, data=4)], "checkpoint", None, "checkpoint.every"),
+        ([of_rank(0, ranks=6, dense=4), of_rank(1, dense=9, ranks=1)], "ranks", 1, "train.threads"),
+        ([of_rank(0, data=9, ranks=1), of_rank(1, dense=4, ranks=6)], "ranks", 0, "data-compose"),
+        ([of_rank(0, ranks=6, dense=4), of_rank(1, ranks=6, dense=4)], "ranks", None, "dist.interface"),
+    ],
+)
+def test_the_advice(profiles: list[report.RankProfile], limit: str, rank: int | None, text: str) -> None:
+    found = advice.advise(profiles)
+    assert (found.limit, found.rank) == (limit, rank) and text in str(found)
+
+
+def test_the_wait_for_look_ups_is_that_for_pushes_where_the_staleness_holds_them_back() -> None:
+    calls = {"look-up": 3.0, "all-reduce": 1.0, "agreement": 1.0, "forward": 2.0, "checkpoint": 0.5}
+    found = stages.stages(calls, 10.0, {"lookup": 2.0, "permit_wait": 1.0}, staleness=4)
+    assert found == {"dense": 4.5, "data": 0.0, "lookup": 3.0, "push": 0.0, "ranks": 2.0, "checkpoint": 0.5}
+    for engine, staleness in (({"lookup": 1.0, "permit_wait": 2.0}, 4), ({"lookup": 1.0}, 1)):
+        found = stages.stages(calls, 10.0, engine, staleness=staleness)
+        assert (found["lookup"], found["push"]) == (0.0, 3.0)
+
+
+def test_an_evaluation_counts_neither_in_a_profile_nor_in_the_shares(configure: Configure, tmp_path: Path) -> None:
+    configure(SLOTS)
+    limits, model = Limits(8), TinyModel()
+    dense = torch.optim.SGD(model.parameters(), 0.1)
+    with (
+        TrainCtx(SGD(0.1), dense, mixed_precision=False, model=model) as ctx,
+        Profiler(tmp_path, ctx, Schedule(0, 1, 7)),
+    ):
+        for batch in DataLoader(Batches(8), embedding_staleness=8):
+            output, labels = ctx.forward(batch)
+            ctx.backward(torch.nn.functional.binary_cross_entropy_with_logits(output, labels[0]))
+            limits.stepped()
+            if batch.step == 4:
+                with flight.Call(flight.AGREEMENT):
+                    time.sleep(1.0)
+                limits.apart()
+    seconds, shares = limits.take({})
+    assert seconds < 1.0 and shares["ranks"] == 0.0
+    (found,) = report.read(tmp_path)
+    assert found.content["seconds"] < 1.0 and "agreement" not in found.content["calls"]
+
+
+@pytest.mark.row("S3-36")
+def test_communication_is_counted(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    with Trainer(config) as trainer:
+        with pytest.raises(UsageError, match="nothing is being trained"):
+            trainer.comm.stats()
+        found: dict[str, Any] = {}
+        for each in trainer.fit():
+            if isinstance(each, StepReport) and not found:
+                before, found = found, trainer.comm.stats()
+                assert not before and each.shares.keys() == set(stages.STAGES)
+    assert json.loads(json.dumps(found)) == found
+    assert found["calls"]["look-up"]["count"] >= 4 and found["calls"]["push"]["p99_ms"] > 0
+    assert found["engine"]["lookup"] > 0 and found["pushes"] and found["calls"]["all-reduce"]["count"] == 0
+
+
+@pytest.fixture
+def verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOG_LEVEL", "warning")
+
+    def run(*arguments: str, code: int = 0) -> str:
+        monkeypatch.setattr(sys, "argv", ["persia", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        assert (ended.value.code or 0) == code, captured.err
+        return captured.out + captured.err
+
+    return run
+
+
+@pytest.mark.row("S3-18", "S3-19", "S4-62")
+def test_train_with_a_profile_ends_with_the_advice(tmp_path: Path, verb: Callable[..., str]) -> None:
+    write_clicks(tmp_path / "clicks.parquet", 6000)
+    config = str(write_config(tmp_path))
+    out = verb("train", config, "--profile")
+    assert "p99 ms" in out and "limited by " in out
+    assert "trace: runs/one/profile/rank-0.pt.trace.json" in out
+    lines = verb("profile", "report", "runs/one").splitlines()
+    assert lines[-1].startswith("limited by ") and "rank 0" in "".join(lines)
+    steps = verb("profile", "steps", "runs/LATEST")
+    assert all(span in steps for span in SPANS) and "steps 11 to 30" in steps
+
+
+def test_a_run_without_a_profile_says_how_to_record_one(tmp_path: Path, verb: Callable[..., str]) -> None:
+    fit(config_of(tmp_path))
+    out = verb("profile", "report", "runs/one", code=2)
+    assert "no profile" in out and "persia train persia.yml --profile" in out
+
+
+def test_memory_without_memray_says_how_to_get_it(
+    tmp_path: Path, verb: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "find_spec", lambda name: None)
+    out = verb("profile", "memory", "persia.yml", code=2)
+    assert "memray, which is not installed" in out and "next:  pip install memray" in out
+
+
+@pytest.mark.nightly  # memray records the import of torch for most of a minute
+def test_memory_of_training_is_recorded(tmp_path: Path, verb: Callable[..., str]) -> None:
+    pytest.importorskip("memray")
+    write_clicks(tmp_path / "clicks.parquet", 500)
+    verb("profile", "memory", str(write_config(tmp_path)), "-o", "memory")
+    assert (tmp_path / "memory" / host_memory.RECORD).stat().st_size > 0
+    assert "persia" in (tmp_path / "memory" / host_memory.PAGE).read_text()
+    assert "there is a record already" in verb("profile", "memory", "persia.yml", "-o", "memory", code=2)
