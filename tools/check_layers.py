@@ -86,6 +86,7 @@ LAYERS = (
     "nn",
     "ctx",
     "data",
+    "debug",
     "config",
     "trainer",
     "launch",

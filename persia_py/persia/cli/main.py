@@ -7,7 +7,7 @@ import typer
 from typer.core import TyperGroup
 
 import persia
-from persia.cli import ckpt, config, data
+from persia.cli import ckpt, config, data, debug
 from persia.cli.evaluate import evaluate
 from persia.cli.predict import predict
 from persia.cli.status import status
@@ -52,6 +52,7 @@ app.command(rich_help_panel=RUN)(up)
 app.command(rich_help_panel=RUN)(status)
 app.add_typer(config.app, name="config", rich_help_panel=RUN)
 app.add_typer(ckpt.app, name="ckpt", rich_help_panel=RUN)
+app.add_typer(debug.app, name="debug", rich_help_panel=RUN)
 
 
 def _version(show: bool) -> None:

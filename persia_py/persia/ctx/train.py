@@ -115,7 +115,7 @@ class TrainCtx(EmbeddingCtx):
         self._option = distributed_option
         self._gradient_scale = embedding_gradient_scale
         self._unwrapped: torch.nn.Module | None = None
-        self._backward = Backward(dense_optimizer, scale)
+        self._backward = Backward(dense_optimizer, scale, self.model)
         self._trained_batches = TrainedBatches()
         self._state: RunState | None = None
         self._autosave: Autosave | None = None

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from persia.distributed.link import Link, Message, names
-from persia.runtime import preemption, watchdog
+from persia.runtime import clock, preemption, watchdog
 from persia.runtime.errors import PersiaError, RunLostError, UnreachableError, UsageError
 from persia.runtime.logging import get_logger
 from persia.runtime.waits import REMIND_S, SLICE_S
@@ -119,7 +119,7 @@ class Peers:
             RunLostError: A rank is lost; the message names it.
             UnreachableError: A rank did not arrive in time; the message names it.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = clock.now() + timeout_s
         self._note_at_exit(self.rank, self._count, mine)
 
         def missing() -> list[int]:
@@ -127,7 +127,7 @@ class Peers:
 
         def complete() -> bool | None:
             self._check_left(missing())
-            if missing() and time.monotonic() > deadline:
+            if missing() and clock.now() > deadline:
                 raise UnreachableError(f"waited {timeout_s:g} s for {names(missing())} to end the run together")
             return None if missing() else True
 
@@ -162,13 +162,13 @@ class Peers:
         Raises:
             UnreachableError: A rank has not done so in time; the message names it.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = clock.now() + timeout_s
 
         def late() -> list[int]:
             return [rank for rank in self._links if self._notes.get(rank, 0) < value]
 
         def done() -> bool | None:
-            if late() and time.monotonic() > deadline:
+            if late() and clock.now() > deadline:
                 raise UnreachableError(f"waited {timeout_s:g} s for {names(late())} {what}")
             return None if late() else True
 
@@ -316,7 +316,7 @@ class Peers:
                 self._end()
             for rank, link in self._links.items():
                 link.send({"alive": True})
-                silent = time.monotonic() - link.heard
+                silent = clock.now() - link.heard
                 if silent > SILENCE_S and rank not in self._left:
                     self._lose(rank, f"silent for {silent:.0f} s: stopped, frozen, or its network is gone")
 

@@ -5,6 +5,7 @@ from torch.utils.dlpack import from_dlpack
 
 from persia.backend.base import Backend, NonFiniteTensor
 from persia.embedding.optim import Optimizer
+from persia.loop import digests
 from persia.loop.loss_scale import LossScale
 from persia.runtime.errors import NonFiniteError, PersiaError, UsageError
 from persia.runtime.logging import get_logger
@@ -87,13 +88,20 @@ class Backward:
     Args:
         dense_optimizer: Updates the model.
         loss_scale: The factor of the loss in mixed precision.
+        model: The model, for the digests of its tensors.
 
     Attributes:
         skipped_steps: The steps that were skipped for NaN or infinity.
     """
 
-    def __init__(self, dense_optimizer: torch.optim.Optimizer, loss_scale: LossScale | None = None) -> None:
+    def __init__(
+        self,
+        dense_optimizer: torch.optim.Optimizer,
+        loss_scale: LossScale | None = None,
+        model: torch.nn.Module | None = None,
+    ) -> None:
         self._dense_optimizer = dense_optimizer
+        self._model = model
         self.loss_scale = loss_scale
         self.skipped_steps = 0
         self._skipped = 0  # in a row
@@ -139,6 +147,7 @@ class Backward:
     ) -> None:
         with backend.collective():
             _back_propagate(loss)
+        digests.record_step(batch, loss, embeddings, self._model)
         scale = 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.value
         gradients = Gradients(batch, [tensor.grad for tensor in embeddings], scale)
         parameters = [p for group in self._dense_optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -1,16 +1,16 @@
 """If a training loop makes no progress, every rank prints the stacks of its threads, and exits with 70.
 
 Progress is a step, a look-up, an evaluated batch. A wait without limit (for data, other ranks, or the files of a
-checkpoint) is never a hang.
+checkpoint) is never a hang. The time in which a debugger holds a rank does not count.
 """
 
 import contextlib
 import faulthandler
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 
+from persia.runtime import clock
 from persia.runtime.exit_codes import ExitCode
 from persia.runtime.settings import settings
 
@@ -37,7 +37,7 @@ _state = _State()
 
 def progress() -> None:
     """Record progress of the training loop."""
-    _state.last = time.monotonic()
+    _state.last = clock.now()
 
 
 @contextlib.contextmanager
@@ -67,7 +67,7 @@ def stalled(timeout_s: float) -> float | None:
 
     None otherwise, and in a wait without limit.
     """
-    silent = time.monotonic() - _state.last
+    silent = clock.now() - _state.last
     limit = timeout_s * (2 if _state.collectives else 1)
     return silent if silent > limit and not _state.waits else None
 
