@@ -98,7 +98,7 @@ test-compose: test-build ## Run the tests of the stack in containers (skipped wh
 
 # Every row of the checklist that this version claims was shown.
 test-checklist:
-	$(BIN)/python tools/checklist.py S0
+	$(BIN)/python tools/checklist.py S0 S2
 
 # The same tests with trainers that start as a user's do.
 test-cold: test-build

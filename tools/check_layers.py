@@ -87,6 +87,7 @@ LAYERS = (
     "nn",
     "ctx",
     "data",
+    "debug",
     "config",
     "trainer",
     "testing",

@@ -8,6 +8,7 @@ Layout, from the top; a layer imports only what is below it:
 * :mod:`persia.testing`: a model checked step by step
 * :mod:`persia.trainer`: training by a configuration
 * :mod:`persia.config`: ``persia.yml``
+* :mod:`persia.debug`: breakpoints, digests and stacks of several ranks
 * :mod:`persia.data`, :mod:`persia.ctx`, :mod:`persia.nn`, :mod:`persia.models`: what a script imports
 * :mod:`persia.loop`: a pass over the data
 * :mod:`persia.checkpoint`: checkpoints of a run, and their replicas
@@ -29,8 +30,8 @@ from typing import Any
 __version__ = "0.1.0"
 
 _MODULES = {
-    *("config", "ctx", "data", "distributed", "embedding", "env", "errors", "helper", "launcher", "logger", "models"),
-    *("nn", "prelude", "service", "testing", "trainer", "utils"),
+    *("config", "ctx", "data", "debug", "distributed", "embedding", "env", "errors", "helper", "launcher", "logger"),
+    *("models", "nn", "prelude", "service", "testing", "trainer", "utils"),
 }
 """The modules that a script imports."""
 _NAMES = {"Trainer": "trainer", "load_config": "config"}

@@ -1,9 +1,161 @@
-"""``persia debug``: look into a job, and work in its image."""
+"""``persia debug``: breakpoints on one of several ranks, stacks, digests, editors, and the image of the trainer."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from persia.cli import context_shell
 
-app = typer.Typer(no_args_is_help=True, help="Look into a job, and work in its image.")
+if TYPE_CHECKING:
+    from persia.debug.ranks import Rank
+
+HELP = "Stop at breakpoints on one of several ranks; print stacks; compare tensors; work in the trainer's image."
+app = typer.Typer(no_args_is_help=True, help=HELP)
+
+_OWN = {"allow_interspersed_args": False}
+"""Options after the script are those of the script."""
+_Words = Annotated[list[str], typer.Argument(metavar="-- SCRIPT [ARGUMENTS]", help="Or a launch line of torchrun.")]
+_Nproc = Annotated[int | None, typer.Option("--nproc", help="Ranks. Default: torchrun's, GPU_NUM, or RANK + 1.")]
+
+
+@app.callback()
+def _group() -> None:
+    """Stop at breakpoints on one of several ranks; print stacks; compare tensors; work in the trainer's image."""
+
+
+def _rank(given: int | None) -> int:
+    from persia.debug.gate import RANK
+    from persia.runtime.errors import UsageError
+
+    text = os.environ.get(RANK, "").strip() or "0"
+    if given is None and not text.isdecimal():
+        raise UsageError(f"environment variable {RANK}={text!r}: want the number of a rank")
+    return int(text) if given is None else given
+
+
+@app.command("run", context_settings=_OWN)
+def debug_run(
+    words: _Words,
+    rank: Annotated[int | None, typer.Option(help="The rank that stops. Default: RANK_TO_DEBUG, else 0.")] = None,
+    nproc: _Nproc = None,
+    post_mortem: Annotated[bool, typer.Option("--pm", help="Stop the rank that fails at its error.")] = False,
+    logs: Annotated[Path, typer.Option(help="The folder of the output of the other ranks.")] = Path("logs"),
+) -> None:
+    """Run the ranks of a script, one of them with the terminal: it stops at breakpoint_()."""
+    _run(words, rank, nproc, logs, post_mortem=post_mortem)
+
+
+def _run(words: list[str], rank: int | None, nproc: int | None, logs: Path, *, post_mortem: bool = False) -> None:
+    from persia import debug
+    from persia.launch.debug_command import script_of
+    from persia.launch.debug_run import DebugRun, run
+
+    chosen = _rank(rank)
+    script = script_of(words, rank=chosen, ranks=nproc)
+    paths = [str(Path(folder, "path")) for folder in debug.__path__]
+    raise typer.Exit(run(DebugRun(script, chosen, logs, post_mortem, paths)))
+
+
+@app.command("clear")
+def debug_clear() -> None:
+    """Let the ranks go on that wait at a breakpoint_(False) on this host."""
+    from persia.debug.gate import PREFIX, remove_files
+
+    removed = remove_files(f"{PREFIX}*_[0-9]*.txt")
+    typer.echo("\n".join(f"removed {path}" for path in removed) or "no breakpoint is open on this host")
+
+
+@app.command("stacks")
+def debug_stacks(
+    rank: Annotated[int | None, typer.Option(help="Only this rank.")] = None,
+    job: Annotated[str | None, typer.Option(help="Only ranks of this job.")] = None,
+    pid: Annotated[int | None, typer.Option(help="Only this process.")] = None,
+) -> None:
+    """Print the stacks of all threads of the ranks that run on this host. They run on."""
+    from persia.debug.ranks import stacks_of
+
+    for entry in _running(rank, job, pid):
+        typer.echo(f"=== {entry.title}\n{stacks_of(entry)}")
+
+
+def _running(rank: int | None, job: str | None, pid: int | None) -> "list[Rank]":
+    from persia.debug.ranks import running
+    from persia.runtime.errors import UnreachableError
+
+    found = running()
+    chosen = [
+        entry for entry in found if rank in (None, entry.rank) and job in (None, entry.job) and pid in (None, entry.pid)
+    ]
+    if not chosen:
+        others = "; ".join(entry.title for entry in found) or "none"
+        error = UnreachableError(f"no such rank runs on this host; running ranks of this user: {others}")
+        error.hint = "run this on the host of the rank, inside its container, as the user of the rank"
+        raise error
+    return chosen
+
+
+@app.command("attach")
+def debug_attach(
+    rank: Annotated[int | None, typer.Option(help="The rank.")] = None,
+    job: Annotated[str | None, typer.Option(help="The job of the rank, if several run.")] = None,
+    pid: Annotated[int | None, typer.Option(help="The process of the rank, if that is known.")] = None,
+    port: Annotated[int | None, typer.Option(help="The port on 127.0.0.1. Default: 5678 + RANK.")] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds in which the editor has to attach.")] = 300.0,
+) -> None:
+    """Print the launch.json with which VS Code attaches to a running rank, and wait until it has."""
+    from persia.debug import attach
+    from persia.runtime.errors import UsageError
+
+    found = [entry for entry in _running(rank, job, pid) if entry.registered]
+    if len(found) != 1:
+        error = UsageError("want one registered rank, found: " + ("; ".join(entry.title for entry in found) or "none"))
+        error.hint = "choose one: --rank R, --job NAME or --pid N"
+        raise error
+    listening = attach.ask(found[0], attach.FIRST_PORT + found[0].rank if port is None else port, timeout)
+    typer.echo(attach.launch_json(found[0], listening))
+    typer.echo(f"waiting for the editor for {timeout:g} s", err=True)
+    attach.wait_for_client(found[0], timeout)
+    typer.echo("the editor is attached", err=True)
+
+
+@app.command("digest", context_settings=_OWN)
+def debug_digest(
+    words: Annotated[list[str] | None, typer.Argument(metavar="[-- SCRIPT [ARGUMENTS]]", help="The script.")] = None,
+    every: Annotated[int, typer.Option(min=1, help="Record the tensors of every N-th step.")] = 1,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder of the digests.")] = Path("digest"),
+    nproc: _Nproc = None,
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option("--diff", metavar="A B", help="Compare two folders or two files.")
+    ] = None,
+) -> None:
+    """Run a script and write a digest of each tensor; or compare the digests of two runs, or of two ranks."""
+    from persia.runtime.errors import UsageError
+
+    if (compare is None) == (not words):
+        raise UsageError("want either a script, persia debug digest -- SCRIPT, or two folders, --diff A B")
+    if compare is not None:
+        _diff(*compare)
+    else:
+        os.environ |= {"PERSIA_DIGEST": str(every), "PERSIA_DIGEST_DIR": str(out.absolute())}
+        _run(words or [], None, nproc, out / "logs")
+
+
+def _diff(a: Path, b: Path) -> None:
+    from persia.debug.digest_files import diff
+    from persia.runtime.exit_codes import ExitCode
+
+    result = diff(a, b)
+    about = f"{result.tensors:,} digests of {', '.join(result.ranks)}"
+    if result.shared_only:
+        about += "; parameters and gradients only, because the batches of two ranks differ"
+    if result.unmatched:
+        about += f"; {result.unmatched} step(s) are in one of the two only"
+    typer.echo(f"equal: {about}" if result.first is None else f"{result.first}\ncompared: {about}")
+    if result.first is not None:
+        raise typer.Exit(ExitCode.FAILED)
+
+
 app.command("shell")(context_shell.shell)
 app.command("notebook")(context_shell.notebook)

@@ -11,7 +11,7 @@ from persia.backend.base import Backend, Device
 from persia.backend.local import LocalBackend
 from persia.embedding.config import Configuration
 from persia.profile.comm import Comm
-from persia.runtime import contexts, preemption
+from persia.runtime import contexts, post_mortem, preemption
 from persia.runtime.contexts import ends_well
 from persia.runtime.errors import UsageError
 from persia.runtime.settings import settings
@@ -92,6 +92,8 @@ class BaseCtx:
     ) -> None:
         """End the context; the outermost one ends the engine."""
         try:
+            if self._owner and isinstance(value, Exception):
+                post_mortem.examine(value)
             self._on_exit()
             self._stop_if_requested(value)
             if self._owner and (value is None or ends_well(value)):

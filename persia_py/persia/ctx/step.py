@@ -50,14 +50,20 @@ class StepPolicy:
     mixed_precision: bool = False
     growth_interval: int = 2000
 
-    def backward(self, dense_optimizer: torch.optim.Optimizer, precision: Precision, device_id: int | None) -> Backward:
+    def backward(
+        self,
+        dense_optimizer: torch.optim.Optimizer,
+        precision: Precision,
+        device_id: int | None,
+        model: torch.nn.Module | None,
+    ) -> Backward:
         """Return the backward half of steps."""
         scale = precision.loss_scale(self.growth_interval)
         if self.mixed_precision and self.precision is None:
             scale = None if device_id is None else LossScale(self.growth_interval)
             if scale is None:
                 _logger.info("mixed_precision: no GPU, so the loss is not scaled")
-        return Backward(dense_optimizer, scale, nonfinite=self.nonfinite, clip_norm=self.clip_norm)
+        return Backward(dense_optimizer, scale, model, nonfinite=self.nonfinite, clip_norm=self.clip_norm)
 
 
 class StepCtx(EmbeddingCtx):
@@ -74,7 +80,7 @@ class StepCtx(EmbeddingCtx):
         super().__init__(PreprocessMode.TRAIN, *args, **kwargs)
         self.dense_optimizer = dense_optimizer
         self._precision = Precision(policy.precision or "fp32", self.device_id)
-        self._backward = policy.backward(dense_optimizer, self._precision, self.device_id)
+        self._backward = policy.backward(dense_optimizer, self._precision, self.device_id, self.model)
         self._trained_batches = TrainedBatches()
         self._state: RunState | None = None
         self._loop: TrainingLoop | None = None  # the most recent loop

@@ -16,7 +16,7 @@ from typing import Any
 
 from persia.distributed import lag
 from persia.distributed.link import Link, Message, names
-from persia.runtime import flight, preemption, watchdog
+from persia.runtime import clock, flight, preemption, watchdog
 from persia.runtime.errors import PersiaError, RunLostError, UnreachableError, UsageError, WaitTimeoutError
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
@@ -159,7 +159,7 @@ class Peers:
             RunLostError: A rank is lost; the message names it.
             UnreachableError: A rank did not arrive in time; the message names it.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = clock.now() + timeout_s
         self._note_at_exit(self.rank, self._count, mine)
 
         def missing() -> list[int]:
@@ -167,7 +167,7 @@ class Peers:
 
         def complete() -> bool | None:
             self._check_left(missing())
-            if missing() and time.monotonic() > deadline:
+            if missing() and clock.now() > deadline:
                 raise UnreachableError(f"waited {timeout_s:g} s for {names(missing())} to end the run together")
             return None if missing() else True
 
@@ -202,13 +202,13 @@ class Peers:
         Raises:
             UnreachableError: A rank has not done so in time; the message names it.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = clock.now() + timeout_s
 
         def late() -> list[int]:
             return [rank for rank in self._links if self._notes.get(rank, 0) < value]
 
         def done() -> bool | None:
-            if late() and time.monotonic() > deadline:
+            if late() and clock.now() > deadline:
                 raise UnreachableError(f"waited {timeout_s:g} s for {names(late())} {what}")
             return None if late() else True
 
@@ -413,7 +413,7 @@ class Peers:
             self._end_if_left_alone()
             for rank, link in self._links.items():
                 link.send({"alive": flight.position()})
-                silent = time.monotonic() - link.heard
+                silent = clock.now() - link.heard
                 if self._lost is None and silent > _silence_limit() and rank not in self._left:
                     self._lose(rank, f"silent for {silent:.0f} s: stopped, frozen, or its network is gone")
                     _logger.error("%s", flight.keep(f"rank {rank} is silent"))

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields, replace
 
 from persia.distributed.control_plane import Peers
 from persia.distributed.link import Link, line, names, parsed
+from persia.runtime import clock
 from persia.runtime.errors import AuthError, IncompatibleError, PersiaError, UnreachableError, UsageError
 from persia.runtime.logging import get_logger
 from persia.runtime.waits import REMIND_S, SLICE_S
@@ -72,14 +73,14 @@ def host(listener: socket.socket, me: Introduction, timeout_s: float) -> Peers:
     Raises:
         UnreachableError: Ranks did not connect in time; the message names all of them.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = clock.now() + timeout_s
     links: dict[int, Link] = {}
     known: dict[int, Introduction] = {}
     reminded = time.monotonic()
     lobby = _Lobby(listener, me.world_size + UNAUTHENTICATED)
     try:
         while missing := [rank for rank in range(1, me.world_size) if rank not in links]:
-            if time.monotonic() > deadline:
+            if clock.now() > deadline:
                 raise UnreachableError(
                     f"job {me.job!r}: {names(missing)} of {me.world_size} did not connect within {timeout_s:g} s "
                     f"(PERSIA_START_TIMEOUT); is WORLD_SIZE={me.world_size} the number of ranks that were started?"

@@ -5,8 +5,9 @@ import json
 import select
 import socket
 import threading
-import time
 from typing import Any
+
+from persia.runtime import clock
 
 _LINE = 1 << 20
 """The largest size of a message in bytes."""
@@ -22,7 +23,7 @@ class Link:
         self._socket = connection
         self._lines = connection.makefile("rb")
         self._sending = threading.Lock()
-        self.heard = time.monotonic()
+        self.heard = clock.now()
 
     def send(self, message: Message) -> bool:
         """Send a message; return False if the connection is closed, which its reader notices too."""
@@ -40,7 +41,7 @@ class Link:
             data = self._lines.readline(_LINE)
         except (OSError, ValueError):
             return None
-        self.heard = time.monotonic()
+        self.heard = clock.now()
         return parsed(data)
 
     @property

@@ -2,7 +2,6 @@
 
 import os
 import socket
-import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -13,7 +12,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is ex
 from persia import __version__
 from persia.discovery import services
 from persia.distributed import handshake
-from persia.runtime import job, tokens
+from persia.runtime import clock, job, tokens
 from persia.runtime.errors import UnreachableError, UsageError
 from persia.runtime.settings import settings
 from persia_core.discovery import Discovery, advertised_host
@@ -43,13 +42,13 @@ class Rendezvous:
         self._rank, self._world_size = rank, world_size
         self._job = job.job_name()
         self._address = ""
-        self._deadline = time.monotonic() + settings.start_timeout
+        self._deadline = clock.now() + settings.start_timeout
         self._listener: socket.socket | None = None
         self._store_listener: socket.socket | None = None
 
     def left(self, least: float = 1.0) -> float:
         """Return the seconds left of ``PERSIA_START_TIMEOUT``, at least ``least``."""
-        return max(least, self._deadline - time.monotonic())
+        return max(least, self._deadline - clock.now())
 
     def open(self) -> dict[str, str]:
         """On rank 0: listen for the other ranks. Return the metadata to announce, which is empty on the others."""
@@ -124,7 +123,7 @@ class Rendezvous:
             try:
                 return services.trainers(self._discovery)
             except UnreachableError:  # discovery logs it
-                if time.monotonic() > self._deadline:
+                if clock.now() > self._deadline:
                     raise
 
     def _refuse_duplicates(self) -> None:
@@ -156,7 +155,7 @@ class Rendezvous:
                     return handshake.join(_address(peer["peers"]), me, min(5.0, self.left())), _address(peer["store"])
                 except UnreachableError as error:
                     why = str(error)
-            if time.monotonic() > self._deadline:
+            if clock.now() > self._deadline:
                 raise UnreachableError(f"{why}; waited {settings.start_timeout:g} s (PERSIA_START_TIMEOUT)")
 
 

@@ -17,7 +17,10 @@ from persia.runtime.errors import ConfigError, UsageError
 from persia.runtime.exit_codes import AGAIN, ExitCode
 from persia.runtime.settings import settings
 
-_OWN_CODES = {ExitCode.CONFIG, ExitCode.UNREACHABLE, ExitCode.CORRUPT, ExitCode.REFUSED, ExitCode.HUNG}
+_OWN_CODES = {
+    *(ExitCode.CONFIG, ExitCode.UNREACHABLE, ExitCode.CORRUPT, ExitCode.REFUSED, ExitCode.HUNG),
+    ExitCode.INTERRUPTED,  # a person has ended it, at a breakpoint
+}
 """Exit codes of a rank that are passed on, because they say more than :attr:`ExitCode.AGAIN`."""
 
 _NOTICE = 5.0

@@ -8,25 +8,31 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from types import FrameType
 
+from persia.debug import ranks
 from persia.launch.supervision import ONE_SIGNAL
 from persia.launch.user_script import guarded, run_script
-from persia.runtime import preemption
+from persia.runtime import post_mortem, preemption
 from persia.runtime.config_files import persia_config
 from persia.runtime.errors import UsageError
 from persia.runtime.exit_codes import ExitCode
+from persia.runtime.settings import settings
 
 
 def main() -> int:
     """Run the script in ``sys.argv[1]``, or the built-in one, then end the run."""
-    _handle_sigterm()
-    return guarded(_train)
+    handle_sigterm()
+    ranks.register(settings.rank, settings.world_size)
+    words = sys.argv[1:]
+    return guarded(lambda: finished(lambda: run_script(words[0], words[1:]) if words else _train_from_config()))
 
 
-def _train() -> int:
+def finished(train: Callable[[], int]) -> int:
+    """Train, then end the run together with the other ranks; they learn of a failure. Return the exit code."""
     try:
-        code = run_script(sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else _train_from_config()
+        code = train()
         if code == 0:
             from persia.distributed import run
 
@@ -34,6 +40,7 @@ def _train() -> int:
         else:
             _report_failure(f"its script ended with exit code {code}")
     except Exception as error:
+        post_mortem.examine(error)
         _report_failure(f"{type(error).__name__}: {error}")
         raise
     return code
@@ -56,7 +63,7 @@ def _report_failure(reason: str) -> None:
         run.fail(reason)
 
 
-def _handle_sigterm() -> None:
+def handle_sigterm() -> None:
     """End the rank on SIGTERM, and immediately on a second one that arrives more than ``ONE_SIGNAL`` later."""
     first_at: float | None = None
 

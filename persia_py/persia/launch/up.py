@@ -17,7 +17,10 @@ from persia.runtime.errors import UsageError
 from persia.runtime.exit_codes import AGAIN, ExitCode
 
 _NATS = "nats"
-_PERMANENT = {ExitCode.FAILED, ExitCode.CONFIG, ExitCode.UNREACHABLE, ExitCode.CORRUPT, ExitCode.REFUSED}
+_PERMANENT = {
+    *(ExitCode.FAILED, ExitCode.CONFIG, ExitCode.UNREACHABLE, ExitCode.CORRUPT, ExitCode.REFUSED),
+    ExitCode.INTERRUPTED,
+}
 """Exit codes that a restart would not change."""
 _TRAINER_GRACE = 15.0
 """Seconds in which the trainer may end by itself, and report why, after a part failed for good."""

@@ -7,6 +7,7 @@ from torch.utils.dlpack import from_dlpack
 
 from persia.backend.base import Backend, NonFiniteTensor
 from persia.embedding.optim import Optimizer
+from persia.loop import digests
 from persia.loop.finite import (
     Ids,
     StepTensors,
@@ -114,6 +115,7 @@ class Backward:
             gradients that overflow skip the step in both cases, and the scale is halved.
         clip_norm: The largest norm of the gradient of the model's weights; None does not clip. All of them are found to
             be finite before they are scaled down (Pascanu, Mikolov and Bengio 2013, algorithm 1).
+        model: The model, for the digests of its tensors.
 
     Attributes:
         skipped_steps: The steps that were skipped for NaN or infinity.
@@ -126,11 +128,13 @@ class Backward:
         self,
         dense_optimizer: torch.optim.Optimizer,
         loss_scale: LossScale | None = None,
+        model: torch.nn.Module | None = None,
         *,
         nonfinite: str = "skip",
         clip_norm: float | None = None,
     ) -> None:
         self._dense_optimizer = dense_optimizer
+        self._model = model
         self.loss_scale = loss_scale
         self._nonfinite = nonfinite
         self._clip_norm = clip_norm
@@ -199,6 +203,7 @@ class Backward:
     ) -> None:
         with backend.backward(loss, batch.step):
             _back_propagate(loss, batch.step)
+        digests.record_step(batch, loss, embeddings, self._model)
         scale = 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.value
         gradients = Gradients(batch, [tensor.grad for tensor in embeddings], scale)
         parameters = [p for group in self._dense_optimizer.param_groups for p in group["params"] if p.grad is not None]

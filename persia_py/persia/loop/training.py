@@ -1,5 +1,6 @@
 """One pass over the data. Read it top-down from :meth:`TrainingLoop.start`."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from persia.distributed import run
 from persia.loop.feeder import FedBatch, Feeder
 from persia.loop.hooks import Hooks
 from persia.loop.source import Source
-from persia.runtime import flight, preemption, watchdog
+from persia.runtime import clock, flight, preemption, watchdog
 from persia.runtime.errors import DataError, PersiaError, UsageError
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
@@ -20,6 +21,13 @@ from persia_core.forward import Pipeline, TrainingBatch
 _logger = get_logger("loop")
 
 _first_done = False
+_newest: "weakref.ref[TrainingLoop] | None" = None
+
+
+def running() -> "TrainingLoop | None":
+    """Return the training loop that runs in this process, or None."""
+    loop = None if _newest is None else _newest()
+    return None if loop is None or loop.ended else loop
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,16 @@ class TrainingLoop:
         """The batch that was taken and is not trained on yet."""
         return self._open
 
+    @property
+    def ended(self) -> bool:
+        """Whether the loop is over."""
+        return self._ended
+
+    @property
+    def permits(self) -> tuple[int, int]:
+        """The number of steps between look-up and acknowledged push, and the most that the staleness allows."""
+        return int(self.backend.engine.stats()["staleness"]), self._options.staleness
+
     def start(self) -> Self:
         """Open the pipeline on all ranks, resume the data, and start reading ahead."""
         backend, source, options = self.backend, self._source, self._options
@@ -94,6 +112,8 @@ class TrainingLoop:
             self._state.record(source.cursor, source.replay_digests())
             self._hooks.start(self)
             self._feeder.start()
+            global _newest
+            _newest = weakref.ref(self)
         except BaseException:
             self._end()
             raise
@@ -173,7 +193,7 @@ class TrainingLoop:
     def _take(self) -> TrainingBatch | None:
         """Return the next batch, looked up. It is open from here on, and an error is attributed to it."""
         with watchdog.waiting(), flight.Call(flight.LOOK_UP, self.step + 1):
-            batch = self._pipeline.next(self._options.timeout_s)
+            batch = clock.patiently(lambda: self._pipeline.next(self._options.timeout_s), self._options.timeout_s)
         if batch is None:
             return None
         self._open = self._feeder.fed.popleft()

@@ -16,13 +16,14 @@ from persia.distributed.options import DDPOption
 from persia.embedding import EmbeddingConfig, inputs
 from persia.embedding.config import Configuration
 from persia.embedding.optim import Optimizer
+from persia.loop import digests
 from persia.loop.backward import MAX_SKIPPED_STEPS, Gradients
 from persia.nn.defaults import STATE as _STATE
 from persia.nn.defaults import default_embedding_config, range_of, saved_default
 from persia.nn.forwards import Forwards
 from persia.nn.loaded import check_features, saved_state, warn_unread_model
 from persia.nn.reference import RowsVersion
-from persia.runtime import contexts
+from persia.runtime import clock, contexts, post_mortem
 from persia.runtime.errors import (
     DataError,
     NonFiniteError,
@@ -205,7 +206,7 @@ class Session:
         try:
             pipeline = self._loop()
             self.engine.drain()
-            looked = pipeline.next(_LOOKUP_S) if pipeline.feed(batch) else None
+            looked = clock.patiently(lambda: pipeline.next(_LOOKUP_S), _LOOKUP_S) if pipeline.feed(batch) else None
         except BaseException as error:
             self._fail(error)
             raise
@@ -225,6 +226,7 @@ class Session:
         """
         self._waiting.discard(step)
         self.forwards.backward()
+        digests.record_push(batch, gradients)
         mine = Gradients(batch, list(gradients))
         if mine.nonfinite is None or bool(mine.nonfinite):
             nonfinite = mine.first_nonfinite("feature")
@@ -329,6 +331,7 @@ class Session:
             self._leave_loop()
         else:
             self._lost = f"{type(error).__name__}: {error}".strip().split("\n")[0]
+            post_mortem.examine(error)
             run.fail(self._lost)
 
     def _is_sound(self) -> bool:

@@ -186,6 +186,16 @@ class Settings:
         return None if variable("PERSIA_DIST_TIMEOUT") is None else _seconds("PERSIA_DIST_TIMEOUT", 0.0)
 
     @property
+    def digest_every(self) -> int:
+        """``PERSIA_DIGEST``, else 0: the number of steps between two whose tensors get a digest; 0 is none."""
+        return _whole("PERSIA_DIGEST", 0, least=0)
+
+    @property
+    def digest_dir(self) -> str | None:
+        """``PERSIA_DIGEST_DIR``: the folder of the digests."""
+        return variable("PERSIA_DIGEST_DIR")
+
+    @property
     def reproducible(self) -> bool:
         """``REPRODUCIBLE``: whether equal runs give bit-identical results."""
         return flag("REPRODUCIBLE")

@@ -1,17 +1,17 @@
 """If a training loop makes no progress, every rank prints where it is and its stacks, and exits with 70.
 
 Progress is a step, a look-up, an evaluated batch. A wait without limit (for other ranks, or the files of a checkpoint)
-is never a hang. A wait for data is one only after ``PERSIA_DATA_TIMEOUT`` seconds, if that is set.
+is never a hang. A wait for data is one only after ``PERSIA_DATA_TIMEOUT`` seconds, if that is set. The time in which a
+debugger holds a rank does not count.
 """
 
 import contextlib
 import faulthandler
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 
-from persia.runtime import flight
+from persia.runtime import clock, flight
 from persia.runtime.exit_codes import ExitCode
 from persia.runtime.settings import settings
 
@@ -39,7 +39,7 @@ _state = _State()
 
 def progress() -> None:
     """Record progress of the training loop."""
-    _state.last = time.monotonic()
+    _state.last = clock.now()
 
 
 @contextlib.contextmanager
@@ -83,7 +83,7 @@ def stalled(timeout_s: float, data_timeout_s: float = 0.0) -> tuple[float, str] 
         timeout_s: The limit of a step, twice that in a collective; 0 is none. It does not count in a wait.
         data_timeout_s: The limit of a wait for data; 0 is none.
     """
-    silent = time.monotonic() - _state.last
+    silent = clock.now() - _state.last
     if _state.waits:
         waits_for_data = _state.waits == _state.data_waits
         over = waits_for_data and 0 < data_timeout_s < silent

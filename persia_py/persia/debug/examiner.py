@@ -1,0 +1,49 @@
+"""A post-mortem: the rank that fails first stops where its error was raised, before the others learn of it."""
+
+import sys
+import traceback
+
+from persia.debug import terminal
+from persia.debug.breakpoint import Session
+from persia.debug.debugger import Debugger
+from persia.runtime.errors import RunLostError
+from persia.runtime.logging import get_logger
+
+_logger = get_logger("debug")
+
+
+class Examiner:
+    """Prompts in the failing frame of the rank that fails first.
+
+    Args:
+        session: The session of this rank.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._seen: BaseException | None = None
+
+    def __call__(self, error: BaseException) -> None:
+        """Prompt, unless the error was seen, or follows from that of another rank."""
+        session = self._session
+        if error is self._seen or error.__traceback__ is None:
+            return
+        self._seen = error
+        first = session.gate.get("failed")
+        if isinstance(error, RunLostError) or (first is not None and first["rank"] != session.rank):
+            return
+        session.gate.put("failed", {"rank": session.rank})
+        descriptor = terminal.find()
+        if descriptor is None:
+            _logger.warning("rank %d has no terminal for a post-mortem; run persia debug run --pm in one", session.rank)
+            return
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        session.stopped_at(f"{last.filename.rpartition('/')[2]}:{last.lineno} ({type(error).__name__})")
+        session.use_terminal(descriptor)
+        with session.prompting(None):
+            sys.stdout.write("".join(traceback.format_exception(error)))
+            sys.stdout.write(
+                f"rank {session.rank} of {session.world_size} failed; the other ranks are held. c ends this rank with "
+                "its error, q ends all ranks\n"
+            )
+        Debugger(session).examine(error.__traceback__)

@@ -1,0 +1,190 @@
+"""The running ranks of this host: each registers itself, and prints the stacks of its threads on SIGUSR1.
+
+A rank registers when a launcher of persia starts it, or at its first breakpoint. A crash (SIGSEGV, SIGABRT, SIGBUS,
+SIGFPE, SIGILL) prints the stacks to standard error.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from persia.runtime.errors import StorageError
+from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings, variable
+
+_logger = get_logger("debug")
+
+_ERRORS = 2
+_ANSWER_S = 5.0
+"""Seconds in which a rank prints its stacks."""
+_QUIET_S = 0.1
+"""Seconds without another line after which the stacks are complete."""
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A running rank.
+
+    Attributes:
+        pid: Its process.
+        started: When that was created, in seconds since 1970, because process ids are used again.
+        rank: The rank.
+        world_size: The number of ranks of its run.
+        job: The name of its job; empty without servers.
+        script: Its command line.
+        folder: Its working directory.
+        registered: It prints its stacks on SIGUSR1. False: it was found by its variables, and the signal would end it.
+    """
+
+    pid: int
+    started: float
+    rank: int
+    world_size: int
+    job: str
+    script: str
+    folder: str
+    registered: bool = True
+
+    @property
+    def title(self) -> str:
+        """A line about the rank."""
+        job = f" of job {self.job}" if self.job else ""
+        return f"rank {self.rank} of {self.world_size}{job}, pid {self.pid}: {self.script}"
+
+
+_registered: list[Any] = []
+
+
+def folder() -> Path:
+    """Return the folder in which ranks of this user register; only this user can read it.
+
+    Raises:
+        StorageError: It is not a folder of this user.
+    """
+    path = Path(tempfile.gettempdir(), f"persia-ranks-{os.getuid()}")
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        status = path.lstat()
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror}; running ranks register there") from error
+    if status.st_uid != os.getuid() or status.st_mode & 0o077 or path.is_symlink():
+        failed = StorageError(f"{path}: not a folder of this user alone; running ranks register there")
+        failed.hint = "remove it, or give another folder for temporary files: TMPDIR=FOLDER"
+        raise failed
+    return path
+
+
+def register(rank: int, world_size: int) -> None:
+    """Register this process, and print stacks on SIGUSR1 and after a crash. A handler of the script is kept."""
+    if not faulthandler.is_enabled():
+        faulthandler.enable(_ERRORS)
+    if _registered or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
+        return
+    pid = os.getpid()
+    try:
+        own = folder()
+        _sweep(own)
+        stacks = (own / f"{pid}.stacks").open("wb", buffering=0)
+    except (OSError, StorageError) as error:
+        _logger.warning("persia debug stacks and attach will not find rank %d: %s", rank, error)
+        return
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True, chain=False)
+    _registered.append(stacks)
+    job = variable("PERSIA_JOB") or "" if settings.nats_url is not None else ""
+    words = " ".join(sys.argv) or sys.executable
+    entry = Rank(pid, psutil.Process().create_time(), rank, world_size, job, words, str(Path.cwd()))
+    (own / f"{pid}.json").write_text(json.dumps(asdict(entry)), encoding="utf-8")
+    atexit.register(_remove, own, pid)
+
+
+def own_path(suffix: str) -> Path | None:
+    """Return the file of this process in the folder of the running ranks; None if it has not registered."""
+    return Path(_registered[0].name).with_suffix(suffix) if _registered else None
+
+
+def running() -> list[Rank]:
+    """Return the registered ranks that run, in the order of their runs and ranks."""
+    found = []
+    for path in folder().glob("*.json"):
+        with contextlib.suppress(OSError, ValueError, TypeError, psutil.Error):
+            entry = Rank(**json.loads(path.read_text(encoding="utf-8")))
+            if psutil.Process(entry.pid).create_time() == entry.started:
+                found.append(entry)
+    known = {entry.pid for entry in found}
+    found += [entry for entry in _by_variables() if entry.pid not in known]
+    return sorted(found, key=lambda entry: (entry.job, entry.script, entry.rank, entry.pid))
+
+
+def _by_variables() -> Iterator[Rank]:
+    """Yield processes of this user that torchrun has started as ranks; they have its variables."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ValueError):
+            if process.uids().real != os.getuid() or "python" not in process.name():
+                continue
+            env = process.environ()
+            if "RANK" in env and "LOCAL_RANK" in env and "RANK" not in psutil.Process(process.ppid()).environ():
+                words = " ".join(process.cmdline()[1:])
+                place = int(env["RANK"]), int(env.get("WORLD_SIZE") or 1)
+                yield Rank(process.pid, process.create_time(), *place, "", words, process.cwd(), registered=False)
+
+
+def stacks_of(entry: Rank) -> str:
+    """Return the stacks of all threads of a rank, which runs on; a text that says why where there are none."""
+    if not entry.registered:
+        return _py_spy(entry, "it did not register, so that SIGUSR1 would end it")
+    path = folder() / f"{entry.pid}.stacks"
+    before = path.stat().st_size if path.exists() else 0
+    try:
+        os.kill(entry.pid, signal.SIGUSR1)
+    except ProcessLookupError:
+        return "it has ended\n"
+    deadline = time.monotonic() + _ANSWER_S
+    size, since = before, time.monotonic()
+    while time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        now = path.stat().st_size if path.exists() else before
+        if now != size:
+            size, since = now, time.monotonic()
+        elif size > before and time.monotonic() - since > _QUIET_S:
+            return path.read_bytes()[before:].decode(errors="replace")
+    return _py_spy(entry, f"it did not answer within {_ANSWER_S:g} s")
+
+
+def _py_spy(entry: Rank, why: str) -> str:
+    program = shutil.which("py-spy")
+    if program is None:
+        return f"no stacks: {why}, and py-spy is not installed; next: pip install py-spy\n"
+    done = subprocess.run(
+        [program, "dump", "--pid", str(entry.pid)], capture_output=True, text=True, check=False, timeout=60
+    )
+    if done.returncode:
+        return f"no stacks: {why}, and py-spy failed: {done.stderr.strip()}\n"
+    return done.stdout
+
+
+def _sweep(own: Path) -> None:
+    """Remove what ranks that were killed have left."""
+    for path in own.iterdir():
+        if path.stem.isdecimal() and not psutil.pid_exists(int(path.stem)):
+            path.unlink(missing_ok=True)
+
+
+def _remove(own: Path, pid: int) -> None:
+    if os.getpid() == pid:
+        for suffix in ("json", "stacks", "attach", "attached"):
+            (own / f"{pid}.{suffix}").unlink(missing_ok=True)

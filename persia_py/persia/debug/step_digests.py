@@ -1,0 +1,70 @@
+"""Digests of tensors in a script and at a prompt."""
+
+import sys
+from types import FrameType
+
+import torch
+
+from persia.distributed.wrapped import unwrap_model
+from persia.loop import digests
+from persia.loop.digests import md5_of
+from persia.runtime.errors import UsageError
+
+
+def digest(tensor: torch.Tensor | str) -> str:
+    """Return the MD5 of a tensor's bytes, as 32 hexadecimal digits.
+
+    Args:
+        tensor: A tensor; or the name of one, as in the files of ``PERSIA_DIGEST`` (``loss``, ``lookup/SLOT``), whose
+            digest is that of the last recorded step; or the name of a variable of the caller.
+
+    Raises:
+        UsageError: There is no such tensor.
+    """
+    if isinstance(tensor, torch.Tensor):
+        return md5_of(tensor)
+    if not isinstance(tensor, str):
+        raise UsageError(f"digest({type(tensor).__name__}): want a tensor or its name")
+    recorder = digests.current()
+    newest = {} if recorder is None else recorder.newest
+    if tensor in newest:
+        return newest[tensor]
+    found = _variable(sys._getframe(1), tensor)
+    if isinstance(found, torch.Tensor):
+        return md5_of(found)
+    known = ", ".join(newest) or "none: PERSIA_DIGEST=N records every N-th step"
+    raise UsageError(f"digest({tensor!r}): no tensor of this name here; recorded: {known}")
+
+
+def _variable(frame: FrameType, name: str) -> object:
+    return frame.f_locals.get(name, frame.f_globals.get(name))
+
+
+def record(step: int, model: torch.nn.Module | None = None, **tensors: torch.Tensor | None) -> None:
+    """Record digests of a step of a training loop without ``TrainCtx``. Without ``PERSIA_DIGEST`` this does nothing.
+
+    Call it after ``loss.backward()``, before the step of the optimizer.
+
+    Args:
+        step: The number of the step.
+        model: Its parameters and gradients are recorded.
+        **tensors: Other tensors, by name.
+
+    Raises:
+        UsageError: A tensor is not one.
+    """
+    wrong = [name for name, tensor in tensors.items() if not isinstance(tensor, torch.Tensor | None)]
+    if wrong:
+        raise UsageError(f"record(step, ...): {', '.join(wrong)}: want tensors")
+    recorder = digests.current()
+    if recorder is None or not recorder.due(step):
+        return
+    parameters = [] if model is None else list(unwrap_model(model).named_parameters())
+    recorder.record(
+        step,
+        [
+            *((f"parameter/{name}", parameter) for name, parameter in parameters),
+            *tensors.items(),
+            *((f"gradient/{name}", parameter.grad) for name, parameter in parameters),
+        ],
+    )

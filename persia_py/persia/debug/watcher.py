@@ -1,0 +1,108 @@
+"""What a rank does while another one is stopped: its clock stands still, it logs what waits, and it ends with it."""
+
+import os
+import sys
+import threading
+
+from persia.debug import attach, ranks
+from persia.debug.gate import Gate, RankSession
+from persia.loop import training
+from persia.runtime import clock
+from persia.runtime.errors import PersiaError
+from persia.runtime.exit_codes import ExitCode
+from persia.runtime.logging import get_logger
+
+_POLL_S = 0.2
+
+_logger = get_logger("debug")
+
+
+_NAME = "persia-debug"
+_LEAVE_S = 5.0
+"""Seconds that the thread may take to end."""
+_running: "list[_Watcher]" = []
+
+
+def start(session: RankSession) -> None:
+    """Start the thread that watches the other ranks; once in a process."""
+    if not _running:
+        ranks.register(session.rank, session.world_size)
+        _running.append(_Watcher(session))
+
+
+def stop() -> None:
+    """End the thread. One that is in torch's store when the interpreter ends would abort the process."""
+    while _running:
+        _running.pop().stop()
+
+
+class _Watcher:
+    def __init__(self, session: RankSession) -> None:
+        self._session = session
+        self._stopped: tuple[int, str] | None = None
+        self._said = False
+        self._requests = attach.Requests(session)
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=_NAME, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._end.set()
+        self._thread.join(_LEAVE_S)
+
+    def _run(self) -> None:
+        """Look at the records of the other ranks, until the store of the process group is gone."""
+        while not self._end.wait(_POLL_S):
+            try:
+                self._look(self._session.gate)
+            except RuntimeError as error:  # of torch's store, whose server is rank 0
+                clock.go(_NAME)
+                _logger.debug("the ranks share no breakpoints any more: %s", error)
+                return
+            self._requests.look()
+
+    def _look(self, gate: Gate) -> None:
+        session = self._session
+        if (abort := gate.get("abort")) is not None and abort["rank"] != session.rank:
+            gate.put(f"ack-{session.rank}", {"rank": session.rank})
+            sys.stderr.write(f"rank {abort['rank']} was told to end all ranks (q): rank {session.rank} ends\n")
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            os._exit(ExitCode.INTERRUPTED)
+        stopped = self._find(gate)
+        if stopped is None:
+            clock.go(_NAME)
+        else:
+            clock.stop(_NAME)
+        if stopped != self._stopped:
+            self._stopped, self._said = stopped, False
+            if stopped is not None:
+                _logger.info("rank %d is stopped at %s; the time limits of rank %d wait", *stopped, session.rank)
+        if stopped is not None and not self._said:
+            self._said = self._say_permits(*stopped)
+
+    def _find(self, gate: Gate) -> tuple[int, str] | None:
+        for rank in range(self._session.world_size):
+            if rank != self._session.rank:
+                record = gate.get(f"rank-{rank}")
+                if record is not None and record["stopped"] and gate.is_alive(record):
+                    return rank, str(record["stopped"])
+        return None
+
+    def _say_permits(self, rank: int, site: str) -> bool:
+        """Say that no look-up starts, once the staleness allows none; return whether that was said."""
+        loop = training.running()
+        if loop is None:
+            return False
+        try:
+            held, most = loop.permits
+        except (PersiaError, AttributeError):  # the loop ends meanwhile
+            return False
+        if held < most:
+            return False
+        _logger.warning(
+            "rank %d holds the permits of %d steps that are looked up and not pushed, as many as staleness %d allows: "
+            "its look-up of the next step waits until rank %d, which is stopped at %s, goes on",
+            *(self._session.rank, held, most, rank, site),
+        )
+        return True

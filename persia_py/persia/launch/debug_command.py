@@ -1,0 +1,95 @@
+"""The command after ``persia debug run --``: a script, or the launch line of torch, whose script runs in its place."""
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from persia.runtime.errors import UsageError
+
+_LAUNCHERS = {"torch.distributed.run", "torch.distributed.launch"}
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script and its ranks.
+
+    Attributes:
+        words: ``FILE ARGUMENTS...`` or ``-m MODULE ARGUMENTS...``.
+        ranks: The number of ranks on this host.
+        node: The index of this host.
+        nodes: The number of hosts.
+        master: The host of rank 0; empty means this one.
+        port: The port of torch's store there; 0 means a free one.
+    """
+
+    words: list[str]
+    ranks: int
+    node: int = 0
+    nodes: int = 1
+    master: str = ""
+    port: int = 0
+
+
+def script_of(words: Sequence[str], *, rank: int, ranks: int | None) -> Script:
+    """Return the script of a command.
+
+    Args:
+        words: ``FILE ...``, ``-m MODULE ...``, both also after ``python``, ``torchrun ...`` or ``python -m
+            torch.distributed.run ...``.
+        rank: The rank that is debugged.
+        ranks: The number of ranks; None means that of torchrun, else ``GPU_NUM``, else as many as make ``rank`` one.
+
+    Raises:
+        UsageError: There is no script, or an option of torchrun is not understood.
+    """
+    left = list(words)
+    if left and re.fullmatch(r"python(\d(\.\d+)?)?", Path(left[0]).name):
+        left = left[2:] if left[1:2] == ["-u"] else left[1:]
+    if left and Path(left[0]).name == "torchrun":
+        return _of_torchrun(left[1:], ranks)
+    if left[:1] == ["-m"] and left[1:2] and left[1] in _LAUNCHERS:
+        return _of_torchrun(left[2:], ranks)
+    if left[:1] == ["-m"]:
+        if len(left) == 1:
+            raise UsageError("-m without the name of a module")
+    elif not left or not Path(left[0]).is_file():
+        what = "no script" if not left else f"{left[0]}: no such file"
+        error = UsageError(f"{what} (seen from {Path.cwd()})")
+        error.hint = "persia debug run --rank R --nproc N -- SCRIPT ARGUMENTS"
+        raise error
+    count = _gpus() or rank + 1 if ranks is None else ranks
+    if count < 1:
+        raise UsageError(f"--nproc {count}: want at least 1")
+    return Script(left, count)
+
+
+def _gpus() -> int:
+    text = os.environ.get("GPU_NUM", "").strip()
+    return int(text) if text.isdecimal() else 0
+
+
+def _of_torchrun(words: Sequence[str], ranks: int | None) -> Script:
+    """Return what torchrun would start."""
+    from torch.distributed.run import get_args_parser
+
+    options = get_args_parser().parse_args(list(words))
+    if options.no_python:
+        raise UsageError("torchrun --no-python: want a Python script, which a debugger can stop")
+    if ranks is None and not str(options.nproc_per_node).isdecimal():
+        error = UsageError(f"torchrun --nproc-per-node {options.nproc_per_node}: want a number")
+        error.hint = "say it here: persia debug run --nproc N"
+        raise error
+    nodes = str(options.nnodes).partition(":")[0]
+    count = int(options.nproc_per_node) if ranks is None else ranks
+    own = ["-m"] if options.module else []
+    alone = nodes == "1"
+    return Script(
+        [*own, options.training_script, *options.training_script_args],
+        count,
+        int(options.node_rank),
+        int(nodes),
+        "" if alone else str(options.master_addr),
+        0 if alone else int(options.master_port),
+    )

@@ -1,0 +1,164 @@
+"""Digests of the tensors of each step, which show where two runs, or two ranks, begin to differ.
+
+With ``PERSIA_DIGEST=N`` every rank writes ``digest/rank-R.csv``: one line ``step,name,md5,norm`` for each tensor of
+every N-th step, in the order in which a step makes them. ``persia debug digest --diff A B`` compares two such files.
+"""
+
+import contextlib
+import csv
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from persia.distributed.wrapped import unwrap_model
+from persia.runtime import job
+from persia.runtime.errors import StorageError
+from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
+from persia_core.forward import Tensor, TrainingBatch
+
+COLUMNS = ("step", "name", "md5", "norm")
+SHARED = ("parameter/", "gradient/")
+"""Tensors that are equal on all ranks; the others are those of the batch of each rank."""
+
+Named = Iterable[tuple[str, torch.Tensor | None]]
+
+_logger = get_logger("digest")
+
+
+def md5_of(tensor: torch.Tensor) -> str:
+    """Return the MD5 of the bytes of a tensor, in the order of its elements."""
+    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.md5(content.numpy().data, usedforsecurity=False).hexdigest()
+
+
+def norm_of(tensor: torch.Tensor) -> float:
+    """Return the L2 norm of a tensor, computed in float64."""
+    return float(torch.linalg.vector_norm(tensor.detach().to("cpu", torch.float64)))
+
+
+class Digests:
+    """Writes the digests of one rank. The file of an earlier run in the folder is kept as ``rank-R-previous.csv``.
+
+    Args:
+        folder: The folder of the files; it is made if it does not exist.
+        rank: The rank.
+        every: The number of steps between two that are recorded.
+
+    Attributes:
+        newest: The digests that were recorded last, by the name of their tensor.
+
+    Raises:
+        StorageError: The file cannot be written.
+    """
+
+    def __init__(self, folder: Path, rank: int, every: int) -> None:
+        self.newest: dict[str, str] = {}
+        self._every = every
+        self._path = folder / f"rank-{rank}.csv"
+        with self._writing():
+            folder.mkdir(parents=True, exist_ok=True)
+            if self._path.exists():
+                self._path.replace(previous := folder / f"rank-{rank}-previous.csv")
+                _logger.info("the digests of the run before are now %s", previous)
+            self._append([COLUMNS])
+
+    def due(self, step: int) -> bool:
+        """Whether the tensors of ``step`` are recorded."""
+        return step % self._every == 0
+
+    def record(self, step: int, tensors: Named) -> None:
+        """Write a line for each tensor, in the given order; None, which is a gradient that is not there, has none.
+
+        Raises:
+            StorageError: The file cannot be written.
+        """
+        found = {name: tensor for name, tensor in tensors if tensor is not None}
+        self.newest = {name: md5_of(tensor) for name, tensor in found.items()}
+        lines = [(step, name, self.newest[name], f"{norm_of(tensor):.9g}") for name, tensor in found.items()]
+        with self._writing():
+            self._append(lines)
+
+    def _append(self, lines: Iterable[Sequence[object]]) -> None:
+        with self._path.open("a", encoding="utf-8", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(lines)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StorageError(f"{self._path}: {error.strerror}; PERSIA_DIGEST writes digests there") from error
+
+
+_current: Digests | None = None
+
+
+def folder() -> Path:
+    """Return ``PERSIA_DIGEST_DIR``; else ``digest`` in the run's folder of a job, or in the working directory."""
+    if settings.digest_dir is not None:
+        return Path(settings.digest_dir)
+    return job.run_dir() / "digest" if settings.run_dir is not None else Path("digest")
+
+
+def current() -> Digests | None:
+    """Return the digests that this process writes; None without ``PERSIA_DIGEST``."""
+    global _current
+    if _current is None and settings.digest_every:
+        _current = Digests(folder(), settings.rank, settings.digest_every)
+    return _current
+
+
+def record_step(
+    batch: TrainingBatch,
+    loss: torch.Tensor,
+    embeddings: Sequence[torch.Tensor],
+    model: torch.nn.Module | None,
+) -> None:
+    """Record a step after its back-propagation, before model and rows change.
+
+    Args:
+        batch: The batch of the step.
+        loss: Its loss.
+        embeddings: The vectors that were looked up, with their gradients.
+        model: The model, with its gradients.
+    """
+    if (digests := current()) is not None and digests.due(batch.step):
+        digests.record(batch.step, _tensors(batch, loss, embeddings, model))
+
+
+def record_push(batch: TrainingBatch, gradients: Sequence[torch.Tensor | None]) -> None:
+    """Record the look-up and the push of a step of an EmbeddingCollection."""
+    if (digests := current()) is not None and digests.due(batch.step):
+        looked = map(from_dlpack, batch.embeddings())
+        digests.record(batch.step, [*_each("lookup", batch.slots, looked), *_each("push", batch.slots, gradients)])
+
+
+def _tensors(
+    batch: TrainingBatch, loss: torch.Tensor, embeddings: Sequence[torch.Tensor], model: torch.nn.Module | None
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    parameters = [] if model is None else list(unwrap_model(model).named_parameters())
+    yield from ((f"parameter/{name}", parameter) for name, parameter in parameters)
+    yield from _each("dense", _names(batch.dense_names), _given(batch.dense()))
+    yield from _each("label", _names(batch.label_names), _given(batch.labels()))
+    yield from _each("lookup", batch.slots, embeddings)
+    yield "loss", loss
+    yield from ((f"gradient/{name}", parameter.grad) for name, parameter in parameters)
+    yield from _each("push", batch.slots, [tensor.grad for tensor in embeddings])
+
+
+def _each(
+    kind: str, names: Iterable[str], tensors: Iterable[torch.Tensor | None]
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    return ((f"{kind}/{name}", tensor) for name, tensor in zip(names, tensors, strict=True))
+
+
+def _names(names: Sequence[str | None]) -> list[str]:
+    return [str(index) if name is None else name for index, name in enumerate(names)]
+
+
+def _given(tensors: Sequence[Tensor]) -> Iterator[torch.Tensor]:
+    return map(from_dlpack, tensors)
