@@ -66,9 +66,9 @@ def train(stack: Stack, script: Path, **env: str) -> "subprocess.CompletedProces
 
 
 def one_line(text: str) -> str:
-    """Return the last line that is not a hint; there must be no traceback and no panic."""
+    """Return the last line that is not a hint or a place; there must be no traceback and no panic."""
     assert "Traceback" not in text and "panicked" not in text, text
-    lines = [line for line in text.strip().splitlines() if not line.startswith(("next:", "persia-launcher:"))]
+    lines = [line for line in text.strip().splitlines() if not line.startswith(("next:", "  at ", "persia-launcher:"))]
     assert lines, "nothing was said"
     return lines[-1]
 

@@ -249,6 +249,9 @@ class Alone:
     def collective(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    def backward(self, loss: torch.Tensor, step: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def first_nonfinite(self, mine: NonFiniteTensor | None) -> NonFiniteTensor | None:
         return mine
 

@@ -398,6 +398,8 @@ def test_a_signal_in_an_import_is_one_line(
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(SLOW)
     (tmp_path / "train.py").write_text("import torch\n")
+    table = "data: {train: rows.parquet}\nfeatures: {user: {type: id, dim: 4}}\nlabels: {clicked: {}}\n"
+    (tmp_path / "persia.yml").write_text(table)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path}
     command = [sys.executable, "-m", *words]

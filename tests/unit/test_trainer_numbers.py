@@ -63,7 +63,7 @@ def test_a_label_that_is_neither_0_nor_1_has_its_file_and_row(tmp_path: Path) ->
     labels[321] = 2
     column = table.column_names.index("label")
     pa.parquet.write_table(table.set_column(column, "label", pa.array(labels)), tmp_path / "clicks.parquet")
-    with pytest.raises(persia.errors.DataError, match=r"(?s)clicks\.parquet.*row 321.*0 or 1"):
+    with pytest.raises(persia.errors.DataError, match=r"(?s)clicks\.parquet.*row 322.*0 or 1"):
         fit(config)
 
 

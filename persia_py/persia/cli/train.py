@@ -113,9 +113,12 @@ def _show(config: "Config", folder: "RunFolder") -> None:
 
 def _train(config: "Config", file: Path, run: Path | None, set_: list[str], *, resume: bool) -> "RunFolder | None":
     """Train in this process, and return the run's folder. A run that is interrupted ends the process."""
+    from persia.cli.importing import interruptible
     from persia.runtime.exit_codes import ExitCode
-    from persia.trainer import Trainer
-    from persia.trainer.progress import Shown
+
+    with interruptible():
+        from persia.trainer import Trainer
+        from persia.trainer.progress import Shown
 
     stop = config.train.early_stop
     folder = None
