@@ -71,12 +71,12 @@ impl Default for StoreOptions {
 /// Embedding tables in memory, in [`VIRTUAL_SHARDS`] shards.
 ///
 /// * A *look-up* changes nothing. It passes over its tables with some neighbouring shards locked at a time, and passes
-///     again if ids had no row. In training, an id that a push of the same step would admit reads as its new row. A
+///   again if ids had no row. In training, an id that a push of the same step would admit reads as its new row. A
 ///   batch that is looked up but not trained on has no effect.
 /// * A *push* is checked as a whole and then applied, once per token. It records the use of rows, admits ids without a
 ///   row, and updates rows. An id that is not admitted, or whose gradient is not finite, is skipped, without an effect
 ///   on other rows. If memory for a new row is missing, the rest of the push is applied, the token counts as applied,
-///   and the   error names the table.
+///   and the error names the table.
 /// * Beginning a run or a snapshot, restoring and clearing wait for the requests in flight and block new ones. Statistics
 ///   do not. Requests continue while a snapshot is written; rows are copied before they change. An operation that
 ///   replaces or drops all rows waits for the snapshot, unless its [transfer is cancelled](Self::cancel_transfers).
