@@ -114,7 +114,8 @@ def test_a_notebook_prints_its_address_when_it_listens(
     opened: list[str] = []
     # In place of the image's jupyterlab: a server that ends after two connections.
     (docker / "python").write_text(
-        f"#!{sys.executable}\nimport socket, sys\nif sys.argv[1] == '-c':\n    sys.exit()\n"
+        f"#!{sys.executable}\nimport os, socket, sys\nif sys.argv[1] == '-c':\n    sys.exit()\n"
+        f"open({str(docker / 'token')!r}, 'w').write(os.environ['JUPYTER_TOKEN'])\n"
         f"server = socket.create_server(('127.0.0.1', {port}))\nserver.accept()\nserver.accept()\n"
     )
     (docker / "python").chmod(0o755)
@@ -128,7 +129,9 @@ def test_a_notebook_prints_its_address_when_it_listens(
     assert opened and opened[0].startswith(f"http://127.0.0.1:{port}/lab?token=")
     assert f"notebook: {opened[0]}" in out
     call = (docker / "calls").read_text().splitlines()[-1]
-    assert f"--publish 127.0.0.1:{port}:8888" in call and opened[0].partition("token=")[2] in call
+    assert f"--publish 127.0.0.1:{port}:8888" in call and "--env JUPYTER_TOKEN " in call
+    token = opened[0].partition("token=")[2]
+    assert token not in call and (docker / "token").read_text() == token  # other users can read a command line
 
 
 def test_without_an_image_the_next_step_is_told(workspace: Path, verb: Verb, monkeypatch: pytest.MonkeyPatch) -> None:

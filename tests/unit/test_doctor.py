@@ -359,3 +359,10 @@ def test_the_first_failure_gives_the_exit_code() -> None:
         Check("c", "fail", "", code=ExitCode.CONFIG),
     ]
     assert worst(checks) == ExitCode.UNREACHABLE and worst(checks[:1]) == 0
+
+
+def test_a_configuration_that_is_not_there_is_not_called_sound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: Verb
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "no persia.yml" in verb("doctor", "--only", "data,env", code=2)[0]

@@ -10,6 +10,7 @@ import pytest
 from trainer_files import config_of, write_clicks
 
 from persia.errors import DataError, UsageError
+from persia.launch import up
 from persia.runtime.logging import get_logger
 from persia.trainer import Trainer
 from persia.trainer.run_folder import find_run
@@ -96,3 +97,27 @@ def test_a_run_is_the_latest_when_its_first_checkpoint_is_written(tmp_path: Path
             if report.step < 5:
                 assert not latest.exists()
     assert latest.read_text() == "one\n"
+
+
+def test_a_run_whose_checkpoints_are_elsewhere_is_not_replaced(tmp_path: Path) -> None:
+    """They are where the run's own configuration says, not where that of the new one does."""
+    write_clicks(tmp_path / "clicks.parquet", 500)
+    one = train(tmp_path, "one", checkpoint={"dir": str(tmp_path / "elsewhere")})
+    assert next((tmp_path / "elsewhere").rglob("MANIFEST.json"), None) is not None
+    (one / "metrics.jsonl").write_text("")
+    (one / "summary.json").write_text(json.dumps({"status": "interrupted"}))
+    for name in ("report.html", "curves.png"):
+        (one / name).unlink(missing_ok=True)
+    with pytest.raises(UsageError, match="there is a run of this name already"):
+        train(tmp_path, "one")
+    assert (one / "transform.json").exists()
+
+
+def test_a_job_does_not_overwrite_a_run_of_one_process(tmp_path: Path) -> None:
+    write_clicks(tmp_path / "clicks.parquet", 500)
+    one = train(tmp_path, "one")
+    kept = {path: path.read_bytes() for path in one.iterdir() if path.is_file()}
+    config = up.read_job_config(tmp_path / "persia.yml", up.Sizes(name="one"))
+    with pytest.raises(UsageError, match="a job would overwrite it"):
+        up.run_job(config.model_copy(update={"run_dir": str(one)}), tmp_path / "persia.yml")
+    assert {path: path.read_bytes() for path in one.iterdir() if path.is_file()} == kept

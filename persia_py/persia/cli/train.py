@@ -78,6 +78,7 @@ def train(
         raise UsageError(f"{run}: to continue a run, use persia train {file} --resume {run}")
     given = {"--resume": resume, "--baseline": baseline, "--test": test, "--nproc": nproc, "--sweep": sweep}
     train_modes.check_together({name for name, value in given.items() if value})
+    train_modes.check_needs(profile=profile, test=test, sweep=bool(sweep), yes=yes, replace_rows=replace_rows)
     compare = None if baseline is None else baselines.find(baseline)
     if local:
         train_modes.leave_job()

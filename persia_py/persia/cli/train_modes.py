@@ -45,6 +45,20 @@ def check_together(options: set[str]) -> None:
         raise UsageError(f"{', '.join(sorted(options))}: these options cannot be given together")
 
 
+def check_needs(*, profile: bool, test: bool, sweep: bool, yes: bool, replace_rows: bool) -> None:
+    """Refuse options that would have no effect.
+
+    Raises:
+        UsageError: One of them would not.
+    """
+    if profile and (test or sweep):
+        raise UsageError(f"--profile, {'--test' if test else '--sweep'}: these options cannot be given together")
+    if yes and not sweep:
+        raise UsageError("--yes has no effect without --sweep")
+    if replace_rows and not test:
+        raise UsageError("--replace-rows has no effect without --test")
+
+
 def leave_job() -> None:
     """Forget the job around this process, so that rows are kept in it."""
     for name in _JOB:
@@ -122,6 +136,11 @@ def _check_servers(*, replace_rows: bool) -> None:
             f"job {job}: rank {running[0].index} is training on {running[0].host}; a test would end its run"
         )
         error.hint = "test without servers: --local; or wait for its end: persia status"
+        raise error
+    unknown = [one for one in found.processes if one.service == "persia-server" and one.rows is None]
+    if unknown and not replace_rows:
+        error = UsageError(f"job {job}: server {unknown[0].index} does not report its rows, which a test replaces")
+        error.hint = "see what it does: persia status; if its rows are saved or not needed: --replace-rows"
         raise error
     rows = sum(one.rows or 0 for one in found.processes)
     if rows and not replace_rows:

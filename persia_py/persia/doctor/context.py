@@ -127,7 +127,7 @@ def prepared(folder: Path, *, mount: bool) -> Iterator[Path]:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(folder / file, target, follow_symlinks=False)
         copy.mkdir(exist_ok=True)
-        for each in (Path(name), copy, *copy.rglob("*")):
+        for each in (copy, *copy.rglob("*")):  # the folder above stays closed to other users
             if not each.is_symlink():
                 each.chmod(each.stat().st_mode | (0o777 if each.is_dir() else 0o666))  # the image's user may write
         yield copy
@@ -192,13 +192,15 @@ def notebook(folder: Path, port: int, token: str, *, mount: bool, ready: Callabl
         error = UsageError(f"--port {port}: {used.found}")
         error.hint = f"give another one: --port {port + 1}"
         raise error
-    options = ["--publish", f"127.0.0.1:{port}:8888", "--env", f"JUPYTER_TOKEN={token}", "--env", "HOME=/tmp"]
+    options = ["--publish", f"127.0.0.1:{port}:8888", "--env", "JUPYTER_TOKEN", "--env", "HOME=/tmp"]
     server = ["python", "-m", "jupyterlab", "--ip=0.0.0.0", "--port=8888", "--no-browser"]
     with prepared(folder, mount=mount) as workspace:
         _check_stack()
         _check_jupyter(workspace)
         _say(workspace, mount=mount)
-        process = subprocess.Popen(words_of(server, options=options), env=_variables(workspace))
+        process = subprocess.Popen(
+            words_of(server, options=options), env=_variables(workspace) | {"JUPYTER_TOKEN": token}
+        )  # not on the command line, which every user can read
         waiter = threading.Thread(target=_wait, args=(process, port, ready), daemon=True)
         waiter.start()
         try:

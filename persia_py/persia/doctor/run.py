@@ -49,6 +49,8 @@ CHECKS: dict[str, Callable[[Subject], Iterator[Check]]] = {
     "data": _of_config(data.checks),
 }
 """All checks, by the names that ``--only`` takes."""
+NEED_CONFIG = ("config", "env", "data")
+"""Those that check a configuration."""
 
 
 def checks(path: Path | None, only: Sequence[str] = (), folders: Sequence[Path] = ()) -> Iterator[Check]:
@@ -70,6 +72,11 @@ def checks(path: Path | None, only: Sequence[str] = (), folders: Sequence[Path] 
         config, found = read(path)
         if not only or "config" in only or found.status == "fail":
             yield found
+    elif needing := [name for name in only if name in NEED_CONFIG]:
+        why = f"{', '.join(needing)}: a configuration is checked, and there is no persia.yml here"
+        yield Check("config", "fail", "no persia.yml", why, "persia doctor FILE, or run it in the folder of the file")
+    elif not only:
+        yield Check("config", "skip", "no persia.yml", "config, data and env are not checked", "persia doctor FILE")
     subject = Subject(config, path, [*folders])
     for name, check in CHECKS.items():
         if not only or name in only:

@@ -15,6 +15,7 @@ from persia.launch.supervision import SAVING_GRACE, Events, stop, stopped_by
 from persia.runtime import job as jobs
 from persia.runtime.errors import UsageError
 from persia.runtime.exit_codes import AGAIN, ExitCode
+from persia.trainer.run_folder import of_one_process
 
 _NATS = "nats"
 _PERMANENT = {
@@ -61,6 +62,10 @@ def run_job(config: JobConfig, path: Path) -> int:
             raise error
         nn_worker.report_finished(folder, summary)
         return 0
+    if config.config is not None and of_one_process(folder):
+        error = UsageError(f"{folder}: the run of this name was trained in one process; a job would overwrite it")
+        error.hint = f"continue it: persia train {path} --resume {folder}; or give the new run another name"
+        raise error
     with private_folder() as private_dir, Logs(folder / "logs") as logs:
         own = {"PERSIA_RUN_DIR": str(folder)} | ({} if makes_token(config) else {"PERSIA_TOKEN_FILE": config.token})
         local = LocalJob(

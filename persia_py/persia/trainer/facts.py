@@ -46,7 +46,7 @@ def facts_of(config: Config, files: Files, transform: Transform, rows: int, *, g
         "model_given_by_script": given,
         "set": [*config.origin.overrides],
         "rows": rows,
-        "steps_per_epoch": -(-rows // config.data.batch_size),
+        "steps_per_epoch": -(-rows // config.step_rows),
         "transform": transform.digest,
         "train_files": files.sizes,
         "train_paths": [*files.paths],

@@ -12,7 +12,8 @@ from typing import Any
 from persia.checkpoint import storage
 from persia.config import Config, load_config
 from persia.config.show import to_yaml
-from persia.runtime.errors import CheckpointError, ConfigError, StorageError, UsageError
+from persia.runtime import job
+from persia.runtime.errors import CheckpointError, ConfigError, PersiaError, StorageError, UsageError
 from persia.runtime.files import is_url, make_folders, write_whole
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
@@ -33,7 +34,7 @@ SYNTHETIC = "synthetic"
 """Below the runs: those with random batches."""
 LATEST = "LATEST"
 """The file next to the runs that names the newest one that has a checkpoint."""
-_REPLACED = {CONFIG, FACTS, SUMMARY, METRICS, CHECKPOINTS, BEST, "transform.json", "tensorboard"}
+_REPLACED = {CONFIG, FACTS, SUMMARY, METRICS, CHECKPOINTS, BEST, "transform.json", "tensorboard", "profile", "flight"}
 """The content of the folder of a run that failed before its first step."""
 
 _logger = get_logger("trainer")
@@ -76,8 +77,8 @@ class RunFolder:
             UsageError: It has not; the message says what the folder has.
         """
         summary = self.read_json(SUMMARY) if (self.path / SUMMARY).is_file() else {}
-        saves = {self.path, self.saves(config)}
-        if any(next(place.rglob("MANIFEST.json"), None) for place in saves):
+        saves = {self.path, self.saves(config), self._own_saves()}
+        if summary.get("step") or any(next(place.rglob("MANIFEST.json"), None) for place in saves):
             error = UsageError(f"{self.shown}: there is a run of this name already")
             error.hint = f"continue it with --resume {self.shown}, or give another one: --set run.name=NAME"
             raise error
@@ -89,6 +90,13 @@ class RunFolder:
         error = UsageError(f"{self.shown}: there is a run of this name already; {status}, and has no checkpoint")
         error.hint = f"give another name: --set run.name=NAME; or, if you need nothing of it: rm -r {self.shown}"
         raise error
+
+    def _own_saves(self) -> Path:
+        """Return the folder of the checkpoints by the configuration in the folder, if that can be read."""
+        try:
+            return self.saves(self.config())
+        except PersiaError:
+            return self.path
 
     @property
     def shown(self) -> str:
@@ -122,6 +130,7 @@ class RunFolder:
         with self._naming():
             make_folders(self.path.parent)
             if self._replaces:
+                self._check_replaceable(config)  # it may have started since
                 _logger.warning("%s: replacing the run of this name, which ended before its first step", self.shown)
                 shutil.rmtree(self.path)
             self.path.mkdir()
@@ -325,6 +334,13 @@ def find_checkpoint(given: str | Path) -> Found:
 def saves_of(folder: RunFolder) -> Path:
     """Return the folder of the checkpoints of a run."""
     return folder.saves(folder.config())
+
+
+def of_one_process(path: Path) -> bool:
+    """Whether a folder has a run that is no job: its checkpoints are in it, or where ``checkpoint.dir`` says."""
+    folder = RunFolder(path)
+    in_job = (path / job.RUN).exists() or "checkpoints" in folder.read_json(FACTS)
+    return (path / CONFIG).is_file() and not in_job
 
 
 def is_run(path: Path) -> bool:

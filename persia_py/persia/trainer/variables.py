@@ -32,7 +32,7 @@ def set_variables(config: Config) -> Callable[[], None]:
             continue
         before[name] = os.environ.get(name)
         if before[name] not in (None, value):
-            _logger.warning("env.%s: %r in the environment is replaced by %r of persia.yml", name, before[name], value)
+            _logger.warning("env.%s: the value of persia.yml replaces another one in the environment", name)
         os.environ[name] = value
 
     def back() -> None:
