@@ -76,19 +76,24 @@ def test_an_interrupted_trial_continues(tmp_path: Path, verb: Verb, monkeypatch:
 
 
 @pytest.mark.row("S1-21")
-def test_a_trial_that_fails_does_not_end_the_others(tmp_path: Path, verb: Verb) -> None:
+@pytest.mark.parametrize(
+    ("error", "code", "said"), [("DataError", 2, "it breaks"), ("ValueError", 1, "ValueError: it breaks")]
+)
+def test_a_trial_that_fails_does_not_end_the_others(
+    tmp_path: Path, verb: Verb, error: str, code: int, said: str
+) -> None:
     write_clicks(tmp_path / "clicks.parquet", 600)
     (tmp_path / "mine.py").write_text(
         "import torch\nfrom persia.errors import DataError\nclass Mine(torch.nn.Module):\n"
         "    def __init__(self, num_dense, embedding_dims, breaks: bool):\n        super().__init__()\n"
         "        self.breaks = breaks\n        self.top = torch.nn.Linear(num_dense + sum(embedding_dims), 1)\n"
-        "    def forward(self, dense, embeddings):\n        if self.breaks:\n            raise DataError('it breaks')\n"
+        f"    def forward(self, dense, embeddings):\n        if self.breaks:\n            raise {error}('it breaks')\n"
         "        return self.top(torch.cat([*dense, *embeddings], 1))\n"
     )
     path = write_config(tmp_path, model={"class": "mine:Mine", "breaks": False})
-    out, _ = verb("train", str(path), "--sweep", "model.breaks=true,false", code=2)
+    out, _ = verb("train", str(path), "--sweep", "model.breaks=true,false", code=code)
     rows = table(out)
-    assert "failed: it breaks" in out
+    assert f"failed: {said}" in out
     assert [row[4] for row in rows] == ["finished", "failed"] and rows[1][2] == "-", "without a value it comes last"
 
 

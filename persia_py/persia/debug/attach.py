@@ -110,7 +110,11 @@ def ask(entry: Rank, port: int, timeout_s: float) -> int:
     write_whole(ranks.folder() / f"{entry.pid}.attach", request)
     silent = UnreachableError(f"{entry.title} does not answer")
     silent.hint = "only ranks of `persia debug run`, and those that have passed a breakpoint_, can be attached to"
-    answer = _wait(entry, lambda _: True, _LISTENS_S, silent)
+    try:
+        answer = _wait(entry, lambda _: True, _LISTENS_S, silent)
+    except UnreachableError:  # a later breakpoint_ must not open a port that nobody waits for
+        (ranks.folder() / f"{entry.pid}.attach").unlink(missing_ok=True)
+        raise
     return int(answer["port"])
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from persia.config import Config, load_config
 from persia.runtime.errors import PersiaError, UsageError
+from persia.runtime.exit_codes import ExitCode
 from persia.trainer.facts import check_files
 from persia.trainer.parts import Parts, metric_names
 from persia.trainer.record import FINISHED
@@ -104,11 +105,13 @@ def trials(file: Path, overrides: Sequence[str], options: Sequence[str]) -> list
 
     Raises:
         ConfigError: A combination is not a valid configuration.
-        UsageError: An option is wrong, or there is no valid part to judge the trials by.
+        UsageError: An option is wrong, the rows are to be random, or there is no valid part to judge the trials by.
     """
     found = []
     for chosen in grid(options):
         config = load_config(file, [*overrides, *chosen])
+        if config.data.synthetic:
+            raise UsageError("--sweep: data.synthetic is true; models cannot be compared by random rows")
         name = f"sweep-{_digest(config)}"
         found.append(Trial(chosen, config.with_blocks(run=config.run.model_copy(update={"name": name}))))
     names: dict[str, Trial] = {}
@@ -165,6 +168,10 @@ def run(trial: Trial) -> None:
                 pass
     except PersiaError as error:
         trial.status, trial.error, trial.code = "failed", str(error).splitlines()[0], error.exit_code
+        return
+    except Exception as error:  # of the user's model: the other trials run
+        said = "".join(str(error).splitlines()[:1])
+        trial.status, trial.error, trial.code = "failed", f"{type(error).__name__}: {said}", ExitCode.FAILED
         return
     _judge(trial)
 
