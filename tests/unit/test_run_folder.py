@@ -11,6 +11,7 @@ from trainer_files import config_of, write_clicks
 
 from persia.errors import DataError, UsageError
 from persia.launch import up
+from persia.launch.job_config import Sizes, read_job_config
 from persia.runtime.logging import get_logger
 from persia.trainer import Trainer
 from persia.trainer.run_folder import find_run
@@ -117,7 +118,7 @@ def test_a_job_does_not_overwrite_a_run_of_one_process(tmp_path: Path) -> None:
     write_clicks(tmp_path / "clicks.parquet", 500)
     one = train(tmp_path, "one")
     kept = {path: path.read_bytes() for path in one.iterdir() if path.is_file()}
-    config = up.read_job_config(tmp_path / "persia.yml", up.Sizes(name="one"))
+    config = read_job_config(tmp_path / "persia.yml", Sizes(name="one"))
     with pytest.raises(UsageError, match="a job would overwrite it"):
         up.run_job(config.model_copy(update={"run_dir": str(one)}), tmp_path / "persia.yml")
     assert {path: path.read_bytes() for path in one.iterdir() if path.is_file()} == kept
