@@ -229,7 +229,7 @@ class StepCtx(EmbeddingCtx):
         self._label_check.backward(loss)
         if self._micro is not None and not self._micro.is_last:
             with self._reporting_memory(batch):
-                self._backward.accumulate(loss, batch.step)
+                self._backward.accumulate(loss, batch.step, self._backend)
             return loss.detach()
         self._trained_batches.backward()
         can_repeat = False

@@ -161,10 +161,6 @@ class TrainCtx(StepCtx):
 
     def _on_exit(self) -> None:
         self._trained_batches.end_step(self._embeddings)
-        if self._unwrapped is not None:
-            if isinstance(self.model, ShardedModel):
-                self.model.release(self.dense_optimizer)
-            self._unwrapped, self.model = None, self._unwrapped
         super()._on_exit()
 
     def _stop_if_requested(self, left_by: BaseException | None) -> None:
@@ -175,8 +171,16 @@ class TrainCtx(StepCtx):
         if self._autosave is not None:
             self._autosave.exit_if_requested(left_by)
 
+    def _unwrap(self) -> None:
+        """Return to the script's model, after the last checkpoint, which gathers the shards of the wrapped one."""
+        if self._unwrapped is not None:
+            if isinstance(self.model, ShardedModel):
+                self.model.release(self.dense_optimizer)
+            self._unwrapped, self.model = None, self._unwrapped
+
     def _release(self, error: BaseException | None) -> None:
         try:
+            self._unwrap()
             super()._release(error)
         finally:
             loop, self._loop, self._autosave, self._state = self._loop, None, None, None

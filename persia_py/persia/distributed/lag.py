@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from persia.distributed.link import Link
-from persia.runtime import flight
+from persia.runtime import clock, flight
 
 Position = dict[str, Any]
 """The result of :func:`persia.runtime.flight.position`."""
@@ -80,8 +80,9 @@ class Positions:
         now = time.monotonic()
         found = {self._rank: Known(flight.position(), 0.0, answers=True)}
         for rank, link in self._links.items():
-            said_at, position = self._said.get(rank, (link.heard, None))
-            lives = rank in self.answered if answered else now - link.heard < LIVES_S
+            silent = clock.now() - link.heard
+            said_at, position = self._said.get(rank, (now - silent, None))
+            lives = rank in self.answered if answered else silent < LIVES_S
             found[rank] = Known(position, now - said_at, answers=lives)
         return dict(sorted(found.items()))
 

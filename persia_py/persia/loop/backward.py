@@ -149,9 +149,10 @@ class Backward:
         self._parts.clear()
         self._dense_optimizer.zero_grad()
 
-    def accumulate(self, loss: torch.Tensor, step: int) -> None:
+    def accumulate(self, loss: torch.Tensor, step: int, backend: Backend) -> None:
         """Back-propagate a part of the step's loss. The gradients are added to those of the other parts."""
-        _back_propagate(self._scaled(loss), step)
+        with backend.collective(), flight.Call(flight.BACKWARD, step):  # of FSDP, which gathers weights
+            _back_propagate(self._scaled(loss), step)
         self._parts.append(loss.detach())
 
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:

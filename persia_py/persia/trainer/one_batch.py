@@ -112,7 +112,7 @@ def shortened(config: Config, folder: Path) -> Config:
     for part in (parts.train, parts.valid, parts.test):
         if part is not None:
             path = folder / f"{part.name}.parquet"
-            rows = next(iter(part.reader(config.data.batch_size)))
+            rows = next(iter(part.reader(config.step_rows)))
             pyarrow.parquet.write_table(pa.Table.from_batches([rows]), path)
             files[part.name] = str(path)
     data = config.data.model_copy(

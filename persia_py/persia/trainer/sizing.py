@@ -233,7 +233,7 @@ def estimate(
         place.servers_here,
         place.ranks_here,
         _FLOAT * weights * (2 + dense_states(config)),
-        2 * _FLOAT * config.data.batch_size * numbers * ahead,
+        2 * _FLOAT * config.step_rows * numbers * ahead,
         available(),
         is_exact,
     )

@@ -35,7 +35,7 @@ class SyntheticBatches(IterableDataset):
         self._pool = Samples.concat([transform(each) for each in rows])
         weights = [] if self._weight is None else [weights_of(each, self._weight) for each in rows]
         self._weights = np.concatenate(weights) if weights else None
-        self._batch_size, self._steps, self._seed = data.batch_size, steps, config.train.seed
+        self._batch_size, self._steps, self._seed = config.step_rows, steps, config.train.seed
 
     def __iter__(self) -> Iterator[PersiaBatch]:
         """Yield the batches."""
