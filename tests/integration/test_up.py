@@ -419,6 +419,24 @@ def test_shards_of_a_table_s_model_learn_what_whole_copies_learn(up: StartUp, tm
     assert_same_form(*states)
 
 
+@pytest.mark.usefixtures("binaries")
+def test_shards_that_are_stopped_continue_as_if_they_were_not(up: StartUp, tmp_path: Path) -> None:
+    """The last checkpoint is written after a signal, with the weights of its step and not of the one before it."""
+    synth.write(tmp_path / "rows.parquet", 3000, synth.Teacher((40, 30), 1))
+    states = []
+    for name in ("whole", "stopped"):
+        table = TABLE.replace("checkpoint: {every: 40}", "run: {log_every: 20}\ncheckpoint: {every: 1000}") % 12
+        one = up(f"{table}parallel: fsdp\n", "--ranks", "2", "--name", name)
+        if name == "stopped":
+            one.says("step 60/")
+            one.child("launch.rank_main", RANK="1").terminate()
+            one.says("trainer ended with exit code 75")
+        assert one.wait() == 0, one.output
+        last = max((tmp_path / "runs" / name / "checkpoints").glob("*/step-*"), key=lambda path: int(path.name[5:]))
+        states.append([torch.load(last / file, weights_only=True) for file in ("dense.pt", "opt.pt")])
+    assert_same_form(*states)
+
+
 def assert_same_form(one: object, other: object) -> None:
     """Compare states: equal keys, and plain tensors that are equal to 1e-6."""
     assert type(one) is type(other)
