@@ -150,6 +150,8 @@ class Backend(ABC):
 
     def apply(self, rows: RowSettings, resume: tuple[int, int, int | None] | None = None) -> None:
         """Like :meth:`begin`, with exactly these settings. A checkpoint that is being written is completed first."""
+        if rows.optimizer is not None:
+            self.configuration.check_trains()
         self.join_checkpoint_thread()  # servers cancel writing the files of an earlier generation
         after_generation, step, seed = resume or (0, self.trained_step, self._seed)
         seed = torch.initial_seed() % 2**64 if seed is None else seed

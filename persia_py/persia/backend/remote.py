@@ -66,6 +66,7 @@ class RemoteBackend(Backend):
         takes_batches: bool = True,
     ) -> None:
         super().__init__(configuration, device)
+        self.configuration.check_trains()
         environment.rename()
         network.check()
         self.rank, self.world_size = (settings.rank, settings.world_size) if trains else (0, 1)

@@ -66,6 +66,7 @@ class Save:
         self.what = f"the save of step {step} into {os.fspath(directory)}"
         self._cursor = json.dumps(cursor)
         self._files: dict[str, io.BytesIO] = {}
+        self._inputs: str | None = None
         self._saver = _core.Saver(engine, os.fspath(directory), step)
 
     def __enter__(self) -> Self:
@@ -100,6 +101,8 @@ class Save:
             UsageError: The name is taken or invalid, or the state cannot be pickled.
         """
         self._add(name, lambda file: torch.save(state, file))
+        if name == inputs.FILE:  # servers of an infer job cannot read the file
+            self._inputs = json.dumps(state)
 
     def add_module(self, name: str, module: torch.nn.Module) -> None:
         """Add the current scripted ``module`` as the file ``name``."""
@@ -143,7 +146,8 @@ class Save:
             except OSError as error:
                 raise StorageError(f"{path}: {error.strerror}") from error
             self._saver.add_file(name)
-        unreported = self._saver.commit(self._cursor, datetime.now(timezone.utc).isoformat(timespec="seconds"))
+        created_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        unreported = self._saver.commit(self._cursor, created_at, self._inputs)
         if unreported is not None:
             _logger.warning("the checkpoint is written, but servers with a log were not notified: %s", unreported)
 

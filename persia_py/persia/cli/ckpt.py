@@ -1,5 +1,6 @@
 """``persia ckpt``: list, show, verify, copy, export and import checkpoints. No server is needed."""
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,11 +70,30 @@ def _is_run(path: str) -> bool:
 
 
 @app.command("show")
-def ckpt_show(directory: Annotated[str, typer.Argument(help=_CHECKPOINT)]) -> None:
+def ckpt_show(
+    directory: Annotated[str, typer.Argument(help=_CHECKPOINT)],
+    tables: Annotated[bool, typer.Option("--tables", help="Print the vocabulary of each table instead.")] = False,
+) -> None:
     """Print the manifest of a checkpoint, which is JSON."""
     from persia.checkpoint.foreign import open_checkpoint
 
-    typer.echo(open_checkpoint(_checkpoint(directory)).manifest)
+    opened = open_checkpoint(_checkpoint(directory))
+    if tables:
+        _show_tables(json.loads(opened.manifest)["head"])
+    else:
+        typer.echo(opened.manifest)
+
+
+def _show_tables(head: dict[str, Any]) -> None:
+    """Print the vocabulary of each table of a checkpoint."""
+    from persia.doctor import vocabulary
+
+    vocabulary.show(vocabulary.of_manifest(head))
+    if not head.get("tables"):
+        typer.echo(
+            "note: the checkpoint has only the number of rows, because an older version or `persia ckpt import` wrote "
+            "it; live numbers of a job: persia status"
+        )
 
 
 @app.command("verify")

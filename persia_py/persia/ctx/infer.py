@@ -1,30 +1,96 @@
-"""Serving, which this version does not support."""
+"""Look-ups of an infer job, for serving."""
 
-from typing import Any, NoReturn
+from typing import Any
 
+from typing_extensions import Self
+
+from persia.backend.base import Backend
+from persia.backend.evaluation import Evaluation
+from persia.backend.serving import ServingBackend
+from persia.ctx.base import PreprocessMode
 from persia.ctx.embedding import EmbeddingCtx
+from persia.embedding.inputs import Arrangement
+from persia.runtime import contexts
 from persia.runtime.errors import UsageError
+from persia_core import forward as _forward
+
+_LOADS = "infer_config.embedding_checkpoint"
+"""What loads rows, for messages."""
 
 
 class InferCtx(EmbeddingCtx):
-    """Serving from embedding servers, which this version does not support."""
+    """Looks up embeddings on the servers of an infer job (``job_type: Infer``), without NATS.
+
+    Slots, tables and the order of the model's inputs are those of the checkpoint that the servers serve, so that this
+    process needs no configuration file. A process that has loaded a model calls :meth:`wait_for_serving`, and then
+    :meth:`get_embedding_from_bytes` for each request; a ``with`` block is optional. An id without a row reads as zeros,
+    as in evaluation.
+
+    Args:
+        embedding_worker_address_list: Addresses of middlewares, ``host:port`` or ``unix:/path``, such as those of
+            :func:`persia.service.get_embedding_worker_services`.
+        *args: For :class:`EmbeddingCtx`, after ``preprocess_mode``.
+        **kwargs: For :class:`EmbeddingCtx`.
+
+    Raises:
+        UsageError: There is no address.
+    """
 
     def __init__(self, embedding_worker_address_list: list[str], *args: Any, **kwargs: Any) -> None:
-        """Refuse.
+        super().__init__(PreprocessMode.INFERENCE, *args, **kwargs)
+        given = embedding_worker_address_list
+        self._addresses = [] if isinstance(given, str) else ["".join(str(each).split()) for each in given]
+        self._ended = False
+        if not all(self._addresses) or not self._addresses:
+            raise UsageError(
+                f"InferCtx({given!r}): want a list of the addresses of middlewares, such as ['embedding_worker:8887']"
+            )
+
+    def wait_for_serving(self) -> None:
+        """Wait until a middleware and all servers serve, and connect to the checkpoint that they serve now.
 
         Raises:
-            UsageError: Always.
+            UnreachableError: A part makes no progress for ``PERSIA_START_TIMEOUT`` seconds; the message names it.
+            IncompatibleError: The servers serve no checkpoint, or different ones.
         """
-        del embedding_worker_address_list, args, kwargs
-        self.wait_for_serving()
+        old, self.common_context = self.common_context, self._connected()
+        if old is None:
+            self._on_enter()
+            return
+        old.closed = True
+        old.close(None)
+        self._evaluation = Evaluation(self._backend, _LOADS)
 
-    def wait_for_serving(self) -> NoReturn:
-        """Refuse.
+    def __enter__(self) -> Self:
+        """Make this the current context."""
+        if contexts.stack:
+            raise UsageError(
+                "InferCtx inside another context: it has servers of its own; leave the other context before, or use "
+                "InferCtx without a `with` block"
+            )
+        return super().__enter__()
 
-        Raises:
-            UsageError: Always.
-        """
-        raise UsageError(
-            "InferCtx: serving from embedding servers is not supported in this version; evaluate with eval_ctx, in the "
-            "embedded mode after load_checkpoint, with servers on the rows that a TrainCtx of their job made or loaded"
-        )
+    def _connected(self) -> Backend:
+        return ServingBackend(self._addresses, self._device)
+
+    def _open_backend(self) -> Backend:
+        return self.common_context or self._connected()
+
+    def _on_enter(self) -> None:
+        self._owner = True
+        super()._on_enter()
+        self._evaluation = Evaluation(self._backend, _LOADS)
+
+    def _on_exit(self) -> None:
+        self._ended = True
+        super()._on_exit()
+
+    @property
+    def _backend(self) -> Backend:
+        if self.common_context is None and not self._ended:
+            self.wait_for_serving()
+        return super()._backend
+
+    def _arrange(self, batch: "_forward.TrainingBatch", *, whole: bool) -> Arrangement:
+        del whole  # a request with fewer inputs than the model has would give a wrong score
+        return super()._arrange(batch, whole=True)

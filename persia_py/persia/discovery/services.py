@@ -24,15 +24,15 @@ _ASK_S = 2.0
 def get_embedding_worker_services() -> list[str]:
     """Return the addresses of middlewares.
 
-    ``EMBEDDING_WORKER_SERVICE`` if it is set. Otherwise those of this job, sorted by index; without
-    ``PERSIA_NATS_URL``, PersiaML's default.
+    ``EMBEDDING_WORKER_SERVICE`` if it is set: one address, or several with commas between them. Otherwise those of this
+    job, sorted by index; without ``PERSIA_NATS_URL``, PersiaML's default.
 
     Raises:
         UnreachableError: NATS does not answer.
     """
     given = variable("EMBEDDING_WORKER_SERVICE")
     if given is not None or settings.nats_url is None:
-        return [given or _DEFAULT_WORKER]
+        return [address.strip() for address in (given or _DEFAULT_WORKER).split(",") if address.strip()]
     found = nats.services(nats_url(), "persia-middleware", job=job.job_name())
     return [service.text("address") for service in found]
 

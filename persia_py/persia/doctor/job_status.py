@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from persia.discovery import nats
+from persia.doctor import vocabulary
 from persia.feed import channel
 from persia.proto import tables_pb2, tables_pb2_grpc
 
@@ -43,6 +44,7 @@ class Process:
         health: ``serving``, ``not serving``, the error of the health check, or ``announced`` if it has no address.
         generation: The generation of its rows; None unless it is a server that answered.
         rows: The number of its rows; None unless it is a server that answered.
+        tables: The statistics of its part of each table; empty unless it is a server that answered.
     """
 
     service: str
@@ -58,6 +60,7 @@ class Process:
     health: str
     generation: int | None
     rows: int | None
+    tables: list[dict[str, Any]]
 
     @property
     def name(self) -> str:
@@ -123,6 +126,8 @@ def show(found: Status) -> None:
                 else "no run has begun"
             )
             console.print(f"{job}: {run}")
+            if generation and (parts := [part for one in servers for part in one.tables]):
+                vocabulary.show(vocabulary.of_parts(parts))
     for problem in found.problems:
         console.print(f"problem: {problem}")
 
@@ -147,6 +152,7 @@ def _ask(services: Iterable[nats.Service]) -> list[Process]:
                 health=_health(health),
                 generation=None if rows is None else int(rows.get("generation", 0)),
                 rows=None if rows is None else sum(rows["rows"]),
+                tables=[] if rows is None else rows.get("tables", []),
             )
         )
         if connection is not None:

@@ -8,7 +8,7 @@ from typing import get_args
 from typing_extensions import Self
 
 from persia.runtime.config_files import EMBEDDING_CONFIG, GLOBAL_CONFIG, find_config, persia_config, read_config
-from persia.runtime.errors import ConfigError
+from persia.runtime.errors import ConfigError, UsageError
 from persia.runtime.logging import get_logger
 from persia_core import config as _config
 from persia_core.features import Features
@@ -199,6 +199,18 @@ class Configuration:
     digest: str
     embedding: _config.EmbeddingConfig
     general: _config.GlobalConfig
+
+    def check_trains(self) -> None:
+        """Check that the servers of the job accept changes of rows.
+
+        Raises:
+            UsageError: The job serves a checkpoint.
+        """
+        if self.general.serves:
+            raise UsageError(
+                "global_config.yml has job_type: Infer: servers of such a job serve a checkpoint, change no row and "
+                "are not found through NATS; read from them with InferCtx, or train and evaluate with job_type: Train"
+            )
 
     @classmethod
     def find(cls) -> Self:

@@ -23,7 +23,9 @@ _VARIABLES = {
 """The variable of each flag of a configuration file."""
 
 
-def run(binary: str, *, port: int, files: Mapping[str, Path | None], index: int, size: int) -> NoReturn:
+def run(
+    binary: str, *, port: int, files: Mapping[str, Path | None], index: int, size: int, servers: str | None = None
+) -> NoReturn:
     """Replace this process by a server or a middleware.
 
     Args:
@@ -33,6 +35,8 @@ def run(binary: str, *, port: int, files: Mapping[str, Path | None], index: int,
             ``--global-config`` the limits. None means that of the variable.
         index: The index of this replica.
         size: The number of replicas.
+        servers: The addresses of all servers for a middleware, with commas between them; None means those of the global
+            configuration, or those that NATS knows.
 
     Raises:
         UsageError: The binary or a configuration file was not found.
@@ -42,6 +46,8 @@ def run(binary: str, *, port: int, files: Mapping[str, Path | None], index: int,
     command = [program, "--replica-index", str(index), "--replica-size", str(size)]
     if settings.listen is None:
         command += ["--listen", f"{host}:{port}"]
+    if servers is not None:
+        command += ["--servers", servers]
     for flag, name in _VARIABLES.items():
         given = files.get(flag)
         if (path := given or variable(name)) is None:

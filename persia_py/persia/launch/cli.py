@@ -91,10 +91,18 @@ def embedding_worker(
     global_config: _General = None,
     replica_index: _Index = None,
     replica_size: _Size = None,
+    servers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT,…",
+            help="All servers, in the order of their replica index. Default: infer_config.servers of an infer job; "
+            "other jobs find them through NATS.",
+        ),
+    ] = None,
 ) -> None:
     """Run a middleware, which splits requests over the servers."""
     files = {"--config": config, "--embedding-config": embedding_config, "--global-config": global_config}
-    _become(binaries.MIDDLEWARE, port, files, replica_index, replica_size)
+    _become(binaries.MIDDLEWARE, port, files, replica_index, replica_size, servers)
 
 
 @app.command()
@@ -111,9 +119,16 @@ def embedding_parameter_server(
     _become(binaries.SERVER, port, files, replica_index, replica_size)
 
 
-def _become(binary: str, port: int, files: dict[str, Path | None], index: int | None, size: int | None) -> NoReturn:
+def _become(
+    binary: str,
+    port: int,
+    files: dict[str, Path | None],
+    index: int | None,
+    size: int | None,
+    servers: str | None = None,
+) -> NoReturn:
     index, size = _replica(index, size)
-    binaries.run(binary, port=port, files=files, index=index, size=size)
+    binaries.run(binary, port=port, files=files, index=index, size=size, servers=servers)
 
 
 def _replica(given_index: int | None, given_size: int | None) -> tuple[int, int]:

@@ -8,8 +8,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use persia_store::checkpoint::{self as files, CheckpointError, Head, Manifest};
-use persia_types::schema::{HashStack, Pooling, Schema, Slot};
-use persia_types::tables::Run;
 use persia_types::{Optimizer, Tables, TablesError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
@@ -52,9 +50,11 @@ impl Saver {
                 let _ = tables.abort_snapshot(number);
                 return Err(error);
             }
-            Ok((saver, number))
+            // For a report; without it the checkpoint is still complete.
+            let vocabulary = tables.stats().map(|stats| stats.tables).unwrap_or_default();
+            Ok((saver, number, vocabulary))
         });
-        let (saver, number) = begun.map_err(|error| errors::tables(py, &error))?;
+        let (saver, number, vocabulary) = begun.map_err(|error| errors::tables(py, &error))?;
         let head = Head {
             step,
             world_size: run.world_size,
@@ -63,6 +63,8 @@ impl Saver {
             cursors: BTreeMap::new(),
             build: BTreeMap::from([("persia_core".to_owned(), crate::version().to_owned())]),
             created_at: String::new(),
+            inputs: None,
+            tables: vocabulary,
             run,
         };
         Ok(Self { saver: Some(saver), tables, number, held: true, directory, head })
@@ -113,13 +115,24 @@ impl Saver {
     }
 
     /// Publish the manifest: from now on, `directory` is this checkpoint. Returns the error of servers that could not
-    /// be notified afterwards; their logs then still start at the previous checkpoint.
-    fn commit(&mut self, py: Python<'_>, cursor: String, created_at: String) -> PyResult<Option<String>> {
+    /// be notified afterwards; their logs then still start at the previous checkpoint. `cursor` and `inputs` are JSON: the
+    /// position of the data loader, and the names of the model's inputs.
+    #[pyo3(signature = (cursor, created_at, inputs=None))]
+    fn commit(
+        &mut self,
+        py: Python<'_>,
+        cursor: String,
+        created_at: String,
+        inputs: Option<String>,
+    ) -> PyResult<Option<String>> {
         let saver = self.saver.take().ok_or_else(|| ended(py))?;
-        let raw = RawValue::from_string(cursor)
-            .map_err(|error| errors::raise(py, "UsageError", format!("the cursor is not JSON: {error}")))?;
+        let json = |what: &str, text: String| {
+            RawValue::from_string(text)
+                .map_err(|error| errors::raise(py, "UsageError", format!("{what}: not JSON: {error}")))
+        };
         let mut head = self.head.clone();
-        head.cursors.insert(CURSOR.into(), raw);
+        head.cursors.insert(CURSOR.into(), json("the cursor", cursor)?);
+        head.inputs = inputs.map(|text| json("the inputs", text)).transpose()?;
         head.created_at = created_at;
         let (tables, number, directory) = (&self.tables, self.number, &self.directory);
         let committed = py.detach(|| {
@@ -152,61 +165,6 @@ fn next_number() -> u64 {
 
 fn ended(py: Python<'_>) -> PyErr {
     errors::raise(py, "UsageError", "this save has ended; start a new one")
-}
-
-impl Checkpoint {
-    /// Slots whose vectors would differ from those that the model was trained on, although the rows are the same.
-    fn other_vectors(&self, now: &Schema) -> Vec<String> {
-        let saved = &self.manifest.head.run.schema;
-        let table =
-            |schema: &Schema, slot: &Slot| schema.tables.get(slot.table).map(|table| table.name.clone());
-        let word = |pooling: Pooling| format!("{pooling:?}").to_lowercase();
-        let mut lines = Vec::new();
-        for slot in &now.slots {
-            let Some((_, before)) = saved.slot(&slot.name) else { continue };
-            let pairs = [
-                ("pooling", word(before.pooling), word(slot.pooling)),
-                ("sqrt_scaling", before.sqrt_scaling.to_string(), slot.sqrt_scaling.to_string()),
-                ("table", table(saved, before).unwrap_or_default(), table(now, slot).unwrap_or_default()),
-            ];
-            lines.extend(pairs.into_iter().filter(|(_, before, now)| before != now).map(|(key, before, now)| {
-                format!(
-                    "{}: slot {} was trained with {key} {before}, this run has {now}: the model would get other \
-                     vectors; use the same {key}",
-                    self.directory.display(),
-                    slot.name,
-                )
-            }));
-        }
-        lines
-    }
-
-    /// Refuse rows that would have another meaning in this run, because ids are buckets of a different hash stack or
-    /// not buckets, or rows are combined differently.
-    fn check_slots(&self, py: Python<'_>, now: &Run) -> PyResult<()> {
-        let saved = &self.manifest.head.run.schema.slots;
-        let pairs = now.schema.slots.iter().filter_map(|slot| {
-            Some((saved.iter().find(|saved| saved.name == slot.name)?, slot))
-                .filter(|(saved, slot)| saved.hash_stack != slot.hash_stack)
-        });
-        let described = |stack: Option<HashStack>| {
-            stack.map_or("none".to_owned(), |stack| format!("{} rounds of {}", stack.rounds, stack.buckets))
-        };
-        let mut lines: Vec<String> = pairs
-            .map(|(saved, slot)| {
-                format!(
-                    "{}: ids of slot {} were saved with hash_stack_config {}, this run has {}: \
-                     its rows would belong to other ids; use the same hash_stack_config",
-                    self.directory.display(),
-                    slot.name,
-                    described(saved.hash_stack),
-                    described(slot.hash_stack),
-                )
-            })
-            .collect();
-        lines.extend(self.other_vectors(&now.schema));
-        if lines.is_empty() { Ok(()) } else { Err(errors::raise(py, "CheckpointError", lines.join("\n"))) }
-    }
 }
 
 /// A checkpoint on disk.

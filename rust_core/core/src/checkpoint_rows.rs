@@ -155,5 +155,7 @@ fn head(tables: &[(String, usize)], rows: &[u64], created_at: String) -> serde_j
         cursors: BTreeMap::from([(CURSOR.to_owned(), RawValue::from_string("null".to_owned())?)]),
         build: BTreeMap::from([origin, ("persia_core".to_owned(), crate::version().to_owned())]),
         created_at,
+        inputs: None,
+        tables: Vec::new(),
     })
 }

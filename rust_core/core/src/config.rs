@@ -65,6 +65,12 @@ impl GlobalConfig {
         &self.parsed.job_name
     }
 
+    /// Whether the job serves a checkpoint: `job_type: Infer`.
+    #[getter]
+    fn serves(&self) -> bool {
+        self.parsed.infer.is_some()
+    }
+
     /// Format of rows and gradients on the wire: `f32`, `f16` or `bf16`.
     #[getter]
     fn wire_dtype(&self) -> &'static str {

@@ -17,6 +17,7 @@ mod backend;
 mod backward;
 mod checkpoint;
 mod checkpoint_rows;
+mod checkpoint_slots;
 mod config;
 mod data;
 #[cfg(feature = "cuda")]

@@ -4,9 +4,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use persia_types::tables::ServedCheckpoint;
 use persia_types::{Dtype, Tables, TablesError};
 use persia_wire::client::{ClientOptions, Targets, WireTables};
 use persia_wire::discovery::BlockingDiscovery;
+use persia_wire::settings::Endpoint;
 use persia_wire::tls::TlsFiles;
 use pyo3::prelude::*;
 
@@ -28,13 +30,32 @@ pub(crate) struct RemoteOptions {
 /// A client, and the connection that finds its peers.
 pub(crate) struct Remote {
     tables: Arc<WireTables>,
-    _discovery: Arc<BlockingDiscovery>,
+    /// None if the middlewares are given.
+    _discovery: Option<Arc<BlockingDiscovery>>,
 }
 
 impl Remote {
     /// A client that connects with its first call.
     pub(crate) fn connect(py: Python<'_>, discovery: &Discovery, options: RemoteOptions) -> PyResult<Self> {
         let discovery = discovery.open(py)?;
+        let targets = Targets::Discovered(discovery.discovery().clone());
+        Self::to(py, targets, Some(discovery), options)
+    }
+
+    /// A client of the middlewares at these addresses.
+    pub(crate) fn listed(py: Python<'_>, addresses: &[String], options: RemoteOptions) -> PyResult<Self> {
+        let parsed = addresses.iter().map(|address| address.parse()).collect::<Result<Vec<Endpoint>, _>>();
+        let endpoints = parsed
+            .map_err(|error| errors::raise(py, "UsageError", format!("a middleware's address: {error}")))?;
+        Self::to(py, Targets::Fixed(endpoints), None, options)
+    }
+
+    fn to(
+        py: Python<'_>,
+        targets: Targets,
+        discovery: Option<Arc<BlockingDiscovery>>,
+        options: RemoteOptions,
+    ) -> PyResult<Self> {
         let tls = TlsFiles::from_env()
             .client()
             .map_err(|error| errors::raise(py, "ConfigError", error.to_string()))?;
@@ -45,7 +66,7 @@ impl Remote {
             rpc_timeout: duration(options.rpc_timeout_s),
             wire_dtype: options.wire_dtype,
             checkpoint_root: options.checkpoint_root,
-            ..ClientOptions::new(Targets::Discovered(discovery.discovery().clone()))
+            ..ClientOptions::new(targets)
         };
         let tables =
             py.detach(|| WireTables::connect(options)).map_err(|error| errors::tables(py, &error))?;
@@ -64,6 +85,11 @@ impl Remote {
     /// Read rows of a generation that another process trains.
     pub(crate) fn observe(&self, job: &str, generation: u64) {
         self.tables.observe(job, generation);
+    }
+
+    /// The checkpoint of an infer job, and the number that identifies its rows.
+    pub(crate) fn served(&self, py: Python<'_>) -> PyResult<(u64, ServedCheckpoint)> {
+        py.detach(|| self.tables.served()).map_err(|error| errors::tables(py, &error))
     }
 
     pub(crate) fn wait_ready(&self, py: Python<'_>, timeout_s: f64) -> PyResult<()> {

@@ -16,6 +16,25 @@ pub(crate) fn describe<'py>(
     for (table, count) in schema.tables.iter().zip(&stats.rows) {
         rows.set_item(&table.name, count)?;
     }
+    let tables = PyDict::new(py);
+    for table in &stats.tables {
+        let one = PyDict::new(py);
+        let numbers = [
+            ("rows", table.rows),
+            ("payload_bytes", table.payload_bytes),
+            ("memory_bytes", table.memory_bytes),
+            ("inserted", table.inserted),
+            ("evicted", table.evicted),
+            ("expired", table.expired),
+            ("waiting", table.waiting),
+            ("seen_once", table.seen_once),
+        ];
+        for (name, value) in numbers {
+            one.set_item(name, value)?;
+        }
+        one.set_item("lookups", counters(py, table.lookups.counters())?)?;
+        tables.set_item(&table.name, one)?;
+    }
     let seconds = PyDict::new(py);
     for (name, stage) in stages(engine) {
         seconds.set_item(name, stage.total.as_secs_f64())?;
@@ -30,6 +49,7 @@ pub(crate) fn describe<'py>(
     }
     let all = PyDict::new(py);
     all.set_item("rows", rows)?;
+    all.set_item("tables", tables)?;
     all.set_item("payload_bytes", stats.payload_bytes)?;
     all.set_item("memory_bytes", stats.memory_bytes)?;
     all.set_item("lookups", counters(py, stats.lookups.counters())?)?;

@@ -42,7 +42,7 @@ pub fn check(data: &[u8]) -> bool {
 /// The counters, and the files of all rows if a run is in progress.
 fn state(dir: &Path) -> (Stats, Option<Vec<FileEntry>>) {
     let node = node(dir);
-    let stats = Stats { memory_bytes: 0, ..node.stats().expect("a server has counters") };
+    let stats = Stats { memory_bytes: 0, tables: vec![], ..node.stats().expect("a server has counters") };
     let saved = dir.join("checkpoints/save");
     fs::create_dir_all(&saved).expect("a directory");
     let files = node.write_snapshot(fence(), "save", None).ok().map(|snapshot| snapshot.files);

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Component, Path};
 
 use persia_store::checkpoint::{Head, Manifest, Saver, ShardRows, write_shard};
-use persia_types::tables::Run;
+use persia_types::tables::{Run, TableStats};
 use persia_types::{Initializer, Optimizer, Schema, Table};
 use serde_json::value::RawValue;
 
@@ -87,6 +87,8 @@ pub fn seeds() -> Vec<Vec<u8>> {
         cursors: BTreeMap::new(),
         build: BTreeMap::new(),
         created_at: String::new(),
+        inputs: None,
+        tables: vec![],
     };
     let cursor = |text: &str| RawValue::from_string(text.into()).expect("JSON");
     let mut full = Head {
@@ -97,6 +99,8 @@ pub fn seeds() -> Vec<Vec<u8>> {
         cursors: BTreeMap::from([("a".into(), cursor("{\"at\": 1.50, \"deep\": [null]}"))]),
         build: BTreeMap::from([("version".into(), "0.1.0".into())]),
         created_at: "2026-01-02T03:04:05Z".into(),
+        inputs: Some(cursor("{\"id_features\": [\"a\"]}")),
+        tables: vec![TableStats { name: "user".into(), rows: 27, seen_once: 3, ..TableStats::default() }],
         ..plain.clone()
     };
     full.run.optimizer =

@@ -107,9 +107,39 @@ pub struct MiddlewareArgs {
     /// Flags of both binaries
     #[command(flatten)]
     pub common: CommonArgs,
-    /// Servers in the order of their index, HOST:PORT or unix:/PATH, instead of discovery
+    /// Servers in the order of their index, HOST:PORT or unix:/PATH, instead of discovery; of an infer job instead of
+    /// infer_config.servers
     #[arg(long, value_name = "ADDRESS,…", value_delimiter = ',')]
     pub servers: Vec<Endpoint>,
+}
+
+impl MiddlewareArgs {
+    /// The addresses of the servers in the order of their index; empty if they are found through NATS.
+    ///
+    /// # Errors
+    /// `Usage` for a malformed address, for too many, and for an infer job without one.
+    pub fn server_list(&self, global: &GlobalConfig) -> Result<Vec<Endpoint>, Exit> {
+        const KEY: &str = "common_config.infer_config.servers";
+        let listed = match &global.infer {
+            Some(infer) if self.servers.is_empty() => {
+                infer.servers.iter().map(|address| endpoint(address, KEY)).collect::<Result<Vec<_>, _>>()?
+            }
+            _ => self.servers.clone(),
+        };
+        if listed.is_empty() && global.infer.is_some() {
+            return Err(Exit::Usage(format!(
+                "no servers: job_type: Infer finds them by {KEY} in global_config.yml, or by --servers HOST:PORT,…, \
+                 in the order of their REPLICA_INDEX"
+            )));
+        }
+        if listed.len() > MAX_SERVERS {
+            return Err(Exit::Usage(format!(
+                "{} servers are listed, the limit is {MAX_SERVERS}",
+                listed.len()
+            )));
+        }
+        Ok(listed)
+    }
 }
 
 /// The text of `--version` after the name of the binary.
@@ -245,22 +275,34 @@ impl CommonArgs {
         read(path, "--global-config or PERSIA_GLOBAL_CONFIG", GlobalConfig::parse)
     }
 
-    /// The embedding configuration: that of the features of `--config`, or `--embedding-config`.
+    /// The embedding configuration: that of the features of `--config`, or `--embedding-config`; None without both.
+    ///
+    /// # Errors
+    /// `Usage` with all mistakes.
+    pub fn embedding_if_given(&self) -> Result<Option<EmbeddingConfig>, Exit> {
+        match (&self.config, &self.embedding_config) {
+            (Some(path), _) => {
+                read(path, "--config or PERSIA_CONFIG", FeaturesConfig::parse_embedding).map(Some)
+            }
+            (None, Some(path)) => {
+                read(path, "--embedding-config or PERSIA_EMBEDDING_CONFIG", EmbeddingConfig::parse).map(Some)
+            }
+            (None, None) => Ok(None),
+        }
+    }
+
+    /// The embedding configuration.
     ///
     /// # Errors
     /// `Usage` without one, or with all mistakes.
     pub fn embedding(&self) -> Result<EmbeddingConfig, Exit> {
-        match (&self.config, &self.embedding_config) {
-            (Some(path), _) => read(path, "--config or PERSIA_CONFIG", FeaturesConfig::parse_embedding),
-            (None, Some(path)) => {
-                read(path, "--embedding-config or PERSIA_EMBEDDING_CONFIG", EmbeddingConfig::parse)
-            }
-            (None, None) => Err(Exit::Usage(
+        self.embedding_if_given()?.ok_or_else(|| {
+            Exit::Usage(
                 "no embedding configuration: set PERSIA_CONFIG or --config to the job's persia.yml, or \
                  PERSIA_EMBEDDING_CONFIG or --embedding-config to its embedding_config.yml"
                     .into(),
-            )),
-        }
+            )
+        })
     }
 
     /// The job's name.

@@ -62,7 +62,10 @@ pub fn start() -> Result<PrometheusHandle, metrics_exporter_prometheus::BuildErr
     );
     metrics::describe_counter!(REQUESTS_FAILED, "Requests answered with an error, by method and code");
     metrics::describe_counter!(REFUSED_CALLS, "Calls with a missing or wrong token");
-    metrics::describe_counter!(LOOKUP_ROWS, "Unique ids looked up for training, by outcome");
+    metrics::describe_counter!(
+        LOOKUP_ROWS,
+        "Unique ids looked up for training, or of an infer job, by outcome"
+    );
     metrics::describe_counter!(PUSH_ROWS, "Rows pushed, by outcome");
     metrics::describe_counter!(ROW_CHANGES, "Rows that pushes inserted, evicted, or found expired");
     metrics::describe_gauge!(CONNECTIONS, "Open connections");

@@ -48,7 +48,7 @@ pub struct Process {
     pub secret: Option<Secret>,
     /// TLS for calls to other processes.
     pub client_tls: Option<ClientTlsConfig>,
-    /// NATS, if configured.
+    /// NATS, if configured; never of an infer job.
     pub discovery: Option<Discovery>,
     /// Set when the process serves.
     pub ready: Arc<AtomicBool>,
@@ -117,6 +117,8 @@ impl Process {
             Listener::bind(&listen).await.map_err(|error| cannot_bind("PERSIA_LISTEN", &listen, &error))?;
         let discovery = match &args.nats_url {
             None => None,
+            // persia-launcher has a default for NATS, which an infer job does not use.
+            Some(_) if global.infer.is_some() => None,
             Some(url) => Some(connect(url, &job, secret.as_ref()).await?),
         };
         let (health, health_service) = Health::new(kind.grpc).await;

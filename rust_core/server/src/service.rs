@@ -163,6 +163,7 @@ impl EmbeddingService {
             }
             Mode::Eval | Mode::Infer => None,
         };
+        let counts = lookup.mode == Mode::Train || node.serves();
         let (lookup, rows, report) = blocking(move || {
             let mut rows = lookup.buffers();
             let mut buffers: Vec<&mut [f32]> = rows.iter_mut().map(Vec::as_mut_slice).collect();
@@ -170,7 +171,7 @@ impl EmbeddingService {
             Ok((lookup, rows, report))
         })
         .await?;
-        if lookup.mode == Mode::Train {
+        if counts {
             metrics::looked_up(&report);
         }
         let parts = lookup.parts.into_iter().zip(rows).enumerate();

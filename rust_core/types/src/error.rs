@@ -138,8 +138,8 @@ pub enum TablesError {
         /// The awaited event, and the time limit.
         what: String,
     },
-    /// A server that is still resuming from its log.
-    #[error("{peer} resumes from its log, {} %: wait for it", percent(*.done, *.total))]
+    /// A server that still reads its log, or the checkpoint that it serves.
+    #[error("{peer} reads its rows from disk, {} %: wait for it", percent(*.done, *.total))]
     Recovering {
         /// The name of the peer.
         peer: String,

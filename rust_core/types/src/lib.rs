@@ -13,6 +13,7 @@ pub mod id;
 pub mod limits;
 mod optimizer;
 pub mod schema;
+mod stats;
 pub mod tables;
 pub mod token;
 

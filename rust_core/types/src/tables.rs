@@ -3,7 +3,6 @@
 //! The in-process store and the network client implement it. Embedded and distributed mode differ only in the
 //! implementation; the crate `persia-contract` tests both.
 
-use std::collections::BTreeMap;
 use std::path::Path;
 
 use persia_kernels::{Bags, Csr, Gradients};
@@ -12,6 +11,7 @@ use serde::{Deserialize, Serialize};
 pub use crate::error::TablesError;
 use crate::id::{Id, ShardedIds};
 use crate::schema::{Admission, Initializer, Optimizer, Schema, Table};
+pub use crate::stats::{ServedCheckpoint, Stats, TableStats};
 use crate::token::Token;
 
 /// The mode of a look-up.
@@ -274,29 +274,6 @@ pub struct Snapshot {
     pub files: Vec<FileEntry>,
     /// The number of rows in them for each table, in the schema's order.
     pub rows: Vec<u64>,
-}
-
-/// Counters and gauges since the run began.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub struct Stats {
-    /// The number of rows of each table, in the schema's order.
-    pub rows: Vec<u64>,
-    /// The number of bytes of weights and optimizer state in those rows.
-    pub payload_bytes: u64,
-    /// The number of bytes allocated for rows, ids, recency and indexes.
-    pub memory_bytes: u64,
-    /// The sum over all training look-ups.
-    pub lookups: LookupReport,
-    /// The sum over all pushes; `first_nonfinite` is the first since the run began.
-    pub pushes: PushReport,
-    /// The highest push of every rank, for a checkpoint's token table.
-    pub tokens: BTreeMap<u32, u64>,
-    /// The generation of the run that began last; 0 before the first run.
-    #[serde(default)]
-    pub generation: u64,
-    /// The generation of the run in progress; 0 if none has begun since the process started.
-    #[serde(default)]
-    pub begun: u64,
 }
 
 /// The rows: the in-process store, or the network client.

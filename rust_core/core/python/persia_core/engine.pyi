@@ -22,6 +22,18 @@ class Engine:
         checkpoint_root: str | PathLike[str] | None,
         rpc_timeout_s: float,
     ) -> Engine: ...
+    @staticmethod
+    def serving(
+        addresses: list[str],
+        *,
+        token_file: str | PathLike[str] | None,
+        rpc_timeout_s: float,
+        start_timeout_s: float,
+    ) -> Engine: ...
+    @property
+    def configuration(self) -> EmbeddingConfig: ...
+    @property
+    def served(self) -> tuple[str, int, str | None] | None: ...
     def use_device(self, device_id: int, dtype: str = "f32") -> None: ...
     def begin(
         self,

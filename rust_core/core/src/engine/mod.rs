@@ -12,7 +12,7 @@ use persia_engine::device::Device;
 use persia_engine::{DrainOutcome, EngineOptions};
 use persia_store::checkpoint::probe;
 use persia_store::{Store, StoreOptions};
-use persia_types::tables::{Mode, Run};
+use persia_types::tables::{Mode, Run, ServedCheckpoint};
 use persia_types::{Dtype, Schema, Tables};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -44,6 +44,8 @@ pub(crate) struct Engine {
     wire: Dtype,
     /// Device of the pooling; None is the CPU.
     device: Mutex<Option<Arc<dyn Device>>>,
+    /// The checkpoint of an infer job.
+    served: Option<ServedCheckpoint>,
 }
 
 impl Drop for Engine {
@@ -95,6 +97,47 @@ impl Engine {
         let schema = embedding.parsed.schema.clone();
         let job = discovery.job().to_owned();
         Ok(Self::over(Backend::Remote(remote), schema, job, (rank, world_size), wire_dtype))
+    }
+
+    /// Rows of an infer job, reached through the middlewares at `addresses`. Slots and tables are those of the checkpoint
+    /// that its servers serve. Waits at most `start_timeout_s` for servers that make no progress.
+    #[staticmethod]
+    #[pyo3(signature = (addresses, *, token_file, rpc_timeout_s, start_timeout_s))]
+    fn serving(
+        py: Python<'_>,
+        addresses: Vec<String>,
+        token_file: Option<PathBuf>,
+        rpc_timeout_s: f64,
+        start_timeout_s: f64,
+    ) -> PyResult<Self> {
+        logs::begin(py)?;
+        // A client prefers the middleware of its rank: several processes use several middlewares.
+        let rank = std::process::id();
+        let (wire_dtype, checkpoint_root) = (Dtype::F32, None);
+        let options = RemoteOptions { rank, token_file, checkpoint_root, rpc_timeout_s, wire_dtype };
+        let remote = Remote::listed(py, &addresses, options)?;
+        remote.wait_ready(py, start_timeout_s)?;
+        let (generation, served) = remote.served(py)?;
+        let (schema, job, step) = (served.schema.clone(), served.job.clone(), served.step);
+        let backend = Backend::Remote(remote);
+        let mut engine = Self::over(backend, schema, job, (0, 1), wire_dtype);
+        engine.served = Some(served);
+        engine.observe(py, generation, step)?;
+        Ok(engine)
+    }
+
+    /// The path of the checkpoint that an infer job serves, its step, and the names of the model's inputs as JSON.
+    #[getter]
+    fn served(&self) -> Option<(String, u64, Option<String>)> {
+        self.served.as_ref().map(|served| (served.path.clone(), served.step, served.inputs.clone()))
+    }
+
+    /// Its slots and tables.
+    #[getter]
+    fn configuration(&self) -> EmbeddingConfig {
+        let schema = self.schema.clone();
+        let parsed = persia_types::config::EmbeddingConfig { feature_index_prefix_bit: 0, schema };
+        EmbeddingConfig { parsed, warnings: Vec::new() }
     }
 
     /// Pool look-ups and sum gradients on a CUDA device, from the next generation or loop on. Vectors are `dtype`.
@@ -329,7 +372,7 @@ impl Engine {
         wire: Dtype,
     ) -> Self {
         let (current, open, device) = (Mutex::default(), Mutex::default(), Mutex::default());
-        Self { backend, schema, job, rank, world_size, current, open, wire, device }
+        Self { backend, schema, job, rank, world_size, current, open, wire, device, served: None }
     }
 
     pub(crate) fn tables(&self) -> Arc<dyn Tables> {

@@ -23,7 +23,8 @@ fn main() -> ExitCode {
 async fn run(process: Process, health: HealthService, args: MiddlewareArgs) -> Result<(), Exit> {
     let signals = process::stop_signals()?;
     let link = Link { secret: process.secret.clone(), tls: process.client_tls.clone() };
-    let servers = match (&process.discovery, args.servers.as_slice()) {
+    let listed = args.server_list(&process.global)?;
+    let servers = match (&process.discovery, listed.as_slice()) {
         (None, []) => {
             return Err(Exit::Usage(
                 "no servers: set PERSIA_NATS_URL to the address of NATS, through which they are found".into(),

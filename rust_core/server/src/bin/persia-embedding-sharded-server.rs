@@ -9,7 +9,9 @@ use persia_server::args::ServerArgs;
 use persia_server::exit::Exit;
 use persia_server::kind::Kind;
 use persia_server::metrics;
-use persia_server::node::{CheckpointRoot, GenerationFile, LogOptions, Node, NodeOptions};
+use persia_server::node::{
+    CheckpointRoot, GenerationFile, LogOptions, Node, NodeOptions, ServableCheckpoint, checkpoint_dir,
+};
 use persia_server::process::{self, Process};
 use persia_server::serve::{HealthService, serve};
 use persia_server::service::{EmbeddingService, StartingNode};
@@ -44,14 +46,21 @@ fn log_options(sync: Option<LogSync>, data_dir: Option<&Path>) -> Result<Option<
 /// The interval of log lines while the node resumes.
 const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Resume from the log, which may be long, on another thread.
-async fn resume(
-    starting: &Arc<StartingNode>,
-    options: NodeOptions,
-    generation: GenerationFile,
-) -> Result<(), Exit> {
+/// Where the rows of a server are at its start.
+enum Rows {
+    /// In the log, if there is one.
+    Log(GenerationFile),
+    /// In the checkpoint that an infer job serves.
+    Checkpoint(ServableCheckpoint),
+}
+
+/// Resume from the log or load the checkpoint, which may be long, on another thread.
+async fn resume(starting: &Arc<StartingNode>, options: NodeOptions, rows: Rows) -> Result<(), Exit> {
     let of_thread = Arc::clone(starting);
-    let mut resuming = spawn_blocking(move || Node::recovering(options, generation, of_thread.progress()));
+    let mut resuming = spawn_blocking(move || match rows {
+        Rows::Log(generation) => Node::recovering(options, generation, of_thread.progress()),
+        Rows::Checkpoint(checkpoint) => Node::serving(options, &checkpoint, of_thread.progress()),
+    });
     loop {
         if let Ok(resumed) = timeout(REPORT_INTERVAL, &mut resuming).await {
             let node = resumed.map_err(|error| Exit::Again(format!("the start failed: {error}")))??;
@@ -66,11 +75,20 @@ async fn resume(
 
 async fn run(process: Process, health: HealthService, args: ServerArgs) -> Result<(), Exit> {
     let signals = process::stop_signals()?;
+    let (schema, rows) = match &process.global.infer {
+        None => (args.common.embedding()?.schema, Rows::Log(GenerationFile::open(args.data_dir.as_deref())?)),
+        Some(infer) => {
+            let dir = checkpoint_dir(infer.checkpoint.as_deref())?;
+            let configured = args.common.embedding_if_given()?.map(|config| config.schema);
+            let checkpoint = ServableCheckpoint::open(dir, configured)?;
+            (checkpoint.schema().clone(), Rows::Checkpoint(checkpoint))
+        }
+    };
     let options = NodeOptions {
         job: process.job.clone(),
         index: args.common.replica_index,
         servers: args.common.replica_size,
-        schema: args.common.embedding()?.schema,
+        schema,
         capacity: process.global.capacity,
         snapshot_threads: process.global.checkpoint_workers,
         max_copy_bytes: process.global.max_copy_bytes.unwrap_or(u64::MAX),
@@ -80,7 +98,6 @@ async fn run(process: Process, health: HealthService, args: ServerArgs) -> Resul
         address: process.listener.endpoint().to_string(),
         log: log_options(process.global.log, args.data_dir.as_deref())?,
     };
-    let generation = GenerationFile::open(args.data_dir.as_deref())?;
     // The service starts before the node has resumed, so that callers wait for it.
     let starting = Arc::new(StartingNode::new(&options));
     let (gauges, state) = (Arc::clone(&starting), Arc::clone(&starting));
@@ -98,7 +115,7 @@ async fn run(process: Process, health: HealthService, args: ServerArgs) -> Resul
     let mut serving = std::pin::pin!(serve(listener, service, host, health, stop, second));
     tokio::select! {
         ended = &mut serving => return ended,
-        result = resume(&starting, options, generation) => result?,
+        result = resume(&starting, options, rows) => result?,
     }
     let _ = resumed.send(()); // after a stop it is not waited for
     serving.await

@@ -54,6 +54,25 @@ async fn check_everywhere_first<R: Unary + Clone>(
     Ok(())
 }
 
+/// The answer of the server at `index` of a list of `count`; refused if the server has another place.
+fn check_place(
+    server: &ServerClient,
+    index: usize,
+    count: usize,
+    reply: proto::StatsReply,
+) -> Result<Vec<proto::ServerStats>, Status> {
+    let own = reply.answered.first().map_or(index, |answer| answer.server as usize);
+    if (own, reply.servers as usize) == (index, count) {
+        return Ok(reply.answered);
+    }
+    let what = format!(
+        "it is server {own} of {}, and the list has it as server {index} of {count}; list all servers, in the order of \
+         their REPLICA_INDEX",
+        reply.servers
+    );
+    Err(to_status(&TablesError::Incompatible { peer: server.peer.clone(), what }))
+}
+
 impl MiddlewareService {
     async fn all_servers<R: Unary>(
         &self,
@@ -124,8 +143,11 @@ impl MiddlewareService {
             });
             return Err(to_status(&error));
         }
-        let calls = known.iter().flatten().map(|server| async move {
+        let (listed, count) = (self.servers.is_listed(), known.len());
+        let found = known.iter().enumerate().filter_map(|(index, server)| Some((index, server.as_ref()?)));
+        let calls = found.map(|(index, server)| async move {
             match timeout_at(deadline, server.data().unary(Request::new(proto::StatsRequest {}))).await {
+                Ok(Ok(reply)) if listed => check_place(server, index, count, reply),
                 Ok(Ok(reply)) => Ok(reply.answered),
                 // Wrong credentials are not a temporary failure.
                 Ok(Err(status)) if status.code() == tonic::Code::Unauthenticated => {

@@ -155,6 +155,11 @@ impl ServerPool {
         })
     }
 
+    /// Whether the servers are those of a list, whose order may be wrong.
+    pub fn is_listed(&self) -> bool {
+        self.search.is_none()
+    }
+
     /// The servers in the order of their index; None for an unknown one.
     pub fn known(&self) -> Vec<Option<Arc<ServerClient>>> {
         self.known.borrow().servers.clone()

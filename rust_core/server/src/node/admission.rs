@@ -44,7 +44,8 @@ impl Node {
     /// Read rows. A training look-up must be [admitted](Self::admit); others have no turn and are not logged.
     ///
     /// # Errors
-    /// As [`Tables::lookup`]; `Unreachable` if the log cannot be written.
+    /// As [`Tables::lookup`]; `Unreachable` if the log cannot be written; `Incompatible` if an infer job serves another
+    /// checkpoint than the caller expects.
     pub fn lookup(
         &self,
         turn: Option<Turn>,
@@ -52,6 +53,7 @@ impl Node {
         rows: &mut [&mut [f32]],
     ) -> Result<LookupReport, TablesError> {
         if turn.is_none() {
+            self.check_served(request.token)?;
             return self.store.lookup(request, rows).map_err(|error| self.named(error));
         }
         // After a restart, pushes of this step do not wait for a look-up that was answered.
@@ -85,6 +87,7 @@ impl Node {
 
     /// Refuse a training request of another job or generation.
     pub(super) fn check_token(&self, token: Token) -> Result<(), TablesError> {
+        self.refuse_change()?;
         let Fence { job, generation } = self.current()?;
         if (job, generation) == (token.job, token.generation) {
             return Ok(());

@@ -3,6 +3,7 @@
 //! * [`admission`]: the path of a training request
 //! * [`snapshot`]: requests of a checkpoint
 //! * [`sequencer`]: the order of requests in a reproducible run
+//! * [`serving`]: a server of an infer job
 //! * [`request_log`]: the log and its base; [`recovery`]: resuming from it; [`progress`]: the progress of resuming
 //! * [`generation_file`], [`checkpoint_root`]: directories
 
@@ -13,6 +14,7 @@ mod progress;
 mod recovery;
 mod request_log;
 mod sequencer;
+mod serving;
 mod snapshot;
 
 use std::io;
@@ -22,7 +24,7 @@ use std::time::Duration;
 
 use parking_lot::{Mutex, MutexGuard, RwLock};
 use persia_store::{Store, StoreOptions};
-use persia_types::tables::{Run, Stats};
+use persia_types::tables::{Run, ServedCheckpoint, Stats};
 use persia_types::{JobId, Schema, Tables, TablesError, Token, server_shards};
 use persia_wire::VERSION;
 
@@ -34,6 +36,7 @@ pub use self::generation_file::GenerationFile;
 pub use self::progress::RecoveryProgress;
 pub use self::request_log::LogOptions;
 pub use self::sequencer::{Phase, RankSequencer, Turn};
+pub use self::serving::{ServableCheckpoint, checkpoint_dir};
 
 /// Settings of a server.
 #[derive(Debug, Clone)]
@@ -86,6 +89,8 @@ pub struct Node {
     admin: Mutex<()>,
     /// Locked while the files of a snapshot are written, and by requests that wait for that. Lock it before `admin`.
     writing: Mutex<()>,
+    /// The checkpoint of an infer job.
+    served: Option<ServedCheckpoint>,
 }
 
 /// The interval at which a begin cancels the transfers of the run before it, until it has `admin`.
@@ -100,14 +105,15 @@ pub struct Fence {
     pub generation: u64,
 }
 
-fn empty_store(options: &NodeOptions) -> Result<Arc<Store>, Exit> {
+fn empty_store(options: &NodeOptions, serves: bool) -> Result<Arc<Store>, Exit> {
     let store_options = StoreOptions {
-        capacity: options.capacity,
+        capacity: if serves { u64::MAX } else { options.capacity }, // a served row is never evicted
         snapshot_threads: options.snapshot_threads,
         shards: server_shards(options.index as usize, options.servers as usize),
         max_copy_bytes: options.max_copy_bytes,
         // The server throttles requests before they take a turn.
         throttle: Duration::ZERO,
+        serves,
     };
     let store = Store::new(options.schema.clone(), store_options);
     store.map(Arc::new).map_err(|error| Exit::Usage(error.to_string()))
@@ -133,15 +139,34 @@ impl Node {
         progress: &RecoveryProgress,
     ) -> Result<Self, Exit> {
         let (index, servers) = (options.index, options.servers);
-        if index >= servers || servers as usize > persia_types::limits::MAX_SERVERS {
-            return Err(Exit::Usage(format!("there is no server {index} of {servers}")));
-        }
         let owner = Owner { version: VERSION.into(), index, servers, capacity: options.capacity };
         let timeout = options.turn_timeout;
         let log = options.log.clone().map(|log| RequestLog::open(log, owner, timeout)).transpose()?;
-        let mut node = Self {
+        let mut node = Self::empty(options, generation, log, false)?;
+        if let Err(why) = node.recover(progress) {
+            tracing::warn!("the log cannot be used; the job resumes from its last checkpoint: {why}");
+            node.store = empty_store(&node.options, false)?;
+            node.sequencer = Arc::default();
+            node.begun = RwLock::new(None);
+            node.log.iter().for_each(RequestLog::close);
+        }
+        Ok(node)
+    }
+
+    /// A server without rows and without a run.
+    fn empty(
+        options: NodeOptions,
+        generation: GenerationFile,
+        log: Option<RequestLog>,
+        serves: bool,
+    ) -> Result<Self, Exit> {
+        let (index, servers) = (options.index, options.servers);
+        if index >= servers || servers as usize > persia_types::limits::MAX_SERVERS {
+            return Err(Exit::Usage(format!("there is no server {index} of {servers}")));
+        }
+        Ok(Self {
             peer: options.peer(),
-            store: empty_store(&options)?,
+            store: empty_store(&options, serves)?,
             options,
             generation,
             sequencer: Arc::default(),
@@ -150,15 +175,8 @@ impl Node {
             oldest: Mutex::default(),
             admin: Mutex::new(()),
             writing: Mutex::new(()),
-        };
-        if let Err(why) = node.recover(progress) {
-            tracing::warn!("the log cannot be used; the job resumes from its last checkpoint: {why}");
-            node.store = empty_store(&node.options)?;
-            node.sequencer = Arc::default();
-            node.begun = RwLock::new(None);
-            node.log.iter().for_each(RequestLog::close);
-        }
-        Ok(node)
+            served: None,
+        })
     }
 
     /// Its settings.
@@ -180,6 +198,7 @@ impl Node {
     /// `Incompatible` for another job or number of servers, `Io` if the generation cannot be written, `Lost` if the rows
     /// are not those that the run continues with; otherwise as [`Tables::begin`].
     pub fn begin(&self, servers: u32, run: &Run, check_only: bool) -> Result<(), TablesError> {
+        self.refuse_change()?;
         self.check_newer(servers, run)?;
         self.check_continues(run)?; // before anything is cancelled
         let _alone = self.lock_for_begin();
@@ -295,7 +314,8 @@ impl Node {
     pub fn stats(&self) -> Result<Stats, TablesError> {
         let stats = self.store.stats()?;
         let begun = self.begun.read().as_ref().map_or(0, |run| run.generation);
-        Ok(Stats { generation: stats.generation.max(self.generation.get()), begun, ..stats })
+        let generation = stats.generation.max(self.generation.get());
+        Ok(Stats { generation, begun, served: self.served.clone(), ..stats })
     }
 
     /// The age of the oldest record of the log that is not durable, if there is a log; zero if all are.

@@ -113,7 +113,8 @@ fn state(node: &Node, generation: u64, checkpoints: &Path) -> (BTreeMap<String, 
 
 /// The counters that a log restores.
 fn counters(node: &Node) -> Stats {
-    Stats { memory_bytes: 0, lookups: LookupReport::default(), ..node.stats().unwrap() }
+    let (lookups, tables) = (LookupReport::default(), Vec::new());
+    Stats { memory_bytes: 0, lookups, tables, ..node.stats().unwrap() }
 }
 
 fn fence(generation: u64) -> Fence {

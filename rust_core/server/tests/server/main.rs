@@ -13,5 +13,6 @@ mod pooled_limits;
 mod processes;
 mod recovering;
 mod running;
+mod serving;
 mod stack;
 mod unauthenticated;

@@ -136,7 +136,7 @@ fn trained(tables: Arc<dyn Tables>, run: &Run) -> Trained {
     }
     let stats = tables.stats().unwrap();
     // Several servers count these differently.
-    (steps, Stats { memory_bytes: 0, tokens: BTreeMap::new(), ..stats })
+    (steps, Stats { memory_bytes: 0, tokens: BTreeMap::new(), tables: Vec::new(), ..stats })
 }
 
 /// Looks up only rows of ids, or counts the other look-ups.

@@ -1,13 +1,15 @@
 //! Servers and a middleware in this process, and short functions for requests.
 
 use std::future::pending;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 use persia_kernels::{Bags, Gradients};
 use persia_server::middleware::{Link, MiddlewareService, ServerPool};
-use persia_server::node::{CheckpointRoot, GenerationFile, Node, NodeOptions};
+use persia_server::node::{
+    CheckpointRoot, GenerationFile, Node, NodeOptions, RecoveryProgress, ServableCheckpoint,
+};
 use persia_server::serve::{Health, Host, serve};
 use persia_server::service::{EmbeddingService, StartingNode};
 use persia_types::tables::{
@@ -46,6 +48,8 @@ pub(crate) struct Plan {
     pub(crate) request_memory: u32,
     /// Whether the servers have not resumed from their logs: see [`Stack::starting`].
     pub(crate) starting: bool,
+    /// The checkpoint that the servers serve, of an infer job.
+    pub(crate) serves: Option<PathBuf>,
 }
 
 impl Plan {
@@ -62,6 +66,7 @@ impl Plan {
             turn_timeout: Duration::from_secs(20),
             request_memory: 4 << 10,
             starting: false,
+            serves: None,
         }
     }
 }
@@ -162,7 +167,14 @@ async fn start_server(
         log: None,
     };
     let data = dir.join(format!("data-{index}"));
-    let node = Arc::new(Node::new(options, GenerationFile::open(Some(&data)).unwrap()).unwrap());
+    let node = match &plan.serves {
+        None => Node::new(options, GenerationFile::open(Some(&data)).unwrap()).unwrap(),
+        Some(dir) => {
+            let checkpoint = ServableCheckpoint::open(dir, Some(plan.schema.clone())).unwrap();
+            Node::serving(options, &checkpoint, &RecoveryProgress::default()).unwrap()
+        }
+    };
+    let node = Arc::new(node);
     let (host, health) = host(plan, &listener).await;
     let before = Arc::new(StartingNode::new(node.options()));
     if !plan.starting {
@@ -175,7 +187,7 @@ async fn start_server(
     endpoint
 }
 
-async fn start_middleware(plan: &Plan, servers: &[Endpoint], dir: &Path) -> Endpoint {
+pub(crate) async fn start_middleware(plan: &Plan, servers: &[Endpoint], dir: &Path) -> Endpoint {
     let listener = bind(plan, "middleware", dir).await;
     let endpoint = listener.endpoint().clone();
     let link = Link { secret: plan.secret.clone(), tls: plan.tls.client().unwrap() };

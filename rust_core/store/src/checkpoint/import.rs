@@ -236,6 +236,8 @@ mod tests {
             cursors: BTreeMap::new(),
             build: BTreeMap::new(),
             created_at: String::new(),
+            inputs: None,
+            tables: Vec::new(),
         }
     }
 

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
-use persia_types::tables::{FileEntry, Run};
+use persia_types::tables::{FileEntry, Run, TableStats};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
@@ -38,6 +38,12 @@ pub struct Head {
     pub build: BTreeMap<String, String>,
     /// The wall-clock time in RFC 3339. It is informative only and does not order checkpoints.
     pub created_at: String,
+    /// The names of the model's inputs in its order, as JSON.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub inputs: Option<Box<RawValue>>,
+    /// The vocabulary of each table at the cut, with its counters since the run began; empty if it is not known.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub tables: Vec<TableStats>,
 }
 
 /// The table of contents of a checkpoint. In every format the first field is `format`, and the last one is `blake3`, the
@@ -92,6 +98,21 @@ impl Manifest {
     pub fn shards(&self) -> Vec<FileEntry> {
         let shards = self.files.iter().filter(|entry| names::shard_of_file(&entry.name).is_some());
         shards.map(|entry| self.staged(entry)).collect()
+    }
+
+    /// A number that checkpoints of equal rows at the same step have in common, and others do not; never 0.
+    pub fn identity(&self) -> u64 {
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(&self.head.step.to_le_bytes());
+        for table in &self.head.run.schema.tables {
+            hasher.update(table.name.as_bytes()).update(&table.dim.to_le_bytes());
+        }
+        for entry in self.files.iter().filter(|entry| names::shard_of_file(&entry.name).is_some()) {
+            hasher.update(entry.name.as_bytes()).update(entry.blake3.as_bytes());
+        }
+        let mut first = [0; 8];
+        first.copy_from_slice(&hasher.finalize().as_bytes()[..8]);
+        u64::from_le_bytes(first).max(1)
     }
 
     /// The current path of a file.

@@ -26,22 +26,24 @@ pub(crate) struct CheckedLookup<'a> {
 }
 
 impl CheckedLookup<'_> {
-    /// Write the rows to `rows`, and their row indices to `found`.
+    /// Write the rows to `rows`, and their row indices to `found`. Returns a report for each table of the request.
     pub(crate) fn run(
         &self,
         shards: &[Mutex<Shard>],
         rows: &mut [&mut [f32]],
         found: &mut LookupRows,
-    ) -> LookupReport {
+    ) -> Vec<LookupReport> {
         found.reset(self.step, self.tables.iter().map(|part| (part.table, part.ids.len())));
-        let (step, mut report, mut asked) = (self.step, LookupReport::default(), 0);
+        let (step, mut asked, mut all_hits) = (self.step, 0, 0);
+        let mut reports = vec![LookupReport::default(); self.tables.len()];
         for (number, part) in self.tables.iter().enumerate() {
             let layout = self.run.table(part.table).layout;
             let mut found = found.part(number, 0);
             let (dim, out) = (layout.dim, &mut *rows[number]);
+            let hits = &mut reports[number].hits;
             let Ok(()) = for_each_batch(shards, part.table, part.ids, |batch| {
                 let found = &mut found;
-                report.hits += match part.gathered() {
+                *hits += match part.gathered() {
                     None => {
                         let output = InOrder { dim, out };
                         self.level.run(ReadBatch { batch, part, layout, found, output, step })
@@ -54,11 +56,12 @@ impl CheckedLookup<'_> {
                 Ok::<(), Infallible>(())
             });
             asked += part.ids.len() as u64;
+            all_hits += *hits;
         }
-        if report.hits < asked {
-            self.second_pass(shards, rows, found, &mut report);
+        if all_hits < asked {
+            self.second_pass(shards, rows, found, &mut reports);
         }
-        report
+        reports
     }
 
     /// Read every id in which the first pass found no row.
@@ -68,7 +71,7 @@ impl CheckedLookup<'_> {
         shards: &[Mutex<Shard>],
         rows: &mut [&mut [f32]],
         found: &mut LookupRows,
-        report: &mut LookupReport,
+        reports: &mut [LookupReport],
     ) {
         for (number, part) in self.tables.iter().enumerate() {
             let dim = self.schema.tables[part.table].dim;
@@ -77,7 +80,7 @@ impl CheckedLookup<'_> {
                 continue;
             }
             let (row, scratch) = scratch.split_at_mut(dim);
-            let out = &mut *rows[number];
+            let (out, report) = (&mut *rows[number], &mut reports[number]);
             let Ok(()) = for_each_batch(shards, part.table, part.ids, |batch| {
                 for (shard, at) in ShardBatch::walk(batch.ranges) {
                     if row_indices[at] == NO_ROW {

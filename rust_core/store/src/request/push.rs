@@ -119,7 +119,7 @@ impl CheckedPush<'_> {
             if shard.tables[table].is_alive(row_index, run.layout.oldest_alive(step)) {
                 return Ok(Some(row_index)); // another request inserted it between the passes
             }
-            shard.remove(table, id);
+            shard.remove_expired(table, id);
             report.rows_expired += 1;
         }
         let no_memory = |error| no_memory(&self.schema.tables[table].name, error);

@@ -28,7 +28,7 @@ use region::OutOfMemory;
 #[cfg(test)]
 pub(crate) use region::refusal;
 pub(crate) use row::Layout;
-pub(crate) use table::ShardTable;
+pub(crate) use table::{RowChanges, ShardTable};
 
 /// An eviction frees the budget divided by this number of rows, so that many insertions share the cost of its scan.
 const EVICTED_PART: usize = 16;
@@ -101,6 +101,11 @@ impl Shard {
         *self = Self::new(&layouts, self.budget);
     }
 
+    /// Count changes of rows from 0.
+    pub(crate) fn reset_changes(&mut self) {
+        self.tables.iter_mut().for_each(|table| table.changes = RowChanges::default());
+    }
+
     /// Set the layouts of the tables. Tables with rows already have these layouts.
     pub(crate) fn set_layouts(&mut self, layouts: &[Layout]) {
         for (table, layout) in self.tables.iter_mut().zip(layouts) {
@@ -129,18 +134,22 @@ impl Shard {
         let row_index = self.tables[table].insert(id, step, fill)?;
         self.rows += 1;
         let table = &mut self.tables[table];
+        table.changes.inserted += 1;
         if table.admission_counts.len() > 0 {
             table.preserve_counts();
-            if table.admission_counts.remove(id, hash_id(id)) != NO_ROW {
+            let count = table.admission_counts.remove(id, hash_id(id));
+            if count != NO_ROW {
                 self.counted -= 1;
+                table.seen_once -= usize::from(count == 1);
             }
         }
         Ok((row_index, left))
     }
 
-    /// Remove the row of `id`, which must have one.
-    pub(crate) fn remove(&mut self, table: usize, id: u64) {
+    /// Remove the expired row of `id`, which must have one.
+    pub(crate) fn remove_expired(&mut self, table: usize, id: u64) {
         self.tables[table].remove(id);
+        self.tables[table].changes.expired += 1;
         self.rows -= 1;
         self.eviction_count += 1;
     }
@@ -172,6 +181,7 @@ impl Shard {
                 table.entries().filter(|(.., last_used)| *last_used < oldest).map(|(_, id, _)| id).collect();
             self.rows -= expired.len();
             self.eviction_count += expired.len() as u64;
+            table.changes.expired += expired.len() as u64;
             expired.into_iter().for_each(|id| table.remove(id));
         }
         (before - self.rows) as u64
@@ -209,13 +219,16 @@ impl Shard {
             }
             count => count.saturating_add(1).min(min_count),
         };
-        self.tables[table].preserve_counts();
-        let counts = &mut self.tables[table].admission_counts;
+        let table = &mut self.tables[table];
+        table.preserve_counts();
+        let counts = &mut table.admission_counts;
         if before == NO_ROW {
             counts.reserve()?;
             self.counted += 1;
+            table.seen_once += 1;
         } else {
             counts.remove(id, hash);
+            table.seen_once -= usize::from(before == 1);
         }
         counts.insert(id, hash, count);
         Ok(count >= min_count)
@@ -231,9 +244,10 @@ impl Shard {
 
     /// Add the admission count of a checkpoint.
     pub(crate) fn load_count(&mut self, table: usize, id: u64, count: u32) -> Result<(), OutOfMemory> {
-        let counts = &mut self.tables[table].admission_counts;
-        counts.reserve()?;
-        counts.insert(id, hash_id(id), count);
+        let table = &mut self.tables[table];
+        table.admission_counts.reserve()?;
+        table.admission_counts.insert(id, hash_id(id), count);
+        table.seen_once += usize::from(count == 1);
         self.counted += 1;
         Ok(())
     }
@@ -254,8 +268,10 @@ impl Shard {
                     table.admission_counts.remove(id, hash);
                     if count > 1 {
                         table.admission_counts.insert(id, hash, count / 2);
+                        table.seen_once += usize::from(count / 2 == 1);
                     } else {
                         self.counted -= 1;
+                        table.seen_once -= 1;
                     }
                 }
             }
@@ -308,7 +324,9 @@ impl Shard {
             candidates.select_nth_unstable(count);
         }
         for candidate in &candidates[..count] {
-            self.tables[candidate.table as usize].remove(candidate.id);
+            let table = &mut self.tables[candidate.table as usize];
+            table.remove(candidate.id);
+            table.changes.evicted += 1;
         }
         self.rows -= count;
         self.eviction_count += count as u64;

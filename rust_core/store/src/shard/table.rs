@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use persia_types::id::hash_id;
 use persia_types::limits::MAX_ROWS_PER_SLAB;
+use persia_types::tables::TableStats;
 
 use crate::checkpoint::{TableRows, Values};
 use crate::shard::copy_budget::CopyBudget;
@@ -16,6 +17,14 @@ use crate::shard::index::{Index, NO_ROW};
 use crate::shard::region::{OutOfMemory, Region};
 use crate::shard::row::{FREE, Layout};
 use crate::simd::Lanes;
+
+/// The numbers of rows that came and went.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct RowChanges {
+    pub(crate) inserted: u64,
+    pub(crate) evicted: u64,
+    pub(crate) expired: u64,
+}
 
 /// The rows of a table, their ids, recency and admission counts, and a snapshot while one is held.
 pub(crate) struct ShardTable {
@@ -34,6 +43,10 @@ pub(crate) struct ShardTable {
     len: usize,
     /// Ids without a row, each with its number of pushes in place of a row index.
     pub(crate) admission_counts: Index,
+    /// The number of those ids that were pushed once.
+    pub(super) seen_once: usize,
+    /// The changes of rows since the run began.
+    pub(crate) changes: RowChanges,
     snapshot: Option<Box<CowSnapshot>>,
 }
 
@@ -51,6 +64,8 @@ impl ShardTable {
             collapsed: 0,
             len: 0,
             admission_counts: Index::new(),
+            seen_once: 0,
+            changes: RowChanges::default(),
             snapshot: None,
         }
     }
@@ -60,7 +75,8 @@ impl ShardTable {
         debug_assert_eq!(self.len, 0);
         let admission_counts = std::mem::replace(&mut self.admission_counts, Index::new());
         let snapshot = self.snapshot.take();
-        *self = Self { admission_counts, snapshot, ..Self::new(layout) };
+        let (seen_once, changes) = (self.seen_once, self.changes);
+        *self = Self { admission_counts, seen_once, changes, snapshot, ..Self::new(layout) };
     }
 
     /// The layout of rows.
@@ -72,6 +88,22 @@ impl ShardTable {
     /// Rows held.
     pub(crate) fn len(&self) -> usize {
         self.len
+    }
+
+    /// The numbers of this part of the table, without its name and look-ups.
+    pub(crate) fn stats(&self) -> TableStats {
+        let RowChanges { inserted, evicted, expired } = self.changes;
+        TableStats {
+            rows: self.len as u64,
+            payload_bytes: self.payload_bytes() as u64,
+            memory_bytes: self.memory_bytes() as u64,
+            inserted,
+            evicted,
+            expired,
+            waiting: self.admission_counts.len() as u64,
+            seen_once: self.seen_once as u64,
+            ..TableStats::default()
+        }
     }
 
     /// The number of bytes of weights and state in the table.

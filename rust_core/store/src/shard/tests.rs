@@ -102,7 +102,7 @@ fn an_id_is_admitted_at_its_min_count_and_counted_again_once_its_row_left() {
     }
     insert(&mut shard, 0, 7, 1);
     assert!(!has_count(&shard, 0, 7) && has_count(&shard, 1, 7));
-    shard.remove(0, 7);
+    shard.remove_expired(0, 7);
     assert!(!shard.count(0, 7, 3).unwrap());
 }
 

@@ -22,9 +22,9 @@ use std::time::Duration;
 use parking_lot::{Mutex, RwLock};
 use persia_types::limits::MAX_DIM;
 use persia_types::tables::{
-    FileEntry, LookupReport, LookupRequest, PushReport, PushRequest, Run, Snapshot, Stats,
+    FileEntry, LookupReport, LookupRequest, PushReport, PushRequest, Run, Snapshot, Stats, TableStats,
 };
-use persia_types::{Schema, Tables, TablesError, VIRTUAL_SHARDS};
+use persia_types::{Schema, Table, Tables, TablesError, VIRTUAL_SHARDS};
 
 use crate::checkpoint::ShardRows;
 use crate::request::row_index_cache::RowIndexCache;
@@ -54,6 +54,8 @@ pub struct StoreOptions {
     /// How long a training request waits for the copy budget. It is zero if the caller waits before: see
     /// [`Store::wait_for_room`].
     pub throttle: Duration,
+    /// Whether the store serves: it counts all look-ups, not only those of training.
+    pub serves: bool,
 }
 
 impl Default for StoreOptions {
@@ -64,6 +66,7 @@ impl Default for StoreOptions {
             shards: 0..VIRTUAL_SHARDS,
             max_copy_bytes: u64::MAX,
             throttle: Duration::from_secs(10),
+            serves: false,
         }
     }
 }
@@ -201,7 +204,12 @@ impl Tables for Store {
     }
 
     fn stats(&self) -> Result<Stats, TablesError> {
-        let Counters { lookups, pushes } = *self.counters.lock();
+        let Counters { lookups, pushes, by_table } = self.counters.lock().clone();
+        let of_table = |(number, table): (usize, &Table)| TableStats {
+            name: table.name.clone(),
+            lookups: by_table.get(number).copied().unwrap_or_default(),
+            ..TableStats::default()
+        };
         let mut stats = Stats {
             rows: vec![0; self.schema.tables.len()],
             lookups,
@@ -209,15 +217,18 @@ impl Tables for Store {
             tokens: self.claims.highest(),
             generation: self.generation.load(Ordering::Relaxed),
             begun: self.generation.load(Ordering::Relaxed),
+            tables: self.schema.tables.iter().enumerate().map(of_table).collect(),
             ..Stats::default()
         };
         for shard in &self.shards {
             let shard = shard.lock();
             stats.memory_bytes += size_of::<Mutex<Shard>>() as u64;
-            for (rows, table) in stats.rows.iter_mut().zip(&shard.tables) {
-                *rows += table.len() as u64;
-                stats.payload_bytes += table.payload_bytes() as u64;
-                stats.memory_bytes += table.memory_bytes() as u64;
+            for ((rows, sum), table) in stats.rows.iter_mut().zip(&mut stats.tables).zip(&shard.tables) {
+                let part = table.stats();
+                *rows += part.rows;
+                stats.payload_bytes += part.payload_bytes;
+                stats.memory_bytes += part.memory_bytes;
+                *sum += &part;
             }
         }
         Ok(stats)

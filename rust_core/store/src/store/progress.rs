@@ -1,20 +1,33 @@
 //! [`Progress`]: the pushes applied since a run began.
 
-use persia_types::tables::{LookupReport, PushReport};
+use persia_types::tables::{LookupReport, PushReport, TableIds};
 use persia_types::token::SeenTokens;
 use serde::{Deserialize, Serialize};
 
 /// The sums over all training look-ups and pushes.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Counters {
     pub(super) lookups: LookupReport,
     pub(super) pushes: PushReport,
+    /// The look-ups of each table; those without any may be omitted at the end.
+    pub(super) by_table: Vec<LookupReport>,
 }
 
 impl Counters {
+    /// Count a look-up, which has one report for each of its tables.
+    pub(super) fn add_lookup(&mut self, tables: &[TableIds<'_>], reports: &[LookupReport]) {
+        for (part, report) in tables.iter().zip(reports) {
+            self.lookups += *report;
+            if self.by_table.len() <= part.table {
+                self.by_table.resize(part.table + 1, LookupReport::default());
+            }
+            self.by_table[part.table] += *report;
+        }
+    }
+
     /// The number of rows that were looked up and pushed.
     pub(super) fn rows(&self) -> u64 {
-        let Self { lookups, pushes } = self;
+        let Self { lookups, pushes, .. } = self;
         lookups.hits + lookups.initial + lookups.missing + pushes.rows_pushed
     }
 }

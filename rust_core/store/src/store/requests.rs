@@ -49,13 +49,19 @@ impl Store {
         let mut found = self.row_index_cache.buffer();
         let (schema, level, tables) = (&self.schema, self.level, request.tables);
         let lookup = CheckedLookup { schema, run, level, step, trains, tables };
-        let report = lookup.run(&self.shards, rows, &mut found);
-        if !trains {
+        let reports = lookup.run(&self.shards, rows, &mut found);
+        let counts = if trains {
+            self.row_index_cache.insert(request.token, found)
+        } else {
             self.row_index_cache.recycle(found);
-        } else if self.row_index_cache.insert(request.token, found) {
-            self.counters.lock().lookups += report;
+            self.options.serves
+        };
+        if counts {
+            self.counters.lock().add_lookup(tables, &reports);
         }
-        Ok(report)
+        let mut sum = LookupReport::default();
+        reports.into_iter().for_each(|report| sum += report);
+        Ok(sum)
     }
 
     pub(super) fn apply_push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError> {

@@ -37,7 +37,11 @@ impl Store {
         if prepared.is_some_and(|mut prepared| prepared.release()) {
             self.end_snapshot(); // it belongs to the previous generation, and will not be written
         }
-        self.shards.iter().for_each(|shard| shard.lock().set_layouts(&layouts));
+        for shard in &self.shards {
+            let mut shard = shard.lock();
+            shard.set_layouts(&layouts);
+            shard.reset_changes();
+        }
         self.claims.begin(ActiveRun::job(run), run.generation, run.world_size);
         self.row_index_cache.clear();
         *self.counters.lock() = Counters::default();

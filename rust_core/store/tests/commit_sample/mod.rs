@@ -81,6 +81,8 @@ pub(crate) fn head(step: u64) -> Head {
         cursors: BTreeMap::new(),
         build: BTreeMap::from([("version".into(), "0.1.0".into())]),
         created_at: "2026-01-02T03:04:05Z".into(),
+        inputs: None,
+        tables: vec![],
     }
 }
 

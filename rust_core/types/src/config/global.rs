@@ -34,16 +34,25 @@ const SERVER_KEYS: &[&str] = &[
 ];
 
 const NO_PUSH: &str = "metrics are not pushed: servers and middlewares serve them, for Prometheus to fetch";
-const NO_SERVING: &str = "this version does not serve yet";
+const NO_SERVING: &str = "only an infer job (`job_type: Infer`) serves a checkpoint";
+const SERVES: &str = "an infer job changes no row of its checkpoint";
 const NO_WORKER: &str = "batches wait in the trainer; TrainCtx and DataLoader bound them";
 const NO_INCREMENTAL: &str = "this version does not have incremental updates yet";
-const COMMON_UNUSED: &[(&str, &str)] =
+const JOB_TYPE_UNUSED: &[(&str, &str)] =
     &[("job_type", "TrainCtx and eval_ctx decide whether rows are learned")];
+const JOB_TYPES: &[(&str, JobType)] =
+    &[("Train", JobType::Train), ("Eval", JobType::Train), ("Infer", JobType::Infer)];
 const METRICS_UNUSED: &[(&str, &str)] = &[("push_interval_sec", NO_PUSH), ("push_interval_seconds", NO_PUSH)];
 const INFER_UNUSED: &[(&str, &str)] = &[("servers", NO_SERVING), ("embedding_checkpoint", NO_SERVING)];
 const WORKER_UNUSED: &[(&str, &str)] =
     &[("forward_buffer_size", NO_WORKER), ("buffered_data_expired_sec", NO_WORKER)];
 const LOG_UNUSED: &[(&str, &str)] = &[("log_sync", "only with `durability: log` is there a log")];
+const SERVES_UNUSED: &[(&str, &str)] = &[
+    ("capacity", "an infer job holds all rows of its checkpoint"),
+    ("durability", SERVES),
+    ("log_sync", SERVES),
+    ("max_copy_bytes", SERVES),
+];
 const SERVER_UNUSED: &[(&str, &str)] = &[
     ("num_hashmap_internal_shards", "there are always 256 virtual shards"),
     ("incremental_buffer_size", NO_INCREMENTAL),
@@ -54,6 +63,22 @@ const SERVER_UNUSED: &[(&str, &str)] = &[
 
 const DURABILITIES: &[(&str, bool)] = &[("checkpoint", false), ("log", true)];
 const LOG_SYNCS: &[(&str, LogSync)] = &[("every_second", LogSync::EverySecond), ("always", LogSync::Always)];
+
+/// What the servers of a job do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum JobType {
+    Train,
+    Infer,
+}
+
+/// An infer job: its servers load a checkpoint when they start, and refuse updates. It does without NATS.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct InferConfig {
+    /// `common_config.infer_config.servers`: the addresses of all servers in the order of their index.
+    pub servers: Vec<String>,
+    /// `common_config.infer_config.embedding_checkpoint`: the folder of the checkpoint, on each server.
+    pub checkpoint: Option<String>,
+}
 
 /// The durability of a server's log against a power cut.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
@@ -84,6 +109,8 @@ pub struct GlobalConfig {
     /// `embedding_parameter_server_config.max_copy_bytes`: the most bytes of changed rows that each server copies while
     /// a checkpoint is written; None means no limit, so up to the size of all rows.
     pub max_copy_bytes: Option<u64>,
+    /// `common_config.job_type: Infer` and `.infer_config`; None for a job that trains or evaluates.
+    pub infer: Option<InferConfig>,
     /// `embedding_worker_config.wire_dtype`: the type of rows and gradients between trainers, middlewares and servers.
     pub wire_dtype: Dtype,
 }
@@ -97,6 +124,7 @@ impl Default for GlobalConfig {
             capacity: 1_000_000_000,
             log: None,
             max_copy_bytes: None,
+            infer: None,
             wire_dtype: Dtype::F32,
         }
     }
@@ -134,11 +162,17 @@ impl GlobalConfig {
         if let Some(name) = reader.name(&metrics, "common_config.metrics_config.job_name") {
             self.job_name = name.into();
         }
-        reader.later(&common, "common_config", later::COMMON);
-        reader.without_effect(&common, "common_config", COMMON_UNUSED);
+        let job_type = reader.choice(&common, "common_config.job_type", JOB_TYPES);
         let path = "common_config.infer_config";
         let infer = reader.child(&common, path, &["servers", "embedding_checkpoint"]);
-        reader.without_effect(&infer, path, INFER_UNUSED);
+        if job_type == Some(JobType::Infer) {
+            let servers = reader.texts(&infer, "common_config.infer_config.servers").unwrap_or_default();
+            let checkpoint = reader.text(&infer, "common_config.infer_config.embedding_checkpoint");
+            self.infer = Some(InferConfig { servers, checkpoint: checkpoint.map(str::to_owned) });
+        } else {
+            reader.without_effect(&common, "common_config", JOB_TYPE_UNUSED);
+            reader.without_effect(&infer, path, INFER_UNUSED);
+        }
         let checkpoint = reader.child(&common, "common_config.checkpointing_config", &["num_workers"]);
         let path = "common_config.checkpointing_config.num_workers";
         if let Some(workers) = reader.integer(&checkpoint, path, 1..=MAX_WORKERS) {
@@ -161,7 +195,9 @@ impl GlobalConfig {
         let logs = reader.choice(&server, "embedding_parameter_server_config.durability", DURABILITIES);
         let path = "embedding_parameter_server_config.log_sync";
         let sync = reader.choice(&server, path, LOG_SYNCS);
-        if logs == Some(true) {
+        if self.infer.is_some() {
+            reader.without_effect(&server, "embedding_parameter_server_config", SERVES_UNUSED);
+        } else if logs == Some(true) {
             self.log = Some(sync.unwrap_or_default());
         } else {
             reader.without_effect(&server, "embedding_parameter_server_config", LOG_UNUSED);

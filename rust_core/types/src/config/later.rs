@@ -13,10 +13,6 @@ pub(super) struct Later {
     pub(super) feature: &'static str,
 }
 
-/// Of `common_config`.
-pub(super) const COMMON: &[Later] =
-    &[Later { key: "job_type", accepted: &["Train", "Eval"], feature: "serving, `Infer`" }];
-
 /// Of `embedding_parameter_server_config`.
 pub(super) const SERVER: &[Later] = &[Later {
     key: "enable_incremental_update",

@@ -26,7 +26,7 @@ mod tests;
 
 pub use embedding::EmbeddingConfig;
 pub use error::{ConfigErrors, Finding};
-pub use global::{GlobalConfig, LogSync};
+pub use global::{GlobalConfig, InferConfig, LogSync};
 pub use reader::nearest;
 pub use tree::{MAX_CONFIG_BYTES, MAX_CONFIG_DEPTH, MAX_CONFIG_NODES};
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use persia_types::TablesError;
 use persia_types::limits::MAX_SERVERS;
-use persia_types::tables::Stats;
+use persia_types::tables::{ServedCheckpoint, Stats};
 
 use super::call::{CallError, CallTimeouts, Caller, with_deadline};
 use super::pool::Remote;
@@ -78,6 +78,34 @@ fn all_stats(remote: &Remote, reply: &proto::StatsReply) -> Result<Vec<Stats>, C
         .collect()
 }
 
+/// The checkpoint that all servers serve, and the number that identifies its rows.
+pub(super) fn served(all: Vec<Stats>) -> Result<(u64, ServedCheckpoint), TablesError> {
+    let count = all.len();
+    let mut first: Option<(u64, ServedCheckpoint)> = None;
+    for (index, stats) in all.into_iter().enumerate() {
+        let wrong =
+            |what: String| TablesError::Incompatible { peer: format!("server {index} of {count}"), what };
+        let Some(served) = stats.served else {
+            return Err(wrong(
+                "it serves no checkpoint; start it with job_type: Infer in global_config.yml. To read the rows of a job \
+                 in training, use eval_ctx"
+                    .into(),
+            ));
+        };
+        match &first {
+            Some((generation, other)) if *generation != stats.generation || other.schema != served.schema => {
+                return Err(wrong(format!(
+                    "it serves step {} of {}, server 0 serves step {} of {}: start all servers with one checkpoint",
+                    served.step, served.path, other.step, other.path
+                )));
+            }
+            Some(_) => {}
+            None => first = Some((stats.generation, served)),
+        }
+    }
+    first.ok_or(TablesError::NotBegun)
+}
+
 /// The statistics of all servers as one.
 pub(super) fn sum(all: Vec<Stats>) -> Stats {
     let mut sum = Stats::default();
@@ -94,6 +122,47 @@ pub(super) fn sum(all: Vec<Stats>) -> Stats {
         }
         sum.generation = sum.generation.max(stats.generation);
         sum.begun = sum.begun.max(stats.begun);
+        if sum.tables.is_empty() {
+            sum.tables = stats.tables;
+        } else {
+            sum.tables.iter_mut().zip(&stats.tables).for_each(|(sum, table)| *sum += table);
+        }
+        sum.served = sum.served.or(stats.served);
     }
     sum
+}
+
+#[cfg(test)]
+mod tests {
+    use persia_types::Schema;
+    use persia_types::tables::TableStats;
+
+    use super::*;
+
+    fn serves(generation: u64, step: u64) -> Stats {
+        let (job, path, schema) = ("job".into(), "/model".into(), Schema::default());
+        let served = Some(ServedCheckpoint { job, path, step, schema, inputs: None });
+        Stats { generation, served, ..Stats::default() }
+    }
+
+    #[test]
+    fn servers_that_serve_different_checkpoints_are_named() {
+        assert_eq!(served(vec![serves(5, 1), serves(5, 1)]).unwrap().0, 5);
+        let said = |second| served(vec![serves(5, 1), second]).unwrap_err().to_string();
+        let text = said(serves(6, 2));
+        assert!(
+            text.contains("server 1 of 2") && text.contains("step 2") && text.contains("step 1"),
+            "{text}"
+        );
+        assert!(said(Stats::default()).contains("job_type: Infer"));
+    }
+
+    #[test]
+    fn the_parts_of_a_table_are_added() {
+        let table =
+            |rows, seen_once| TableStats { name: "user".into(), rows, seen_once, ..TableStats::default() };
+        let stats = |table| Stats { tables: vec![table], ..Stats::default() };
+        let all = sum(vec![stats(table(3, 1)), stats(table(4, 2))]);
+        assert_eq!(all.tables, [table(7, 3)]);
+    }
 }

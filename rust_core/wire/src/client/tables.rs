@@ -6,7 +6,8 @@ use std::time::Duration;
 use persia_kernels::Bags;
 use persia_types::TablesError;
 use persia_types::tables::{
-    FileEntry, LookupReport, LookupRequest, PushReport, PushRequest, Run, Snapshot, Stats, Tables,
+    FileEntry, LookupReport, LookupRequest, PushReport, PushRequest, Run, ServedCheckpoint, Snapshot, Stats,
+    Tables,
 };
 use tokio::runtime::{Builder, Runtime};
 
@@ -96,6 +97,14 @@ impl WireTables {
     /// As [`Tables::stats`].
     pub fn stats_by_server(&self) -> Result<Vec<Stats>, TablesError> {
         self.wait(self.caller.stats_by_server())
+    }
+
+    /// The checkpoint that the servers of an infer job serve, and the number that identifies its rows.
+    ///
+    /// # Errors
+    /// `Incompatible` if one of them serves none, or another one; as [`Tables::stats`].
+    pub fn served(&self) -> Result<(u64, ServedCheckpoint), TablesError> {
+        self.stats_by_server().and_then(stats::served)
     }
 
     /// Take part in the run that rank 0 began.

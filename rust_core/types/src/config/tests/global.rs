@@ -1,7 +1,7 @@
 //! `global_config.yml`.
 
 use super::said;
-use crate::config::{GlobalConfig, LogSync};
+use crate::config::{GlobalConfig, InferConfig, LogSync};
 use crate::schema::Dtype;
 
 /// Every key that PersiaML documents, at or near its default.
@@ -157,6 +157,33 @@ fn a_server_may_keep_a_log() {
 }
 
 #[test]
+fn an_infer_job_has_servers_and_a_checkpoint() {
+    let infer = "infer_config: {servers: [a:8888, 'b:8888'], embedding_checkpoint: /cache/model/}";
+    let parsed = GlobalConfig::parse(&format!("common_config: {{job_type: Infer, {infer}}}"), "f").unwrap();
+    let servers = vec!["a:8888".to_owned(), "b:8888".to_owned()];
+    let expected = InferConfig { servers, checkpoint: Some("/cache/model/".into()) };
+    assert_eq!((parsed.config.infer, parsed.warnings), (Some(expected), vec![]));
+    let bare = GlobalConfig::parse("common_config: {job_type: Infer}", "f").unwrap();
+    assert_eq!(bare.config.infer, Some(InferConfig::default()));
+    // Of another job the section has no effect, and of an infer job what concerns changes of rows.
+    for job_type in ["Train", "Eval"] {
+        let text = format!("common_config: {{job_type: {job_type}, {infer}}}");
+        let parsed = GlobalConfig::parse(&text, "f").unwrap();
+        let paths: Vec<&str> = parsed.warnings.iter().map(|warning| warning.path.as_str()).collect();
+        let of_infer = "common_config.infer_config";
+        let unused = [
+            "common_config.job_type".to_owned(),
+            format!("{of_infer}.servers"),
+            format!("{of_infer}.embedding_checkpoint"),
+        ];
+        assert_eq!((parsed.config.infer, paths), (None, unused.iter().map(String::as_str).collect()));
+    }
+    let server = "embedding_parameter_server_config: {capacity: 7, durability: log, log_sync: always}";
+    let parsed = GlobalConfig::parse(&format!("common_config: {{job_type: Infer}}\n{server}"), "f").unwrap();
+    assert_eq!((parsed.config.log, parsed.warnings.len()), (None, 3));
+}
+
+#[test]
 fn capacity_takes_every_spelling_of_a_number() {
     for text in ["1000000000", "1e9", "1_000_000_000", "1.0e+9"] {
         let parsed =
@@ -174,9 +201,16 @@ fn each_mistake_is_named() {
              from 1 to 256",
         ),
         (
-            "common_config: {job_type: Infer}",
-            "line 1, column 27: common_config.job_type: found `Infer`, allowed: Train, Eval (not in this version \
-             yet: serving, `Infer`)",
+            "common_config: {job_type: Serve}",
+            "line 1, column 27: common_config.job_type: found `Serve`, allowed: Train, Eval, Infer",
+        ),
+        (
+            "common_config: {job_type: Infer, infer_config: {servers: server:8888}}",
+            "line 1, column 58: common_config.infer_config.servers: found `server:8888`, allowed: a list of names",
+        ),
+        (
+            "common_config: {job_type: Infer, infer_config: {embedding_checkpoint: ''}}",
+            "line 1, column 71: common_config.infer_config.embedding_checkpoint: found \"\", allowed: a string",
         ),
         (
             "common_config: {metrics_config: {job_name: }}",

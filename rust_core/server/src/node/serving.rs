@@ -1,0 +1,233 @@
+//! An infer job: a [`Node`] that serves the rows of a checkpoint and refuses every change.
+
+use std::path::{Path, PathBuf};
+
+use persia_store::checkpoint::Manifest;
+use persia_types::tables::{Run, ServedCheckpoint};
+use persia_types::{Schema, Slot, Table, TablesError, Token};
+
+use super::{Fence, GenerationFile, Node, NodeOptions, RecoveryProgress};
+use crate::exit::Exit;
+
+/// The configuration key of the folder, for messages.
+const KEY: &str = "infer_config.embedding_checkpoint";
+
+/// A checkpoint that is about to be served.
+#[derive(Debug)]
+pub struct ServableCheckpoint {
+    dir: PathBuf,
+    manifest: Manifest,
+    schema: Schema,
+}
+
+impl ServableCheckpoint {
+    /// The checkpoint in `dir`, of which no row is read yet. Its slots and tables are those that it was saved with, or
+    /// `configured` ones, which must give its rows the same meaning.
+    ///
+    /// # Errors
+    /// `Corrupt` without a complete checkpoint, `Usage` for slots that differ.
+    pub fn open(dir: &Path, configured: Option<Schema>) -> Result<Self, Exit> {
+        let manifest = Manifest::open(dir).map_err(|error| Exit::Corrupt(format!("{KEY}: {error}")))?;
+        let saved = &manifest.head.run.schema;
+        let schema = match configured {
+            Some(configured) => {
+                let wrong = differences(saved, &configured);
+                if !wrong.is_empty() {
+                    return Err(Exit::Usage(format!(
+                        "{KEY} {} does not fit the embedding configuration: {}; use the configuration of the training",
+                        dir.display(),
+                        wrong.join("; ")
+                    )));
+                }
+                configured
+            }
+            None if saved.slots.is_empty() => {
+                return Err(Exit::Usage(format!(
+                    "{KEY} {} has rows and no slots, because it was imported: set PERSIA_EMBEDDING_CONFIG or \
+                     PERSIA_CONFIG to the slots to serve",
+                    dir.display()
+                )));
+            }
+            None => saved.clone(),
+        };
+        Ok(Self { dir: dir.to_owned(), manifest, schema })
+    }
+
+    /// Slots and tables.
+    pub fn schema(&self) -> &Schema {
+        &self.schema
+    }
+}
+
+/// How the rows of a checkpoint would get another meaning: one text for each slot or table.
+fn differences(saved: &Schema, configured: &Schema) -> Vec<String> {
+    let table = |schema: &Schema, slot: &Slot| schema.tables[slot.table].name.clone();
+    let mut wrong = Vec::new();
+    for slot in &configured.slots {
+        let Some((_, before)) = saved.slot(&slot.name) else { continue };
+        let same = Slot { table: before.table, ..slot.clone() };
+        let (own, configured) = (table(saved, before), table(configured, slot));
+        if own != configured {
+            wrong.push(format!("slot {} has table {own} there, {configured} here", slot.name));
+        } else if same != *before {
+            wrong.push(format!("slot {} is {before:?} there, {slot:?} here", slot.name));
+        }
+    }
+    for table in &configured.tables {
+        match saved.tables.iter().find(|before| before.name == table.name) {
+            None => wrong.push(format!("it has no table {}", table.name)),
+            Some(before) if before.dim != table.dim => {
+                wrong.push(format!("table {} has dim {} there, {} here", table.name, before.dim, table.dim));
+            }
+            Some(_) => {}
+        }
+    }
+    let missing = |table: &&Table| !configured.tables.iter().any(|own| own.name == table.name);
+    wrong.extend(saved.tables.iter().filter(missing).map(|table| format!("it has a table {}", table.name)));
+    wrong
+}
+
+impl Node {
+    /// A server that serves a checkpoint, with its part of the rows. `progress` shows how much was read.
+    ///
+    /// # Errors
+    /// `Corrupt` for a damaged checkpoint, `Again` for a disk or memory that fails; as [`Self::new`].
+    pub fn serving(
+        options: NodeOptions,
+        checkpoint: &ServableCheckpoint,
+        progress: &RecoveryProgress,
+    ) -> Result<Self, Exit> {
+        let ServableCheckpoint { dir, manifest, schema } = checkpoint;
+        let head = &manifest.head;
+        let run = Run {
+            job: options.job.clone(),
+            generation: manifest.identity(),
+            schema: schema.clone(),
+            optimizer: None,
+            fresh: true,
+            continues: 0,
+            world_size: 1,
+            reproducible: false,
+            ..head.run.clone()
+        };
+        let mut node = Self::empty(options, GenerationFile::open(None)?, None, true)?;
+        let failed = |error: TablesError| match error {
+            TablesError::BadRun { .. } => Exit::Usage(format!("{KEY}: {error}")),
+            TablesError::Corrupt { .. } | TablesError::Foreign { .. } => {
+                Exit::Corrupt(format!("{KEY}: {error}"))
+            }
+            other => Exit::Again(format!("{KEY}: {other}")),
+        };
+        node.start(&run).map_err(failed)?;
+        let files = manifest.shards();
+        progress.expect(node.store.held_files(&files).iter().map(|file| file.bytes).sum());
+        node.store.restore_rows(dir, &files, &|bytes| progress.advance(bytes)).map_err(failed)?;
+        node.served = Some(ServedCheckpoint {
+            job: run.job,
+            path: dir.display().to_string(),
+            step: head.step,
+            schema: run.schema,
+            inputs: head.inputs.as_ref().map(|raw| raw.get().to_owned()),
+        });
+        let rows: u64 = node.stats().map_err(failed)?.rows.iter().sum();
+        tracing::info!(checkpoint = %dir.display(), step = head.step, rows, "serving a checkpoint");
+        Ok(node)
+    }
+
+    /// Whether this server serves a checkpoint.
+    pub fn serves(&self) -> bool {
+        self.served.is_some()
+    }
+
+    /// Refuse whatever would change rows of an infer job.
+    pub(super) fn refuse_change(&self) -> Result<(), TablesError> {
+        let Some(served) = &self.served else { return Ok(()) };
+        let what = format!(
+            "it serves the checkpoint {} and accepts no training, save or load (job_type: Infer); train on servers \
+             whose global_config.yml has job_type: Train",
+            served.path
+        );
+        Err(TablesError::Incompatible { peer: self.peer.clone(), what })
+    }
+
+    /// Refuse a look-up of an infer job by a client that expects the rows of another checkpoint.
+    pub(super) fn check_served(&self, token: Token) -> Result<(), TablesError> {
+        let Some(served) = &self.served else { return Ok(()) };
+        let Fence { job, generation } = self.current()?;
+        if (job, generation) == (token.job, token.generation) {
+            return Ok(());
+        }
+        let what = format!(
+            "it serves step {} of {}, another checkpoint than when this process connected: load its model, and call \
+             wait_for_serving() again, or restart this process",
+            served.step, served.path
+        );
+        Err(TablesError::Incompatible { peer: self.peer.clone(), what })
+    }
+}
+
+/// The folder to serve.
+///
+/// # Errors
+/// `Usage` without one.
+pub fn checkpoint_dir(given: Option<&str>) -> Result<&Path, Exit> {
+    given.map(Path::new).ok_or_else(|| {
+        Exit::Usage(format!(
+            "job_type: Infer serves a checkpoint: set common_config.{KEY} in global_config.yml to its folder"
+        ))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use persia_types::{HashStack, Pooling};
+
+    use super::*;
+
+    fn schema() -> Schema {
+        let slot = |name: &str, table| Slot { name: name.into(), table, ..Slot::default() };
+        Schema {
+            slots: vec![slot("user", 0), slot("item", 1)],
+            tables: vec![Table::new("user", 4), Table::new("goods", 8)],
+        }
+    }
+
+    #[test]
+    fn slots_that_give_rows_another_meaning_are_named() {
+        let saved = schema();
+        let said = |change: &dyn Fn(&mut Schema)| {
+            let mut configured = schema();
+            change(&mut configured);
+            differences(&saved, &configured).join("; ")
+        };
+        assert_eq!(said(&|_| ()), "");
+        // The order, and settings that concern training only, make no difference.
+        let reversed = |schema: &mut Schema| {
+            schema.tables.reverse();
+            schema.slots.iter_mut().for_each(|slot| slot.table = 1 - slot.table);
+            schema.tables[0].settings.ttl = Some(7);
+        };
+        assert_eq!(said(&reversed), "");
+        let changes: [(&dyn Fn(&mut Schema), &str); 5] = [
+            (&|schema| schema.slots[0].pooling = Pooling::Mean, "slot user is"),
+            (
+                &|schema| schema.slots[1].hash_stack = Some(HashStack { rounds: 2, buckets: 9 }),
+                "slot item is",
+            ),
+            (&|schema| schema.tables[1].dim = 16, "table goods has dim 8 there, 16 here"),
+            (&|schema| schema.tables[1].name = "items".into(), "slot item has table goods there, items here"),
+            (&|schema| schema.tables.push(Table::new("city", 2)), "it has no table city"),
+        ];
+        for (change, expected) in changes {
+            let found = said(change);
+            assert!(found.contains(expected), "{found}");
+        }
+    }
+
+    #[test]
+    fn without_a_folder_the_key_is_named() {
+        let Err(Exit::Usage(text)) = checkpoint_dir(None) else { panic!("accepted") };
+        assert!(text.contains("infer_config.embedding_checkpoint"), "{text}");
+        assert!(matches!(ServableCheckpoint::open(Path::new("/no/such"), None), Err(Exit::Corrupt(_))));
+    }
+}
