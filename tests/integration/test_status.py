@@ -12,10 +12,15 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
+from conftest import Batches, TinyModel
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from stack import LiveStack, MakeStack, Stack
 
 import persia
+from persia.ctx import TrainCtx
+from persia.data import DataLoader
+from persia.embedding.optim import SGD
 
 
 def run(*arguments: str, env: Mapping[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
@@ -137,6 +142,27 @@ def test_a_stack_that_serves(any_stack: Stack | LiveStack) -> None:
     for kind in ("persia-server", "persia-middleware"):
         assert kinds[kind]["health"] == "serving" and kinds[kind]["metrics"]
         assert kinds[kind]["version"] == persia.__version__ and kinds[kind]["host"]
+
+
+def test_the_vocabulary_of_each_table(make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = make_stack(servers=2)
+    stack.use(monkeypatch)
+    model = TinyModel()
+    dense = torch.optim.SGD(model.parameters(), 0.1)
+    with TrainCtx(SGD(0.1), dense, mixed_precision=False, model=model) as ctx:
+        for batch in DataLoader(Batches(4)):
+            output, labels = ctx.forward(batch)
+            ctx.backward(torch.nn.functional.binary_cross_entropy_with_logits(output, labels[0]))
+        held = ctx.engine.stats()["tables"]
+        shown = run(env=stack.settings)
+    for name, table in held.items():
+        line = next(line.split() for line in shown.stdout.splitlines() if line.startswith(f"{name} "))
+        share = table["lookups"]["hits"] / sum(table["lookups"].values())
+        assert line[1] == f"{table['rows']:,}" and table["rows"] > 0
+        assert line[4:] == [f"{table['inserted']:,}", "0", "0", f"{share:.1%}", "-", "-"], shown.stdout
+    found = json.loads(run("--json", env=stack.settings).stdout)
+    parts = [part for one in found["processes"] for part in one["tables"]]
+    assert sum(part["rows"] for part in parts) == sum(table["rows"] for table in held.values())
 
 
 def test_a_server_that_was_killed_is_missed(make_stack: MakeStack) -> None:

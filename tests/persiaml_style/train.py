@@ -93,5 +93,5 @@ if __name__ == "__main__":
         print(f"rank {get_rank()}: {ctx.step} steps")
         if get_rank() == 0:
             if checkpoint:
-                ctx.dump_checkpoint(checkpoint)
+                ctx.dump_checkpoint(checkpoint, with_jit_model=True)
             print(f"test auc: {test(model, test_loader):.6f} rows: {sum(ctx.get_embedding_size())}")

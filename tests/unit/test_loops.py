@@ -17,7 +17,7 @@ from test_training import SLOTS, everything, loss_fn, make, train
 from waiting import wait_until
 
 from persia.backend.local import LocalBackend
-from persia.ctx import Checkpoints, EmbeddingCtx, InferCtx, PreprocessMode, cnt_ctx, eval_ctx
+from persia.ctx import Checkpoints, EmbeddingCtx, PreprocessMode, cnt_ctx, eval_ctx
 from persia.data import DataLoader, IterableDataset
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import (
@@ -291,8 +291,6 @@ def test_wrong_use_is_named(configure: Configure) -> None:
         ctx.get_embedding_size()
     with pytest.raises(UsageError, match="inside TrainCtx or eval_ctx"):
         iter(DataLoader(Batches(1)))
-    with pytest.raises(UsageError, match="not supported in this version"):
-        InferCtx(["localhost:1"])
     with pytest.raises(DeviceError, match="device 1000"):
         EmbeddingCtx(PreprocessMode.EVAL, device_id=1000)
 

@@ -211,6 +211,8 @@ def test_the_middlewares_of_a_script_outside_any_job(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("EMBEDDING_WORKER_SERVICE", "here:1")
     monkeypatch.setenv("PERSIA_NATS_URL", "nats://127.0.0.1:1")
     assert get_embedding_worker_services() == ["here:1"]
+    monkeypatch.setenv("EMBEDDING_WORKER_SERVICE", " here:1, there:2,")
+    assert get_embedding_worker_services() == ["here:1", "there:2"]
 
 
 def test_a_free_port_may_be_asked_for_with_an_interval() -> None:
