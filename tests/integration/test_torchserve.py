@@ -4,6 +4,7 @@
 tqdm, scikit-learn and the requirements of Persia; ``PERSIA_TEST_PERSIAML`` is a clone of PersiaML.
 """
 
+import importlib
 import json
 import os
 import re
@@ -45,7 +46,6 @@ class TorchServe:
             "PATH": os.pathsep.join([str(programs), os.environ["PATH"]]),
             "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(folder / "proto")]),
             "PYTHONWARNINGS": "ignore",
-            "TS_DISABLE_TOKEN_AUTHORIZATION": "true",
             "LOG_LOCATION": str(folder / "logs"),
             "METRICS_LOCATION": str(folder / "logs"),
         }
@@ -67,13 +67,13 @@ class TorchServe:
 
     def start(self, name: str, model: Path, handler: Path) -> None:
         """Package the scripted model and the handler, and serve them with one worker."""
-        archive = ["--model-name", name, "--version", "1.0", "--serialized-file", model, "--handler", handler]
+        archive = ["--model-name", name, "--version", "1.0", "--serialized-file", str(model), "--handler", str(handler)]
         self.run(self.programs / "torch-model-archiver", *archive, "--export-path", self.folder, "-f")
         kinds = enumerate(("inference", "management", "metrics"))
         lines = [f"{kind}_address=http://127.0.0.1:{self.port + offset}" for offset, kind in kinds]
         (self.folder / "ts.properties").write_text("\n".join([*lines, "default_workers_per_model=1", ""]))
-        store = ["--model-store", self.folder, "--models", f"{name}.mar", "--ts-config", "ts.properties"]
-        self.run(self.programs / "torchserve", "--start", "--ncs", *store)
+        store = ["--model-store", str(self.folder), "--models", f"{name}.mar", "--ts-config", "ts.properties"]
+        self.run(self.programs / "torchserve", "--start", "--ncs", "--disable-token-auth", *store)
 
         def is_ready() -> bool:
             done = subprocess.run(
@@ -89,7 +89,7 @@ class TorchServe:
 
     def stop(self) -> None:
         """End it."""
-        words = [self.programs / "torchserve", "--stop"]
+        words = [str(self.programs / "torchserve"), "--stop"]
         subprocess.run(words, env=self.env, check=False, capture_output=True, timeout=60)
 
     def logs(self) -> str:
@@ -139,9 +139,7 @@ def test_scores_are_those_of_evaluation(
     serve.run(sys.executable, "train.py", cwd=scripts)
     monkeypatch.syspath_prepend(str(scripts))
     monkeypatch.chdir(scripts)
-    import people
-    import train
-
+    people, train = (importlib.import_module(name) for name in ("people", "train"))
     requests = [*people.batches(3, 64, seed=99, requires_grad=False)]
     with eval_ctx(model=train.DNN()) as evaluation, torch.no_grad():
         evaluation.load_checkpoint(checkpoint)

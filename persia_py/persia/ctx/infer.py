@@ -38,7 +38,7 @@ class InferCtx(EmbeddingCtx):
 
     def __init__(self, embedding_worker_address_list: list[str], *args: Any, **kwargs: Any) -> None:
         super().__init__(PreprocessMode.INFERENCE, *args, **kwargs)
-        given = embedding_worker_address_list
+        given: Any = embedding_worker_address_list  # a string would be a list of characters
         self._addresses = [] if isinstance(given, str) else ["".join(str(each).split()) for each in given]
         self._ended = False
         if not all(self._addresses) or not self._addresses:
