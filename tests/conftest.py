@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from selection import passed_before
 from stack import LIVE, LiveStack, MakeStack, Stack, missing
 from torch.utils.dlpack import from_dlpack
 
@@ -366,11 +367,12 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
-    """Record the checklist rows of tests that only the long run includes."""
+    """Record the checklist rows of tests that passed before an interruption, and of those of the long run."""
+    passed = passed_before(items[0].config) if items else set()
     for item in items:
-        if item.get_closest_marker("nightly"):
-            for row in (row for marker in item.iter_markers("row") for row in marker.args):
-                _rows.setdefault(str(row), set()).add(NIGHTLY)
+        outcome = "passed" if item.nodeid in passed else NIGHTLY if item.get_closest_marker("nightly") else None
+        for row in (row for marker in item.iter_markers("row") for row in marker.args if outcome is not None):
+            _rows.setdefault(str(row), set()).add(outcome)
 
 
 def why_skipped(report: pytest.TestReport) -> str:
