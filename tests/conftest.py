@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from selection import passed_before
 from stack import LIVE, LiveStack, MakeStack, Stack, missing
 from torch.utils.dlpack import from_dlpack
 
@@ -368,6 +367,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
     """Record the checklist rows of tests that passed before an interruption, and of those of the long run."""
+    from selection import passed_before  # a plugin, which pytest imports itself
+
     passed = passed_before(items[0].config) if items else set()
     for item in items:
         outcome = "passed" if item.nodeid in passed else NIGHTLY if item.get_closest_marker("nightly") else None

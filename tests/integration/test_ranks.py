@@ -13,10 +13,11 @@ from persia.runtime import job
 from persia_core import checkpoint
 
 LEAVES = """
-import time
+from pathlib import Path
 
 import torch
 from conftest import Batches, TinyModel
+from late_push import push_late, waits
 from torch.utils.dlpack import from_dlpack
 
 from persia import distributed, env
@@ -26,7 +27,8 @@ from persia.embedding.optim import SGD
 
 
 def slow(step):
-    time.sleep(3 if env.get_rank() == 1 and step == 5 else 0)
+    if env.get_rank() == 1 and step == 5:
+        push_late(Path(MARKS), step)
     return 1.0
 
 
@@ -54,7 +56,8 @@ with TrainCtx(SGD(0.1).scheduled(slow), dense, mixed_precision=False, model=mode
     distributed.agree(True)
     train(5)  # rank 1 pushes step 5 late
     if env.get_rank() == 0:
-        ctx.dump_checkpoint(LATE)
+        with waits(Path(MARKS), 5):
+            ctx.dump_checkpoint(LATE)
     distributed.agree(True)
     if env.get_rank() == 0:
         pushed = rows()
@@ -170,7 +173,7 @@ def test_ranks_count_alike_behind_loops_that_were_left_with_a_batch(make_stack: 
 def test_a_dump_and_a_load_wait_for_pushes_of_loops_that_were_left(make_stack: MakeStack, tmp_path: Path) -> None:
     stack = make_stack()
     script = tmp_path / "train.py"
-    script.write_text(f"FOLDER, LATE = 'first', 'late'  # below PERSIA_CKPT_DIR\n{LEAVES}")
+    script.write_text(f"FOLDER, LATE = 'first', 'late'  # below PERSIA_CKPT_DIR\nMARKS = {str(tmp_path)!r}\n{LEAVES}")
     trainer = stack.trainer(script, ranks=2)
     assert trainer.wait() == 0, trainer.output
     summary = job.finished_summary(stack.folder / "run")

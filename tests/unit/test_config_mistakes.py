@@ -291,7 +291,7 @@ def test_mistakes_of_features_are_in_the_same_error(persia_yml: Path, features: 
         ("a: " + "[" * 40 + "]" * 40, "1:35: nested deeper than 32 levels"),
         (
             "run:\n  name: a\u2028b\n",
-            '2:10: the character U+2028 ends a line for some parsers only: remove it, or persia_yml "\\u2028"',
+            '2:10: the character U+2028 ends a line for some parsers only: remove it, or write "\\u2028"',
         ),
         ("a: \x00\n", "1:1: not valid YAML: control characters are not allowed"),
     ],
