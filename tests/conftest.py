@@ -371,9 +371,10 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 
     passed = passed_before(items[0].config) if items else set()
     for item in items:
-        outcome = "passed" if item.nodeid in passed else NIGHTLY if item.get_closest_marker("nightly") else None
-        for row in (row for marker in item.iter_markers("row") for row in marker.args if outcome is not None):
-            _rows.setdefault(str(row), set()).add(outcome)
+        if item.nodeid not in passed and not item.get_closest_marker("nightly"):
+            continue
+        for row in (row for marker in item.iter_markers("row") for row in marker.args):
+            _rows.setdefault(str(row), set()).add("passed" if item.nodeid in passed else NIGHTLY)
 
 
 def why_skipped(report: pytest.TestReport) -> str:
