@@ -42,7 +42,7 @@ CHOSEN = "live or stack"
 REQUIREMENTS = ("flask", "flask_cors", "moto", "mypy", "xdist")
 """Packages that `--all` needs in addition to the runtime image."""
 
-pytest_plugins = ["selection"]
+pytest_plugins = ["selection", "meeting"]
 
 Configure = Callable[..., Path]
 ReplayWarnings = Callable[[], list[str]]
@@ -66,6 +66,37 @@ def configure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Configure:
         return embedding
 
     return write
+
+
+@pytest.fixture
+def run_folder(configure: Configure, tmp_path: Path) -> Path:
+    """Return the folder of a run's checkpoints; the slots of :class:`Batches` are configured."""
+    configure("a: {dim: 4}\nb: {dim: 4}")
+    path = tmp_path / "run"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def persia_yml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the path of a file in the working directory, which is ``tmp_path``."""
+    monkeypatch.chdir(tmp_path)
+    return Path("persia.yml")
+
+
+@pytest.fixture
+def log() -> Iterator[list[str]]:
+    """Return the messages that Persia has logged so far, each after its level."""
+    messages: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(f"{record.levelname} {record.getMessage()}")
+
+    handler = Handler()
+    get_default_logger().addHandler(handler)
+    yield messages
+    get_default_logger().removeHandler(handler)
 
 
 @pytest.fixture(autouse=True)
@@ -210,6 +241,31 @@ def insert_rows(ctx: TrainCtx, slots: Sequence[str], ids: Sequence[int]) -> None
     ctx.engine.drain()
 
 
+class Given(IterableDataset):
+    """Batches of these ids of the slot ``a``, one for each array, from the first one in each pass."""
+
+    def __init__(self, *ids: np.ndarray, buffer_size: int = 10) -> None:
+        super().__init__(buffer_size=buffer_size)
+        self.ids = ids
+
+    def __iter__(self) -> Iterator[PersiaBatch]:
+        for ids in self.ids:
+            feature = IDTypeFeatureWithSingleID("a", ids.astype(np.uint64))
+            yield PersiaBatch([feature], labels=[Label(np.zeros((len(ids), 1), np.float32))])
+
+
+class Sum(torch.nn.Module):
+    """The sum of a sample's embedding: every gradient is 1. Its parameter is for the dense optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, non_id_tensors: list[torch.Tensor], embedding_tensors: list[torch.Tensor]) -> torch.Tensor:
+        """Return ``[batch, 1]``."""
+        return embedding_tensors[0].sum(1, keepdim=True) + self.bias
+
+
 class TinyModel(torch.nn.Module):
     """A dense layer over dense inputs and all embeddings, which returns logits."""
 
@@ -310,11 +366,15 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
-    """Record the checklist rows of tests that only the long run includes."""
+    """Record the checklist rows of tests that passed before an interruption, and of those of the long run."""
+    from selection import passed_before  # a plugin, which pytest imports itself
+
+    passed = passed_before(items[0].config) if items else set()
     for item in items:
-        if item.get_closest_marker("nightly"):
-            for row in (row for marker in item.iter_markers("row") for row in marker.args):
-                _rows.setdefault(str(row), set()).add(NIGHTLY)
+        if item.nodeid not in passed and not item.get_closest_marker("nightly"):
+            continue
+        for row in (row for marker in item.iter_markers("row") for row in marker.args):
+            _rows.setdefault(str(row), set()).add("passed" if item.nodeid in passed else NIGHTLY)
 
 
 def why_skipped(report: pytest.TestReport) -> str:

@@ -51,12 +51,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("repetition", range(1, count + 1))
 
 
+def passed_before(config: pytest.Config) -> set[str]:
+    """Return the tests that an interrupted run has passed."""
+    path: Path | None = config.getoption("resume_from")
+    return set(path.read_text().splitlines()) if path is not None and path.exists() else set()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests that belong to another shard or have passed before."""
     part: Shard | None = config.getoption("shard")
-    path: Path | None = config.getoption("resume_from")
-    passed = set(path.read_text().splitlines()) if path is not None and path.exists() else set()
+    passed = passed_before(config)
     chosen = [item for item in items if item.nodeid not in passed and (part is None or belongs(item.nodeid, part))]
     if len(chosen) < len(items):
         kept = set(map(id, chosen))
@@ -71,7 +76,7 @@ class Progress:
         self.config = config
         self.controller = not hasattr(config, "workerinput")
         self.path: Path | None = config.getoption("resume_from")
-        self.failed: set[str] = set()
+        self.not_passed: set[str] = set()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
@@ -84,10 +89,12 @@ class Progress:
         if not self.controller:
             return
         if report.failed:
-            self.failed.add(report.nodeid)
+            self.not_passed.add(report.nodeid)
             reporter: Any = self.config.pluginmanager.get_plugin("terminalreporter")
             reporter.ensure_newline()
             reporter.write_line(f"FAILED {report.nodeid} ({report.when}, {report.duration:.1f} s)", red=True)
-        elif report.when == "teardown" and report.nodeid not in self.failed and self.path is not None:
+        elif report.skipped:
+            self.not_passed.add(report.nodeid)
+        elif report.when == "teardown" and report.nodeid not in self.not_passed and self.path is not None:
             with self.path.open("a") as file:
                 file.write(f"{report.nodeid}\n")

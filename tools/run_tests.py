@@ -4,8 +4,8 @@ The steps run one after another; images are built while the first ones run. A fa
 writes its output to ``runs/tests/STEP.log`` and its JUnit file to ``runs/junit/``. ``runs/tests/slowest.txt`` has the
 30 slowest tests. The last lines name every failing test with the end of its output.
 
-``--resume`` continues a run that was interrupted: tests that passed on the same sources do not run again. ``--shard
-2/4`` runs the second quarter of each suite.
+``--resume`` continues a run that was interrupted: tests that passed on the same sources do not run again. After ``make
+test`` it lets ``make test-all`` run the rest only. ``--shard 2/4`` runs the second quarter of each suite.
 
 One run at a time uses a ``CARGO_TARGET_DIR``: another clone that builds into it would replace the binaries under test.
 """
@@ -42,6 +42,7 @@ class Step:
         name: Its name in the report.
         make: The target that runs it.
         suite: Whether it writes a JUnit file.
+        grows: Whether the long run includes more of its tests.
         needs: The concurrent step that has to end first.
         beside: Whether the next steps start while it runs.
         nightly: Whether only the long run includes it.
@@ -51,6 +52,7 @@ class Step:
     name: str
     make: str
     suite: bool = False
+    grows: bool = False
     needs: str | None = None
     beside: bool = False
     nightly: bool = False
@@ -62,8 +64,8 @@ STEPS = [
     Step("build", "test-build"),
     Step("lint", "lint"),
     Step("rust", "test-rust", suite=True),
-    Step("python", "test-python", suite=True),
-    Step("compose", "test-compose", suite=True, needs="images"),
+    Step("python", "test-python", suite=True, grows=True),
+    Step("compose", "test-compose", suite=True, grows=True, needs="images"),
     Step("checklist", "test-checklist"),
     Step("cold", "test-cold", suite=True, nightly=True),
     Step("storms", "chaos-all", nightly=True, variables={"SECONDS": STORM_S}),
@@ -88,9 +90,9 @@ class Run:
         """Discard the results of the last run, or check that it had the same sources."""
         tree = fingerprint()
         mark = STATE / "sources"
-        said = f"{tree} {'all' if self.everything else 'test'} {self.shard}"
+        said = f"{tree} {self.shard}"
         if self.resume and (not tree or not mark.exists() or mark.read_text() != said):
-            tell("nothing to resume: the last run was of other sources, or of other tests; all of them run")
+            tell("nothing to resume: the last run was of other sources, or of another shard; everything runs")
             self.resume = False
         STATE.mkdir(parents=True, exist_ok=True)
         for folder in (STATE, JUNIT):
@@ -122,7 +124,7 @@ class Run:
         done = STATE / f"{step.name}.done"
         passed = STATE / f"{step.name}.passed"
         self.before[step.name] = len(passed.read_text().splitlines()) if passed.exists() else 0
-        if done.exists():
+        if done.exists() and (done.read_text() == "all" or not (self.everything and step.grows)):
             tell(f"{step.name}: passed before")
             self.codes[step.name] = 0
             return
@@ -130,7 +132,7 @@ class Run:
         code = self.command(step, passed)
         self.codes[step.name] = code
         if code == 0:
-            done.touch()
+            done.write_text("all" if self.everything else "test")
             if step.suite and not passed.exists():  # this runner does not record its progress
                 tests = test_report.read({step.name: JUNIT / f"{step.name}.xml"})[step.name]
                 passed.write_text("".join(f"{test.name}\n" for test in tests if test.outcome == "passed"))
@@ -174,11 +176,13 @@ class Run:
         logs = {step.name: STATE / f"{step.name}.log" for step in self.steps}
         results = test_report.read(suites)
         (STATE / "slowest.txt").write_text("".join(f"{line}\n" for line in test_report.slowest(results)))
-        text, code = test_report.summary(results, self.codes, logs, resumed=self.before)
+        found = test_report.failures(results, self.codes, logs, resumed=self.before)
+        (STATE / "failures.txt").write_text(test_report.details(found))
+        text = test_report.summary(results, found, before=sum(self.before.values()))
         (STATE / "summary.txt").write_text(text)
         sys.stdout.write(text)
         sys.stdout.flush()
-        return code
+        return 1 if found else 0
 
 
 def fingerprint() -> str:

@@ -2,7 +2,8 @@
 
 import re
 import textwrap
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
@@ -10,6 +11,10 @@ from xml.etree import ElementTree
 TAIL = 36
 """The number of last lines in which a failed run names every failing test; with the lines of make, it is 40."""
 SLOWEST = 30
+EXAMPLE = 8
+"""The number of lines of one of many failures whose output is shown, with its heading."""
+KEPT = 40
+"""The number of lines of each output in the file of failures."""
 WIDTH = 160
 _BACKTRACE = re.compile(r"^stack backtrace:\n(?:\s+.*\n)*(?:note: .*)?", re.MULTILINE)
 """The backtrace of a Rust panic, which follows its message."""
@@ -33,6 +38,24 @@ class Test:
     seconds: float
     outcome: str
     output: str = ""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A failing test, or a step that failed without one.
+
+    Attributes:
+        heading: The line that names it.
+        output: What it wrote.
+    """
+
+    heading: str
+    output: str
+
+    def end(self, count: int) -> list[str]:
+        """Return the last lines of the output, indented."""
+        lines = [line.rstrip()[:WIDTH] for line in self.output.splitlines() if line.strip()]
+        return [f"    {line}" for line in lines[-count:]]
 
 
 def read(suites: Mapping[str, Path]) -> dict[str, list[Test]]:
@@ -72,34 +95,47 @@ def slowest(results: Mapping[str, list[Test]]) -> list[str]:
     return [f"{test.seconds:7.1f} s  {test.suite:8} {test.name}" for test in tests[:SLOWEST]]
 
 
-def summary(
+def failures(
     results: Mapping[str, list[Test]],
     codes: Mapping[str, int],
     logs: Mapping[str, Path],
     *,
     resumed: Mapping[str, int],
-) -> tuple[str, int]:
-    """Return the last lines of a run and its exit code.
+) -> list[Failure]:
+    """Return each failing test, and each step that failed without one.
 
     Args:
         results: The tests of each suite.
         codes: The exit code of each finished step.
         logs: The output of each step; its keys are the steps that should have run.
         resumed: The number of tests of each suite that passed before the run was resumed.
-
-    Returns:
-        At most :data:`TAIL` lines, the last of which is ``N passed, N failed``, and 0 or 1.
     """
     failed = [test for tests in results.values() for test in tests if test.outcome == "failed"]
-    passed = sum(test.outcome == "passed" for tests in results.values() for test in tests) + sum(resumed.values())
-    entries = [(f"FAILED {test.suite} {test.name}", test.output) for test in failed]
+    found = [Failure(f"FAILED {test.suite} {test.name}", test.output) for test in failed]
     for step in logs:
         if any(test.suite == step for test in failed):
             continue
         if problem := _problem(step, codes, results, resumed):
-            entries.append((f"FAILED {step}: {problem}", _text(logs[step])))
-    lines = [*_within(entries, TAIL - 1), f"{passed} passed, {len(failed)} failed"]
-    return "".join(f"{line}\n" for line in lines), 1 if entries else 0
+            found.append(Failure(f"FAILED {step}: {problem}", _text(logs[step])))
+    return found
+
+
+def summary(results: Mapping[str, list[Test]], found: Sequence[Failure], *, before: int) -> str:
+    """Return the last lines of a run: at most :data:`TAIL`, the last of which is ``N passed, N failed``.
+
+    Args:
+        results: The tests of each suite.
+        found: The result of :func:`failures`.
+        before: The number of tests that passed before the run was resumed.
+    """
+    outcomes = Counter(test.outcome for tests in results.values() for test in tests)
+    lines = [*_within(found, TAIL - 1), f"{outcomes['passed'] + before} passed, {outcomes['failed']} failed"]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def details(found: Sequence[Failure]) -> str:
+    """Return each failure with the end of its output."""
+    return "".join(f"{line}\n" for failure in found for line in (failure.heading, *failure.end(KEPT)))
 
 
 def _problem(
@@ -121,13 +157,30 @@ def _text(path: Path) -> str:
     return _COLOURS.sub("", path.read_text(errors="replace")) if path.exists() else ""
 
 
-def _within(entries: list[tuple[str, str]], room: int) -> list[str]:
-    """Return a heading for each entry, and as many of its last lines as fit."""
-    if len(entries) > room:
-        return textwrap.wrap(" ".join(heading for heading, _ in entries), WIDTH)
-    each = room // max(1, len(entries)) - 1
-    lines = []
-    for heading, text in entries:
-        end = [line.rstrip()[:WIDTH] for line in text.splitlines() if line.strip()][-each:] if each else []
-        lines += [heading, *(f"    {line}" for line in end)]
-    return lines
+def _within(found: Sequence[Failure], room: int) -> list[str]:
+    """Return the failures in at most ``room`` lines.
+
+    With few failures, each has a heading and the end of its output. With many, their names come first, by file, and
+    then, where there is room, the output of the first ones: many failures often have one cause. With very many, each
+    file has the number of its failures.
+    """
+    each = room // max(1, len(found)) - 1
+    if each > 0:
+        return [line for failure in found for line in (failure.heading, *failure.end(each))]
+    files: dict[str, list[str]] = {}
+    for failure in found:
+        file, _, name = failure.heading.rpartition("::")
+        files.setdefault(file or name, []).append(name if file else "")
+    room -= 1
+    lines = _wrapped(f"{file}: {' '.join(names)}" if names[0] else file for file, names in files.items())
+    if len(lines) > room:
+        lines = _wrapped(f"{file}: {len(names)}" for file, names in files.items())[:room]
+    for failure in found:
+        if room - len(lines) < 2:
+            break
+        lines += [failure.heading, *failure.end(min(EXAMPLE, room - len(lines)) - 1)]
+    return [*lines, "the end of each output: runs/tests/failures.txt"]
+
+
+def _wrapped(texts: Iterable[str]) -> list[str]:
+    return [line for text in texts for line in textwrap.wrap(text, WIDTH, break_on_hyphens=False)]

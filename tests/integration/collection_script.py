@@ -8,7 +8,6 @@ import copy
 import json
 import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from conftest import Batches, TinyModel
+from late_push import push_late, waits
 from waiting import wait_until
 
 from persia import env
@@ -38,16 +38,21 @@ MANY = 1_100_000  # of each feature, more than a look-up may carry of both
 
 def slow(step: int) -> float:
     """A learning rate that rank 1 computes slowly, so that its push is late."""
-    if RANK == 1 and step in PLAN["slow"]:
-        time.sleep(2)
+    if RANK == 1 and step in PLAN["late"]:
+        push_late(Path(PLAN["marks"]), step)
     return 1.0
+
+
+def waits_for(step: int) -> contextlib.AbstractContextManager[None]:
+    """Let the push of rank 1 come while rank 0 waits for it in the block."""
+    return waits(Path(PLAN["marks"]), step) if RANK == 0 else contextlib.nullcontext()
 
 
 def optimizer() -> SGD:
     """Return the embedding optimizer as planned."""
     if courses := PLAN.get("schedules"):  # by rank
         return SGD(0.1).scheduled(LRSchedule(**courses[RANK]))
-    return SGD(0.1).scheduled(slow) if "slow" in PLAN else SGD(0.1)
+    return SGD(0.1).scheduled(slow) if "late" in PLAN else SGD(0.1)
 
 
 def due(event: str, number: int) -> bool:
@@ -121,7 +126,8 @@ class Loop:
         self.train(0, 10)
         everything = torch.nn.ModuleDict({"model": self.model, "tables": self.tables})
         state = copy.deepcopy(everything.state_dict())
-        self.tables.save(folder, model=self.model.state_dict())
+        with waits_for(10):
+            self.tables.save(folder, model=self.model.state_dict())
         saved = read(self.tables)
         barrier()
         self.train(10, STEPS)
@@ -136,7 +142,8 @@ class Loop:
         self.train(STEPS + 1, STEPS + 2)  # and the ranks continue in the same loop
         with fails(CheckpointError, "the state dict belongs to other rows"):
             everything.load_state_dict(state)
-        loaded = self.tables.load(folder)
+        with waits_for(STEPS + 2):
+            loaded = self.tables.load(folder)
         everything.load_state_dict(state)  # each rank has its own error
         self.model.load_state_dict(loaded.state("model.pt"))
         for name, rows in read(self.tables).items():

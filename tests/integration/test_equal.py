@@ -134,10 +134,10 @@ def test_a_collection_on_two_ranks_learns_what_one_does_of_the_whole_batch(
         np.testing.assert_allclose(halves[name], inside[name], atol=1e-5, rtol=0, err_msg=name)
 
 
-def test_a_collection_is_saved_and_loaded_by_two_ranks_together(make_stack: MakeStack) -> None:
+def test_a_collection_is_saved_and_loaded_by_two_ranks_together(make_stack: MakeStack, tmp_path: Path) -> None:
     """Rank 1's last pushes before a save and a load are late; the script compares rows."""
     stack = make_stack(servers=2, env={"REPRODUCIBLE": "1"})
-    plan = {"folder": "first", "slow": [10, 22]}
+    plan = {"folder": "first", "late": [10, 22], "marks": str(tmp_path)}
     trainer = stack.trainer(COLLECTION, json.dumps(plan), ranks=2)
     assert trainer.wait() == 0, trainer.output
     summary = job.finished_summary(stack.folder / "run")

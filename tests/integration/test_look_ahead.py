@@ -1,21 +1,20 @@
 """Look-ups in advance have no effect: rows, recency and counts are those of the trained steps."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import Configure
+from conftest import Configure, Given, Sum
 from stack import MakeStack
 from waiting import wait_until
 
 from persia.ctx import TrainCtx
-from persia.data import DataLoader, IterableDataset
+from persia.data import DataLoader
 from persia.embedding import EmbeddingConfig, Uniform
-from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
 from persia.embedding.optim import SGD
 
 AHEAD = 8
@@ -40,31 +39,6 @@ def start(
         make_stack(servers=2, slots=SLOTS, capacity=capacity).use(monkeypatch)
 
     return embedded if request.param == "embedded" else servers
-
-
-class Given(IterableDataset):
-    """Batches of these ids, from the first one in each pass."""
-
-    def __init__(self, ids: list[np.ndarray]) -> None:
-        super().__init__(buffer_size=2 * AHEAD)
-        self.ids = ids
-
-    def __iter__(self) -> Iterator[PersiaBatch]:
-        for ids in self.ids:
-            feature = IDTypeFeatureWithSingleID("a", ids.astype(np.uint64))
-            yield PersiaBatch([feature], labels=[Label(np.zeros((len(ids), 1), np.float32))])
-
-
-class Sum(torch.nn.Module):
-    """The sum of a sample's embedding: every gradient is 1, regardless of what a look-up has read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = torch.nn.Parameter(torch.zeros(1))
-
-    def forward(self, dense: list[torch.Tensor], embeddings: list[torch.Tensor]) -> torch.Tensor:
-        """Return ``[batch, 1]``."""
-        return embeddings[0].sum(1, keepdim=True) + self.bias
 
 
 def context() -> TrainCtx:
@@ -105,11 +79,11 @@ def test_batches_that_are_never_trained_on_leave_no_trace(start: Start) -> None:
 
     def trained(staleness: int) -> tuple[int, dict[str, bytes]]:
         with context() as ctx:
-            for batch in DataLoader(Given(batches), embedding_staleness=staleness):
+            for batch in DataLoader(Given(*batches, buffer_size=2 * AHEAD), embedding_staleness=staleness):
                 wait_until("look-ups ahead", lambda: looked_up(ctx) >= NEW * staleness, 30)
                 step(ctx, batch)
                 break
-            for batch in DataLoader(Given(batches), embedding_staleness=staleness):
+            for batch in DataLoader(Given(*batches, buffer_size=2 * AHEAD), embedding_staleness=staleness):
                 step(ctx, batch)
             return sum(ctx.get_embedding_size()), shards(ctx, f"staleness-{staleness}")
 
@@ -127,7 +101,7 @@ def test_a_checkpoint_has_rows_recency_and_counts_of_its_step(start: Start) -> N
     def trained(staleness: int) -> tuple[list[dict[str, bytes]], dict[str, int]]:
         saved = []
         with context() as ctx:
-            for batch in DataLoader(Given(batches), embedding_staleness=staleness):
+            for batch in DataLoader(Given(*batches, buffer_size=2 * AHEAD), embedding_staleness=staleness):
                 ahead = min(batch.step + staleness - 1, len(batches))
                 wait_for_lookups(ctx, 300 * ahead)
                 step(ctx, batch)

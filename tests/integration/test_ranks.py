@@ -1,27 +1,23 @@
-"""Several ranks and faults: they stop together, each reports the cause, and other faults do not stop them."""
+"""Several ranks that train together: data, checkpoints, collections, evaluation."""
 
 import json
 import re
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import ROOT
-from stack import MakeStack, Part, Stack
+from rank_trainers import COLLECTION, SCRIPT
+from stack import MakeStack
 
 from persia.runtime import job
 from persia_core import checkpoint
 
-SCRIPT = ROOT / "tests" / "integration" / "rank_script.py"
-COLLECTION = ROOT / "tests" / "integration" / "collection_script.py"
-
-
 LEAVES = """
-import time
+from pathlib import Path
 
 import torch
 from conftest import Batches, TinyModel
+from late_push import push_late, waits
 from torch.utils.dlpack import from_dlpack
 
 from persia import distributed, env
@@ -31,7 +27,8 @@ from persia.embedding.optim import SGD
 
 
 def slow(step):
-    time.sleep(3 if env.get_rank() == 1 and step == 5 else 0)
+    if env.get_rank() == 1 and step == 5:
+        push_late(Path(MARKS), step)
     return 1.0
 
 
@@ -59,7 +56,8 @@ with TrainCtx(SGD(0.1).scheduled(slow), dense, mixed_precision=False, model=mode
     distributed.agree(True)
     train(5)  # rank 1 pushes step 5 late
     if env.get_rank() == 0:
-        ctx.dump_checkpoint(LATE)
+        with waits(Path(MARKS), 5):
+            ctx.dump_checkpoint(LATE)
     distributed.agree(True)
     if env.get_rank() == 0:
         pushed = rows()
@@ -100,180 +98,6 @@ with TrainCtx(SGD(0.1), dense, mixed_precision=False, model=model, checkpoints=s
 """
 
 
-def nodes(stack: Stack, plan: dict[str, Any], count: int = 2, **env: str) -> list[Part]:
-    """Start one trainer replica for each rank, so that no launcher ends the others."""
-    return [stack.trainer(SCRIPT, json.dumps(plan), node=node, nodes=count, env=env) for node in range(count)]
-
-
-def wait_for_questions(stack: Stack, count: int) -> None:
-    """Wait until ranks have queried this often for the others."""
-    with stack.nats_client(timeout=60) as client:
-        client.subscribe("$SRV.INFO.persia-trainer", callback=lambda _: None)
-        client.wait(count=count)
-
-
-def test_a_step_with_nan_on_one_rank_is_skipped_on_all(make_stack: MakeStack) -> None:
-    stack = make_stack(servers=2)
-    first, second = nodes(stack, {"steps": 6, "nan": {"rank": 1, "step": 3}})
-    assert first.wait() == 0, first.output
-    assert second.wait() == 0, second.output
-    for part in (first, second):
-        part.says("step 3 skipped, model and rows unchanged: rank 1: the loss is nan")
-
-
-@pytest.mark.row("S3-24")
-def test_nan_on_one_rank_ends_all_of_them_at_the_same_step(make_stack: MakeStack) -> None:
-    stack = make_stack()
-    parts = nodes(stack, {"steps": 6, "nan": {"rank": 1, "step": 3}, "nonfinite": "raise"})
-    for part in parts:
-        assert part.wait() == 1, part.output
-        part.says("step 3: rank 1: the loss is nan. Nothing of the step is applied, neither to the model nor to rows")
-    parts[0].says("step 2 done")
-    assert "step 3 done" not in parts[0].output
-
-
-@pytest.mark.row("S3-32")
-def test_an_overflow_of_fp16_on_one_rank_skips_the_step_on_all(make_stack: MakeStack) -> None:
-    stack = make_stack()
-    plan = {"steps": 6, "overflow": {"rank": 1, "step": 3}, "nonfinite": "raise", "precision": "fp16"}
-    parts = nodes(stack, plan)
-    for part in parts:
-        assert part.wait() == 0, part.output
-        part.says("step 3 skipped, model and rows unchanged: rank 1: the gradient of slot 'a'")
-        part.says("the loss is scaled by 32768 from now on")
-        assert part.output.count("skipped, model and rows") == 1
-    summary = job.finished_summary(stack.folder / "run")
-    assert summary is not None and summary["result"]["equal_weights"]
-
-
-@pytest.mark.row("S3-15")
-@pytest.mark.parametrize(("rank", "code"), [(1, 0), (0, 3)])
-def test_a_rank_whose_script_exits_in_mid_training_is_named_by_the_other(
-    make_stack: MakeStack, rank: int, code: int
-) -> None:
-    stack = make_stack()
-    parts = nodes(stack, {"steps": 1000, "exit": {"rank": rank, "step": 7, "code": code}})
-    other = parts[1 - rank]
-    other.says(f"rank {rank} left at step 7 (exit {code})")
-    left = time.monotonic()
-    assert other.wait(60) == 75, other.output
-    assert time.monotonic() - left < 20
-    parts[rank].wait(60)
-    assert job.finished_summary(stack.folder / "run") is None
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("reproducible", [True, False])
-def test_a_rank_that_is_killed_is_named_by_the_other(make_stack: MakeStack, victim: int, reproducible: bool) -> None:
-    stack = make_stack()
-    plan = {"steps": 1000, "kill": {"rank": victim, "step": 5}, "reproducible": reproducible}
-    parts = nodes(stack, plan)
-    parts[victim].wait()
-    killed = time.monotonic()
-    assert parts[1 - victim].wait(30) == 75, parts[1 - victim].output
-    assert time.monotonic() - killed < 20
-    parts[1 - victim].says(f"rank {victim} is gone")
-    assert job.finished_summary(stack.folder / "run") is None
-
-
-def test_where_one_rank_hangs_all_show_where_they_are_and_end(make_stack: MakeStack) -> None:
-    stack = make_stack()
-    parts = nodes(stack, {"steps": 1000, "hang": {"rank": 2, "step": 5}}, count=3, PERSIA_HANG_TIMEOUT="15")
-    for rank, part in enumerate(parts):
-        assert part.wait(180) == 70, part.output
-        part.says("rank 2 (pid")
-        part.says("has made no progress after step 4")
-        part.says(f"threads of rank {rank}:")
-        assert re.search(
-            r"^lagging: rank 2 .*: in the code of its script, behind look-up of step 5, for", part.output, re.M
-        )
-        assert len(re.findall(r"^waiting: rank [01] .*: in all-reduce of step 5 for", part.output, re.M)) == 2
-        (main,) = (stack for stack in part.output.split("\n\n") if "in train_once" in stack)  # the main thread
-        assert ("in hang" in main, "in backward" in main) == (rank == 2, rank != 2), part.output
-    assert job.finished_summary(stack.folder / "run") is None
-
-
-def calls_of(stack: Stack, rank: int) -> dict[str, Any]:
-    """Return what a rank has written of its last calls."""
-    content: dict[str, Any] = json.loads((stack.folder / "run" / "flight" / f"rank-{rank}.json").read_text())
-    return content
-
-
-@pytest.mark.row("S3-12")
-def test_a_rank_whose_data_set_blocks_is_named_with_its_wait(make_stack: MakeStack) -> None:
-    stack = make_stack()
-    plan = {"steps": 1000, "stall": {"rank": 1, "step": 6}}
-    parts = nodes(stack, plan, PERSIA_DATA_TIMEOUT="5")
-    for rank, part in enumerate(parts):
-        assert part.wait(180) == 70, part.output
-        part.says("rank 1 (pid")
-        assert re.search(r"^lagging: rank 1 \(pid \d+ on .*\): in data wait of step 6 for \d+ s$", part.output, re.M)
-        assert re.search(
-            r"^waiting: rank 0 \(pid \d+ on .*\): in agreement 'next step' after step 5", part.output, re.M
-        )
-        part.says(f"last calls of rank {rank}: {stack.folder / 'run' / 'flight' / f'rank-{rank}.json'}")
-    waits = [call for call in calls_of(stack, 1)["calls"] if call["state"] == "open"]
-    assert {(call["verb"], call["step"], call["thread"]) for call in waits} == {
-        ("data wait", 6, "loop"),
-        ("read", 6, "persia-feed"),
-    }
-    done = [call["verb"] for call in calls_of(stack, 0)["calls"] if call["step"] == 5 and call["thread"] == "loop"]
-    assert done == ["data wait", "look-up", "forward", "backward", "all-reduce", "push", "optimizer"]
-
-
-@pytest.mark.row("S3-12")
-def test_a_rank_that_is_stopped_is_named_with_its_last_call(make_stack: MakeStack) -> None:
-    stack = make_stack()
-    plan = {"steps": 1000, "freeze": {"rank": 1, "step": 5}}
-    first, _ = nodes(stack, plan, PERSIA_HANG_TIMEOUT="10")
-    assert first.wait(180) == 75, first.output
-    first.says("rank 1 is gone: silent for ")
-    assert re.search(r"stopped, frozen, or its network is gone; \d+ s ago it was in ", first.output), first.output
-    first.says(f"last calls of rank 0: {stack.folder / 'run' / 'flight' / 'rank-0.json'}")
-    position = calls_of(stack, 0)["position"]
-    assert position["step"] == 5 and position["call"] == ["agreement", None, "next step"] and position["open"]
-
-
-@pytest.mark.row("S3-16", "S4-20")
-def test_the_time_limit_of_a_collective_reaches_torch_and_names_the_rank(make_stack: MakeStack) -> None:
-    stack = make_stack()
-    plan = {"steps": 1000, "hang": {"rank": 1, "step": 5}}
-    first, _ = nodes(stack, plan, NCCL_TIMEOUT="5")
-    assert first.wait(180) == 70, first.output
-    first.says(
-        "environment variable NCCL_TIMEOUT has no effect: NCCL has no such variable; taken as seconds. Set "
-        "PERSIA_DIST_TIMEOUT=5, as now"
-    )
-    first.says("a collective of torch exceeded its time limit")
-    first.says("lagging: rank 1 (pid")
-    assert re.search(r"in the code of its script, behind look-up of step 5, for \d+ s", first.output), first.output
-
-
-def test_a_rank_that_fails_says_why(make_stack: MakeStack) -> None:
-    stack = make_stack()
-    first, second = nodes(stack, {"steps": 1000, "raise": {"rank": 1, "step": 4}})
-    assert second.wait() == 1, second.output
-    assert first.wait(30) == 75, first.output
-    first.says("rank 1 is gone: ValueError: as the plan wants")
-
-
-def test_a_forward_of_a_collection_that_fails_on_one_rank_ends_the_others(make_stack: MakeStack) -> None:
-    stack = make_stack()
-    plan = json.dumps({"broken": {"rank": 1, "step": 4}})
-    first, second = (stack.trainer(COLLECTION, plan, node=node, nodes=2) for node in range(2))
-    assert first.wait(40) == 75, first.output
-    first.says("rank 1 is gone: ValueError: as the plan wants")
-    second.wait()
-
-
-def test_ranks_with_different_schedules_do_not_train(make_stack: MakeStack) -> None:
-    stack = make_stack()
-    plan = json.dumps({"schedules": [{"warmup_steps": 3}, {"warmup_steps": 4}]})
-    trainer = stack.trainer(COLLECTION, plan, ranks=2)
-    assert trainer.wait() == 2, trainer.output
-    assert re.search(r"schedule is LRSchedule.*warmup_steps=[34].* on rank [01] and LRSchedule", trainer.output)
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_collection_that_is_never_closed_is_closed_before_the_end(
     make_stack: MakeStack, tmp_path: Path, ranks: int
@@ -285,17 +109,6 @@ def test_a_collection_that_is_never_closed_is_closed_before_the_end(
     assert trainer.wait() == 0, trainer.output
     summary = job.finished_summary(stack.folder / "run")
     assert summary is not None and (summary["steps"], summary["generation"]) == (20, 1)
-
-
-def test_a_collection_whose_last_push_cannot_be_applied_does_not_finish(make_stack: MakeStack, tmp_path: Path) -> None:
-    stack = make_stack()
-    plan = json.dumps({"until": str(tmp_path / "until")})
-    trainer = stack.trainer(COLLECTION, plan, env={"PERSIA_RPC_TIMEOUT": "3"})
-    trainer.says("before the last backward")
-    stack.kill("server-0")
-    (tmp_path / "until").touch()
-    assert trainer.wait() != 0, trainer.output
-    assert job.finished_summary(stack.folder / "run") is None
 
 
 def test_a_context_is_refused_beside_a_collection_and_welcome_after_it(make_stack: MakeStack) -> None:
@@ -315,20 +128,6 @@ def test_data_compose_hears_that_a_collection_takes_no_batches(make_stack: MakeS
     stack.data(script).says("takes no batches: it trains with an EmbeddingCollection")
     (tmp_path / "until").touch()
     assert trainer.wait() == 0, trainer.output
-
-
-def test_nats_may_restart_in_mid_training(make_stack: MakeStack, tmp_path: Path) -> None:
-    stack = make_stack(servers=2)
-    pause = {"step": 5, "reached": str(tmp_path / "reached"), "until": str(tmp_path / "until")}
-    trainer = stack.trainer(SCRIPT, json.dumps({"steps": 60, "pause": pause}), ranks=2)
-    trainer.says("step 4 done")
-    stack.kill("nats")
-    (tmp_path / "until").touch()
-    trainer.says("step 40 done")
-    stack.start_nats()
-    assert trainer.wait() == 0, trainer.output
-    summary = job.finished_summary(stack.folder / "run")
-    assert summary is not None and summary["result"]["step"] == 60
 
 
 @pytest.mark.row("S3-14")
@@ -374,78 +173,11 @@ def test_ranks_count_alike_behind_loops_that_were_left_with_a_batch(make_stack: 
 def test_a_dump_and_a_load_wait_for_pushes_of_loops_that_were_left(make_stack: MakeStack, tmp_path: Path) -> None:
     stack = make_stack()
     script = tmp_path / "train.py"
-    script.write_text(f"FOLDER, LATE = 'first', 'late'  # below PERSIA_CKPT_DIR\n{LEAVES}")
+    script.write_text(f"FOLDER, LATE = 'first', 'late'  # below PERSIA_CKPT_DIR\nMARKS = {str(tmp_path)!r}\n{LEAVES}")
     trainer = stack.trainer(script, ranks=2)
     assert trainer.wait() == 0, trainer.output
     summary = job.finished_summary(stack.folder / "run")
     assert summary is not None and summary["steps"] == 6
-
-
-@pytest.mark.row("S3-33")
-def test_a_second_rank_of_the_same_number_is_refused(make_stack: MakeStack, tmp_path: Path) -> None:
-    stack = make_stack()
-    pause = {"step": 3, "reached": str(tmp_path / "reached"), "until": str(tmp_path / "until")}
-    first, second = nodes(stack, {"steps": 5, "pause": pause})
-    first.says("step 2 done")
-    for rank in (0, 1):
-        env = {"PERSIA_RUN_DIR": str(tmp_path / "twin")}
-        twin = stack.trainer(SCRIPT, json.dumps({"steps": 5}), node=rank, nodes=2, env=env)
-        assert twin.wait(30) == 2, twin.output
-        line = twin.says(f"rank {rank} of job 'test' is running already: pid ")
-        both = re.search(r"pid (\d+) on \S+; pid (\d+) on \S+ has the same RANK", line)
-        assert both is not None and both[1] != both[2], line
-    (tmp_path / "until").touch()
-    assert first.wait() == 0, first.output
-    assert second.wait() == 0, second.output
-
-
-def test_a_rank_that_does_not_come_is_named(make_stack: MakeStack) -> None:
-    stack = make_stack()
-    first = stack.trainer(SCRIPT, "{}", node=0, nodes=3, env={"PERSIA_START_TIMEOUT": "4"})
-    assert first.wait(40) == 3, first.output
-    first.says("ranks 1, 2 of 3 did not connect within")
-
-
-def test_ranks_with_different_slots_do_not_begin(make_stack: MakeStack, tmp_path: Path) -> None:
-    stack = make_stack()
-    other = tmp_path / "embedding_config.yml"
-    other.write_text(Path(stack.settings["PERSIA_EMBEDDING_CONFIG"]).read_text() + "# another\n")
-    first = stack.trainer(SCRIPT, '{"steps": 5}', node=0, nodes=2)
-    second = stack.trainer(SCRIPT, '{"steps": 5}', node=1, nodes=2, env={"PERSIA_EMBEDDING_CONFIG": str(other)})
-    assert first.wait(180) == 2, first.output
-    first.says("the ranks have different slots: those of rank 1 differ from rank 0's")
-    # It reports the same, or that rank 0 is lost, whichever it detects first.
-    assert second.wait(180) in {2, 75}, second.output
-
-
-def test_ranks_that_send_numbers_of_other_sizes_do_not_train(make_stack: MakeStack, tmp_path: Path) -> None:
-    stack = make_stack()
-    other = tmp_path / "global_config.yml"
-    settings = stack.settings["PERSIA_GLOBAL_CONFIG"]
-    other.write_text(Path(settings).read_text() + "\nembedding_worker_config: {wire_dtype: bf16}\n")
-    first = stack.trainer(SCRIPT, '{"steps": 5}', node=0, nodes=2)
-    second = stack.trainer(SCRIPT, '{"steps": 5}', node=1, nodes=2, env={"PERSIA_GLOBAL_CONFIG": str(other)})
-    assert first.wait(180) == 2, first.output
-    first.says("wire_dtype is bf16 on rank 1 and f32 on rank 0")
-    assert second.wait(180) in {2, 75}, second.output
-
-
-def test_a_start_that_failed_ends_no_data(make_stack: MakeStack, tmp_path: Path) -> None:
-    """The senders that waited at a rank 0 that failed send everything to its successor."""
-    stack = make_stack()
-    script = tmp_path / "data.py"
-    script.write_text(
-        "from conftest import Batches\nfrom persia.ctx import DataCtx\n"
-        "with DataCtx() as ctx:\n    for batch in Batches(20):\n        ctx.send_data(batch)\n"
-    )
-    stack.data(script)
-    plan = json.dumps({"data": "stream"})
-    first = stack.trainer(SCRIPT, plan, nodes=2, env={"PERSIA_START_TIMEOUT": "5"})
-    assert first.wait(40) == 3, first.output
-    for part in [stack.trainer(SCRIPT, plan, node=node, nodes=2) for node in range(2)]:
-        assert part.wait(180) == 0, part.output
-    summary = job.finished_summary(stack.folder / "run")
-    assert summary is not None and summary["steps"] == 10
 
 
 @pytest.mark.parametrize("longer", ["0", "1"])
@@ -456,58 +188,6 @@ def test_uneven_data_that_can_be_continued_starts_again_with_every_pass(make_sta
     assert trainer.wait() == 0, trainer.output
     summary = job.finished_summary(stack.folder / "run")
     assert summary is not None and summary["steps"] == 24
-
-
-def test_rank_0_that_does_not_come_is_named(make_stack: MakeStack) -> None:
-    stack = make_stack()
-    second = stack.trainer(SCRIPT, "{}", node=1, nodes=2, env={"PERSIA_START_TIMEOUT": "4"})
-    assert second.wait(40) == 3, second.output
-    second.says("rank 0 of job 'test' is not there")
-
-
-@pytest.mark.row("S0-19")
-@pytest.mark.parametrize("variable", ["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "PERSIA_SOCKET_IFNAME"])
-def test_an_interface_that_does_not_exist_is_named(make_stack: MakeStack, variable: str) -> None:
-    stack = make_stack()
-    trainer = stack.trainer(SCRIPT, "{}", ranks=2, env={variable: "eth9"})
-    assert trainer.wait(40) == 2, trainer.output
-    trainer.says(f"{variable}=eth9: interface eth9 does not exist; have ")
-    trainer.says("next:  correct the variable, or dist.interface and nccl.socket_ifname of persia.yml")
-
-
-@pytest.mark.row("S0-20")
-def test_ranks_may_start_in_any_order(make_stack: MakeStack) -> None:
-    stack = make_stack()
-    plan = json.dumps({"steps": 4})
-    second = stack.trainer(SCRIPT, plan, node=1, nodes=2)
-    wait_for_questions(stack, 3)  # the second did not find rank 0
-    first = stack.trainer(SCRIPT, plan, node=0, nodes=2)
-    assert first.wait() == 0, first.output
-    assert second.wait() == 0, second.output
-
-
-def test_a_second_job_on_the_same_nats_does_not_disturb_the_first(make_stack: MakeStack, tmp_path: Path) -> None:
-    one = make_stack(job="one")
-    two = make_stack(job="two", start=False, env={"PERSIA_TOKEN_FILE": str(one.job.token_file)})
-    two.nats_url = one.nats_url
-    two.start_part("server")
-    two.start_part("middleware")
-    parts = [stack.trainer(SCRIPT, json.dumps({"steps": 30}), ranks=2) for stack in (one, two)]
-    for part in parts:
-        assert part.wait() == 0, part.output
-    for stack in (one, two):
-        summary = job.finished_summary(stack.folder / "run")
-        assert summary is not None and summary["result"]["step"] == 30
-
-
-def test_a_server_that_dies_ends_the_run(make_stack: MakeStack) -> None:
-    stack = make_stack(servers=2)
-    trainer = stack.trainer(SCRIPT, json.dumps({"steps": 100_000}), ranks=2, env={"PERSIA_RPC_TIMEOUT": "5"})
-    trainer.says("step 5 done")
-    stack.kill("server-1")
-    assert trainer.wait(180) == 75, trainer.output
-    trainer.says("server 1")
-    assert job.finished_summary(stack.folder / "run") is None
 
 
 def test_one_rank_may_evaluate_while_the_others_wait(make_stack: MakeStack) -> None:

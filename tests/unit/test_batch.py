@@ -63,7 +63,7 @@ def test_every_dense_dtype_is_accepted(dtype: str) -> None:
 
 
 def test_ids_are_what_they_are_in_any_dtype() -> None:
-    """EmbeddingCollection has the same rule: see test_collection."""
+    """EmbeddingCollection has the same rule: see test_collection_mistakes."""
     plain = [[1, 2, 1], [], [2**31, 2**63]]
     expected = PersiaBatch([IDTypeFeature("a", [ids(*each) for each in plain])], requires_grad=False).to_bytes()
     bags: list[Any] = [

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import Batches, Configure
-from test_collection import TABLES, bits, collection, fresh, rows, step
+from small_collection import TABLES, bits, collection, fresh, rows, step
 from test_training import SLOTS, make, train
 from trainer_files import config_of
 from typer.testing import CliRunner, Result

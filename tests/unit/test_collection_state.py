@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Configure, TinyModel
-from test_collection import TABLES, Whole, arrays, collection, rows
+from small_collection import TABLES, Whole, arrays, collection, rows
 from test_training import SLOTS, loss_fn
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # it is exported, if not explicitly
 

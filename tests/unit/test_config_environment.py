@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from test_config_mistakes import GOOD, write  # noqa: F401 - a fixture
+from config_files import GOOD
 
 import persia
 from persia.config.document import open_document
@@ -21,9 +21,9 @@ nccl: {debug: INFO, debug_subsys: "INIT,NET", ib_disable: true, topo_file: topol
 
 
 @pytest.mark.row("S3-09", "S4-18", "S4-22")
-def test_the_blocks_are_variables_of_the_ranks(write: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    write.write_text(GOOD + BLOCKS)
-    config = persia.load_config(write)
+def test_the_blocks_are_variables_of_the_ranks(persia_yml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    persia_yml.write_text(GOOD + BLOCKS)
+    config = persia.load_config(persia_yml)
     expected = {
         "PERSIA_DIST_BACKEND": "nccl",
         "PERSIA_DIST_TIMEOUT": "5",
@@ -33,12 +33,12 @@ def test_the_blocks_are_variables_of_the_ranks(write: Path, monkeypatch: pytest.
         "NCCL_DEBUG": "INFO",
         "NCCL_DEBUG_SUBSYS": "INIT,NET",
         "NCCL_IB_DISABLE": "1",
-        "NCCL_TOPO_FILE": str(write.absolute().parent / "topology.xml"),
+        "NCCL_TOPO_FILE": str(persia_yml.absolute().parent / "topology.xml"),
     }
     for name in expected:
         monkeypatch.delenv(name, raising=False)
     assert {name: each.value for name, each in variables_of(config).items()} == expected
-    shown = show(open_document(write))
+    shown = show(open_document(persia_yml))
     for name, value in expected.items():
         assert f"#   {name}={value}  # " in shown
     with applied(variables_of(config)):
@@ -47,23 +47,23 @@ def test_the_blocks_are_variables_of_the_ranks(write: Path, monkeypatch: pytest.
 
 
 def test_the_environment_wins_with_a_warning(
-    write: Path,  # noqa: F811
+    persia_yml: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    write.write_text(GOOD + "nccl: {debug: INFO}\n")
+    persia_yml.write_text(GOOD + "nccl: {debug: INFO}\n")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     monkeypatch.setattr(logging.getLogger("persia"), "propagate", True)
-    with applied(variables_of(persia.load_config(write))):
+    with applied(variables_of(persia.load_config(persia_yml))):
         assert os.environ["NCCL_DEBUG"] == "WARN"
     assert os.environ["NCCL_DEBUG"] == "WARN"
     assert {*caplog.messages} == {"NCCL_DEBUG=WARN in the environment overrides nccl.debug: INFO"}
 
 
-def test_without_the_blocks_nothing_is_set(write: Path) -> None:  # noqa: F811
-    write.write_text(GOOD)
-    assert not variables_of(persia.load_config(write))
-    assert "environment of the ranks" not in show(open_document(write))
+def test_without_the_blocks_nothing_is_set(persia_yml: Path) -> None:
+    persia_yml.write_text(GOOD)
+    assert not variables_of(persia.load_config(persia_yml))
+    assert "environment of the ranks" not in show(open_document(persia_yml))
 
 
 @pytest.mark.parametrize(
@@ -75,15 +75,15 @@ def test_without_the_blocks_nothing_is_set(write: Path) -> None:  # noqa: F811
         ("nccl: {topology_file: a}", "nccl.topology_file: unknown key"),
     ],
 )
-def test_mistakes_are_named(write: Path, blocks: str, message: str) -> None:  # noqa: F811
-    write.write_text(f"{GOOD}{blocks}\n")
+def test_mistakes_are_named(persia_yml: Path, blocks: str, message: str) -> None:
+    persia_yml.write_text(f"{GOOD}{blocks}\n")
     with pytest.raises(ConfigError) as error:
-        persia.load_config(write)
+        persia.load_config(persia_yml)
     assert message in str(error.value)
 
 
-def test_settings_without_effect_are_warnings(write: Path) -> None:  # noqa: F811
-    write.write_text(GOOD + "dist: {backend: gloo}\nnccl: {debug_subsys: ALL}\n")
-    warnings = " ".join(open_document(write).findings.warnings)
+def test_settings_without_effect_are_warnings(persia_yml: Path) -> None:
+    persia_yml.write_text(GOOD + "dist: {backend: gloo}\nnccl: {debug_subsys: ALL}\n")
+    warnings = " ".join(open_document(persia_yml).findings.warnings)
     assert "nccl: has no effect with `dist.backend: gloo`" in warnings
     assert "nccl.debug_subsys: has no effect without nccl.debug" in warnings

@@ -3,41 +3,10 @@
 from pathlib import Path
 
 import pytest
+from config_files import GOOD, KEYS, mistakes
 
 import persia
-from persia.config import Config, validate_config
 from persia.errors import ConfigError
-
-GOOD = """data:
-  train: clicks.parquet
-features:
-  user: {type: id, dim: 16}
-  price: {type: dense}
-labels:
-  clicked: {}
-"""
-"""Lines 1 to 7; the text that a test adds begins on line 8."""
-
-KEYS = ", ".join(Config.model_fields)
-
-
-@pytest.fixture
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the path of a file in the working directory."""
-    monkeypatch.chdir(tmp_path)
-    return Path("persia.yml")
-
-
-def mistakes(path: Path, text: str, *overrides: str) -> list[str]:
-    """Return the lines of the error, without ``persia.yml:``."""
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError) as caught:
-        persia.load_config(path, overrides)
-    head, *lines = str(caught.value).splitlines()
-    assert head == f"persia.yml: {len(lines)} error{'s' * (len(lines) > 1)}"
-    assert caught.value.hint == "correct it, then run: persia config check persia.yml"
-    assert len(caught.value.findings) == len(lines)
-    return [line.removeprefix("  ").removeprefix("persia.yml:") for line in lines]
 
 
 @pytest.mark.parametrize(
@@ -164,8 +133,8 @@ def mistakes(path: Path, text: str, *overrides: str) -> list[str]:
         ),
     ],
 )
-def test_each_mistake_has_its_place(write: Path, added: str, message: str) -> None:
-    found = mistakes(write, GOOD + added)
+def test_each_mistake_has_its_place(persia_yml: Path, added: str, message: str) -> None:
+    found = mistakes(persia_yml, GOOD + added)
     assert found == [message]
 
 
@@ -259,8 +228,8 @@ def test_each_mistake_has_its_place(write: Path, added: str, message: str) -> No
         ),
     ],
 )
-def test_each_mistake_of_data_has_its_place(write: Path, data: str, message: str) -> None:
-    found = mistakes(write, GOOD.replace("data:\n  train: clicks.parquet", f"data: {data}\n"))
+def test_each_mistake_of_data_has_its_place(persia_yml: Path, data: str, message: str) -> None:
+    found = mistakes(persia_yml, GOOD.replace("data:\n  train: clicks.parquet", f"data: {data}\n"))
     assert message in found
 
 
@@ -291,9 +260,9 @@ def test_each_mistake_of_data_has_its_place(write: Path, data: str, message: str
         ("", "3:9: features: found nothing: name at least one feature, such as `user: {type: id, dim: 16}`"),
     ],
 )
-def test_mistakes_of_features_are_in_the_same_error(write: Path, features: str, message: str) -> None:
+def test_mistakes_of_features_are_in_the_same_error(persia_yml: Path, features: str, message: str) -> None:
     text = f"data: {{train: a}}\n\nfeatures: {features}\nlabels: {{clicked: {{}}}}\ntrain: {{seed: x}}\n"
-    found = mistakes(write, text)
+    found = mistakes(persia_yml, text)
     assert found == [message, "5:15: train.seed: found `x`, allowed: a whole number from 0 to 9223372036854775807"]
 
 
@@ -327,21 +296,21 @@ def test_mistakes_of_features_are_in_the_same_error(write: Path, features: str, 
         ("a: \x00\n", "1:1: not valid YAML: control characters are not allowed"),
     ],
 )
-def test_what_is_no_mapping_is_one_mistake(write: Path, text: str, message: str) -> None:
-    assert mistakes(write, text) == [message]
+def test_what_is_no_mapping_is_one_mistake(persia_yml: Path, text: str, message: str) -> None:
+    assert mistakes(persia_yml, text) == [message]
 
 
-def test_an_alias_bomb_is_refused_and_an_honest_alias_is_read(write: Path) -> None:
+def test_an_alias_bomb_is_refused_and_an_honest_alias_is_read(persia_yml: Path) -> None:
     levels = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     levels += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
-    found = mistakes(write, "\n".join(levels))
+    found = mistakes(persia_yml, "\n".join(levels))
     assert found == ["5:5: more than 500000 keys and values up to here"]
-    write.write_text(GOOD.replace("type: id", "type: id, init: &new {name: zero}") + "  item: {equals: 1}\n")
-    assert persia.load_config(write).features["user"]["init"] == {"name": "zero"}
+    persia_yml.write_text(GOOD.replace("type: id", "type: id, init: &new {name: zero}") + "  item: {equals: 1}\n")
+    assert persia.load_config(persia_yml).features["user"]["init"] == {"name": "zero"}
 
 
 @pytest.mark.row("S1-18")
-def test_all_mistakes_are_in_one_error_in_the_order_of_the_file(write: Path) -> None:
+def test_all_mistakes_are_in_one_error_in_the_order_of_the_file(persia_yml: Path) -> None:
     text = """dat: {train: a}
 features:
   user: {type: id}
@@ -349,7 +318,7 @@ labels:
 train: {seed: a, threads: 0}
 budget: 3
 """
-    assert [line.split(": ")[0] + " " + line.split(": ")[1] for line in mistakes(write, text)] == [
+    assert [line.split(": ")[0] + " " + line.split(": ")[1] for line in mistakes(persia_yml, text)] == [
         "1:1 dat",
         "3:9 features.user.dim",
         "4:7 labels",
@@ -359,147 +328,22 @@ budget: 3
     ]
 
 
-def test_a_missing_block_is_named_once(write: Path) -> None:
-    assert mistakes(write, "labels: {clicked: {}}\nfeatures: {user: {type: id, dim: 4}}\n") == [
+def test_a_missing_block_is_named_once(persia_yml: Path) -> None:
+    assert mistakes(persia_yml, "labels: {clicked: {}}\nfeatures: {user: {type: id, dim: 4}}\n") == [
         "1:1: data: missing, allowed: at least `data: {train: FILE}`"
     ]
-    found = mistakes(write, "data: {train: a}\nlabels: {clicked: {}}\nfeature: {user: {type: id, dim: 4}}\n")
+    found = mistakes(persia_yml, "data: {train: a}\nlabels: {clicked: {}}\nfeature: {user: {type: id, dim: 4}}\n")
     assert found == [f"3:1: feature: unknown key, did you mean `features`?; allowed: {KEYS}"]
-    found = mistakes(write, GOOD.replace("  train:", "  trian:"))
+    found = mistakes(persia_yml, GOOD.replace("  train:", "  trian:"))
     assert [line.partition(";")[0] for line in found] == ["2:3: data.trian: unknown key, did you mean `train`?"]
-    found = mistakes(write, "data: {train: a}\nlabels: {clicked: {}}\n")
+    found = mistakes(persia_yml, "data: {train: a}\nlabels: {clicked: {}}\n")
     assert found == ["1:1: features: missing: name at least one feature, such as `user: {type: id, dim: 16}`"]
 
 
-def test_dlrm_needs_equal_dims(write: Path) -> None:
-    text = GOOD + "model: {name: dlrm}\n"
-    write.write_text(text)
-    assert persia.load_config(write).model.arguments == {"dropout": 0.0}
-    text = text.replace(
-        "labels:",
-        "  item: {type: id, dim: 8}\n  day: {type: date, part: day, dim: 0}\n"
-        "  both: {type: cross, features: [day, item], dim: 16}\nlabels:",
-    )
-    assert mistakes(write, text) == [
-        "11:15: model.name: `dlrm` needs features of one dim, found user 16, item 8, both 16; give all the same, or "
-        "use `name: dcnv2`"
-    ]
-
-
-@pytest.mark.row("S3-30")
-def test_keys_that_do_not_fit_together_are_found_at_once(write: Path) -> None:
-    text = GOOD + (
-        "model: {name: dlrm, bottom_mlp: [64, 32], top_mlp: [64, 2]}\n"
-        "train: {lr_schedule: cosin, gauc_group: user, early_stop: {metric: gauc}}\n"
-        "data.split: 3\n"
-    )
-    found = mistakes(write, text)
-    assert found[:2] == [
-        "8:33: model.bottom_mlp: its last size is 32, allowed: 16, the dim of the features",
-        "8:52: model.top_mlp: its last size is 2, allowed: 1, the number of labels",
-    ]
-    assert [line.split(": ")[1] for line in found[2:]] == ["train.lr_schedule", "data.split"]
-    write.write_text(GOOD + "model: {name: dlrm, bottom_mlp: [64, 16], top_mlp: [64, 1]}\n")
-    assert persia.load_config(write).model.arguments["bottom_mlp"] == [64, 16]
-
-
-def test_rows_at_a_time_that_are_no_fewer_than_a_batch_are_a_warning(
-    write: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    write.write_text(GOOD + "train: {micro_batch: 4096, accumulate: 2}\n")
-    assert persia.load_config(write).step_rows == 8192
-    assert "train.micro_batch: found 4096, but a batch has 4096 rows, which are in the model together" in caplog.text
-
-
-def test_the_early_stop_needs_rows_and_a_metric(write: Path) -> None:
-    text = GOOD.replace("clicks.parquet", "a\n  split: {fractions: [0.9, 0, 0.1]}") + "train: {early_stop: {}}\n"
-    assert mistakes(write, text) == [
-        "9:21: train.early_stop: there is no valid part to evaluate on: give data.valid, or a share of it"
-    ]
-    write.write_text(text.replace("  split", "  valid: b\n  split"))
-    assert persia.load_config(write).train.early_stop is not None
-    text = GOOD.replace("clicked: {}", "stars: {loss: mse}") + "train: {early_stop: {}}\n"
-    assert mistakes(write, text) == [
-        "8:21: train.early_stop.metric: found `auc`, but the first label, `stars`, has `loss: mse`; allowed: loss"
-    ]
-
-
-def test_the_arguments_of_a_class_of_the_users_own_are_checked_without_importing_it(write: Path) -> None:
-    Path("my_model.py").write_text(
-        "import does_not_exist\n"
-        "class Tower(does_not_exist.Module):\n"
-        "    def __init__(self, num_dense, embedding_dims: list[int], width: int, depth: int = 2):\n"
-        "        pass\n"
-        "class Free:\n"
-        "    def __init__(self, **anything):\n"
-        "        pass\n"
-    )
-    write.write_text(GOOD + "model: {class: 'my_model:Tower', width: 1e2}\n")
-    config = persia.load_config(write)
-    assert (config.model.name, config.model.class_, config.model.arguments) == (None, "my_model:Tower", {"width": 100})
-    write.write_text(GOOD + "model: {class: my_model:Free, any: [1, x]}\n")
-    assert persia.load_config(write).model.arguments == {"any": [1, "x"]}
-    for model, message in [
-        ("class: my_model:Towr", "8:16: model.class: my_model.py has no class `Towr`, did you mean `Tower`?"),
-        ("class: my_modell:Tower", "8:16: model.class: no module `my_modell` in . nor among the installed packages"),
-        ("name: dlrm, class: my_model:Free", "8:15: model.name: found together with `class`; allowed: one of the two"),
-        (
-            "class: my_model:Free, any: [{a: 1, a: 2}]",
-            "8:44: model.any.a: appears twice, first on line 8: remove one",
-        ),
-        (
-            "class: my_model:Free, any: {<<: {a: 1}}",
-            "8:37: model.any.<<: merge keys are not read; an alias (`*name`) repeats a whole value",
-        ),
-        ("class: my_model:Tower", "8:8: model.width: missing, allowed: a whole number"),
-        ("class: my_model:Tower, width: x", "8:39: model.width: found `x`, allowed: a whole number"),
-        (
-            "class: my_model:Tower, width: 1, dept: 1",
-            "8:42: model.dept: unknown key, did you mean `depth`?; allowed: name, class, num_dense, embedding_dims, "
-            "width, depth",
-        ),
-    ]:
-        found = mistakes(write, GOOD + f"model: {{{model}}}\n")
-        assert [line.replace(f"{Path.cwd()}/", "").replace(f"{Path.cwd()},", ".") for line in found] == [message]
-
-
-def test_what_is_unusual_is_a_warning(write: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write.write_text(
-        GOOD.replace("clicks.parquet", "a.csv\n  columns: {prise: float64}")
-        + "train: {reproducible: true, staleness: 8}\n"
-    )
-    config = persia.load_config(write)
-    assert config.train.staleness == 1
-    shown = caplog.text
-    assert "persia.yml:3:13: data.columns.prise: nothing reads this column, did you mean `price`?" in shown
-    assert "train.staleness: found 8, but training is reproducible, so the staleness is 1" in shown
-
-
-def test_a_file_that_cannot_be_read_names_the_next_step(write: Path) -> None:
+def test_a_file_that_cannot_be_read_names_the_next_step(persia_yml: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.yml") as caught:
         persia.load_config("absent.yml")
     assert caught.value.hint == "make one from your data: persia data inspect FILE"
     Path("binary.yml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"binary\.yml"):
         persia.load_config("binary.yml")
-
-
-@pytest.mark.row("S3-31")
-def test_a_program_can_ask_whether_a_configuration_is_valid(write: Path) -> None:
-    write.write_text(GOOD)
-    config = persia.load_config(write)
-    assert validate_config(config) == (True, [])
-    assert validate_config(write) == (True, [])
-    user: dict[str, object] = {"type": "id", "dim": 4}
-    content = {"data": {"train": "a"}, "features": {"user": user}, "labels": {"clicked": {}}}
-    assert validate_config(content) == (True, [])
-    made = Config.model_validate({**content, "train": {"staleness": 2, "gauc_group": "user"}})
-    assert validate_config(made) == (
-        False,
-        ["the configuration: train.gauc_group: found, but `train.metrics` has no `gauc`: add it, or remove the group"],
-    )
-    user["dim"] = "four"
-    assert validate_config(content) == (
-        False,
-        ["the configuration: features.user.dim: found `four`, allowed: a whole number from 0 to 4096"],
-    )

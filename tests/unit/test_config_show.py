@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_config_mistakes import GOOD, KEYS, mistakes, write  # noqa: F401 - a fixture
+from config_files import GOOD, KEYS, mistakes
 
 import persia
 from persia.config.document import Document, open_document
@@ -32,10 +32,10 @@ run: {name: "2024"}
 """
 
 
-def test_overrides_change_and_add_keys(write: Path) -> None:  # noqa: F811
-    write.write_text(GOOD)
+def test_overrides_change_and_add_keys(persia_yml: Path) -> None:
+    persia_yml.write_text(GOOD)
     config = persia.load_config(
-        write,
+        persia_yml,
         [
             "train.seed=7",
             "train.seed = 8",
@@ -102,13 +102,13 @@ def test_overrides_change_and_add_keys(write: Path) -> None:  # noqa: F811
         ),
     ],
 )
-def test_a_mistake_of_an_override_names_it(write: Path, override: str, message: str) -> None:  # noqa: F811
-    assert mistakes(write, GOOD, override) == [f"--set {override}{message}"]
+def test_a_mistake_of_an_override_names_it(persia_yml: Path, override: str, message: str) -> None:
+    assert mistakes(persia_yml, GOOD, override) == [f"--set {override}{message}"]
 
 
-def test_mistakes_of_the_file_keep_their_places_beside_those_of_overrides(write: Path) -> None:  # noqa: F811
+def test_mistakes_of_the_file_keep_their_places_beside_those_of_overrides(persia_yml: Path) -> None:
     text = GOOD.replace("type: dense", "type: dens") + "train: {seed: x}\n"
-    assert mistakes(write, text, "features.user.dim=x", "train.threads=0") == [
+    assert mistakes(persia_yml, text, "features.user.dim=x", "train.threads=0") == [
         "5:17: features.price.type: found `dens`, allowed: id, bag, sequence, bucket, cross, dense, date; did you mean "
         "`dense`?",
         "8:15: train.seed: found `x`, allowed: a whole number from 0 to 9223372036854775807",
@@ -117,24 +117,24 @@ def test_mistakes_of_the_file_keep_their_places_beside_those_of_overrides(write:
     ]
 
 
-def test_an_override_of_an_alias_changes_one_place(write: Path) -> None:  # noqa: F811
-    write.write_text(GOOD.replace("{type: id, dim: 16}", "&id {type: id, dim: 16}\n  item: *id"))
-    config = persia.load_config(write, ["features.item.dim=4"])
+def test_an_override_of_an_alias_changes_one_place(persia_yml: Path) -> None:
+    persia_yml.write_text(GOOD.replace("{type: id, dim: 16}", "&id {type: id, dim: 16}\n  item: *id"))
+    config = persia.load_config(persia_yml, ["features.item.dim=4"])
     assert config.compiled.embedding_config().tables == [("user", 16), ("item", 4)]
 
 
-def test_the_name_of_a_feature_may_have_dots(write: Path) -> None:  # noqa: F811
-    write.write_text(GOOD.replace("user:", "a.b:"))
-    assert persia.load_config(write, ["features.a.b.dim=4"]).compiled.embedding_config().tables == [("a.b", 4)]
+def test_the_name_of_a_feature_may_have_dots(persia_yml: Path) -> None:
+    persia_yml.write_text(GOOD.replace("user:", "a.b:"))
+    assert persia.load_config(persia_yml, ["features.a.b.dim=4"]).compiled.embedding_config().tables == [("a.b", 4)]
 
 
 @pytest.mark.parametrize("text", [GOOD, WHOLE], ids=["short", "whole"])
-def test_what_is_shown_is_the_same_configuration(write: Path, text: str) -> None:  # noqa: F811
-    write.write_text(text)
+def test_what_is_shown_is_the_same_configuration(persia_yml: Path, text: str) -> None:
+    persia_yml.write_text(text)
     overrides = ["train.seed=3", "features.user.dim=8"]
-    document = open_document(write, overrides)
-    config = persia.load_config(write, overrides)
-    assert document.config == config != persia.load_config(write)
+    document = open_document(persia_yml, overrides)
+    config = persia.load_config(persia_yml, overrides)
+    assert document.config == config != persia.load_config(persia_yml)
     for printed in (show(document), to_yaml(config)):
         Path("shown.yml").write_text(printed)
         again = persia.load_config("shown.yml")
@@ -146,9 +146,9 @@ def test_what_is_shown_is_the_same_configuration(write: Path, text: str) -> None
     assert persia.load_config("shown.yml") == config
 
 
-def test_every_value_says_where_it_came_from(write: Path) -> None:  # noqa: F811
-    write.write_text(WHOLE)
-    lines = show(open_document(write, ["train.seed=3", "features.user.dim=8"])).splitlines()
+def test_every_value_says_where_it_came_from(persia_yml: Path) -> None:
+    persia_yml.write_text(WHOLE)
+    lines = show(open_document(persia_yml, ["train.seed=3", "features.user.dim=8"])).splitlines()
     assert all("  # " in line for line in lines if not line.endswith(":"))
     for line in (
         '  train: [a.csv, "s3://bucket/b.csv"]  # persia.yml:2',
@@ -171,9 +171,9 @@ def test_every_value_says_where_it_came_from(write: Path) -> None:  # noqa: F811
         assert line in lines, line
 
 
-def test_the_whole_text_fits_any_folder_and_any_yaml_parser(write: Path) -> None:  # noqa: F811
-    write.write_text(WHOLE)
-    config = persia.load_config(write)
+def test_the_whole_text_fits_any_folder_and_any_yaml_parser(persia_yml: Path) -> None:
+    persia_yml.write_text(WHOLE)
+    config = persia.load_config(persia_yml)
     content = yaml.safe_load(to_yaml(config))
     assert content["data"]["train"] == [str(Path.cwd() / "a.csv"), "s3://bucket/b.csv"]
     assert content["features"]["odd: name"]["column"] == "a # b"
@@ -181,10 +181,10 @@ def test_the_whole_text_fits_any_folder_and_any_yaml_parser(write: Path) -> None
     assert content["labels"]["clicked"]["equals"] == "1"
 
 
-def test_the_configuration_of_a_run_keeps_features_and_labels_as_they_were_given(write: Path) -> None:  # noqa: F811
+def test_the_configuration_of_a_run_keeps_features_and_labels_as_they_were_given(persia_yml: Path) -> None:
     text = GOOD.replace("dim: 16", "dim: 16, prefix: 1e6").replace("clicked: {}", "clicked: {equals: '1e6'}")
-    write.write_text(text + "checkpoint: {dir: saves}\n")
-    config = persia.load_config(write)
+    persia_yml.write_text(text + "checkpoint: {dir: saves}\n")
+    config = persia.load_config(persia_yml)
     Path("run.yml").write_text(resolved(config))
     again = persia.load_config("run.yml")
     assert again.described == config.described
@@ -266,11 +266,11 @@ def test_a_damaged_file_is_either_valid_or_refused_with_places(tmp_path: Path, s
     assert 0 < valid < 150
 
 
-def test_the_accumulator_follows_the_batch_size_where_it_is_not_given(write: Path) -> None:  # noqa: F811
-    write.write_text(GOOD)
-    config = persia.load_config(write, ["data.batch_size=1024"])
+def test_the_accumulator_follows_the_batch_size_where_it_is_not_given(persia_yml: Path) -> None:
+    persia_yml.write_text(GOOD)
+    config = persia.load_config(persia_yml, ["data.batch_size=1024"])
     assert config.train.embedding_optimizer.arguments["initial_accumulator_value"] == 1e-6
-    config = persia.load_config(write, ["data.batch_size=10240"])
+    config = persia.load_config(persia_yml, ["data.batch_size=10240"])
     assert config.train.embedding_optimizer.arguments["initial_accumulator_value"] == pytest.approx(1e-8)
-    config = persia.load_config(write, ["train.embedding_optimizer.initial_accumulator_value=0.5"])
+    config = persia.load_config(persia_yml, ["train.embedding_optimizer.initial_accumulator_value=0.5"])
     assert config.train.embedding_optimizer.arguments["initial_accumulator_value"] == 0.5

@@ -97,15 +97,20 @@ def test_a_run_goes_on_from_its_copy_on_a_new_disk_with_equal_bits(configure: Co
     assert [each.name for each in ObjectStore(URL).whole()] == ["step-25"]
 
 
+def enter_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be in the job ``census`` from now on."""
+    monkeypatch.setenv("PERSIA_NATS_URL", "nats://127.0.0.1:1")
+    monkeypatch.setenv("PERSIA_JOB", "census")
+    monkeypatch.setenv("PERSIA_RUN_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("PERSIA_CKPT_DIR", str(tmp_path / "checkpoints"))
+
+
 def test_a_run_that_lost_its_disk_is_found_by_its_replicas(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a job, where the folder has the name of the run."""
     saved = checkpoint(configure, tmp_path / "elsewhere")
-    monkeypatch.setenv("PERSIA_NATS_URL", "nats://127.0.0.1:1")
-    monkeypatch.setenv("PERSIA_JOB", "census")
-    monkeypatch.setenv("PERSIA_RUN_DIR", str(tmp_path / "run"))
-    monkeypatch.setenv("PERSIA_CKPT_DIR", str(tmp_path / "checkpoints"))
+    enter_job(tmp_path, monkeypatch)
     name = "census-20260101-000000"
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "RUN").write_text(f"{name}\n")
@@ -127,10 +132,7 @@ def test_the_newest_run_counts_wherever_it_is_found(
 ) -> None:
     """A disk that replaces a lost one may hold an older run."""
     saved = checkpoint(configure, tmp_path / "elsewhere")
-    monkeypatch.setenv("PERSIA_NATS_URL", "nats://127.0.0.1:1")
-    monkeypatch.setenv("PERSIA_JOB", "census")
-    monkeypatch.setenv("PERSIA_RUN_DIR", str(tmp_path / "run"))
-    monkeypatch.setenv("PERSIA_CKPT_DIR", str(tmp_path / "checkpoints"))
+    enter_job(tmp_path, monkeypatch)
     older, newer = "census-20260101-000000", "census-20260102-000000"
     shutil.copytree(saved, tmp_path / "checkpoints" / older / saved.name)
     ObjectStore(f"{URL}/{newer}").put(saved, saved.name)

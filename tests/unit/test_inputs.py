@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Configure
-from test_collection import arrays, rows
+from small_collection import arrays, rows
 from test_training import everything
 
 from persia.backend.inputs import ModelInputs

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import Batches, Configure
-from test_training import SLOTS, everything, loss_fn, make, train
+from test_training import SLOTS, everything, leave_loops, loss_fn, make, train
 from waiting import wait_until
 
 from persia.backend.local import LocalBackend
@@ -99,17 +99,8 @@ class Numbered(Batches):
 def test_no_batch_is_lost_when_a_loop_is_left_early(configure: Configure, reproducible: bool) -> None:
     """Batches that were read ahead and not trained on are yielded again."""
     configure(SLOTS)
-    trained = []
     with make() as ctx:
-        loader = DataLoader(Numbered(9), reproducible=reproducible)
-        for _ in range(3):
-            for taken, batch in enumerate(loader):
-                if taken == 3:
-                    break  # the fourth was taken and not trained on
-                output, labels = ctx.forward(batch)
-                ctx.backward(output.sum())
-                trained.append(int(labels[0][0]))
-    assert trained == list(range(9))
+        assert leave_loops(ctx, DataLoader(Numbered(9), reproducible=reproducible)) == list(range(9))
 
 
 def test_a_batch_that_is_skipped_does_not_hold_up_the_next(configure: Configure) -> None:

@@ -26,21 +26,6 @@ from persia.utils import find_free_port
 SLOTS = "a: {dim: 4}\nb: {dim: 4}"
 
 
-@pytest.fixture
-def log() -> Iterator[list[str]]:
-    """Return the messages of persia's loggers so far."""
-    messages: list[str] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(f"{record.levelname} {record.getMessage()}")
-
-    handler = Handler()
-    get_default_logger().addHandler(handler)
-    yield messages
-    get_default_logger().removeHandler(handler)
-
-
 class Few(IterableDataset):
     """The same batch several times."""
 

@@ -1,7 +1,6 @@
 """The profile of a run: spans, times, a trace, and advice that names what limits."""
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Batches, Configure, TinyModel
+from conftest import Batches, Configure, TinyModel, Verb
 from test_training import SLOTS
 from trainer_files import config_of, fit, write_clicks, write_config
 
-from persia.cli.main import main
 from persia.ctx import TrainCtx
 from persia.data import DataLoader
 from persia.embedding.data import PersiaBatch
@@ -222,23 +220,12 @@ def test_communication_is_counted(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    monkeypatch.chdir(tmp_path)
+def verb(verb: Verb, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Run a verb, and return its output and its errors together."""
     monkeypatch.setenv("LOG_LEVEL", "warning")
-
-    def run(*arguments: str, code: int = 0) -> str:
-        monkeypatch.setattr(sys, "argv", ["persia", *arguments])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        assert (ended.value.code or 0) == code, captured.err
-        return captured.out + captured.err
-
-    return run
+    return lambda *arguments, **options: "".join(verb(*arguments, **options))
 
 
-@pytest.mark.row("S3-18", "S3-19", "S4-62")
 def test_train_with_a_profile_ends_with_the_advice(tmp_path: Path, verb: Callable[..., str]) -> None:
     write_clicks(tmp_path / "clicks.parquet", 6000)
     config = str(write_config(tmp_path))

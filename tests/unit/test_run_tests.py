@@ -15,9 +15,9 @@ from waiting import wait_until
 pytestmark = pytest.mark.clone
 
 MAKEFILE = """
-test-images test-build test-checklist lint:
+test-images test-build test-checklist lint chaos-all fuzz:
 \t@echo $@; echo $@ >> order; test "$@" != "$(BROKEN)"
-test-rust test-python test-compose:
+test-rust test-python test-compose test-cold:
 \t@echo $@ >> order; {python} suite.py $@ $(JUNIT) $(PASSED)
 """
 
@@ -25,6 +25,8 @@ SUITE = """
 import os, pathlib, sys, time
 step, junit, passed = sys.argv[1:]
 names = os.environ.get(step.replace("-", "_"), "one two").split()
+if os.environ.get("ALL") and step in ("test-python", "test-compose"):
+    names.append("long")
 done = pathlib.Path(passed).read_text().split() if os.path.exists(passed) else []
 cases, failed = [], False
 for name in names:
@@ -102,8 +104,29 @@ def test_many_failing_tests_are_named_too(clone: Path) -> None:
     names = [f"bad{number}" for number in range(100)]
     _, lines = run(clone, test_python=" ".join(names))
     assert lines[-1] == "4 passed, 100 failed"
-    tail = " ".join(lines[-40:])
-    assert all(f"::{name} " in tail + " " for name in names)
+    tail = lines[-40:]
+    words = " ".join(tail).split()
+    assert all(name in words for name in names)
+    assert "    line 49 of bad0" in tail, "the end of the first output"
+    kept = (clone / "runs/tests/failures.txt").read_text()
+    assert all(f"FAILED python tests/unit/test_x.py::{name}\n" in kept for name in names)
+    assert all(f"    line 49 of {name}\n" in kept for name in names)
+
+
+def test_the_report_has_no_more_lines_than_it_may(tmp_path: Path) -> None:
+    sys.path.insert(0, str(ROOT / "tools"))
+    import test_report
+
+    for count in range(1, 3000, 101):
+        tests = [
+            test_report.Test("python", f"tests/unit/test_{n % 90}.py::test_{'x' * 60}_{n}", 0.0, "failed", "a\nb\n" * 9)
+            for n in range(count)
+        ]
+        results = {"python": tests}
+        found = test_report.failures(results, {"python": 1}, {"python": tmp_path / "log"}, resumed={})
+        lines = test_report.summary(results, found, before=0).splitlines()
+        assert len(lines) <= test_report.TAIL and lines[-1] == f"0 passed, {count} failed"
+        assert max(map(len, lines)) <= test_report.WIDTH + 4
 
 
 @pytest.mark.parametrize("step", ["test-images", "test-build", "test-checklist", "lint"])
@@ -135,6 +158,19 @@ def test_an_interrupted_run_says_so_and_continues(clone: Path) -> None:
     assert "test-rust" not in order(clone), "it had passed"
     code, lines = run(clone, "--resume", test_python="one three two", test_rust="good")
     assert (code, lines[-1]) == (0, "6 passed, 0 failed")
+
+
+def test_the_long_run_continues_after_the_short_one(clone: Path) -> None:
+    code, lines = run(clone)
+    assert (code, lines[-1]) == (0, "6 passed, 0 failed")
+    code, lines = run(clone, "--all", "--resume")
+    assert (code, lines[-1]) == (0, "10 passed, 0 failed"), "two long tests, and those of test-cold"
+    assert {*order(clone)} == {"test-python", "test-compose", "test-cold", "chaos-all", "fuzz"}
+    junit = (clone / "runs/junit/python.xml").read_text()
+    assert 'name="long"' in junit and 'name="one"' not in junit
+    code, lines = run(clone, "--resume")
+    assert (code, lines[-1]) == (0, "8 passed, 0 failed")
+    assert any(line == "== python: passed before" for line in lines)
 
 
 def test_after_an_edit_everything_runs_again(clone: Path) -> None:
@@ -196,6 +232,13 @@ def test_pytest_continues_where_it_was_interrupted(tmp_path: Path) -> None:
     assert code == 0 and "1 passed" in output
     for workers in ((), ("-n", "2")):
         assert pytest_says(*workers)[0] == 0, "nothing is left to do"
+    passed.unlink()
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\n@pytest.mark.skip\ndef test_one(): pass\ndef test_two(): pass\n"
+    )
+    pytest_says()
+    assert passed.read_text().split() == ["test_it.py::test_two"], "a skipped test may run later"
+    (tmp_path / "test_it.py").write_text("def test_one(): pass\ndef test_two(): pass\ndef test_three(): pass\n")
     passed.unlink()
     code, output = pytest_says("--repeat", "3")
     assert code == 0 and "9 passed" in output

@@ -1,6 +1,7 @@
 """The tests that `pytest` runs in an image."""
 
 import importlib.util
+from pathlib import Path
 from types import SimpleNamespace
 
 import conftest
@@ -43,3 +44,29 @@ def test_all_tests_need_an_image_with_their_requirements(
     said = capsys.readouterr().err
     assert said.startswith("error: pytest --all needs moto, xdist, which the runtime image does not have\n  next: ")
     assert "docker-compose.test.yaml" in said
+
+
+def test_rows_of_tests_that_passed_before_an_interruption_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conftest, "_rows", {})
+    (tmp_path / "passed").write_text("test_x.py::test_passed\ntest_x.py::test_long_passed\n")
+    config = SimpleNamespace(getoption=lambda _: tmp_path / "passed")
+
+    def item(name: str, row: str, nightly: bool) -> SimpleNamespace:
+        marker = SimpleNamespace(args=(row,))
+        return SimpleNamespace(
+            nodeid=f"test_x.py::{name}",
+            config=config,
+            iter_markers=lambda _: [marker],
+            get_closest_marker=lambda _: marker if nightly else None,
+        )
+
+    items = [
+        item("test_passed", "A", False),
+        item("test_long_passed", "B", True),
+        item("test_long", "C", True),
+        item("test_of_another_shard", "D", False),
+    ]
+    conftest.pytest_deselected(items)  # type: ignore[arg-type]
+    assert conftest._rows == {"A": {"passed"}, "B": {"passed"}, "C": {conftest.NIGHTLY}}

@@ -5,44 +5,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Configure
+from conftest import Configure, Given, Sum
 from torch.utils.dlpack import from_dlpack
 
 from persia.ctx import TrainCtx
-from persia.data import DataLoader, IterableDataset
+from persia.data import DataLoader
 from persia.embedding import EmbeddingConfig, Uniform
-from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
+from persia.embedding.data import IDTypeFeatureWithSingleID, PersiaBatch
 from persia.embedding.optim import SGD
 
 pytestmark = pytest.mark.stack
 
 IDS = np.arange(64, dtype=np.uint64)
-
-
-class Repeated(IterableDataset):
-    """The same ids in each of ``steps`` batches, or those of each list."""
-
-    def __init__(self, *batches: np.ndarray) -> None:
-        super().__init__()
-        self.batches = batches
-
-    def __iter__(self):  # type: ignore[no-untyped-def]
-        """Yield one batch for each array of ids."""
-        for ids in self.batches:
-            feature = IDTypeFeatureWithSingleID("a", ids)
-            yield PersiaBatch([feature], labels=[Label(np.zeros((len(ids), 1), np.float32))])
-
-
-class Sum(torch.nn.Module):
-    """The sum of a sample's embedding, with a parameter for the dense optimizer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = torch.nn.Parameter(torch.zeros(1))
-
-    def forward(self, dense: list[torch.Tensor], embeddings: list[torch.Tensor]) -> torch.Tensor:
-        """Every element's gradient is 1."""
-        return embeddings[0].sum(1, keepdim=True) + self.bias
 
 
 def rows(ctx: TrainCtx, ids: np.ndarray = IDS) -> np.ndarray:
@@ -61,7 +35,7 @@ def trained(
     with TrainCtx(
         SGD(lr), torch.optim.SGD(model.parameters(), 0.0), model=model, mixed_precision=False, embedding_config=config
     ) as ctx:
-        for batch in DataLoader(Repeated(*batches), reproducible=True):
+        for batch in DataLoader(Given(*batches), reproducible=True):
             output, _ = ctx.forward(batch)
             ctx.backward(output.sum())
         return rows(ctx), ctx.engine.stats()
@@ -134,7 +108,7 @@ def test_counts_ages_and_halves_are_in_checkpoints(configure: Configure, tmp_pat
                     ctx.dump_checkpoint(str(tmp_path / "saved"))
                     ctx.clear_embeddings()
                     ctx.load_checkpoint(str(tmp_path / "saved"))
-                for batch in DataLoader(Repeated(*part), reproducible=True):
+                for batch in DataLoader(Given(*part), reproducible=True):
                     output, _ = ctx.forward(batch)
                     ctx.backward(output.sum())
             return rows(ctx)

@@ -1,7 +1,6 @@
-"""The trainer: bit-identical to a hand-written loop, evaluation, early stop, resume, predictions."""
+"""The trainer: bit-identical to a hand-written loop, evaluation, early stop, predictions."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
-from trainer_files import FEATURES, config_of, write_clicks, write_config
+from trainer_files import config_of, fit, summary, write_clicks, write_config
 
 import persia
-from persia.config import Config
 from persia.ctx import TrainCtx, eval_ctx
 from persia.data import DataLoader
 from persia.embedding import EmbeddingConfig
@@ -22,21 +20,11 @@ from persia.errors import CheckpointError, ConfigError, UsageError
 from persia.features import to_batch
 from persia.models import DCNv2
 from persia.nn import EmbeddingCollection, TableConfig
-from persia.trainer import EvaluationReport, StepReport, Trainer, baselines, lightgbm_baseline, models, prediction
-from persia.trainer.batches import TrainingBatches, read_rows
+from persia.trainer import EvaluationReport, StepReport, Trainer, models, prediction
+from persia.trainer.batches import TrainingBatches
 from persia.trainer.parts import Parts
 
 Tensors = list[torch.Tensor]
-
-
-def train(config: Config, **arguments: Any) -> tuple[Trainer, list[StepReport | EvaluationReport]]:
-    with Trainer(config, **arguments) as trainer:
-        return trainer, [*trainer.fit()]
-
-
-def summary(trainer: Trainer) -> dict[str, Any]:
-    assert trainer.folder is not None
-    return trainer.folder.read_json("summary.json")
 
 
 def state_of(checkpoint: Path, name: str = "dense.pt") -> dict[str, Any]:
@@ -61,7 +49,7 @@ def files_of(checkpoint: Path) -> dict[str, bytes]:
 
 def test_trainer_a_loop_and_a_collection_give_equal_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(tmp_path, data={"split": {"fractions": [0.9, 0.1, 0.0]}, "epochs": 2})
-    trainer, _ = train(config)
+    trainer, _ = fit(config)
     assert trainer.folder is not None
     transform = config.compiled.load((trainer.folder.path / "transform.json").read_text())
     probe = transform(pa.parquet.read_table(config.folder / "clicks.parquet").slice(0, 200))
@@ -132,7 +120,7 @@ def test_a_run_that_is_left_and_resumed_equals_one_that_is_not(tmp_path: Path) -
         "data": {"epochs": 2},
         "train": {"lr_schedule": "cosine", "warmup": 3, "clip_norm": 0.5, "early_stop": {"patience": 9}},
     }
-    whole, reports = train(config_of(tmp_path, **options))
+    whole, reports = fit(config_of(tmp_path, **options))
     config = config_of(tmp_path, **options, run={"name": "two"})
     with Trainer(config) as trainer:
         for report in trainer.fit():
@@ -170,7 +158,7 @@ def assert_equal_results(one: dict[str, Any], two: dict[str, Any]) -> None:
 
 
 def test_a_run_and_its_folder(tmp_path: Path) -> None:
-    trainer, reports = train(config_of(tmp_path))
+    trainer, reports = fit(config_of(tmp_path))
     assert trainer.folder is not None
     folder = trainer.folder.path
     found = summary(trainer)
@@ -196,7 +184,7 @@ def test_a_run_and_its_folder(tmp_path: Path) -> None:
 def test_a_model_learns(tmp_path: Path) -> None:
     write_clicks(tmp_path / "clicks.parquet", 20_000)
     options: dict[str, Any] = {"data": {"epochs": 3, "batch_size": 512}, "train": {"metrics": ["auc", "ne"]}}
-    trainer, _ = train(config_of(tmp_path, **options))
+    trainer, _ = fit(config_of(tmp_path, **options))
     label = summary(trainer)["test"]["labels"]["label"]
     assert label["auc"] > 0.68 and label["ne"] < 0.95  # a model without information has 0.5 and 1
 
@@ -204,7 +192,7 @@ def test_a_model_learns(tmp_path: Path) -> None:
 def test_training_stops_early_and_keeps_the_best(tmp_path: Path) -> None:
     train_block = {"early_stop": {"patience": 2}, "evaluate_every": 2, "dense_optimizer": {"name": "adam", "lr": 0.2}}
     config = config_of(tmp_path, data={"epochs": 20}, train=train_block)
-    trainer, reports = train(config)
+    trainer, reports = fit(config)
     found = summary(trainer)
     valid = [each for each in reports if isinstance(each, EvaluationReport) and each.part == "valid"]
     values = [each.value("auc") or 0.0 for each in valid]
@@ -224,7 +212,7 @@ def test_training_stops_early_and_keeps_the_best(tmp_path: Path) -> None:
 
 
 def test_predictions_equal_the_scores_of_evaluation(tmp_path: Path) -> None:
-    trainer, _ = train(config_of(tmp_path))
+    trainer, _ = fit(config_of(tmp_path))
     assert trainer.folder is not None
     rows = pa.parquet.read_table(tmp_path / "clicks.parquet").slice(100, 300)
     pa.parquet.write_table(rows, tmp_path / "some.parquet")
@@ -248,7 +236,7 @@ def test_predictions_equal_the_scores_of_evaluation(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_can_be_named(tmp_path: Path) -> None:
-    trainer, _ = train(config_of(tmp_path))
+    trainer, _ = fit(config_of(tmp_path))
     assert trainer.folder is not None
     first = trainer.folder.saves(trainer.config) / "step-10"
     with Trainer(trainer.config).resume(first) as early, Trainer(trainer.config) as late:
@@ -273,129 +261,11 @@ def test_save_and_evaluate_between_reports(tmp_path: Path) -> None:
             trainer.fit()
 
 
-# --- labels, weights, models
-
-
-def test_several_labels_with_weights(tmp_path: Path) -> None:
-    labels = {"label": {}, "steep": {"column": "dense1", "loss": "mse", "weight": 0.25}}
-    table = pa.parquet.read_table(write_clicks(tmp_path / "clicks.parquet"))
-    weights = pa.array(np.arange(len(table)) % 3, pa.int32())
-    pa.parquet.write_table(table.append_column("times", weights), tmp_path / "clicks.parquet")
-    features = {name: feature for name, feature in FEATURES.items() if name != "level"}  # level is read from dense1
-    trainer, reports = train(config_of(tmp_path, features=features, labels=labels, train={"weight": "times"}))
-    last = reports[-1]
-    assert isinstance(last, EvaluationReport) and [*last.labels] == ["label", "steep"]
-    assert {*last.labels["steep"].values} == {"mse", "mae", "calibration"}
-    log_loss, mse = last.labels["label"].values["log_loss"], last.labels["steep"].values["mse"]
-    assert log_loss is not None and mse is not None and last.loss == pytest.approx(log_loss + 0.25 * mse)
-    assert trainer.folder is not None
-    with Trainer(trainer.config).resume() as again:
-        written = prediction.write(again, str(tmp_path / "clicks.parquet"), tmp_path / "out.parquet")
-    assert written.columns == ["score_label", "score_steep"]
-
-
-def test_rows_of_weight_0_change_nothing(tmp_path: Path) -> None:
-    table = pa.parquet.read_table(write_clicks(tmp_path / "clicks.parquet", 1000))
-    flipped = table.set_column(table.column_names.index("label"), "label", pa.array(1 - np.asarray(table["label"])))
-    both = pa.concat_tables(
-        [table.append_column("w", pa.array(np.ones(1000))), flipped.append_column("w", pa.array(np.zeros(1000)))]
-    )
-    order = np.arange(2000).reshape(2, 1000).T.reshape(-1)  # a row, and the same row with weight 0
-    pa.parquet.write_table(both.take(pa.array(order)), tmp_path / "clicks.parquet")
-    data = {"shuffle": False, "split": {"fractions": [1, 0, 0]}}
-    optimizer = {"embedding_optimizer": {"name": "adam", "lr": 0.01}}
-    _, reports = train(config_of(tmp_path, data=data, train={**optimizer, "weight": "w"}))
-    pa.parquet.write_table(table, tmp_path / "clicks.parquet")
-    _, expected = train(config_of(tmp_path, data={**data, "batch_size": 64}, train=optimizer, run={"name": "two"}))
-    for one, other in zip(reports, expected, strict=True):
-        assert isinstance(one, StepReport) and isinstance(other, StepReport)
-        assert one.loss == pytest.approx(other.loss, rel=1e-4)
-
-
-def test_gauc_and_metrics_that_are_not_defined(tmp_path: Path) -> None:
-    table = pa.parquet.read_table(write_clicks(tmp_path / "clicks.parquet"))
-    config = config_of(tmp_path, train={"metrics": ["auc", "ne", "gauc"], "gauc_group": "id0"})
-    _, reports = train(config)
-    last = reports[-1]
-    assert isinstance(last, EvaluationReport)
-    assert 0 < (last.value("gauc") or 0) < 1
-    pa.parquet.write_table(table.filter(pa.compute.equal(table["label"], 0)), tmp_path / "none.parquet")
-    with Trainer(config).resume() as again:
-        report = again.evaluate(str(tmp_path / "none.parquet"))
-    found = report.labels["label"]
-    assert found.values == {"auc": None, "ne": None, "gauc": None}
-    assert found.notes["auc"] == "all labels are 0" and "both classes" in found.notes["gauc"]
-    json.dumps(report.results(), allow_nan=False)
-
-
-OWN = """
-import torch
-
-class Own(torch.nn.Module):
-    def __init__(self, num_dense, embedding_dims, num_labels, width=4):
-        super().__init__()
-        self.layer = torch.nn.Linear(num_dense + sum(embedding_dims), num_labels)
-
-    def forward(self, dense, embeddings):
-        return self.layer(torch.cat(dense + embeddings, 1))
-"""
-
-
-def test_a_model_of_ones_own(tmp_path: Path) -> None:
-    (tmp_path / "own_model_of_a_test.py").write_text(OWN)
-    trainer, _ = train(config_of(tmp_path, model={"class": "own_model_of_a_test:Own", "width": 8}))
-    assert trainer.folder is not None
-    with Trainer(trainer.folder.config()).resume(trainer.folder.path) as again:
-        assert again.evaluate().step == 13  # found in the folder of persia.yml, not in that of the run
-    given, _ = train(config_of(tmp_path, run={"name": "two"}), model=DCNv2(1, [4, 4, 4]))
-    assert summary(given)["status"] == "finished"
-
-
-def test_sequences_are_pooled_for_models_that_take_vectors(tmp_path: Path) -> None:
-    table = pa.parquet.read_table(write_clicks(tmp_path / "clicks.parquet"))
-    ids = np.asarray(table["id0"])
-    lists = pa.array([[int(ids[row - place]) for place in range(row % 4)] for row in range(len(table))])
-    pa.parquet.write_table(table.append_column("history", lists), tmp_path / "clicks.parquet")
-    history = {"type": "sequence", "last": 2, "table": "id0", "dim": 4}
-    features = {"id0": {"type": "id", "dim": 4, "values": "integer"}, "history": {**history, "values": "integer"}}
-    trainer, _ = train(config_of(tmp_path, features=features))
-    assert summary(trainer)["unusual"]["counts"]["history"]["truncated"] > 0
-    raw = torch.tensor([[[1.0, 2.0, 1.0], [3.0, 6.0, 1.0]], [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]])
-    pooled = models.PooledSequences(torch.nn.Identity())
-    pooled.model.forward = lambda dense, embeddings: embeddings[0]
-    assert pooled([], [raw]).tolist() == [[2.0, 4.0], [0.0, 0.0]]
-
-
-@pytest.mark.parametrize(
-    ("blocks", "message"),
-    [
-        ({"model": {"name": "dcnv3"}}, "dcnv3"),
-        ({"model": {"name": "dcnv2", "cross_layer": 2}}, "cross_layer"),
-        ({"model": {"name": "dcnv2", "cross_layers": 0}}, "cross_layers"),
-        ({"model": {"class": "nowhere_at_all:Model"}}, "nowhere_at_all"),
-        ({"model": {"class": "json:Model"}}, "json"),
-        ({"train": {"embedding_optimizer": {"name": "adagrad", "lrr": 1}}}, "lrr"),
-        ({"train": {"embedding_optimizer": {"name": "lion"}}}, "lion"),
-        ({"train": {"dense_optimizer": {"name": "adam", "lr": -1}}}, "dense_optimizer"),
-        ({"train": {"lr_schedule": "linear", "warmup": 99}}, "train.warmup: 99 steps, but the run has 13"),
-        ({"train": {"early_stop": {}}, "data": {"split": {"fractions": [1, 0, 0]}}}, "early_stop"),
-        ({"train": {"metrics": ["gauc"]}}, "gauc"),
-        ({"data": {"split": {"by": "time"}}}, "column"),
-    ],
-)
-def test_a_mistake_of_the_configuration_is_named_before_anything_is_made(
-    tmp_path: Path, blocks: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message), Trainer(config_of(tmp_path, **blocks)) as trainer:
-        trainer.fit()
-    assert not (tmp_path / "runs" / "one").exists()
-
-
 # --- resume
 
 
 def test_another_configuration_or_transform_is_refused(tmp_path: Path) -> None:
-    trainer, _ = train(config_of(tmp_path))
+    trainer, _ = fit(config_of(tmp_path))
     with pytest.raises(ConfigError, match=r"train.seed: 0 then, 7 now"):
         Trainer(config_of(tmp_path, train={"seed": 7})).resume().fit()
     assert trainer.folder is not None
@@ -409,14 +279,14 @@ def test_another_configuration_or_transform_is_refused(tmp_path: Path) -> None:
 
 
 def test_more_epochs_continue_a_finished_run(tmp_path: Path) -> None:
-    train(config_of(tmp_path))
+    fit(config_of(tmp_path))
     with Trainer(config_of(tmp_path, data={"epochs": 2})).resume() as again:
         reports = [*again.fit()]
     assert reports[0].step > 13 and reports[-1].step == 26
 
 
 def test_a_run_that_exists_is_not_replaced(tmp_path: Path) -> None:
-    train(config_of(tmp_path))
+    fit(config_of(tmp_path))
     with pytest.raises(UsageError, match="there is a run of this name already") as caught:
         Trainer(config_of(tmp_path)).fit()
     assert "--resume" in caught.value.hint
@@ -428,7 +298,7 @@ def test_split_by_time_and_by_files(tmp_path: Path) -> None:
     table = pa.parquet.read_table(write_clicks(tmp_path / "clicks.parquet"))
     pa.parquet.write_table(table.append_column("at", pa.array(np.arange(2000))), tmp_path / "clicks.parquet")
     split = {"by": "time", "column": "at", "valid": 1000, "test": 1500}
-    trainer, _ = train(config_of(tmp_path, data={"split": split}))
+    trainer, _ = fit(config_of(tmp_path, data={"split": split}))
     found = summary(trainer)
     assert [found["rows"]["train"], *(found[part]["labels"]["label"]["rows"] for part in ("valid", "test"))] == [
         1000,
@@ -436,11 +306,11 @@ def test_split_by_time_and_by_files(tmp_path: Path) -> None:
         500,
     ]
     files = {"valid": "clicks.parquet", "split": {"by": "file"}}
-    trainer, _ = train(config_of(tmp_path, data=files, run={"name": "files"}))
+    trainer, _ = fit(config_of(tmp_path, data=files, run={"name": "files"}))
     found = summary(trainer)
     assert found["rows"]["train"] == found["valid"]["labels"]["label"]["rows"] == 2000 and "test" not in found
     own = {"test": "clicks.parquet", "split": {"by": "time", "column": "at", "valid": 1000}}
-    trainer, _ = train(config_of(tmp_path, data=own, run={"name": "own"}))
+    trainer, _ = fit(config_of(tmp_path, data=own, run={"name": "own"}))
     found = summary(trainer)
     assert (found["rows"]["train"], found["test"]["labels"]["label"]["rows"]) == (1000, 2000)
 
@@ -470,55 +340,3 @@ def test_files_and_batches_of_ones_own(tmp_path: Path) -> None:
     config = config_of(tmp_path, data={"split": {"fractions": [1, 0, 0]}}, run={"name": "own", "log_every": 1})
     with Trainer(config) as trainer:
         assert [report.step for report in trainer.fit(given)] == [1, 2, 3, 4]
-
-
-def test_columns_of_a_tree(tmp_path: Path) -> None:
-    rows = pa.table(
-        {
-            "id0": pa.array([5, 7, 5, None]),
-            "id1": ["a", "b", "c", "a"],
-            "dense0": pa.array([1.0, None, 3.0, 4.0], pa.float32()),
-            "dense1": [0.5] * 4,
-            "label": [0, 1, 0, 1],
-        }
-    )
-    pa.parquet.write_table(rows, tmp_path / "clicks.parquet")
-    features = {
-        "id0": {"type": "id", "dim": 4, "if_null": "skip"},
-        "id1": {"type": "id", "dim": 4},
-        "pair": {"type": "cross", "features": ["id0", "id1"], "dim": 4},
-        "dense0": {"type": "dense", "log1p": True},
-        "level": {"type": "bucket", "column": "dense0", "boundaries": [2], "dim": 4},
-    }
-    config = config_of(tmp_path, features=features, data={"split": {"fractions": [1, 0, 0]}})
-    transform = config.compiled.fit(rows)
-    columns = lightgbm_baseline.Columns(config, transform)
-    assert (columns.numbers, columns.slots, columns.left_out) == (["dense0"], ["id0", "id1"], ["pair"])
-    part = Parts(config).train
-    known = columns.read([*read_rows(part, transform, 2)])
-    np.testing.assert_array_equal(known[:, 0], [1.0, np.nan, 3.0, 4.0])  # as in the file
-    assert known[0, 1] == known[2, 1] != known[1, 1] and np.isnan(known[3, 1])
-    assert known[0, 2] == known[3, 2] and len({*known[:, 2]}) == 3
-    pa.parquet.write_table(rows.set_column(1, "id1", pa.array(["z", "b", "b", "b"])), tmp_path / "clicks.parquet")
-    later = columns.read([*read_rows(Parts(config).train, transform, 4)])
-    assert np.isnan(later[0, 2]) and later[1, 2] == known[1, 2]
-
-
-def test_a_rival_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "lightgbm", None)
-    with pytest.raises(ConfigError, match="lightgbm: the package cannot be imported") as caught:
-        baselines.find("lightgbm")
-    assert caught.value.hint == "pip install lightgbm"
-
-
-def test_lightgbm_is_judged_on_the_same_rows(tmp_path: Path) -> None:
-    pytest.importorskip("lightgbm")
-    config = config_of(tmp_path)
-    trainer, _ = train(config)
-    assert trainer.folder is not None
-    baselines.find("lightgbm")(config, trainer.folder)
-    found = summary(trainer)
-    for part in ("valid", "test"):
-        rival, own = found["baseline"][part]["label"], found[part]["labels"]["label"]
-        assert rival["rows"] == own["rows"] and 0.55 < rival["auc"] < 0.9
-    assert "test, label, lightgbm" in (trainer.folder.path / "report.html").read_text()

@@ -1,35 +1,18 @@
 """A loop that never trains is reported: gradients that are not pushed, and forwards without a backward."""
 
 import gc
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import Batches, Configure
-from test_collection import arrays, collection
+from small_collection import arrays, collection
 from test_training import SLOTS, loss_fn, make, train
 
 from persia.ctx import TrainCtx, eval_ctx
 from persia.data import DataLoader
 from persia.errors import DataError, UsageError
-from persia.logger import get_default_logger
-
-
-@pytest.fixture
-def log() -> Iterator[list[str]]:
-    """Return the messages that Persia has logged so far, each after its level."""
-    messages: list[str] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(f"{record.levelname} {record.getMessage()}")
-
-    handler = Handler()
-    get_default_logger().addHandler(handler)
-    yield messages
-    get_default_logger().removeHandler(handler)
 
 
 def of(log: list[str], text: str) -> list[str]:

@@ -1,23 +1,19 @@
 """What ``persia train``, ``eval``, ``predict`` and ``ckpt`` say of runs, files and rows: one run for all tests."""
 
 import json
-import logging
 import shutil
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 import pytest
+from conftest import Verb
 from trainer_files import write_clicks, write_config
 
 import persia
-from persia.cli.main import main
 from persia.trainer import Trainer
-
-Verb = Callable[..., tuple[str, str]]
 
 
 @pytest.fixture(scope="module")
@@ -36,25 +32,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def verb(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Verb]:
-    """Run a verb in the folder: ``verb("eval", "runs/one", code=2)`` returns the output and the errors."""
+def verb(verb: Verb, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Verb:
+    """Run a verb in the folder."""
     monkeypatch.chdir(folder)
     monkeypatch.delenv("LOG_LEVEL", raising=False)
     monkeypatch.setenv("COLUMNS", "120")
-    levels = {name: logging.getLogger(name).level for name in ("persia", "persia.evaluation")}
-
-    def run(*arguments: str, code: int = 0) -> tuple[str, str]:
-        monkeypatch.setattr(sys, "argv", ["persia", *arguments])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        assert (ended.value.code or 0) == code, captured.err
-        return captured.out, captured.err
-
-    yield run
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
+    return verb
 
 
 def wrong_csv(folder: Path, row: int, name: str = "wrong.csv") -> Path:

@@ -57,3 +57,9 @@ def fit(config: Config, **arguments: Any) -> tuple[Trainer, list[StepReport | Ev
     """Train to the end, and return the closed trainer and its reports."""
     with Trainer(config, **arguments) as trainer:
         return trainer, [*trainer.fit()]
+
+
+def summary(trainer: Trainer) -> dict[str, Any]:
+    """Return the summary of a run."""
+    assert trainer.folder is not None
+    return trainer.folder.read_json("summary.json")

@@ -166,6 +166,7 @@ mod tests {
             let mut seen = SeenTokens::begin(JobId(7), 3, 3);
             let mut model: HashSet<(u32, u64)> = HashSet::new();
             let mut highest = [0u64; 3];
+            let mut inserted: BTreeMap<u32, u64> = BTreeMap::new();
             for (rank, seq) in seqs {
                 let high = &mut highest[rank as usize];
                 let too_old = *high >= 128 && seq <= *high - 128;
@@ -173,6 +174,9 @@ mod tests {
                 prop_assert_eq!(seen.insert(token(rank, seq)).unwrap(), fresh);
                 prop_assert!(seen.contains(token(rank, seq)).unwrap());
                 *high = (*high).max(seq);
+                // Neither a repeated token nor an old one moves the highest number of its rank.
+                inserted.insert(rank, *high);
+                prop_assert_eq!(seen.highest(), inserted.clone());
             }
         }
     }

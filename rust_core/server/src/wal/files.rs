@@ -2,6 +2,7 @@
 
 use std::fs::{self, File};
 use std::io;
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 
 use persia_store::checkpoint::replace_file;
@@ -41,10 +42,24 @@ impl Files {
         Segment::create(path.clone(), number).map_err(|source| TablesError::Io { path, source })
     }
 
-    /// Remove a segment and all later ones, durably, the last one first.
-    pub(super) fn remove_segments_from(&self, number: u64) -> io::Result<()> {
-        let later = (number..u64::MAX).take_while(|number| self.segment(*number).exists()).count() as u64;
-        (number..number + later).rev().try_for_each(|number| self.remove_segment(number))?;
+    /// The numbers of the segments in the directory, the highest first.
+    pub(super) fn segments(&self) -> io::Result<Vec<u64>> {
+        let mut numbers = Vec::new();
+        for entry in fs::read_dir(&self.dir)? {
+            numbers.extend(entry?.file_name().to_str().and_then(|name| name.parse::<u64>().ok()));
+        }
+        numbers.sort_unstable_by(|left, right| right.cmp(left));
+        Ok(numbers)
+    }
+
+    /// Remove all segments but those of these numbers, durably, the last one first.
+    pub(super) fn keep_segments(&self, kept: RangeInclusive<u64>) -> io::Result<()> {
+        let mut numbers = self.segments()?;
+        numbers.retain(|number| !kept.contains(number));
+        if numbers.is_empty() {
+            return Ok(());
+        }
+        numbers.into_iter().try_for_each(|number| self.remove_segment(number))?;
         self.sync()
     }
 
@@ -83,15 +98,10 @@ impl Files {
     pub(super) fn remove_all(&self) -> io::Result<()> {
         remove(&self.dir.join(BASE))?;
         self.sync()?;
-        for entry in fs::read_dir(&self.dir)? {
-            let entry = entry?;
-            let name = entry.file_name();
-            let is_segment = name.to_str().is_some_and(|name| name.parse::<u64>().is_ok());
-            if is_segment || name == BASE_DRAFT {
-                remove(&entry.path())?;
-            }
+        for number in self.segments()? {
+            self.remove_segment(number)?;
         }
-        Ok(())
+        remove(&self.dir.join(BASE_DRAFT))
     }
 
     /// Make the names in the directory durable.

@@ -215,11 +215,12 @@ impl Wal {
     /// `Io`: the old base may still be in place.
     pub(crate) fn truncate(&self, first: u64, base: &[u8]) -> Result<(), TablesError> {
         let Shared { files, writer, .. } = &*self.shared;
-        let Some(oldest) = writer.lock().first else { return Ok(()) };
+        if !self.has_base() {
+            return Ok(());
+        }
         files.write_base(base)?; // without the lock: requests do not wait for the disk
         writer.lock().first = Some(first);
-        let removed = (oldest..first).try_for_each(|number| files.remove_segment(number));
-        removed.map_err(|source| files.error(source))
+        files.keep_segments(first..=u64::MAX).map_err(|source| files.error(source))
     }
 
     /// The size of all segments in bytes.
@@ -331,3 +332,6 @@ impl Shared {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,10 +1,10 @@
 //! Replay: every record of the segments that an earlier process left, in order.
 //!
 //! A segment says how long the one before it was, and a later record says that it is durable. So a segment whose end is
-//! missing is told apart: after a power cut, the log ends there; otherwise it is damaged.
+//! missing is told apart: after a power cut, the log ends there; otherwise it is damaged. Segments that are not part of
+//! the log, as a process that was killed while it removed them leaves, are removed.
 
 use std::io;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::files::Files;
@@ -59,28 +59,23 @@ impl Wal {
             let next = number.checked_add(1).ok_or_else(|| format!("segment {number} has no successor"))?;
             let (bytes, torn) = self.replay_segment(number, next, &mut replayed, &mut each)?;
             let describe = |error: io::Error| format!("{}: {error}", files.segment(number).display());
-            let continues = match self.successor(number, bytes, torn)? {
-                Successor::Follows => true,
-                Successor::Empty if torn == 0 => {
-                    replayed.segment = next;
-                    rotated.push(Arc::new(std::fs::File::open(files.segment(number)).map_err(describe)?));
-                    files.remove_segments_from(next).map_err(describe)?;
-                    let mut segment = files.create_segment(next).map_err(|error| error.to_string())?;
-                    segment.append(&WalRecord::follows(bytes)).map_err(|error| error.to_string())?;
-                    break segment;
-                }
-                Successor::Empty | Successor::Lost => {
-                    files.remove_segments_from(next).map_err(describe)?;
-                    false
-                }
-                Successor::None => false,
-            };
-            if !continues {
-                replayed.torn = torn;
-                break Segment::reopen(files.segment(number), number, bytes).map_err(describe)?;
+            let open = || std::fs::File::open(files.segment(number)).map(Arc::new).map_err(describe);
+            let successor = self.successor(number, bytes, torn)?;
+            if let Successor::Follows = successor {
+                rotated.push(open()?);
+                replayed.segment = next;
+                continue;
             }
-            rotated.push(Arc::new(std::fs::File::open(files.segment(number)).map_err(describe)?));
-            replayed.segment = next;
+            files.keep_segments(first..=number).map_err(describe)?;
+            if let (Successor::Empty, 0) = (successor, torn) {
+                rotated.push(open()?);
+                replayed.segment = next;
+                let mut segment = files.create_segment(next).map_err(|error| error.to_string())?;
+                segment.append(&WalRecord::follows(bytes)).map_err(|error| error.to_string())?;
+                break segment;
+            }
+            replayed.torn = torn;
+            break Segment::reopen(files.segment(number), number, bytes).map_err(describe)?;
         };
         // The last process may have ended before a sync.
         *self.shared.writer.lock() =
@@ -114,38 +109,35 @@ impl Wal {
     }
 
     /// The relation of the next segment to this one, whose complete records have `bytes`.
+    ///
+    /// # Errors
+    /// Durable records that came after these are missing.
     fn successor(&self, number: u64, bytes: u64, torn: u64) -> Result<Successor, String> {
         let files = &self.shared.files;
+        let path = files.segment(number);
         let next = files.segment(number + 1);
-        if !next.exists() {
-            return Ok(Successor::None);
+        let follows = if next.exists() { Some(segment::follows(&next)?) } else { None };
+        if torn == 0 && follows == Some(Some(bytes)) {
+            return Ok(Successor::Follows);
         }
-        match segment::follows(&next)? {
-            None => Ok(Successor::Empty),
-            Some(expected) if torn == 0 && expected == bytes => Ok(Successor::Follows),
-            Some(_) if is_durable(files, number) => Err(format!(
-                "{}: its end is missing, and more records follow",
-                files.segment(number).display()
-            )),
-            Some(_) => Ok(Successor::Lost),
+        let all = files.segments().map_err(|error| format!("{}: {error}", path.display()))?;
+        let mut later = all.into_iter().filter(|later| *later > number).map(|later| files.segment(later));
+        if later.any(|later| segment::states_durable(&later, number)) {
+            return Err(format!(
+                "{}: its end or the next segment is missing, and more records follow",
+                path.display()
+            ));
         }
+        Ok(if follows == Some(None) { Successor::Empty } else { Successor::None })
     }
 }
 
 enum Successor {
     /// It continues this segment.
     Follows,
-    /// There is no next segment.
-    None,
     /// There is a next segment, but nothing was appended to it.
     Empty,
-    /// The end of this segment was lost in a power cut, so the records of the next segment cannot be applied.
-    Lost,
-}
-
-/// Whether a later segment says that this one is durable.
-fn is_durable(files: &Files, number: u64) -> bool {
-    let later =
-        (number + 1..u64::MAX).map(|later| files.segment(later)).take_while(|path: &PathBuf| path.exists());
-    later.into_iter().any(|path| segment::states_durable(&path, number))
+    /// No segment continues this one: it is the last one, or its end was lost in a power cut, so that the records of
+    /// later segments cannot be applied.
+    None,
 }

@@ -1,0 +1,15 @@
+"""Trainers of several ranks, each started by itself."""
+
+import json
+from typing import Any
+
+from conftest import ROOT
+from stack import Part, Stack
+
+SCRIPT = ROOT / "tests" / "integration" / "rank_script.py"
+COLLECTION = ROOT / "tests" / "integration" / "collection_script.py"
+
+
+def nodes(stack: Stack, plan: dict[str, Any], count: int = 2, **env: str) -> list[Part]:
+    """Start one trainer replica for each rank, so that no launcher ends the others."""
+    return [stack.trainer(SCRIPT, json.dumps(plan), node=node, nodes=count, env=env) for node in range(count)]

@@ -1,0 +1,134 @@
+"""Keys of ``persia.yml`` that do not fit together, what is unusual, and what a program can ask."""
+
+from pathlib import Path
+
+import pytest
+from config_files import GOOD, mistakes
+
+import persia
+from persia.config import Config, validate_config
+
+
+def test_dlrm_needs_equal_dims(persia_yml: Path) -> None:
+    text = GOOD + "model: {name: dlrm}\n"
+    persia_yml.write_text(text)
+    assert persia.load_config(persia_yml).model.arguments == {"dropout": 0.0}
+    text = text.replace(
+        "labels:",
+        "  item: {type: id, dim: 8}\n  day: {type: date, part: day, dim: 0}\n"
+        "  both: {type: cross, features: [day, item], dim: 16}\nlabels:",
+    )
+    assert mistakes(persia_yml, text) == [
+        "11:15: model.name: `dlrm` needs features of one dim, found user 16, item 8, both 16; give all the same, or "
+        "use `name: dcnv2`"
+    ]
+
+
+@pytest.mark.row("S3-30")
+def test_keys_that_do_not_fit_together_are_found_at_once(persia_yml: Path) -> None:
+    text = GOOD + (
+        "model: {name: dlrm, bottom_mlp: [64, 32], top_mlp: [64, 2]}\n"
+        "train: {lr_schedule: cosin, gauc_group: user, early_stop: {metric: gauc}}\n"
+        "data.split: 3\n"
+    )
+    found = mistakes(persia_yml, text)
+    assert found[:2] == [
+        "8:33: model.bottom_mlp: its last size is 32, allowed: 16, the dim of the features",
+        "8:52: model.top_mlp: its last size is 2, allowed: 1, the number of labels",
+    ]
+    assert [line.split(": ")[1] for line in found[2:]] == ["train.lr_schedule", "data.split"]
+    persia_yml.write_text(GOOD + "model: {name: dlrm, bottom_mlp: [64, 16], top_mlp: [64, 1]}\n")
+    assert persia.load_config(persia_yml).model.arguments["bottom_mlp"] == [64, 16]
+
+
+def test_rows_at_a_time_that_are_no_fewer_than_a_batch_are_a_warning(
+    persia_yml: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    persia_yml.write_text(GOOD + "train: {micro_batch: 4096, accumulate: 2}\n")
+    assert persia.load_config(persia_yml).step_rows == 8192
+    assert "train.micro_batch: found 4096, but a batch has 4096 rows, which are in the model together" in caplog.text
+
+
+def test_the_early_stop_needs_rows_and_a_metric(persia_yml: Path) -> None:
+    text = GOOD.replace("clicks.parquet", "a\n  split: {fractions: [0.9, 0, 0.1]}") + "train: {early_stop: {}}\n"
+    assert mistakes(persia_yml, text) == [
+        "9:21: train.early_stop: there is no valid part to evaluate on: give data.valid, or a share of it"
+    ]
+    persia_yml.write_text(text.replace("  split", "  valid: b\n  split"))
+    assert persia.load_config(persia_yml).train.early_stop is not None
+    text = GOOD.replace("clicked: {}", "stars: {loss: mse}") + "train: {early_stop: {}}\n"
+    assert mistakes(persia_yml, text) == [
+        "8:21: train.early_stop.metric: found `auc`, but the first label, `stars`, has `loss: mse`; allowed: loss"
+    ]
+
+
+def test_the_arguments_of_a_class_of_the_users_own_are_checked_without_importing_it(persia_yml: Path) -> None:
+    Path("my_model.py").write_text(
+        "import does_not_exist\n"
+        "class Tower(does_not_exist.Module):\n"
+        "    def __init__(self, num_dense, embedding_dims: list[int], width: int, depth: int = 2):\n"
+        "        pass\n"
+        "class Free:\n"
+        "    def __init__(self, **anything):\n"
+        "        pass\n"
+    )
+    persia_yml.write_text(GOOD + "model: {class: 'my_model:Tower', width: 1e2}\n")
+    config = persia.load_config(persia_yml)
+    assert (config.model.name, config.model.class_, config.model.arguments) == (None, "my_model:Tower", {"width": 100})
+    persia_yml.write_text(GOOD + "model: {class: my_model:Free, any: [1, x]}\n")
+    assert persia.load_config(persia_yml).model.arguments == {"any": [1, "x"]}
+    for model, message in [
+        ("class: my_model:Towr", "8:16: model.class: my_model.py has no class `Towr`, did you mean `Tower`?"),
+        ("class: my_modell:Tower", "8:16: model.class: no module `my_modell` in . nor among the installed packages"),
+        ("name: dlrm, class: my_model:Free", "8:15: model.name: found together with `class`; allowed: one of the two"),
+        (
+            "class: my_model:Free, any: [{a: 1, a: 2}]",
+            "8:44: model.any.a: appears twice, first on line 8: remove one",
+        ),
+        (
+            "class: my_model:Free, any: {<<: {a: 1}}",
+            "8:37: model.any.<<: merge keys are not read; an alias (`*name`) repeats a whole value",
+        ),
+        ("class: my_model:Tower", "8:8: model.width: missing, allowed: a whole number"),
+        ("class: my_model:Tower, width: x", "8:39: model.width: found `x`, allowed: a whole number"),
+        (
+            "class: my_model:Tower, width: 1, dept: 1",
+            "8:42: model.dept: unknown key, did you mean `depth`?; allowed: name, class, num_dense, embedding_dims, "
+            "width, depth",
+        ),
+    ]:
+        found = mistakes(persia_yml, GOOD + f"model: {{{model}}}\n")
+        assert [line.replace(f"{Path.cwd()}/", "").replace(f"{Path.cwd()},", ".") for line in found] == [message]
+
+
+def test_what_is_unusual_is_a_warning(persia_yml: Path, caplog: pytest.LogCaptureFixture) -> None:
+    persia_yml.write_text(
+        GOOD.replace("clicks.parquet", "a.csv\n  columns: {prise: float64}")
+        + "train: {reproducible: true, staleness: 8}\n"
+    )
+    config = persia.load_config(persia_yml)
+    assert config.train.staleness == 1
+    shown = caplog.text
+    assert "persia.yml:3:13: data.columns.prise: nothing reads this column, did you mean `price`?" in shown
+    assert "train.staleness: found 8, but training is reproducible, so the staleness is 1" in shown
+
+
+@pytest.mark.row("S3-31")
+def test_a_program_can_ask_whether_a_configuration_is_valid(persia_yml: Path) -> None:
+    persia_yml.write_text(GOOD)
+    config = persia.load_config(persia_yml)
+    assert validate_config(config) == (True, [])
+    assert validate_config(persia_yml) == (True, [])
+    user: dict[str, object] = {"type": "id", "dim": 4}
+    content = {"data": {"train": "a"}, "features": {"user": user}, "labels": {"clicked": {}}}
+    assert validate_config(content) == (True, [])
+    made = Config.model_validate({**content, "train": {"staleness": 2, "gauc_group": "user"}})
+    assert validate_config(made) == (
+        False,
+        ["the configuration: train.gauc_group: found, but `train.metrics` has no `gauc`: add it, or remove the group"],
+    )
+    user["dim"] = "four"
+    assert validate_config(content) == (
+        False,
+        ["the configuration: features.user.dim: found `four`, allowed: a whole number from 0 to 4096"],
+    )
