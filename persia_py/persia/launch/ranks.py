@@ -74,7 +74,8 @@ def train(config: Config, file: Path, ranks: int, *, name: str | None = None) ->
     with one_batch.private_folder() as folder:
         job_config = _job(config, folder, Sizes(ranks=ranks, name=name), command)
         shown = f"{config.run.dir}/{job_config.job}"
-        commands = Commands(f"{command} --set run.name=NAME", f"{command} --resume {shlex.quote(shown)}")
+        alone = command.replace(f" --nproc {ranks}", "", 1)
+        commands = Commands(f"{command} --set run.name=NAME", f"{command} --resume {shlex.quote(shown)}", alone)
         return run_job(_with_env(job_config, _variables(config, file, ranks)), file, commands)
 
 

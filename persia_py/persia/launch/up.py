@@ -38,10 +38,12 @@ class Commands:
     Attributes:
         new: A new run, with NAME for its name.
         again: This run, which was interrupted.
+        alone: In one process.
     """
 
     new: str
     again: str
+    alone: str
 
 
 def up(path: Path, sizes: Sizes | None = None) -> int:
@@ -61,9 +63,11 @@ def up(path: Path, sizes: Sizes | None = None) -> int:
     """
     config = read_job_config(path, sizes)
     command = f"persia up {path}{_options(sizes or Sizes())}"
-    name = f" --name {config.job}" if config.config is not None and config.trainer is not None else ""
-    is_persia_yml = config.config == str(path.resolve())
-    return run_job(config, path, Commands(f"{command} --name NAME", command + name * is_persia_yml))
+    if config.config is None or Path(config.config) != path.resolve():
+        new, again = f"`job: NAME` in {path}", command
+    else:
+        new, again = f"{command} --name NAME", f"{command} --name {config.job}"
+    return run_job(config, path, Commands(new, again, f"persia train {config.config}"))
 
 
 def _options(sizes: Sizes) -> str:
@@ -93,7 +97,8 @@ def run_job(config: JobConfig, path: Path, commands: Commands | None = None) -> 
         return 0
     if config.config is not None and of_one_process(folder):
         error = UsageError(f"{folder}: the run of this name was trained in one process; a job would overwrite it")
-        error.hint = f"continue it: persia train {path} --resume {folder}; or give the new run another name"
+        alone = f"persia train {path}" if commands is None else commands.alone
+        error.hint = f"continue it: {alone} --resume {folder}; or give the new run another name"
         raise error
     with private_folder() as private_dir, Logs(folder / "logs") as logs:
         own = {"PERSIA_RUN_DIR": str(folder)} | ({} if makes_token(config) else {"PERSIA_TOKEN_FILE": config.token})
