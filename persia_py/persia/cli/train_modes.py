@@ -74,9 +74,7 @@ def follow(file: Path, overrides: Sequence[str]) -> int:
 
     config = open_document(file, overrides).checked()
     words = [word for word in sys.argv[1:] if word not in FOLLOW]
-    started = background.start(words, Path(config.run.dir).expanduser())
-    typer.echo(f"training in the background: pid {started.process.pid}, output in {started.log}", err=True)
-    return started.follow()
+    return background.start(words, Path(config.run.dir).expanduser()).follow()
 
 
 def leave_job() -> None:

@@ -20,7 +20,7 @@ from persia.runtime import tokens
 from persia.runtime.errors import UnreachableError, UsageError
 from persia.runtime.exit_codes import ExitCode
 from persia.runtime.job import job_name
-from persia.runtime.settings import settings, variable
+from persia.runtime.settings import reload_env, settings, variable
 
 if TYPE_CHECKING:
     from persia.distributed.control_plane import Peers
@@ -67,11 +67,13 @@ def here(size: int) -> Iterator[Check]:
         size: The number of ranks.
 
     Raises:
-        UsageError: The rank is not one of them, or there is neither a job nor a rendezvous.
+        UsageError: ``WORLD_SIZE`` is another number, the rank is not below it, or ranks have no place to meet.
         UnreachableError: The ranks do not find each other; the message names those that are missing.
     """
-    if not 0 <= settings.rank < size:
-        raise UsageError(f"--matrix {size}: RANK={settings.rank}, want 0 to {size - 1}")
+    if (given := variable("WORLD_SIZE")) not in (None, str(size)):
+        raise UsageError(f"--matrix {size}: found WORLD_SIZE={given}; give all ranks, --matrix {given}")
+    os.environ["WORLD_SIZE"] = str(size)
+    reload_env()
     yield network.interfaces()
     if settings.nats_url is None and settings.rank == 0:
         yield from _rendezvous()

@@ -1,5 +1,6 @@
 """A command that outlives its terminal: ``persia train --follow``. Its output goes to a file, which is shown."""
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -7,10 +8,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import BinaryIO
 
 from persia.runtime.errors import StorageError
 from persia.runtime.exit_codes import ExitCode
@@ -18,46 +17,52 @@ from persia.runtime.files import make_folders
 
 _PERIOD_S = 0.1
 """Seconds between two looks at the file."""
+_PIECE = 1 << 16
+"""Bytes that are read at a time."""
 
 
-@dataclass(frozen=True)
 class Background:
     """A command that runs in the background.
 
-    Attributes:
+    Args:
         process: Its process, the leader of a session of its own: no terminal and no Ctrl-C reaches it.
         log: The file of its output and errors.
     """
 
-    process: "subprocess.Popen[bytes]"
-    log: Path
+    def __init__(self, process: "subprocess.Popen[bytes]", log: Path) -> None:
+        self.process, self.log = process, log
+        self._shown = -1  # bytes of the file; -1: nothing was said
 
     def follow(self) -> int:
         """Write its output to standard output until it ends, and return its exit code.
 
         Ctrl-C asks on a terminal whether to end it; otherwise, and elsewhere, it runs on, and the result is 130.
         """
+        while True:
+            try:
+                return self._follow()
+            except KeyboardInterrupt:
+                if not _wants_end():
+                    self._say_detached()
+                    return ExitCode.INTERRUPTED
+                self.process.send_signal(signal.SIGINT)
+
+    def _follow(self) -> int:
+        if self._shown < 0:
+            sys.stderr.write(f"training in the background: pid {self.process.pid}, output in {self.log}\n")
+            self._shown = 0
         with self.log.open("rb") as file:
             while True:
-                try:
-                    return self._follow(file)
-                except KeyboardInterrupt:
-                    if not _wants_end():
-                        self._say_detached()
-                        return ExitCode.INTERRUPTED
-                    self.process.send_signal(signal.SIGINT)
-
-    def _follow(self, file: BinaryIO) -> int:
-        while True:
-            code = self.process.poll()  # first: what it wrote before its end is in the file then
-            shutil.copyfileobj(file, sys.stdout.buffer)
-            sys.stdout.buffer.flush()
-            if code is not None:
-                return code if code >= 0 else 128 - code
-            try:
-                self.process.wait(_PERIOD_S)
-            except subprocess.TimeoutExpired:
-                continue
+                code = self.process.poll()  # first: what it wrote before its end is in the file then
+                file.seek(self._shown)
+                while piece := file.read(_PIECE):
+                    self._shown += len(piece)
+                    sys.stdout.buffer.write(piece)
+                sys.stdout.buffer.flush()
+                if code is not None:
+                    return code if code >= 0 else 128 - code
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(_PERIOD_S)
 
     def _say_detached(self) -> None:
         pid, log = self.process.pid, shlex.quote(str(self.log))
