@@ -85,7 +85,7 @@ def mistakes(path: Path, text: str, *overrides: str) -> list[str]:
         ),
         (
             "train: {metrics: [auc, gac, log_loss]}",
-            "8:24: train.metrics: found `gac`, allowed: auc, log_loss, ne, calibration, gauc; did you mean `gauc`?",
+            "8:24: train.metrics[1]: found `gac`, allowed: auc, log_loss, ne, calibration, gauc; did you mean `gauc`?",
         ),
         ("train: {metrics: [auc, auc]}", "8:18: train.metrics: `auc` appears twice: remove one"),
         # optimizers
@@ -100,7 +100,7 @@ def mistakes(path: Path, text: str, *overrides: str) -> list[str]:
         ),
         (
             "train: {dense_optimizer: {betas: [0.9, 1]}}",
-            "8:40: train.dense_optimizer.betas: found `1`, allowed: a number of at least 0 and below 1",
+            "8:40: train.dense_optimizer.betas[1]: found `1`, allowed: a number of at least 0 and below 1",
         ),
         (
             "train: {dense_optimizer: {betas: [0.9]}}",
@@ -127,7 +127,7 @@ def mistakes(path: Path, text: str, *overrides: str) -> list[str]:
             "allowed: name, class, cross_layers, deep_mlp, low_rank, dropout",
         ),
         ("model: {deep_mlp: 3}", "8:19: model.deep_mlp: found `3`, allowed: a list of whole numbers"),
-        ("model: {deep_mlp: [3, x]}", "8:23: model.deep_mlp: found `x`, allowed: a whole number"),
+        ("model: {deep_mlp: [3, x]}", "8:23: model.deep_mlp[1]: found `x`, allowed: a whole number"),
         (
             "model: {num_dense: 3}",
             "8:9: model.num_dense: found, but it follows from `features` and `labels`: remove it",
@@ -173,7 +173,7 @@ def test_each_mistake_has_its_place(write: Path, added: str, message: str) -> No
     ("data", "message"),
     [
         ("{}", "1:7: data.train: missing, allowed: a list of strings, or a string"),
-        ("{train: [a, {}]}", "1:19: data.train: found a mapping, allowed: a string"),
+        ("{train: [a, {}]}", "1:19: data.train[1]: found a mapping, allowed: a string"),
         (
             "{train: a, workers: 2}",
             "1:18: data.workers: not a key: Arrow reads with the threads of this host; in a job, "
@@ -186,7 +186,7 @@ def test_each_mistake_has_its_place(write: Path, added: str, message: str) -> No
         ),
         (
             "{train: a, split: {fractions: [0.5, 1.5, 0]}}",
-            "1:43: data.split.fractions: found `1.5`, allowed: a number from 0 to 1",
+            "1:43: data.split.fractions[1]: found `1.5`, allowed: a number from 0 to 1",
         ),
         (
             "{train: [a, ~no-such-user/b]}",
@@ -238,7 +238,7 @@ def test_each_mistake_has_its_place(write: Path, added: str, message: str) -> No
         ),
         (
             "{train: a, columns: {price: float}}",
-            "1:35: data.columns: found `float`, allowed: int64, float64, string, bool, timestamp, date; "
+            "1:35: data.columns.price: found `float`, allowed: int64, float64, string, bool, timestamp, date; "
             "did you mean `float64`?",
         ),
         (

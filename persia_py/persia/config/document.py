@@ -1,7 +1,7 @@
 """Read ``persia.yml``: the file, overrides, and where each value came from."""
 
 import os
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from persia.runtime.config_files import CONFIG_FOLDER, read_config
 from persia.runtime.errors import ConfigError
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import variable
-from persia.runtime.yaml_tree import NOWHERE, Entries, Node, Place, Scalar, TreeError, node_of, parse, value_of
+from persia.runtime.yaml_tree import NOWHERE, Entries, Items, Node, Place, Scalar, TreeError, node_of, parse, value_of
 from persia_core.features import Features
 
 _logger = get_logger("config")
@@ -97,6 +97,7 @@ class Document:
             node = root.get(block)
             for key, _ in node.entries if isinstance(node, Entries) else []:
                 places[f"{block}.{key.text}"] = key.place.shown(self.name)
+        places |= {path: place.shown(self.name) for path, place in _model_places(root)}
         uses = [Use(each.column, each.of, each.place.shown(self.name)) for each in uses_of(root)]
         return Origin(places, uses, [*overrides])
 
@@ -118,6 +119,17 @@ class Document:
                 if path.partition(".")[0] in FREE or not path:  # without a path: YAML that only Rust refuses
                     self.findings.error(place, path, message)
         return None
+
+
+def _model_places(root: Entries) -> Iterator[tuple[str, Place]]:
+    """Yield ``model``, its keys and the items of their lists, with their places."""
+    model = root.get("model")
+    if model is not None:
+        yield "model", model.place
+    for key, node in model.entries if isinstance(model, Entries) else []:
+        yield f"model.{key.text}", node.place if node.place.override else key.place
+        for index, item in enumerate(node.items if isinstance(node, Items) else []):
+            yield f"model.{key.text}[{index}]", item.place
 
 
 def _resolve(values: dict[str, Any], tree: Entries) -> None:
