@@ -54,7 +54,7 @@ from persia.errors import ConfigError
         ),
         (
             "train: {metrics: [auc, gac, log_loss]}",
-            "8:24: train.metrics: found `gac`, allowed: auc, log_loss, ne, calibration, gauc; did you mean `gauc`?",
+            "8:24: train.metrics[1]: found `gac`, allowed: auc, log_loss, ne, calibration, gauc; did you mean `gauc`?",
         ),
         ("train: {metrics: [auc, auc]}", "8:18: train.metrics: `auc` appears twice: remove one"),
         # optimizers
@@ -69,7 +69,7 @@ from persia.errors import ConfigError
         ),
         (
             "train: {dense_optimizer: {betas: [0.9, 1]}}",
-            "8:40: train.dense_optimizer.betas: found `1`, allowed: a number of at least 0 and below 1",
+            "8:40: train.dense_optimizer.betas[1]: found `1`, allowed: a number of at least 0 and below 1",
         ),
         (
             "train: {dense_optimizer: {betas: [0.9]}}",
@@ -96,7 +96,7 @@ from persia.errors import ConfigError
             "allowed: name, class, cross_layers, deep_mlp, low_rank, dropout",
         ),
         ("model: {deep_mlp: 3}", "8:19: model.deep_mlp: found `3`, allowed: a list of whole numbers"),
-        ("model: {deep_mlp: [3, x]}", "8:23: model.deep_mlp: found `x`, allowed: a whole number"),
+        ("model: {deep_mlp: [3, x]}", "8:23: model.deep_mlp[1]: found `x`, allowed: a whole number"),
         (
             "model: {num_dense: 3}",
             "8:9: model.num_dense: found, but it follows from `features` and `labels`: remove it",
@@ -142,7 +142,7 @@ def test_each_mistake_has_its_place(persia_yml: Path, added: str, message: str) 
     ("data", "message"),
     [
         ("{}", "1:7: data.train: missing, allowed: a list of strings, or a string"),
-        ("{train: [a, {}]}", "1:19: data.train: found a mapping, allowed: a string"),
+        ("{train: [a, {}]}", "1:19: data.train[1]: found a mapping, allowed: a string"),
         (
             "{train: a, workers: 2}",
             "1:18: data.workers: not a key: Arrow reads with the threads of this host; in a job, "
@@ -155,7 +155,7 @@ def test_each_mistake_has_its_place(persia_yml: Path, added: str, message: str) 
         ),
         (
             "{train: a, split: {fractions: [0.5, 1.5, 0]}}",
-            "1:43: data.split.fractions: found `1.5`, allowed: a number from 0 to 1",
+            "1:43: data.split.fractions[1]: found `1.5`, allowed: a number from 0 to 1",
         ),
         (
             "{train: [a, ~no-such-user/b]}",
@@ -207,7 +207,7 @@ def test_each_mistake_has_its_place(persia_yml: Path, added: str, message: str) 
         ),
         (
             "{train: a, columns: {price: float}}",
-            "1:35: data.columns: found `float`, allowed: int64, float64, string, bool, timestamp, date; "
+            "1:35: data.columns.price: found `float`, allowed: int64, float64, string, bool, timestamp, date; "
             "did you mean `float64`?",
         ),
         (

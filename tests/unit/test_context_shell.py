@@ -1,15 +1,22 @@
 """``persia debug shell``: the copy of a folder that a container works on, and how the container is started."""
 
+import contextlib
 import json
 import os
 import socket
+import subprocess
 import sys
+import threading
+import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Verb
+from terminal import Terminal
+from waiting import wait_until
 
-from persia.doctor import context
+from persia.doctor import context, notebook
 from persia.errors import UsageError
 
 
@@ -36,14 +43,16 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program = folder / "docker"
     program.write_text(
         f"""#!/usr/bin/env python3
-import os, subprocess, sys
+import os, sys
 words = sys.argv[1:]
 with open("{folder}/calls", "a") as file:
     print(os.environ.get("CUR_DIR", ""), *words, file=file)
 if words[:3] == ["compose", "config", "--format"]:
     print(open("{folder}/config.json").read())
 if words[:2] == ["compose", "run"]:
-    sys.exit(subprocess.run(words[words.index("trainer") + 1 :], cwd=os.environ["CUR_DIR"]).returncode)
+    command = words[words.index("trainer") + 1 :]
+    os.chdir(os.environ["CUR_DIR"])
+    os.execvp(command[0], command)
 """
     )
     program.chmod(0o755)
@@ -101,37 +110,157 @@ def test_a_command_works_on_a_copy(workspace: Path, docker: Path, verb: Verb) ->
     assert "PERSIA_NATS_URL" not in (docker / "calls").read_text().splitlines()[-1]
 
 
-@pytest.mark.row("S1-07")
-def test_a_notebook_prints_its_address_when_it_listens(
-    workspace: Path, docker: Path, verb: Verb, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.row("S1-09")
+def test_what_cannot_be_copied_is_named(workspace: Path, docker: Path, verb: Verb, tmp_path: Path) -> None:
+    """A link out of the folder, or a socket, would be missing in the container without a word."""
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "big.parquet").write_text("rows")
+    (workspace / "rows").symlink_to(tmp_path / "rows")
+    (workspace / "big.parquet").symlink_to("../rows/big.parquet")
+    (workspace / "absolute.py").symlink_to(workspace / "train.py")
+    (workspace / "gone").symlink_to("nowhere")
+    (workspace / "same.py").symlink_to("train.py")
+    (workspace / "same").symlink_to("data")
+    (workspace / "config").symlink_to(".git/HEAD")
+    os.mkfifo(workspace / "pipe")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(workspace / "socket"))
+        found = context.read(workspace)
+    assert {Path("same.py"), Path("same"), Path("train.py"), Path("data/rows.csv")} == {*found.files}
+    assert sorted(found.skipped) == [
+        f"absolute.py: a link to {workspace}/train.py, which is not in the container",
+        "big.parquet: a link to ../rows/big.parquet, which is not in the container",
+        "config: a link to .git/HEAD, which is not in the container",
+        "gone: a link to nowhere, which does not exist",
+        "pipe: a named pipe, no file",
+        f"rows: a link to {tmp_path}/rows, which is not in the container",
+        "socket: a socket, no file",
+    ]
+    run = ("debug", "shell", "--context", str(workspace))
+    _, errors = verb(*run, "--", "sh", "-c", "cat same.py same/rows.csv > copied; test ! -e pipe")
+    assert f"warning: not in the container, of {workspace}:" in errors and "\n  and 2 more\n" in errors
+    assert "mount it with DATA_DIR" in errors
+    (workspace / ".persiaignore").write_text("/rows\n*.parquet\nabsolute.py\ngone\nconfig\npipe\nsocket\n")
+    assert "warning" not in verb(*run, "--", "true")[1], "it is named, so nobody expects it"
+
+
+NOTEBOOK = """#!{python}
+import http.server, os, sys
+if sys.argv[1] == "-c":
+    sys.exit()
+token = os.environ["JUPYTER_TOKEN"]
+open({folder!r} + "/token", "w").write(token)
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        is_own = self.headers["Authorization"] == "token " + token
+        if self.path == "/api/status" and is_own and not os.path.exists({folder!r} + "/answers"):
+            open({folder!r} + "/asked", "w")
+            is_own = False
+        self.send_response(200 if is_own or self.path == "/stop" else 403)
+        self.end_headers()
+        if self.path == "/stop":
+            os._exit(0)
+
+    def log_message(self, *arguments):
+        pass
+
+
+http.server.HTTPServer(("127.0.0.1", {port}), Handler).serve_forever()
+"""
+"""In place of jupyterlab: it answers /api/status with 403 until the file ``answers`` exists."""
+
+
+@pytest.fixture
+def notebook_port(docker: Path) -> int:
+    """The port of a notebook of the image."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.listen()
-        _, errors = verb("debug", "notebook", "--context", str(workspace), "--port", str(port), code=2)
-        assert f"--port {port}: port {port} in use by pid {os.getpid()}" in errors
-    opened: list[str] = []
-    # In place of the image's jupyterlab: a server that ends after two connections.
-    (docker / "python").write_text(
-        f"#!{sys.executable}\nimport os, socket, sys\nif sys.argv[1] == '-c':\n    sys.exit()\n"
-        f"open({str(docker / 'token')!r}, 'w').write(os.environ['JUPYTER_TOKEN'])\n"
-        f"server = socket.create_server(('127.0.0.1', {port}))\nserver.accept()\nserver.accept()\n"
-    )
+        port: int = probe.getsockname()[1]
+    (docker / "python").write_text(NOTEBOOK.format(python=sys.executable, folder=str(docker), port=port))
     (docker / "python").chmod(0o755)
+    return port
+
+
+@pytest.mark.row("S1-07")
+def test_a_notebook_prints_its_address_when_it_answers(
+    workspace: Path, docker: Path, notebook_port: int, verb: Verb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A port that accepts connections proves nothing: Docker's proxy does so before the server listens."""
+    opened: list[str] = []
 
     def browse(url: str) -> None:
         opened.append(url)
-        socket.create_connection(("127.0.0.1", port)).close()
+        with contextlib.suppress(OSError):  # it ends without an answer
+            urllib.request.urlopen(f"http://127.0.0.1:{notebook_port}/stop", timeout=10)
+
+    def answer() -> None:
+        wait_until("a request", lambda: (docker / "asked").exists(), 30)
+        assert not opened, "it has not answered yet"
+        (docker / "answers").touch()
 
     monkeypatch.setattr("webbrowser.open", browse)
-    out, _ = verb("debug", "notebook", "--context", str(workspace), "--port", str(port))
-    assert opened and opened[0].startswith(f"http://127.0.0.1:{port}/lab?token=")
+    waiting = threading.Thread(target=answer)
+    waiting.start()
+    out, _ = verb("debug", "notebook", "--context", str(workspace), "--port", str(notebook_port))
+    waiting.join()
+    assert opened and opened[0].startswith(f"http://127.0.0.1:{notebook_port}/lab?token=")
     assert f"notebook: {opened[0]}" in out
     call = (docker / "calls").read_text().splitlines()[-1]
-    assert f"--publish 127.0.0.1:{port}:8888" in call and "--env JUPYTER_TOKEN " in call
+    assert f"--publish 127.0.0.1:{notebook_port}:8888" in call and "--env JUPYTER_TOKEN " in call
     token = opened[0].partition("token=")[2]
     assert token not in call and (docker / "token").read_text() == token  # other users can read a command line
+
+
+@pytest.mark.row("S1-07")
+def test_a_notebook_that_does_not_answer_is_not_called_ready(
+    workspace: Path, docker: Path, notebook_port: int, verb: Verb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("persia.doctor.notebook.READY_S", 2.0)
+    monkeypatch.setattr("webbrowser.open", lambda url: pytest.fail(f"{url} is opened"))
+    waiting = notebook._wait
+
+    def wait(*arguments: Any) -> None:
+        waiting(*arguments)
+        with contextlib.suppress(OSError):  # it ends without an answer
+            urllib.request.urlopen(f"http://127.0.0.1:{notebook_port}/stop", timeout=10)
+
+    monkeypatch.setattr("persia.doctor.notebook._wait", wait)
+    out, errors = verb("debug", "notebook", "--context", str(workspace), "--port", str(notebook_port))
+    assert "notebook:" not in out
+    assert f"the notebook does not answer at 127.0.0.1:{notebook_port} after 2 s: HTTP Error 403" in errors
+    with socket.create_server(("127.0.0.1", notebook_port)):
+        _, errors = verb("debug", "notebook", "--context", str(workspace), "--port", str(notebook_port), code=2)
+        assert f"--port {notebook_port}: port {notebook_port} in use by pid {os.getpid()}" in errors
+
+
+@pytest.mark.row("S1-07")
+def test_a_shell_has_the_terminal(workspace: Path, docker: Path) -> None:
+    """On a terminal docker gets no ``--no-TTY``, and the shell's standard streams are that terminal."""
+    shell = Terminal(
+        ["-m", "persia", "debug", "shell", "--context", str(workspace)], env={**os.environ, "PS1": "$ "}, cwd=workspace
+    )
+    shell.expect(r"changes in it are lost")
+    shell.type("tty; test -t 0 && test -t 1 && echo it is a $((1 + 1))-way terminal\n")
+    shell.expect(r"/dev/pts/\d+\s")
+    shell.expect(r"it is a 2-way terminal")
+    shell.type("exit 5\n")
+    assert shell.wait() == 5
+    call = (docker / "calls").read_text().splitlines()[-1]
+    assert " --no-TTY " not in call and call.endswith(" trainer bash")
+
+
+def test_a_shell_that_is_stopped_leaves_no_copy(workspace: Path, docker: Path) -> None:
+    words = [sys.executable, "-m", "persia", "debug", "shell", "--context", str(workspace), "--"]
+    words += ["sh", "-c", "pwd; exec sleep 600"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        copy = Path(process.stdout.readline().strip())
+        assert copy.is_dir()
+        process.terminate()
+        assert process.wait(60) == 75 and not copy.parent.exists()
+        assert process.stdout.read() == "", "the command has ended: no process has the pipe"
 
 
 def test_without_an_image_the_next_step_is_told(workspace: Path, verb: Verb, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from trainer_files import write_clicks, write_config
 
 import persia_core
 from persia.config import load_config
-from persia.doctor import data, disk, environment, gpu, network, run, services, versions
+from persia.doctor import data, disk, environment, gpu, run, services, versions
 from persia.doctor.check import Check, worst
 from persia.doctor.gpu import Facts
 from persia.doctor.job_status import Process, Status
@@ -140,7 +140,7 @@ def test_more_ranks_than_gpus_are_named() -> None:
     assert gpu.ranks(2, 2, "0,1").status == "ok"
 
 
-# --- Network
+# --- Services
 
 
 @pytest.fixture
@@ -149,62 +149,6 @@ def listener() -> Iterator[socket.socket]:
         server.bind(("127.0.0.1", 0))
         server.listen(0)
         yield server
-
-
-def test_a_port_in_use_names_the_program(listener: socket.socket) -> None:
-    port = listener.getsockname()[1]
-    found = network.free_port("port", port, "PERSIA_LISTEN")
-    assert found.status == "fail"
-    assert f"port {port} in use by pid {os.getpid()} ({psutil.Process().name()})" in found.found
-    assert f"kill {os.getpid()}" in found.next
-    listener.close()
-    assert network.free_port("port", port, "PERSIA_LISTEN").status == "ok"
-
-
-def test_refused_filtered_and_unresolved_are_told_apart(listener: socket.socket) -> None:
-    port = listener.getsockname()[1]
-    assert network.reach("127.0.0.1", port).outcome == "reached"
-    clients = [socket.socket() for _ in range(4)]
-    try:
-        for client in clients:  # with a full queue the kernel drops the packets, as a firewall does
-            client.setblocking(False)
-            client.connect_ex(("127.0.0.1", port))
-        assert network.reach("127.0.0.1", port, 0.3).outcome == "filtered"
-    finally:
-        for client in clients:
-            client.close()
-    listener.close()
-    assert network.reach("127.0.0.1", port).outcome == "refused"
-    assert network.reach("no-such-host.invalid", port).outcome == "unresolved"
-
-
-def test_an_address_of_rank_0_is_checked_from_both_sides(
-    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    port = str(listener.getsockname()[1])
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    (alone,) = network.rendezvous()
-    assert alone.status == "fail" and "MASTER_PORT" in alone.found
-    monkeypatch.setenv("MASTER_PORT", port)
-    (rank_0,) = network.rendezvous()
-    assert rank_0.status == "fail" and "in use by pid" in rank_0.found
-    monkeypatch.setenv("RANK", "1")
-    (rank_1,) = network.rendezvous()
-    assert rank_1.status == "ok"
-    listener.close()
-    (rank_1,) = network.rendezvous()
-    assert (rank_1.code, rank_1.status) == (ExitCode.UNREACHABLE, "fail") and "rank 0" in rank_1.why + rank_1.next
-
-
-def test_an_interface_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert network.interfaces().status == "ok"
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
-    found = network.interfaces()
-    assert found.status == "fail" and "eth77 does not exist; have" in found.found
-    assert "unset GLOO_SOCKET_IFNAME" in found.next
-
-
-# --- Services
 
 
 def process(service: str, index: int = 0, health: str = "serving") -> Process:

@@ -139,10 +139,24 @@ def test_mistakes_are_found_before_the_first_trial(tmp_path: Path, verb: Verb, m
     assert "PERSIA_NATS_URL is set" in errors and "--local" in errors
 
 
-def test_other_rows_are_not_compared(tmp_path: Path, verb: Verb) -> None:
+@pytest.mark.row("S1-21")
+def test_trials_of_other_rows_are_not_compared(tmp_path: Path, verb: Verb) -> None:
+    """Where the data has grown the trials are trained anew, each in a run of its own."""
     write_clicks(tmp_path / "clicks.parquet", 600)
     path = str(write_config(tmp_path))
     verb("train", path, "--sweep", "train.seed=1")
+    before = summaries(tmp_path)
     write_clicks(tmp_path / "clicks.parquet", 900)
-    _, errors = verb("train", path, "--sweep", "train.seed=1", code=2)
-    assert "the files of data.train are not those of" in errors
+    out, _ = verb("train", path, "--sweep", "train.seed=1")
+    (row,) = table(out)
+    found = summaries(tmp_path)
+    assert "finished before" not in out and len(found) == 2 and found.items() > before.items()
+    assert found[row[-1].rpartition("/")[2]]["rows"]["train"] > next(iter(before.values()))["rows"]["train"]
+    assert "(finished before)" in verb("train", path, "--sweep", "train.seed=1")[0]
+
+
+def test_a_warning_is_shown_once_for_all_trials(tmp_path: Path, verb: Verb) -> None:
+    write_clicks(tmp_path / "clicks.parquet", 300)
+    path = str(write_config(tmp_path, train={"reproducible": True, "staleness": 4}))
+    _, errors = verb("train", path, "--sweep", "train.seed=1,2")
+    assert errors.count("training is reproducible, so the staleness is 1") == 1

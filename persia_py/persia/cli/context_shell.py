@@ -34,7 +34,7 @@ def notebook(
     import secrets
     import webbrowser
 
-    from persia.doctor import context as contexts
+    from persia.doctor import notebook as notebooks
 
     token = secrets.token_urlsafe(24)
     url = f"http://127.0.0.1:{port}/lab?token={token}"
@@ -43,4 +43,4 @@ def notebook(
         typer.echo(f"notebook: {url}")
         webbrowser.open(url)
 
-    raise typer.Exit(contexts.notebook(context, port, token, mount=mount, ready=ready))
+    raise typer.Exit(notebooks.run(context, port, token, mount=mount, ready=ready))

@@ -26,6 +26,10 @@ def doctor(
     diff_env: Annotated[
         bool, typer.Option("--diff-env", help="Compare the packages here with those of the image.")
     ] = False,
+    matrix: Annotated[
+        int | None,
+        typer.Option(min=2, metavar="N", help="Connect N ranks to each other: run it on every rank, with RANK set."),
+    ] = None,
     image: Annotated[bool, typer.Option("--image", help="Run the checks of versions and GPUs in the image.")] = False,
 ) -> None:
     """Check versions, GPUs, network, services, disks and a configuration. Each problem has a next command."""
@@ -37,7 +41,13 @@ def doctor(
     only_warnings()
     chosen = [
         name
-        for name, value in {"--ladder": ladder, "--env": env, "--diff-env": diff_env, "--image": image}.items()
+        for name, value in {
+            "--ladder": ladder,
+            "--env": env,
+            "--diff-env": diff_env,
+            "--image": image,
+            "--matrix": matrix,
+        }.items()
         if value
     ]
     if len(chosen) > 1:
@@ -49,6 +59,8 @@ def doctor(
         raise typer.Exit(doctor_views.differences())
     if image:
         raise typer.Exit(doctor_views.image(as_json=as_json))
+    if matrix is not None:
+        raise typer.Exit(doctor_views.matrix(matrix, as_json=as_json))
     path = config or find_persia_yml()
     if ladder:
         if path is None:

@@ -1,6 +1,5 @@
 """The ``persia`` command."""
 
-import os
 import sys
 from typing import Annotated, Any
 
@@ -13,6 +12,7 @@ from persia.cli.doctor import doctor
 from persia.cli.evaluate import evaluate
 from persia.cli.keys import KeysCommand
 from persia.cli.predict import predict
+from persia.cli.quiet import log_all
 from persia.cli.status import status
 from persia.cli.train import train
 from persia.cli.up import up
@@ -87,7 +87,7 @@ def _main(
 ) -> None:
     del version
     if verbose:
-        os.environ["LOG_LEVEL"] = "DEBUG"
+        log_all()
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The log of verbs that show results by themselves."""
+"""How much verbs log."""
 
 import os
 
@@ -18,3 +18,11 @@ def only_warnings(*, evaluations: bool = True) -> None:
     setLogger(log_level="WARNING")
     if not evaluations:
         setLogger("persia.evaluation", log_level="ERROR")
+
+
+def log_all() -> None:
+    """Log all, and show whole tracebacks: ``--verbose``. Processes that this one starts do so too."""
+    os.environ["LOG_LEVEL"] = "DEBUG"
+    from persia.runtime.logging import setLogger
+
+    setLogger(log_level="DEBUG")  # it is configured already: modules have their loggers when they are imported

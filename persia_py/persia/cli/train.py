@@ -58,6 +58,10 @@ def train(
         bool, typer.Option("--replace-rows", help="With --test on servers: lose the rows that they hold.")
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show whole tracebacks, and log all.")] = False,
+    follow: Annotated[
+        bool,
+        typer.Option("--follow", "-f", help="Train in the background, and show the output. Ctrl-C leaves it running."),
+    ] = False,
     profile: Annotated[
         bool, typer.Option("--profile", help="Record some steps, and show their times and what limits them.")
     ] = False,
@@ -65,20 +69,22 @@ def train(
     """Train a model: rows in, a run folder with checkpoints, metrics and a report out."""
     from persia.cli import train_modes
     from persia.cli.importing import interruptible
-    from persia.cli.quiet import only_warnings
+    from persia.cli.quiet import log_all, only_warnings
     from persia.config import load_config
 
     with interruptible():
         from persia.trainer import baselines
 
     if verbose:
-        train_modes.show_all()
+        log_all()
     only_warnings(evaluations=False)
     if run is not None and not resume:
         raise UsageError(f"{run}: to continue a run, use persia train {file} --resume {run}")
     given = {"--resume": resume, "--baseline": baseline, "--test": test, "--nproc": nproc, "--sweep": sweep}
     train_modes.check_together({name for name, value in given.items() if value})
     train_modes.check_needs(profile=profile, test=test, sweep=bool(sweep), yes=yes, replace_rows=replace_rows)
+    if follow:
+        raise typer.Exit(train_modes.follow(file, set_ or ()))
     compare = None if baseline is None else baselines.find(baseline)
     if local:
         train_modes.leave_job()

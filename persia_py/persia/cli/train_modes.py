@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from persia.config import Config, load_config
+from persia.config import Config
+from persia.config.document import open_document
 from persia.runtime.errors import UsageError
 from persia.runtime.exit_codes import ExitCode
 from persia.runtime.settings import reload_env, settings
@@ -21,18 +23,20 @@ if TYPE_CHECKING:
 
 _TOGETHER = ({"--test", "--nproc"}, {"--nproc", "--resume"}, {"--baseline", "--resume"})
 """Options that may be given together; all others exclude each other."""
+FOLLOW = ("--follow", "-f")
+"""The options that :func:`follow` takes out of the command."""
 _JOB = ("PERSIA_NATS_URL", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 """Variables that make a process one rank of a job."""
 
 
-def show_all() -> None:
-    """Show whole tracebacks, and log all."""
-    os.environ["LOG_LEVEL"] = "DEBUG"
-
-
 def profile_option(file: Path, overrides: Sequence[str]) -> list[str]:
-    """Return the override that ``--profile`` stands for: none if the configuration has the block."""
-    return [] if load_config(file, overrides).profile is not None else ["profile={}"]
+    """Return the override that ``--profile`` stands for: none if the configuration has the block.
+
+    Raises:
+        ConfigError: The configuration has mistakes.
+    """
+    config = open_document(file, overrides).checked()  # its warnings are logged when it is read to be trained
+    return [] if config.profile is not None else ["profile={}"]
 
 
 def check_together(options: set[str]) -> None:
@@ -57,6 +61,20 @@ def check_needs(*, profile: bool, test: bool, sweep: bool, yes: bool, replace_ro
         raise UsageError("--yes has no effect without --sweep")
     if replace_rows and not test:
         raise UsageError("--replace-rows has no effect without --test")
+
+
+def follow(file: Path, overrides: Sequence[str]) -> int:
+    """Run this command in the background, show its output until it ends, and return its exit code.
+
+    Raises:
+        ConfigError: The configuration has mistakes.
+        StorageError: ``run.dir`` cannot be written.
+    """
+    from persia.launch import background
+
+    config = open_document(file, overrides).checked()
+    words = [word for word in sys.argv[1:] if word not in FOLLOW]
+    return background.start(words, Path(config.run.dir).expanduser()).follow()
 
 
 def leave_job() -> None:

@@ -255,7 +255,8 @@ class Origin:
     """Where the keys of a configuration are, for messages about its data.
 
     Attributes:
-        places: The place of each feature and label, by ``features.NAME`` and ``labels.NAME``.
+        places: The place of each feature and label, by ``features.NAME`` and ``labels.NAME``; and of the model, its
+            arguments and the items of their lists, by ``model``, ``model.KEY`` and ``model.KEY[0]``.
         uses: The columns that are read.
         overrides: The texts after ``--set``.
     """

@@ -15,6 +15,8 @@ from persia_core.features import Features
 
 _SPLIT_KEYS = {"hash": ("fractions", "group", "seed"), "time": ("column", "valid", "test"), "file": ()}
 """The keys of ``data.split``, apart from ``by``, that have a meaning."""
+_LAYERS = ("bottom_mlp", "top_mlp", "deep_mlp")
+"""Arguments of built-in models that are sizes of layers."""
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PLACES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "REPLICA_INDEX", "REPLICA_SIZE", "GPU_NUM", "PYTHONPATH"}
 """Variables that are read when a process starts."""
@@ -41,6 +43,7 @@ def check(root: Entries, values: Mapping[str, Any], features: Features | None, f
     checks.check_leaks()
     checks.check_micro_batch()
     checks.check_dims()
+    checks.check_layers()
 
 
 @dataclass(frozen=True)
@@ -327,6 +330,16 @@ class _Checks:
         elif sizes and self._has_dense():
             self._check_last("bottom_mlp", model.get("bottom_mlp"), int(min(sizes)), "the dim of the features")
         self._check_last("top_mlp", model.get("top_mlp"), len(self._entries("labels")), "the number of labels")
+
+    def check_layers(self) -> None:
+        """Layers of the built-in models have at least one unit."""
+        for key in _LAYERS if (self._values.get("model") or {}).get("name") else ():
+            node = self._node(f"model.{key}")
+            for index, item in enumerate(node.items if isinstance(node, Items) else []):
+                size = number(item.text) if isinstance(item, Scalar) else None
+                if size is not None and size < 1 and size == int(size):
+                    message = f"found {item.found()}, allowed: a whole number of at least 1"
+                    self._findings.error(item.place, f"model.{key}[{index}]", message)
 
     def _has_dense(self) -> bool:
         kinds = [one.get("type") for _, one in self._entries("features") if isinstance(one, Entries)]

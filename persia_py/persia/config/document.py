@@ -1,7 +1,7 @@
 """Read ``persia.yml``: the file, overrides, and where each value came from."""
 
 import os
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,11 @@ from persia.config.findings import Findings
 from persia.config.optimizers import initial_accumulator_value
 from persia.config.reader import FREE, Reader
 from persia.config.render import Rendered
-from persia.runtime.config_files import read_config
+from persia.runtime.config_files import CONFIG_FOLDER, read_config
 from persia.runtime.errors import ConfigError
 from persia.runtime.logging import get_logger
-from persia.runtime.yaml_tree import NOWHERE, Entries, Node, Place, Scalar, TreeError, node_of, parse, value_of
+from persia.runtime.settings import variable
+from persia.runtime.yaml_tree import NOWHERE, Entries, Items, Node, Place, Scalar, TreeError, node_of, parse, value_of
 from persia_core.features import Features
 
 _logger = get_logger("config")
@@ -60,6 +61,16 @@ class Document:
         is_written = all(root.first.get(key) is written.get(key) for key in FREE)
         self._read(root, source if isinstance(source, str) and is_written else None, overrides)
 
+    def checked(self) -> Config:
+        """Return the configuration.
+
+        Raises:
+            ConfigError: There are mistakes; the message has all of them.
+        """
+        self.findings.raise_if_any()
+        assert self.config is not None  # noqa: S101 - there was no mistake
+        return self.config
+
     def _read(self, root: Entries, text: str | None, overrides: Sequence[str]) -> None:
         """Read all blocks of the tree; features and labels from the text, if it still has them."""
         reader = Reader(self.findings, self._folder)
@@ -86,6 +97,7 @@ class Document:
             node = root.get(block)
             for key, _ in node.entries if isinstance(node, Entries) else []:
                 places[f"{block}.{key.text}"] = key.place.shown(self.name)
+        places |= {path: place.shown(self.name) for path, place in _model_places(root)}
         uses = [Use(each.column, each.of, each.place.shown(self.name)) for each in uses_of(root)]
         return Origin(places, uses, [*overrides])
 
@@ -107,6 +119,17 @@ class Document:
                 if path.partition(".")[0] in FREE or not path:  # without a path: YAML that only Rust refuses
                     self.findings.error(place, path, message)
         return None
+
+
+def _model_places(root: Entries) -> Iterator[tuple[str, Place]]:
+    """Yield ``model``, its keys and the items of their lists, with their places."""
+    model = root.get("model")
+    if model is not None:
+        yield "model", model.place
+    for key, node in model.entries if isinstance(model, Entries) else []:
+        yield f"model.{key.text}", node.place if node.place.override else key.place
+        for index, item in enumerate(node.items if isinstance(node, Items) else []):
+            yield f"model.{key.text}[{index}]", item.place
 
 
 def _resolve(values: dict[str, Any], tree: Entries) -> None:
@@ -139,17 +162,31 @@ def load_config(
             column, and ``findings`` has (line, column, key, message). For the value of an override, the line is 0.
     """
     document = open_document(path, overrides, folder=folder)
-    document.findings.raise_if_any()
+    config = document.checked()
     for warning in document.findings.warnings:
         _logger.warning("%s", warning)
-    assert document.config is not None  # noqa: S101 - there was no mistake
-    return document.config
+    return config
+
+
+def load_for_job(path: str | os.PathLike[str]) -> Config:
+    """Read the ``persia.yml`` of a job, as :func:`load_config`.
+
+    With ``PERSIA_CONFIG_FOLDER`` it is the copy of a file, whose warnings the process that made it has logged.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ConfigError: The file cannot be read, or has mistakes.
+    """
+    folder = variable(CONFIG_FOLDER)
+    return load_config(path) if folder is None else open_document(path, folder=folder).checked()
 
 
 def open_document(
     path: str | os.PathLike[str], overrides: Sequence[str] = (), *, folder: str | os.PathLike[str] | None = None
 ) -> Document:
-    """Read a ``persia.yml`` without raising its mistakes. The arguments are those of :func:`load_config`.
+    """Read a ``persia.yml``; its mistakes and warnings are kept. The arguments are those of :func:`load_config`.
 
     Raises:
         ConfigError: The file cannot be read.

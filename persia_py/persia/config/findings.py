@@ -64,7 +64,7 @@ class Findings:
 
     def has(self, path: str) -> bool:
         """Whether a key, or a key below it, has a mistake."""
-        return any(one.path == path or one.path.startswith(f"{path}.") for one in self._errors)
+        return any(one.path == path or one.path.startswith((f"{path}.", f"{path}[")) for one in self._errors)
 
     @property
     def errors(self) -> list[str]:

@@ -216,7 +216,7 @@ class Reader:
         try:
             return read(annotation, node, metadata)
         except RefusedError as refused:
-            self.findings.error(refused.node.place, at, str(refused))
+            self.findings.error(refused.node.place, at + refused.path, str(refused))
             return None
 
 

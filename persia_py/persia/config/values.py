@@ -49,12 +49,19 @@ class RefusedError(ValueError):
 
     Attributes:
         node: The value, or the part of it that is wrong.
+        path: Where the part is in the value, such as ``[0]``; empty if it is the whole value.
     """
 
     def __init__(self, node: Node, allowed: str, choices: Sequence[str] = ()) -> None:
         guess = near(node.text, choices) if isinstance(node, Scalar) else ""
         super().__init__(f"found {node.found()}, allowed: {allowed}{guess.replace(',', ';', 1)}")
         self.node = node
+        self.path = ""
+
+    def within(self, step: str) -> "RefusedError":
+        """Return this error, of a part of a larger value; ``step`` leads to the part."""
+        self.path = step + self.path
+        return self
 
 
 @dataclass(frozen=True)
@@ -243,7 +250,7 @@ def _read_list(annotation: Any, node: Node) -> Any:
         if isinstance(node, Items):
             raise RefusedError(node, f"{allowed(annotation)}; it has {len(node.items)}")
         raise RefusedError(node, allowed(annotation))
-    values = [read(item, one) for one in node.items]
+    values = [_read_part(item, one, f"[{index}]") for index, one in enumerate(node.items)]
     return tuple(values) if get_origin(annotation) is tuple or annotation is tuple else values
 
 
@@ -253,4 +260,11 @@ def _read_dict(annotation: Any, node: Node) -> Any:
     if not isinstance(node, Entries):
         raise RefusedError(node, allowed(annotation))
     item = (get_args(annotation) or (str, Any))[1]
-    return {name: read(item, value) for name, value in node.first.items() if name != "<<"}
+    return {name: _read_part(item, value, f".{name}") for name, value in node.first.items() if name != "<<"}
+
+
+def _read_part(annotation: Any, node: Node, step: str) -> Any:
+    try:
+        return read(annotation, node)
+    except RefusedError as refused:
+        raise refused.within(step) from None

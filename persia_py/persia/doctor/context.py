@@ -3,17 +3,17 @@
 import contextlib
 import os
 import shutil
-import subprocess
+import stat
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from persia.doctor import compose, network
+from persia.doctor import compose
 from persia.doctor.disk import size
+from persia.launch import foreground
 from persia.runtime.config_files import EMBEDDING_CONFIG, GLOBAL_CONFIG
 from persia.runtime.errors import UnreachableError, UsageError
 
@@ -32,8 +32,6 @@ _DEFAULTS = {
 }
 """The defaults of docker-compose.yaml, which a context with a ``persia.yml`` does not have."""
 _LISTED = 5
-_READY_S = 60.0
-"""Seconds in which a notebook has to listen."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +40,15 @@ class Context:
 
     Attributes:
         folder: The folder.
-        files: The files, relative to the folder.
+        files: The files, and links to such files, relative to the folder.
         bytes: Their size.
+        skipped: What cannot go into a container, as ``NAME: WHY``.
     """
 
     folder: Path
     files: list[Path]
     bytes: int
+    skipped: list[str]
 
 
 def read(folder: Path) -> Context:
@@ -66,20 +66,45 @@ def read(folder: Path) -> Context:
     ignored = folder / IGNORE
     lines = [*_ALWAYS, *(ignored.read_text(encoding="utf-8").splitlines() if ignored.is_file() else ())]
     spec = _patterns(lines)
-    files, entries, whole = [], dict[str, int](), 0
-    for path in _walk(folder, lambda name: spec.match_file(name)):
-        length = path.lstat().st_size
+    files: list[Path] = []
+    skipped: list[str] = []
+    entries, whole = dict[str, int](), 0
+    for path in _walk(folder, lambda name: spec.match_file(name), skipped):
         relative = path.relative_to(folder)
+        if why := _why_not(path, folder):
+            skipped.append(f"{relative}: {why}")
+            continue
+        length = path.lstat().st_size
         files.append(relative)
         entries[relative.parts[0]] = entries.get(relative.parts[0], 0) + length
         whole += length
+    there = {*files, *(parent for file in files for parent in file.parents)}
+    for link in [each for each in files if (folder / each).is_symlink()]:
+        if (folder / link).resolve().relative_to(folder.resolve()) not in there:
+            files.remove(link)
+            skipped.append(f"{link}: a link to {(folder / link).readlink()}, which is not in the container")
     if whole > LIMIT:
         largest = sorted(entries.items(), key=lambda entry: -entry[1])[:_LISTED]
         listed = "".join(f"\n  {size(length):>10}  {name}" for name, length in largest)
         error = UsageError(f"--context {folder}: {size(whole)}, more than {size(LIMIT)}; its largest entries:{listed}")
         error.hint = f"name what is not needed in {ignored}; mount data with DATA_DIR, which is /data in containers"
         raise error
-    return Context(folder, files, whole)
+    return Context(folder, files, whole, skipped)
+
+
+def _why_not(path: Path, folder: Path) -> str:
+    """Return why a file cannot be copied into a container; empty if it can."""
+    kind = path.lstat().st_mode
+    if stat.S_ISLNK(kind):
+        target = path.readlink()
+        if not path.exists():
+            return f"a link to {target}, which does not exist"
+        inside = path.resolve().is_relative_to(folder.resolve())
+        return "" if inside and not target.is_absolute() else f"a link to {target}, which is not in the container"
+    if not stat.S_ISREG(kind):
+        names = {stat.S_IFSOCK: "a socket", stat.S_IFIFO: "a named pipe"}
+        return f"{names.get(stat.S_IFMT(kind), 'a device')}, no file"
+    return "" if os.access(path, os.R_OK) else "it cannot be read"
 
 
 def _patterns(lines: Sequence[str]) -> "GitIgnoreSpec":
@@ -93,13 +118,23 @@ def _patterns(lines: Sequence[str]) -> "GitIgnoreSpec":
     return GitIgnoreSpec.from_lines(lines)
 
 
-def _walk(folder: Path, is_ignored: Callable[[str], bool]) -> Iterator[Path]:
-    """Yield the files of a folder, in order. Folders that are left out are not entered."""
-    for root, folders, names in os.walk(folder):
+def _walk(folder: Path, is_ignored: Callable[[str], bool], skipped: list[str]) -> Iterator[Path]:
+    """Yield the files of a folder and all links, in order. Folders that are ignored are not entered.
+
+    Folders that cannot be read are added to ``skipped``.
+    """
+
+    def note(error: OSError) -> None:
+        skipped.append(f"{Path(error.filename).relative_to(folder)}/: {error.strerror}")
+
+    for root, folders, names in os.walk(folder, onerror=note):
         below = Path(root).relative_to(folder)
-        folders[:] = sorted(each for each in folders if not is_ignored(f"{(below / each).as_posix()}/"))
-        for name in sorted(names):
-            if not is_ignored((below / name).as_posix()):
+        links = [each for each in folders if Path(root, each).is_symlink()]
+        kept = [each for each in folders if each not in links]
+        folders[:] = sorted(each for each in kept if not is_ignored(f"{(below / each).as_posix()}/"))
+        for name in sorted([*names, *links]):
+            path = (below / name).as_posix()
+            if not is_ignored(path) and not (name in links and is_ignored(f"{path}/")):
                 yield Path(root, name)
 
 
@@ -120,6 +155,7 @@ def prepared(folder: Path, *, mount: bool) -> Iterator[Path]:
         yield folder.absolute()
         return
     context = read(folder)
+    _warn(context)
     with tempfile.TemporaryDirectory(prefix="persia-context-", ignore_cleanup_errors=True) as name:
         copy = Path(name, "workspace")
         for file in context.files:
@@ -150,7 +186,7 @@ def words_of(words: list[str], *, stack: bool = False, options: Sequence[str] = 
     return compose.run_words(*words, options=[*tty, "--workdir", "/workspace", *alone, *options])
 
 
-def _variables(workspace: Path) -> dict[str, str]:
+def variables(workspace: Path) -> dict[str, str]:
     """Return the environment in which ``docker compose`` mounts a folder as ``/workspace``."""
     return {**os.environ, "CUR_DIR": str(workspace)}
 
@@ -169,74 +205,37 @@ def run(folder: Path, words: list[str], *, mount: bool, stack: bool) -> int:
         UnreachableError: Nothing can be run in containers here.
     """
     with prepared(folder, mount=mount) as workspace:
-        _check_stack()
-        _say(workspace, mount=mount)
-        return subprocess.run(words_of(words, stack=stack), env=_variables(workspace), check=False).returncode
+        check_stack()
+        say(workspace, mount=mount)
+        return foreground.run(words_of(words, stack=stack), env=variables(workspace))
 
 
-def notebook(folder: Path, port: int, token: str, *, mount: bool, ready: Callable[[], None]) -> int:
-    """Run a notebook server in the trainer's image, until it ends or Ctrl-C.
-
-    Args:
-        folder: The context.
-        port: The port on this host; the container publishes it on loopback only.
-        token: What a browser has to send.
-        mount: Work on the folder itself.
-        ready: Called when the server listens.
+def check_stack() -> None:
+    """Refuse to run something where there is no stack.
 
     Raises:
-        UsageError: As :func:`read`, or the port is in use.
         UnreachableError: Nothing can be run in containers here.
     """
-    if (used := network.free_port("port", port, "--port")).status == "fail":
-        error = UsageError(f"--port {port}: {used.found}")
-        error.hint = f"give another one: --port {port + 1}"
-        raise error
-    options = ["--publish", f"127.0.0.1:{port}:8888", "--env", "JUPYTER_TOKEN", "--env", "HOME=/tmp"]
-    server = ["python", "-m", "jupyterlab", "--ip=0.0.0.0", "--port=8888", "--no-browser"]
-    with prepared(folder, mount=mount) as workspace:
-        _check_stack()
-        _check_jupyter(workspace)
-        _say(workspace, mount=mount)
-        process = subprocess.Popen(
-            words_of(server, options=options), env=_variables(workspace) | {"JUPYTER_TOKEN": token}
-        )  # not on the command line, which every user can read
-        waiter = threading.Thread(target=_wait, args=(process, port, ready), daemon=True)
-        waiter.start()
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            process.terminate()
-            return process.wait()
-
-
-def _check_jupyter(workspace: Path) -> None:
-    """Refuse an image without a notebook server."""
-    words = words_of(["python", "-c", "import jupyterlab"])
-    if subprocess.run(words, env=_variables(workspace), capture_output=True, check=False).returncode != 0:
-        error = UsageError(f"the image {compose.image()} has no notebook server")
-        error.hint = "add it to the image: FROM IMAGE, then RUN pip install jupyterlab; or use: persia debug shell"
-        raise error
-
-
-def _wait(process: "subprocess.Popen[bytes]", port: int, ready: Callable[[], None]) -> None:
-    deadline = threading.Event()
-    for _ in range(int(_READY_S * 5)):
-        if process.poll() is not None or network.reach("127.0.0.1", port, 1.0).outcome == "reached":
-            break
-        deadline.wait(0.2)
-    if process.poll() is None:
-        ready()
-
-
-def _check_stack() -> None:
     if (reason := compose.unavailable()) is not None:
         error = UnreachableError(f"persia debug: {reason}")
         error.hint = "run it in the folder of docker-compose.yaml, with the images built: docker compose build"
         raise error
 
 
-def _say(workspace: Path, *, mount: bool) -> None:
+def _warn(context: Context) -> None:
+    """Say what of a folder is not in its copy."""
+    if not context.skipped:
+        return
+    more = len(context.skipped) - _LISTED
+    listed = [*context.skipped[:_LISTED], *([f"and {more} more"] if more > 0 else [])]
+    sys.stderr.write(
+        "".join([f"warning: not in the container, of {context.folder}:\n", *(f"  {each}\n" for each in listed)])
+        + f"next: copy what is needed into the folder, or mount it with DATA_DIR; else name it in {IGNORE}\n"
+    )
+
+
+def say(workspace: Path, *, mount: bool) -> None:
+    """Say what becomes of changes in the container."""
     if mount:
         told = f"/workspace is {workspace} itself: changes in the container are changes here"
     else:

@@ -4,8 +4,9 @@ Each step adds one part. The first step that fails names the part.
 """
 
 import os
+import shlex
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
@@ -16,8 +17,10 @@ from pathlib import Path
 from persia.config import load_config
 from persia.doctor import compose
 from persia.doctor.gpu import visible_gpus, wanted
+from persia.launch import foreground
 from persia.launch.binaries import MIDDLEWARE, SERVER, resolve_binary_execute_path
 from persia.runtime.errors import UsageError
+from persia.runtime.exit_codes import ExitCode
 from persia.runtime.settings import settings
 
 _TAIL = 15
@@ -32,20 +35,18 @@ class Step:
         number: From 1.
         title: What is tested.
         words: The command.
-        diagnosis: What the fault probably is, if this step fails and those before it passed.
         skip: Why the step cannot be run here; empty if it can.
     """
 
     number: int
     title: str
     words: tuple[str, ...]
-    diagnosis: str
     skip: str = ""
 
     @property
     def command(self) -> str:
         """The command as a user types it."""
-        return " ".join(self.words)
+        return shlex.join(self.words)
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,11 @@ class Result:
     output: str = ""
     log: str = ""
 
+    @property
+    def failed(self) -> bool:
+        """Whether it was run and did not pass."""
+        return self.code not in (None, 0)
+
 
 def steps(path: Path, *, ranks: int | None = None) -> list[Step]:
     """Return the ten steps for a configuration.
@@ -81,40 +87,27 @@ def steps(path: Path, *, ranks: int | None = None) -> list[Step]:
     file, folder = str(path), str(path.absolute().parent)
     count = ranks or max(2, wanted() and visible_gpus())
     in_image, on_servers, on_ranks = compose.unavailable() or "", _no_servers(), _no_ranks()
-    stamp = f"ladder-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+    # A folder of its own: the whole runs of the ladder are not the newest run of runs/LATEST.
+    whole = ("--set", f"run.dir={Path(config.run.dir) / 'ladder'}", "--set", f"run.name={_stamp()}")
     shell = ("persia", "debug", "shell", "--context", folder, "--")
     check, test = ("python", "-m", "persia.testing"), ("persia", "train")
-    whole = f"--set run.name={stamp}".split()
-    del config
     return [
-        Step(1, "the model alone, with torch only", (*check, "--torch-only", file), ALONE),
-        Step(2, "each method of the model, with embeddings in memory", (*check, file), METHODS),
-        Step(3, "one batch, in one process", (*test, file, "--test", "--local"), BATCH),
-        Step(4, "the model alone, in the image", (*shell, *check, "--torch-only", path.name), IMAGE, in_image),
-        Step(5, "each method of the model, in the image", (*shell, *check, path.name), IMAGE, in_image),
-        Step(6, "one batch, in the image", (*shell, *test, path.name, "--test", "--local"), FILES, in_image),
-        Step(7, "one batch, on the servers of the job", (*test, file, "--test"), SERVERS, on_servers),
-        Step(8, "the whole run, in one process", (*test, file, "--local", *whole), WHOLE),
-        Step(9, f"one batch, on {count} ranks", (*test, file, "--test", "--nproc", str(count)), RANKS, on_ranks),
+        Step(1, "the model alone, with torch only", (*check, "--torch-only", file)),
+        Step(2, "each method of the model, with embeddings in memory", (*check, file)),
+        Step(3, "one batch, in one process", (*test, file, "--test", "--local")),
+        Step(4, "the model alone, in the image", (*shell, *check, "--torch-only", path.name), in_image),
+        Step(5, "each method of the model, in the image", (*shell, *check, path.name), in_image),
+        Step(6, "one batch, in the image", (*shell, *test, path.name, "--test", "--local"), in_image),
+        Step(7, "one batch, on the servers of the job", (*test, file, "--test"), on_servers),
+        Step(8, "the whole run, in one process", (*test, file, "--local", *whole)),
+        Step(9, f"one batch, on {count} ranks", (*test, file, "--test", "--nproc", str(count)), on_ranks),
         Step(
             10,
             f"the whole run, on {count} ranks",
-            (*test, file, "--nproc", str(count), *whole[:1], f"{whole[1]}-ranks"),
-            MANY,
+            (*test, file, "--nproc", str(count), *whole[:-1], f"{whole[-1]}-ranks"),
             on_ranks,
         ),
     ]
-
-
-ALONE = "the fault is in the model, or in the keys of `model`: persia is not involved. Correct the named line"
-METHODS = "the model runs with torch alone, but not with embeddings of persia: their number, shapes or gradients"
-BATCH = "the model is sound: the fault is in the data, the features, the optimizers or the storage"
-IMAGE = "it runs here, but not in the image: a package, a version or a file is missing there (persia doctor --diff-env)"
-FILES = "the model runs in the image, but the data is not there: persia doctor CONFIG names the files to mount"
-SERVERS = "it runs in one process, but not on the servers: persia doctor --only services,network"
-WHOLE = "one batch passed: a later row, the memory or the disk is at fault; the message names file and row"
-RANKS = "it runs on one rank, but not on several: the network, the devices, or a model whose ranks differ"
-MANY = "one batch passed on all ranks: see the log of the rank that failed first"
 
 
 def _no_servers() -> str:
@@ -140,29 +133,61 @@ def climb(found: list[Step], until: int = 10, started: Callable[[Step], None] | 
         found: The steps.
         until: The number of the last step to run.
         started: Called before each step.
+
+    Raises:
+        KeyboardInterrupt: A step was interrupted.
     """
-    folder = Path(tempfile.mkdtemp(prefix="persia-ladder-"))
-    for step in found[:until]:
-        if started is not None:
-            started(step)
-        if step.skip:
-            yield Result(step, None)
-            continue
-        result = _run(step, folder / f"step-{step.number}.log")
-        yield result
-        if result.code != 0:
-            return
-    shutil.rmtree(folder)
+    folder, keeps = Path(tempfile.mkdtemp(prefix="persia-ladder-")), False
+    try:
+        for step in found[:until]:
+            if started is not None:
+                started(step)
+            result = Result(step, None) if step.skip else _run(step, folder / f"step-{step.number}.log")
+            keeps = result.failed
+            yield result
+            if result.failed:
+                return
+    finally:
+        if not keeps:  # the log of a step that failed
+            shutil.rmtree(folder)
 
 
 def _run(step: Step, log: Path) -> Result:
     began = time.monotonic()
     with log.open("wb") as file:
-        words = _real(step.words)
-        environment = {**os.environ, "COLUMNS": "120"}
-        code = subprocess.run(words, stdout=file, stderr=subprocess.STDOUT, env=environment, check=False).returncode
+        code = foreground.run(_real(step.words), env={**os.environ, "COLUMNS": "120"}, output=file)
+    if code in (ExitCode.INTERRUPTED, -signal.SIGINT):
+        raise KeyboardInterrupt
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     return Result(step, code, time.monotonic() - began, "\n".join(lines[-_TAIL:]), str(log))
+
+
+def summary(found: list[Step], results: list[Result]) -> Iterator[str]:
+    """Yield lines with what was run, what was skipped and why, and what was not run.
+
+    Args:
+        found: All steps.
+        results: The results of those that were reached.
+    """
+    passed = [each.step.number for each in results if each.code == 0]
+    skipped: dict[str, list[int]] = {}
+    for each in results:
+        if each.code is None:
+            skipped.setdefault(each.step.skip, []).append(each.step.number)
+    rest = [step.number for step in found[len(results) :]]
+    yield f"passed: {_numbers(passed)}"
+    for reason, numbers in skipped.items():
+        yield f"skipped: {_numbers(numbers)}: {reason}"
+    if rest:
+        yield f"not run: {_numbers(rest)}"
+
+
+def _numbers(steps: list[int]) -> str:
+    return "none" if not steps else f"step{'' if len(steps) == 1 else 's'} {', '.join(map(str, steps))}"
+
+
+def _stamp() -> str:
+    return f"ladder-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
 
 
 def _real(words: tuple[str, ...]) -> list[str]:

@@ -1,14 +1,15 @@
-"""The network: interfaces, names, addresses and ports; who uses a port; and why an address cannot be reached."""
+"""The network: interfaces, names and addresses, and why an address cannot be reached."""
 
 import os
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import psutil
 
+from persia.doctor import ports
 from persia.doctor.check import Check
 from persia.runtime.errors import UsageError
 from persia.runtime.exit_codes import ExitCode
@@ -21,6 +22,10 @@ _NATS_PORT = 4222
 Outcome = Literal["reached", "unresolved", "refused", "filtered", "unreachable"]
 
 
+_INFORMATIVE: tuple[Outcome, ...] = ("reached", "filtered", "refused", "unreachable", "unresolved")
+"""Outcomes, the most informative one first: of the addresses of a name, one may be refused and another filtered."""
+
+
 @dataclass(frozen=True)
 class Reached:
     """What became of a connection.
@@ -30,29 +35,42 @@ class Reached:
             ``filtered``: no answer in time. ``unreachable``: there is no route, or another error.
         address: The numeric address.
         reason: The error.
+        others: What became of the other addresses of the name, as ``ADDRESS OUTCOME``.
     """
 
     outcome: Outcome
     address: str = ""
     reason: str = ""
+    others: tuple[str, ...] = ()
 
 
 def reach(host: str, port: int, seconds: float = _CONNECT_S) -> Reached:
-    """Connect to a TCP port, and tell apart why it fails.
+    """Connect to a TCP port, and tell apart why it fails. The addresses of a name are tried in turn.
 
     Args:
         host: A name or a number.
         port: The port.
-        seconds: How long to wait for an answer.
+        seconds: How long to wait for an answer of each address.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         return Reached("unresolved", reason=str(error))
-    family, kind, protocol, _, address = found[0]
+    tried: list[Reached] = []
+    for family, _, _, _, address in found:
+        one = _connect(family, address, seconds)
+        if one.outcome == "reached":
+            return one
+        tried.append(one)
+    best = min(tried, key=lambda one: _INFORMATIVE.index(one.outcome))
+    others = tuple(f"{one.address} {one.outcome}" for one in tried if one is not best)
+    return Reached(best.outcome, best.address, best.reason, others)
+
+
+def _connect(family: socket.AddressFamily, address: Any, seconds: float) -> Reached:
     number = str(address[0])
     try:
-        with socket.socket(family, kind, protocol) as client:
+        with socket.socket(family, socket.SOCK_STREAM) as client:
             client.settimeout(seconds)
             client.connect(address)
     except ConnectionRefusedError as error:
@@ -77,18 +95,21 @@ def endpoint(name: str, host: str, port: int, *, what: str, start: str) -> Check
     shown = f"{host}:{port}"
     found = reach(host, port)
     code = ExitCode.UNREACHABLE
+    others = f"; its other addresses: {', '.join(found.others)}" if found.others else ""
     if found.outcome == "reached":
         return Check(name, "ok", f"{shown} ({found.address}) answers")
     if found.outcome == "unresolved":
         why = f"the name {host} has no address here: {found.reason}"
         return Check(name, "fail", f"{shown}: unresolved", why, f"getent hosts {host}", code)
     if found.outcome == "refused":
-        why = f"the host {found.address} answers, but {what} does not listen on port {port}"
+        why = f"the host {found.address} answers, but {what} does not listen on port {port}{others}"
         return Check(name, "fail", f"{shown}: refused", why, start, code)
     if found.outcome == "filtered":
-        why = f"{found.reason}: a firewall drops the packets, or the host {found.address} is off"
+        why = f"{found.reason}: a firewall drops the packets, or the host {found.address} is off{others}"
         return Check(name, "fail", f"{shown}: filtered", why, f"let TCP port {port} of {host} through", code)
-    return Check(name, "fail", f"{shown}: unreachable", found.reason, f"ip route get {found.address}", code)
+    return Check(
+        name, "fail", f"{shown}: unreachable", f"{found.reason}{others}", f"ip route get {found.address}", code
+    )
 
 
 def checks() -> Iterator[Check]:
@@ -98,7 +119,7 @@ def checks() -> Iterator[Check]:
     for name, what in (("PERSIA_LISTEN", "the gRPC port"), ("PERSIA_METRICS_LISTEN", "the port of metrics")):
         value = variable(name)
         if value is not None and not value.startswith("unix:"):
-            yield listening(name, value, what)
+            yield ports.listening(name, value, what)
 
 
 def interfaces() -> Check:
@@ -127,7 +148,7 @@ def rendezvous() -> Iterator[Check]:
         return
     rank = variable("RANK")
     if rank in (None, "0") and is_here(host):
-        yield free_port("rendezvous", int(port), "MASTER_PORT")
+        yield ports.free("rendezvous", int(port), "MASTER_PORT")
         return
     start = "start rank 0 first; it listens there"
     yield endpoint("rendezvous", host, int(port), what="rank 0", start=start)
@@ -136,59 +157,11 @@ def rendezvous() -> Iterator[Check]:
 def is_here(host: str) -> bool:
     """Whether a name or a number is an address of this host."""
     try:
-        number = socket.gethostbyname(host)
+        numbers = {str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError:
         return False
     here = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
-    return number in here or number.startswith("127.")
-
-
-def listening(name: str, value: str, what: str) -> Check:
-    """Check that the port of an address to listen at is free."""
-    port = urlsplit(f"//{value}").port if value.rpartition(":")[2].isdecimal() else None
-    if port is None:
-        return Check(name, "fail", f"{name}={value}", "want HOST:PORT", f"{name}=0.0.0.0:8888")
-    if port == 0:
-        return Check(name, "ok", f"{value}: {what} is chosen when it starts")
-    return free_port(name, port, name)
-
-
-def free_port(name: str, port: int, origin: str) -> Check:
-    """Check that nothing listens on a port of this host; else say which program does.
-
-    Args:
-        name: The name of the check.
-        port: The port.
-        origin: The variable that has the port.
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("0.0.0.0", port))  # noqa: S104 - it is closed at once
-        except PermissionError:
-            why = "ports below 1024 need root"
-            return Check(name, "fail", f"port {port} cannot be bound", why, f"give {origin} a port above 1023")
-        except OSError:
-            user = owner(port)
-            why = "a second program cannot listen there"
-            stop = f"kill {user.split()[1]}" if user.startswith("pid") else f"give {origin} another port"
-            return Check(name, "fail", f"port {port} in use by {user}", why, f"{stop}, or give {origin} another port")
-    return Check(name, "ok", f"port {port} is free")
-
-
-def owner(port: int) -> str:
-    """Return who listens on a port, as ``pid N (program)``."""
-    try:
-        found = [one for one in psutil.net_connections(kind="tcp") if one.laddr and one.laddr.port == port]
-    except psutil.AccessDenied:
-        found = []
-    listens = next((one for one in found if one.status == psutil.CONN_LISTEN), None)
-    if listens is None or listens.pid is None:
-        return "a process of another user"
-    try:
-        return f"pid {listens.pid} ({psutil.Process(listens.pid).name()})"
-    except psutil.Error:
-        return f"pid {listens.pid}"
+    return bool(numbers & here) or any(number.startswith("127.") for number in numbers)
 
 
 def nats_address(url: str) -> tuple[str, int]:

@@ -19,9 +19,10 @@ from persia.runtime.errors import ConfigError, UsageError
 
 _AUTO = "auto"
 _NAME = r"^[A-Za-z0-9._-]{1,64}$"
-_MAX_REPLICAS = 64
+MAX_REPLICAS = 64
+"""The largest number of processes of one kind."""
 _MAX_RESTARTS = 100
-_Count = Annotated[int, Field(ge=1, le=_MAX_REPLICAS)]
+_Count = Annotated[int, Field(ge=1, le=MAX_REPLICAS)]
 
 
 def _as_text(value: object) -> str:
@@ -151,8 +152,10 @@ def read_job_config(path: Path, sizes: Sizes | None = None, *, folder: Path | No
 def _job_of(path: Path, sizes: Sizes, folder: Path | None) -> JobConfig:
     """Return the job that trains from a ``persia.yml``."""
     from persia.config import load_config
+    from persia.config.document import open_document
 
-    config = load_config(path, folder=folder)
+    # With a folder it is the copy of a file whose warnings have been logged.
+    config = load_config(path) if folder is None else open_document(path, folder=folder).checked()
     name = sizes.name or config.run.name or f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
     if not re.fullmatch(_NAME, name):
         origin = "--name" if sizes.name else "run.name"

@@ -72,10 +72,17 @@ def run(script: Path | None, arguments: Sequence[str], *, ranks: int, node: int,
             )
             for local in range(ranks)
         ]
-        return _supervise(started, events, folder)
+        return supervise(started, events, folder)
 
 
-def _supervise(ranks: Sequence[Process], events: Events, folder: Path | None) -> int:
+def supervise(ranks: Sequence[Process], events: Events, folder: Path | None) -> int:
+    """Wait for ranks, and stop all of them when one fails or this process gets a signal. Return the exit code.
+
+    Args:
+        ranks: The ranks, which run.
+        events: Their ends, and the signals.
+        folder: The folder of the run, whose summary says whether it is finished; None without one.
+    """
     left = set(ranks)
     while left:
         event = events.next()
@@ -134,12 +141,17 @@ def _check_devices(ranks: int) -> None:
         )
 
 
-def report_finished(folder: Path, summary: dict[str, Any]) -> None:
-    """Print that the run in this folder is finished, with its summary and how to train again."""
+def report_finished(folder: Path, summary: dict[str, Any], change: str = "give PERSIA_RUN_DIR another folder") -> None:
+    """Print that the run in this folder is finished, with its summary and how to train again.
+
+    Args:
+        folder: The folder.
+        summary: The content of its summary.
+        change: What to change for another run.
+    """
     path = folder / job.SUMMARY
     sys.stdout.write(
-        f"this run is finished: {path}\n{json.dumps(summary, indent=1)}\n"
-        f"to train again, give PERSIA_RUN_DIR another folder, or: rm {path}\n"
+        f"this run is finished: {path}\n{json.dumps(summary, indent=1)}\nto train again, {change}, or: rm {path}\n"
     )
     sys.stdout.flush()
 

@@ -2,19 +2,23 @@
 
 import os
 import secrets
+import shlex
 import shutil
-import subprocess
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from persia.config import Config
 from persia.config.show import to_yaml
-from persia.launch.job_config import JobConfig, Sizes, read_job_config
-from persia.launch.up import run_job
+from persia.launch import nn_worker
+from persia.launch.job_config import MAX_REPLICAS, JobConfig, Sizes, read_job_config
+from persia.launch.process import Process
+from persia.launch.supervision import Events
+from persia.launch.up import Commands, run_job
 from persia.runtime import job
 from persia.runtime.config_files import CONFIG, CONFIG_FOLDER, EMBEDDING_CONFIG
-from persia.runtime.errors import UsageError
+from persia.runtime.errors import ConfigError, UsageError
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
 from persia.trainer import one_batch
@@ -26,8 +30,10 @@ def check_devices(ranks: int) -> None:
     """Check before anything starts that each rank has a GPU, where ranks train on GPUs (``GPU_NUM`` above 0).
 
     Raises:
-        UsageError: There are fewer GPUs than ranks.
+        UsageError: There are fewer GPUs than ranks, or more ranks than a job has.
     """
+    if ranks > MAX_REPLICAS:
+        raise UsageError(f"--nproc {ranks}: a job on one host has at most {MAX_REPLICAS} ranks")
     wanted = os.environ.get("GPU_NUM", "").strip()
     if not wanted.isdecimal() or int(wanted) == 0:
         processors = len(os.sched_getaffinity(0))
@@ -48,6 +54,8 @@ def check_devices(ranks: int) -> None:
 def train(config: Config, file: Path, ranks: int, *, name: str | None = None) -> int:
     """Train with several ranks on this host: NATS, a server, a middleware, data-compose and the ranks are started.
 
+    With the block ``profile``, the profile of the run is shown at its end.
+
     Args:
         config: The configuration, overrides included.
         file: Its file.
@@ -56,12 +64,34 @@ def train(config: Config, file: Path, ranks: int, *, name: str | None = None) ->
 
     Returns:
         The exit code of the job.
+
+    Raises:
+        ConfigError: The name of the run is not one of a job.
+        UsageError: There are too many ranks, or the run is finished.
     """
     check_devices(ranks)
+    command = _command(config, file, ranks)
     with one_batch.private_folder() as folder:
-        written = write(config, folder)
-        job_config = read_job_config(written, Sizes(ranks=ranks, name=name), folder=config.folder)
-        return run_job(_with_env(job_config, _variables(config, file, ranks)), file)
+        job_config = _job(config, folder, Sizes(ranks=ranks, name=name), command)
+        shown = f"{config.run.dir}/{job_config.job}"
+        alone = command.replace(f" --nproc {ranks}", "", 1)
+        commands = Commands(f"{command} --set run.name=NAME", f"{command} --resume {shlex.quote(shown)}", alone)
+        return run_job(_with_env(job_config, _variables(config, file, ranks)), file, commands)
+
+
+def _command(config: Config, file: Path, ranks: int) -> str:
+    """Return the command that trains, without the name of the run."""
+    kept = [each for each in config.origin.overrides if not each.startswith("run.name=")]
+    return f"persia train {file} --nproc {ranks}" + "".join(f" --set {shlex.quote(each)}" for each in kept)
+
+
+def _job(config: Config, folder: Path, sizes: Sizes, command: str) -> JobConfig:
+    """Return the job of a configuration. It is read from a copy in a folder; messages name the user's command."""
+    try:
+        return read_job_config(write(config, folder), sizes, folder=config.folder)
+    except ConfigError as error:
+        error.hint = f"correct it, then run: {command}"
+        raise
 
 
 def test(config: Config, file: Path, ranks: int) -> int:
@@ -80,7 +110,7 @@ def test(config: Config, file: Path, ranks: int) -> int:
     with one_batch.private_folder() as folder:
         short = one_batch.shortened(config, folder)
         short = short.with_blocks(train=short.train.model_copy(update={"start_from": None}))
-        job_config = read_job_config(write(short, folder), Sizes(ranks=ranks, name="test"), folder=config.folder)
+        job_config = _job(short, folder, Sizes(ranks=ranks, name="test"), f"persia train {file} --test --nproc {ranks}")
         variables = _variables(config, file, ranks) | {one_batch.VARIABLE: "stream"}
         return run_job(_with_env(job_config, variables).model_copy(update={"restarts": 0}), file)
 
@@ -95,7 +125,7 @@ def test_on_servers(config: Config, file: Path) -> int:
         file: Its file, for messages.
 
     Returns:
-        The exit code.
+        The exit code; after a signal, that of :func:`persia.launch.supervision.stopped_by`.
 
     Raises:
         UsageError: ``PERSIA_CKPT_DIR`` is not set.
@@ -121,12 +151,14 @@ def test_on_servers(config: Config, file: Path) -> int:
         }
         environment = {**os.environ, **variables}
         environment.pop(EMBEDDING_CONFIG, None)
-        try:
-            return subprocess.run(
-                [sys.executable, "-m", "persia.launch.rank_main"], env=environment, check=False
-            ).returncode
-        finally:
-            _remove(Path(root, name))
+        events = Events()
+        with events.signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP)):
+            words = [sys.executable, "-m", "persia.launch.rank_main"]
+            try:
+                rank = Process("rank 0", words, env=environment, line=None, ended=events.ended)
+                return nn_worker.supervise([rank], events, None)
+            finally:
+                _remove(Path(root, name))
 
 
 def _remove(folder: Path) -> None:

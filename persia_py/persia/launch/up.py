@@ -4,6 +4,7 @@ import shlex
 import signal
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from persia.launch import nn_worker
@@ -15,7 +16,8 @@ from persia.launch.supervision import SAVING_GRACE, Events, stop, stopped_by
 from persia.runtime import job as jobs
 from persia.runtime.errors import UsageError
 from persia.runtime.exit_codes import AGAIN, ExitCode
-from persia.trainer.run_folder import of_one_process
+from persia.trainer.profiling import show_profile
+from persia.trainer.run_folder import RunFolder, of_one_process
 
 _NATS = "nats"
 _PERMANENT = {
@@ -27,6 +29,21 @@ _TRAINER_GRACE = 15.0
 """Seconds in which the trainer may end by itself, and report why, after a part failed for good."""
 _BACK_OFF = 1.0
 """Seconds between the end of a part and its restart."""
+
+
+@dataclass(frozen=True)
+class Commands:
+    """What a user types to train again, for messages.
+
+    Attributes:
+        new: A new run, with NAME for its name.
+        again: This run, which was interrupted.
+        alone: In one process.
+    """
+
+    new: str
+    again: str
+    alone: str
 
 
 def up(path: Path, sizes: Sizes | None = None) -> int:
@@ -44,27 +61,44 @@ def up(path: Path, sizes: Sizes | None = None) -> int:
         ConfigError: The file, or one that it names, is wrong.
         UsageError: A program was not found, or the run of a ``persia.yml`` is finished.
     """
-    return run_job(read_job_config(path, sizes), path)
+    config = read_job_config(path, sizes)
+    command = f"persia up {path}{_options(sizes or Sizes())}"
+    if config.config is None or Path(config.config) != path.resolve():
+        new, again = f"`job: NAME` in {path}", command
+    else:
+        new, again = f"{command} --name NAME", f"{command} --name {config.job}"
+    return run_job(config, path, Commands(new, again, f"persia train {config.config}"))
 
 
-def run_job(config: JobConfig, path: Path) -> int:
+def _options(sizes: Sizes) -> str:
+    """Return the numbers of processes as options."""
+    numbers = {"servers": sizes.servers, "middlewares": sizes.middlewares, "data-compose": sizes.data_compose}
+    given = {**numbers, "ranks": sizes.ranks}
+    return "".join(f" --{name} {number}" for name, number in given.items() if number is not None)
+
+
+def run_job(config: JobConfig, path: Path, commands: Commands | None = None) -> int:
     """Run a job until its trainer ends, or until a signal. See :func:`up`.
+
+    The profile of a run that has one is shown at its end.
 
     Args:
         config: The job.
         path: Its file, for messages.
+        commands: How the user trains again; None if there is nothing to continue, as after a test.
     """
     folder = Path(config.run_dir or Path("runs") / config.job).resolve()
     if config.trainer is not None and (summary := jobs.finished_summary(folder, of=config.job)) is not None:
         if config.config is not None:
             error = UsageError(f"{folder}: the run of this name is finished")
-            error.hint = f"give the new run another name: persia up {path} --name NAME"
+            error.hint = "give the new run another name" + (f": {commands.new}" if commands is not None else "")
             raise error
-        nn_worker.report_finished(folder, summary)
+        nn_worker.report_finished(folder, summary, f"give `job` or `run_dir` of {path} another value")
         return 0
     if config.config is not None and of_one_process(folder):
         error = UsageError(f"{folder}: the run of this name was trained in one process; a job would overwrite it")
-        error.hint = f"continue it: persia train {path} --resume {folder}; or give the new run another name"
+        alone = f"persia train {path}" if commands is None else commands.alone
+        error.hint = f"continue it: {alone} --resume {folder}; or give the new run another name"
         raise error
     with private_folder() as private_dir, Logs(folder / "logs") as logs:
         own = {"PERSIA_RUN_DIR": str(folder)} | ({} if makes_token(config) else {"PERSIA_TOKEN_FILE": config.token})
@@ -84,18 +118,27 @@ def run_job(config: JobConfig, path: Path) -> int:
         with events.signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP)):
             run = _Run(config, local, folder, events, logs)
             try:
-                return run.run()
+                code = run.run()
             finally:
                 run.stop()
+        if code in (AGAIN, ExitCode.HUNG, ExitCode.INTERRUPTED) and commands is not None:
+            run.say(f"next: {commands.again}")
+    if code == 0:
+        show_profile(RunFolder(folder))
+    return code
 
 
 class _Run:
-    """The processes of the job, in the order of their start."""
+    """The processes of the job, in the order of their start.
+
+    Attributes:
+        say: Shows a line, and logs it.
+    """
 
     def __init__(self, config: JobConfig, local: LocalJob, folder: Path, events: Events, logs: Logs) -> None:
         self._config, self._local, self._folder = config, local, folder
         self._events, self._logs = events, logs
-        self._say = logs.writer("up")
+        self.say = logs.writer("up")
         self._processes: dict[str, Process] = {}
         self._commands: dict[str, Command] = {}
         self._restarts: dict[str, int] = {}
@@ -112,7 +155,7 @@ class _Run:
             if event is None and self._failed is not None:
                 return self._failed[0]
             if isinstance(event, int):
-                self._say(f"{signal.Signals(event).name}: ending the job")
+                self.say(f"{signal.Signals(event).name}: ending the job")
                 return self._interrupted(event)
             if isinstance(event, Process) and self._processes.get(event.name) is event:
                 code = self._ended(event)
@@ -123,7 +166,7 @@ class _Run:
         """Stop the running processes: trainer and data-compose first, NATS last."""
         for kind in ("trainer", "data-compose", "middleware", "server", _NATS):
             group = [process for name, process in self._processes.items() if name.startswith(kind)]
-            stop(group, self._events, say=self._say)
+            stop(group, self._events, say=self.say)
 
     def _start_all(self) -> None:
         self._start(self._local.nats())
@@ -160,7 +203,7 @@ class _Run:
         code = process.code
         if process.name == "trainer" and (code == 0 or self._failed is not None):
             return code if code >= 0 else AGAIN
-        self._say(f"{process.name} {process.outcome()}, see {self._logs.folder / process.name}.log")
+        self.say(f"{process.name} {process.outcome()}, see {self._logs.folder / process.name}.log")
         restarts = self._restarts.get(process.name, 0)
         if code in _PERMANENT or restarts >= self._config.restarts:
             final = code if code > 0 else AGAIN
@@ -169,7 +212,7 @@ class _Run:
             self._failed = self._failed or (final, time.monotonic() + _TRAINER_GRACE)
             return None
         self._restarts[process.name] = restarts + 1
-        self._say(f"restarting {process.name} ({restarts + 1} of {self._config.restarts})")
+        self.say(f"restarting {process.name} ({restarts + 1} of {self._config.restarts})")
         time.sleep(_BACK_OFF)
         if process.name == _NATS:
             self._start(self._local.nats(int(self._url.rsplit(":", 1)[1])))
@@ -183,10 +226,10 @@ class _Run:
     def _interrupted(self, number: int) -> int:
         if self._config.trainer is None:
             return 0
-        stop([self._processes["trainer"]], self._events, grace=SAVING_GRACE + 5, say=self._say)
+        stop([self._processes["trainer"]], self._events, grace=SAVING_GRACE + 5, say=self.say)
         return 0 if jobs.finished_summary(self._folder, of=self._config.job) is not None else stopped_by(number)
 
     def _say_environment(self) -> None:
-        self._say("the servers run until Ctrl-C; to use them, run in another shell:")
+        self.say("the servers run until Ctrl-C; to use them, run in another shell:")
         for name, value in sorted(self._local.settings(self._url).items()):
-            self._say(f"export {name}={shlex.quote(value)}")
+            self.say(f"export {name}={shlex.quote(value)}")

@@ -13,15 +13,15 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from persia.config import Config, load_config
+from persia.config import Config
+from persia.config.document import load_for_job
 from persia.ctx import DataCtx
 from persia.data.records import RecordReader
 from persia.embedding.data import PersiaBatch
 from persia.features import Samples, Transform, to_batch
-from persia.runtime.config_files import CONFIG_FOLDER
 from persia.runtime.errors import DataError, UsageError
 from persia.runtime.logging import get_logger
-from persia.runtime.settings import settings, variable
+from persia.runtime.settings import settings
 from persia.trainer.batches import Unusual, weights_of
 from persia.trainer.parts import Parts
 from persia.trainer.variables import set_variables
@@ -41,7 +41,7 @@ def send(path: Path) -> None:
         CheckpointError: The transform was fitted for other features.
         DataError: A row is invalid; the message names file and row.
     """
-    config = load_config(path, folder=variable(CONFIG_FOLDER))
+    config = load_for_job(path)
     set_variables(config)
     parts = Parts(config)
     parts.train.check_not_empty()

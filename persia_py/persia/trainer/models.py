@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from persia.config import Config
 from persia.embedding.config import Configuration
 from persia.embedding.data import split_mask
 from persia.models import DLRM, DCNv2
+from persia.runtime import own_frames
 from persia.runtime.errors import ConfigError
 
 
@@ -95,27 +97,52 @@ def build(config: Config) -> torch.nn.Module:
     block = config.model
     if block.class_ is not None:
         return _own(config, block.class_, inputs)
-    model = (_dlrm if block.name == "dlrm" else _dcnv2)(inputs, block.arguments)
+    model = (_dlrm if block.name == "dlrm" else _dcnv2)(config, inputs, block.arguments)
     return PooledSequences(model) if inputs.sequences else model
 
 
-def _dlrm(inputs: Inputs, arguments: dict[str, Any]) -> torch.nn.Module:
+def _dlrm(config: Config, inputs: Inputs, arguments: dict[str, Any]) -> torch.nn.Module:
     dim = inputs.dims[0]  # the dimension of all features, which persia.config has checked
     given = {"num_dense": len(inputs.dense), "num_slots": len(inputs.slots), "embedding_dim": dim}
     defaults = {"bottom_mlp": [64, dim], "top_mlp": [256, 64, len(inputs.labels)], "num_labels": len(inputs.labels)}
-    return _make(DLRM, "dlrm", {**given, **defaults, **arguments})
+    return _make(config, DLRM, "dlrm", {**given, **defaults, **arguments})
 
 
-def _dcnv2(inputs: Inputs, arguments: dict[str, Any]) -> torch.nn.Module:
+def _dcnv2(config: Config, inputs: Inputs, arguments: dict[str, Any]) -> torch.nn.Module:
     given = {"num_dense": len(inputs.dense), "embedding_dims": inputs.dims, "num_labels": len(inputs.labels)}
-    return _make(DCNv2, "dcnv2", {**given, **arguments})
+    return _make(config, DCNv2, "dcnv2", {**given, **arguments})
 
 
-def _make(make: Callable[..., torch.nn.Module], name: str, arguments: dict[str, Any]) -> torch.nn.Module:
+def _make(
+    config: Config, make: Callable[..., torch.nn.Module], name: str, arguments: dict[str, Any]
+) -> torch.nn.Module:
     try:
         return make(**arguments)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"model: {name}: {error}") from error
+        # The built-in models list their mistakes.
+        mistakes = str(error).split("; ") if config.model.class_ is None else [str(error)]
+        frames = own_frames.own_frames(error.__traceback__)
+        at = f" (at {own_frames.place(frames[0])})" if frames and config.model.class_ is not None else ""
+        raise _refused(config, [f"{_placed(config, name, each)}{at}" for each in mistakes]) from error
+
+
+def _refused(config: Config, mistakes: list[str]) -> ConfigError:
+    """Return the error of a model that cannot be made, which `persia config check` does not find: it makes none."""
+    error, place = ConfigError("\n".join(mistakes)), config.origin.places.get("model", "")
+    file = "persia.yml" if not place or place.startswith("--set") else place.rpartition(":")[0]
+    error.hint = f"correct it, then run: python -m persia.testing {file}"
+    return error
+
+
+def _placed(config: Config, name: str, message: str) -> str:
+    """Return a mistake with the place of the argument that it mentions, else with that of the block."""
+    places, found = config.origin.places, dict[int, tuple[str, str]]()
+    for key in config.model.arguments:
+        if mentioned := re.search(rf"(?<![\w.]){re.escape(key)}(\[\d+\])?(?!\w)", message):
+            found[mentioned.start()] = f"model.{key}", f"model.{key}{mentioned[1] or ''}"
+    key, path = found[min(found)] if found else ("model", "model")
+    place = places.get(path) or places.get(key)
+    return (f"{place}: " if place else "") + f"{path}: {name}: {message}"
 
 
 def _own(config: Config, place: str, inputs: Inputs) -> torch.nn.Module:
@@ -130,21 +157,21 @@ def _own(config: Config, place: str, inputs: Inputs) -> torch.nn.Module:
     }
     parameters = inspect.signature(kind).parameters
     wanted = {name: value for name, value in known.items() if name in parameters}
-    _check_arguments(place, [*parameters.values()], config.model.arguments)
-    model = _make(kind, place, {**wanted, **config.model.arguments})
+    _check_arguments(config, place, [*parameters.values()])
+    model = _make(config, kind, place, {**wanted, **config.model.arguments})
     if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"model.class: {place} returned a {type(model).__name__}, want a torch.nn.Module")
     return model
 
 
-def _check_arguments(place: str, parameters: list[inspect.Parameter], arguments: dict[str, Any]) -> None:
+def _check_arguments(config: Config, place: str, parameters: list[inspect.Parameter]) -> None:
     """Check the names of arguments, which :mod:`persia.config` cannot if the source of a class does not show them."""
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return
     allowed = [each.name for each in parameters]
-    if wrong := [argument for argument in arguments if argument not in allowed]:
-        listed = ", ".join(f"model.{argument}" for argument in wrong)
-        raise ConfigError(f"{listed}: unknown; {place} has {', '.join(allowed) or 'no arguments'}")
+    listed = f"it has {', '.join(allowed) or 'no arguments'}"
+    if wrong := [argument for argument in config.model.arguments if argument not in allowed]:
+        raise _refused(config, [_placed(config, place, f"`{each}` is no argument; {listed}") for each in wrong])
 
 
 def _import(config: Config, place: str) -> Callable[..., torch.nn.Module]:

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from persia.config import load_config
-from persia.runtime.config_files import CONFIG_FOLDER
+from persia.config.document import load_for_job
 from persia.runtime.settings import settings, variable
 from persia.trainer import one_batch
 from persia.trainer.progress import Shown
@@ -19,7 +18,7 @@ def train(path: Path) -> None:
     Raises:
         PersiaError: As :class:`persia.trainer.Trainer`.
     """
-    config = load_config(path, folder=variable(CONFIG_FOLDER))
+    config = load_for_job(path)
     if (test := variable(one_batch.VARIABLE)) is not None:
         one_batch.train_rank(config, path, test)
         return

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from persia.checkpoint import storage
-from persia.config import Config, load_config
+from persia.config import Config
+from persia.config.document import open_document
 from persia.config.show import to_yaml
 from persia.runtime import job
 from persia.runtime.errors import CheckpointError, ConfigError, PersiaError, StorageError, UsageError
@@ -197,7 +198,7 @@ class RunFolder:
 
     def config(self) -> Config:
         """Return the configuration of the run; modules of the user are found where they were in training."""
-        return load_config(self.path / CONFIG, folder=self.read_json(FACTS).get("folder"))
+        return open_document(self.path / CONFIG, folder=self.read_json(FACTS).get("folder")).checked()
 
     @contextmanager
     def _naming(self) -> Iterator[None]:

@@ -8,15 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from persia.config import Config, load_config
+from persia.config import Config
+from persia.config.document import open_document
 from persia.runtime.errors import PersiaError, UsageError
 from persia.runtime.exit_codes import ExitCode
-from persia.trainer.facts import check_files
+from persia.runtime.logging import get_logger
 from persia.trainer.parts import Parts, metric_names
 from persia.trainer.record import FINISHED
 from persia.trainer.run_folder import CONFIG, SUMMARY, RunFolder, check_same
 from persia.trainer.state import HIGHER_IS_BETTER
 from persia.trainer.trainer import Trainer
+
+_logger = get_logger("trainer")
 
 MANY = 20
 """Trials that are started without a confirmation."""
@@ -107,13 +110,22 @@ def trials(file: Path, overrides: Sequence[str], options: Sequence[str]) -> list
         ConfigError: A combination is not a valid configuration.
         UsageError: An option is wrong, the rows are to be random, or there is no valid part to judge the trials by.
     """
-    found = []
+    found: list[Trial] = []
+    warnings: dict[str, None] = {}
+    rows: dict[str, Parts] = {}
     for chosen in grid(options):
-        config = load_config(file, [*overrides, *chosen])
+        document = open_document(file, [*overrides, *chosen])
+        config = document.checked()
+        warnings |= dict.fromkeys(document.findings.warnings)  # each once, not for each trial
         if config.data.synthetic:
             raise UsageError("--sweep: data.synthetic is true; models cannot be compared by random rows")
-        name = f"sweep-{_digest(config)}"
+        data = config.data.model_dump_json()
+        if data not in rows:
+            rows[data] = Parts(config)
+        name = f"sweep-{_digest(config, rows[data])}"
         found.append(Trial(chosen, config.with_blocks(run=config.run.model_copy(update={"name": name}))))
+    for warning in warnings:
+        _logger.warning("%s", warning)
     names: dict[str, Trial] = {}
     for trial in found:
         same = names.setdefault(str(trial.config.run.name), trial)
@@ -126,10 +138,14 @@ def trials(file: Path, overrides: Sequence[str], options: Sequence[str]) -> list
     return found
 
 
-def _digest(config: Config) -> str:
-    """Return 10 hexadecimal digits that are the same for equal settings and the same file's folder."""
+def _digest(config: Config, parts: Parts) -> str:
+    """Return 10 hexadecimal digits that are the same for equal settings, the same file's folder, and equal files.
+
+    Files are compared by their names and sizes, as a resume compares them: trials are only compared on the same rows.
+    """
     content = config.model_dump(mode="json", by_alias=True, exclude={"run"})
-    text = json.dumps([str(config.folder), content], sort_keys=True)
+    files = [part.files.sizes for part in (parts.train, parts.valid, parts.test) if part is not None]
+    text = json.dumps([str(config.folder), content, files], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
@@ -147,15 +163,11 @@ def run(trial: Trial) -> None:
     """Run a trial to its end, unless it has finished before; one that was interrupted continues.
 
     An error of the trial is recorded in it.
-
-    Raises:
-        DataError: A run of this name was trained on other files.
     """
     folder = trial.folder
     exists = (folder.path / CONFIG).is_file()
     if exists:
         check_same(folder.config(), trial.config)
-        check_files(folder, Parts(trial.config).train.files)
         if folder.read_json(SUMMARY).get("status") == FINISHED:
             trial.reused = True
             _judge(trial)

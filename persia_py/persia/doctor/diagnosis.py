@@ -1,0 +1,59 @@
+"""What the fault of a step of the ladder probably is, where the steps before it have passed."""
+
+import re
+from collections.abc import Iterator
+
+from persia.doctor import network, services
+from persia.doctor.check import Check
+from persia.runtime.exit_codes import ExitCode
+
+_IMAGE = (
+    "it runs here, but not in the image: a package, a version or a file is missing there (persia doctor --diff-env)"
+)
+_DIAGNOSES = {
+    1: "the fault is in the model, or in the keys of `model`: persia is not involved. Correct the named line",
+    2: "the model runs with torch alone, but not with embeddings of persia: their number, shapes or gradients",
+    3: "the model is sound: the fault is in the data, the features, the optimizers or the storage",
+    4: _IMAGE,
+    5: _IMAGE,
+    6: "the model runs in the image, but the data is not there: persia doctor CONFIG names the files to mount",
+    7: "it runs in one process, but not on the servers",
+    8: "one batch passed: a later row, the memory or the disk is at fault; the message names file and row",
+    9: "it runs on one rank, but not on several: the network, the devices, or a model whose ranks differ",
+    10: "one batch passed on all ranks: see the log of the rank that failed first",
+}
+_SERVERS = {
+    ExitCode.CONFIG: "the test was refused before it trained: the error above says why, and what to do",
+    ExitCode.UNREACHABLE: "a part of the job is not there, or does not answer",
+    ExitCode.REFUSED: (
+        "the servers refuse this process. Its token, its version, or the slots of this file are not theirs: start "
+        "them with the same PERSIA_CONFIG, PERSIA_TOKEN_FILE and image"
+    ),
+}
+"""Diagnoses of the step on the servers of a job, by its exit code."""
+_STORAGE = "training passed, saving did not: servers and ranks have to see the same folder as PERSIA_CKPT_DIR"
+_CROSS = re.compile(r"✗ (\w+):")
+
+
+def of(number: int, code: int, output: str) -> Iterator[str]:
+    """Yield lines with the diagnosis.
+
+    Args:
+        number: The number of the step.
+        code: Its exit code.
+        output: Its last lines.
+    """
+    if number != 7:
+        yield _DIAGNOSES[number]
+        return
+    failed = _CROSS.findall(output)
+    known = {int(each): text for each, text in _SERVERS.items()}
+    detail = _STORAGE if "checkpoint" in failed else known.get(code, "the log of the server has the error: see its log")
+    yield f"{_DIAGNOSES[number]}: {detail}"
+    for check in (*network.checks(), *services.checks()):
+        if check.status == "fail":
+            yield f"{check.name}: {_line(check)}"
+
+
+def _line(check: Check) -> str:
+    return f"{check.found}" + (f" ({check.why})" if check.why else "") + (f"; next: {check.next}" if check.next else "")

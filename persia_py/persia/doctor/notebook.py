@@ -1,0 +1,93 @@
+"""A notebook server in the trainer's image, on a copy of a folder."""
+
+import http.client
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+from persia.doctor import compose, context, ports
+from persia.launch import foreground
+from persia.runtime.errors import UsageError
+
+READY_S = 60.0
+"""Seconds in which a notebook has to answer."""
+_PERIOD_S = 0.2
+"""Seconds between two requests."""
+
+
+def run(folder: Path, port: int, token: str, *, mount: bool, ready: Callable[[], None]) -> int:
+    """Run a notebook server in the trainer's image, until it ends or Ctrl-C.
+
+    Args:
+        folder: The context.
+        port: The port on this host; the container publishes it on loopback only.
+        token: What a browser has to send.
+        mount: Work on the folder itself.
+        ready: Called when the server answers an HTTP request that has the token.
+
+    Raises:
+        UsageError: As :func:`persia.doctor.context.read`, or the port is in use.
+        UnreachableError: Nothing can be run in containers here.
+    """
+    if (used := ports.free("port", port, "--port", "127.0.0.1")).status == "fail":
+        error = UsageError(f"--port {port}: {used.found}")
+        error.hint = f"give another one: --port {port + 1}"
+        raise error
+    options = ["--publish", f"127.0.0.1:{port}:8888", "--env", "JUPYTER_TOKEN", "--env", "HOME=/tmp"]
+    server = ["python", "-m", "jupyterlab", "--ip=0.0.0.0", "--port=8888", "--no-browser"]
+    with context.prepared(folder, mount=mount) as workspace:
+        context.check_stack()
+        _check_jupyter(workspace)
+        context.say(workspace, mount=mount)
+
+        def started(process: "subprocess.Popen[bytes]") -> None:
+            threading.Thread(target=_wait, args=(process, port, token, ready), daemon=True).start()
+
+        return foreground.run(
+            context.words_of(server, options=options),
+            env=context.variables(workspace) | {"JUPYTER_TOKEN": token},  # other users can read a command line
+            started=started,
+            ends_at_interrupt=True,
+        )
+
+
+def _check_jupyter(workspace: Path) -> None:
+    """Refuse an image without a notebook server."""
+    words = context.words_of(["python", "-c", "import jupyterlab"])
+    if subprocess.run(words, env=context.variables(workspace), capture_output=True, check=False).returncode != 0:
+        error = UsageError(f"the image {compose.image()} has no notebook server")
+        error.hint = "add it to the image: FROM IMAGE, then RUN pip install jupyterlab; or use: persia debug shell"
+        raise error
+
+
+def _wait(process: "subprocess.Popen[bytes]", port: int, token: str, ready: Callable[[], None]) -> None:
+    """Call ``ready`` when the server answers; say why if it does not in time."""
+    pause, why = threading.Event(), ""
+    for _ in range(int(READY_S / _PERIOD_S)):
+        if process.poll() is not None:
+            return
+        if not (why := _no_answer(port, token)):
+            ready()
+            return
+        pause.wait(_PERIOD_S)
+    sys.stderr.write(
+        f"warning: the notebook does not answer at 127.0.0.1:{port} after {READY_S:.0f} s: {why}\n"
+        "next: see its log above; Ctrl-C ends it\n"
+    )
+
+
+def _no_answer(port: int, token: str) -> str:
+    """Return why the server does not answer a request that has the token; empty if it does.
+
+    A connection proves nothing: Docker's proxy accepts it before the server in the container listens.
+    """
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/api/status", headers={"Authorization": f"token {token}"})
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with direct.open(request, timeout=1.0) as answer:
+            return "" if answer.status == 200 else f"HTTP status {answer.status}"
+    except (OSError, http.client.HTTPException) as error:  # those of urllib are OSErrors
+        return str(error) or type(error).__name__

@@ -1,0 +1,146 @@
+"""Ports of this host: whether one is free, and which program uses it."""
+
+import errno
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+
+from persia.doctor.check import Check
+from persia.launch.binaries import MIDDLEWARE, SERVER
+
+_PROGRAMS = {"persia", "persia-launcher", SERVER, MIDDLEWARE}
+"""The programs of Persia."""
+_ANY = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}  # noqa: S104 - the socket is closed at once
+
+
+@dataclass(frozen=True)
+class User:
+    """The process that listens on a port.
+
+    Attributes:
+        pid: Its number; None if it belongs to another user.
+        name: The name of its program; empty if that is not known.
+        words: Its command line.
+        environment: Its environment; empty if it belongs to another user.
+    """
+
+    pid: int | None
+    name: str = ""
+    words: tuple[str, ...] = ()
+    environment: Mapping[str, str] | None = None
+
+    def __str__(self) -> str:
+        """Return it as ``pid N (program)``."""
+        if self.pid is None:
+            return "a process of another user"
+        return f"pid {self.pid} ({self.name})" if self.name else f"pid {self.pid}"
+
+    @property
+    def is_persia(self) -> bool:
+        """Whether it runs a program of Persia."""
+        modules = [after for before, after in zip(self.words, self.words[1:], strict=False) if before == "-m"]
+        programs = {Path(word).name for word in self.words[:2]}
+        return bool(programs & _PROGRAMS) or any(each.split(".")[0] == "persia" for each in modules)
+
+    def has(self, name: str) -> bool:
+        """Whether a variable has the same value in its environment and in this one."""
+        return (self.environment or {}).get(name, "").strip() == os.environ.get(name, "").strip()
+
+
+def user_of(port: int) -> User:
+    """Return the process that listens on a port of this host."""
+    try:
+        found = [one for one in psutil.net_connections(kind="tcp") if one.laddr and one.laddr.port == port]
+    except psutil.AccessDenied:
+        found = []
+    listens = next((one for one in found if one.status == psutil.CONN_LISTEN), None)
+    if listens is None or listens.pid is None:
+        return User(None)
+    try:
+        process = psutil.Process(listens.pid)
+        name, words = process.name(), tuple(process.cmdline())
+    except psutil.Error:
+        return User(listens.pid)
+    try:
+        return User(listens.pid, name, words, process.environ())
+    except (psutil.Error, OSError):
+        return User(listens.pid, name, words)
+
+
+def free(name: str, port: int, origin: str, host: str = "") -> Check:
+    """Check that a program can listen on a port of this host; else say which one does.
+
+    The service that the variable belongs to may run already: a program of Persia that listens there and has the same
+    variable, or rank 0 of the same rendezvous. That is no mistake.
+
+    Args:
+        name: The name of the check.
+        port: The port.
+        origin: The variable or the option that has the port.
+        host: The address to listen at; empty means all addresses.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host or _ANY[family], port))
+        except PermissionError:
+            why = "ports below 1024 need root"
+            return Check(name, "fail", f"port {port} cannot be bound", why, f"give {origin} a port above 1023")
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return _used(name, port, origin, user_of(port))
+            why = f"{error.strerror or error}: {host} is no address of this host"
+            return Check(name, "fail", f"{host}:{port} cannot be bound", why, f"{origin}=0.0.0.0:{port}")
+    return Check(name, "ok", f"port {port} is free")
+
+
+def _used(name: str, port: int, origin: str, user: User) -> Check:
+    """Return the check of a port in use: by the service that it is for, by another one of Persia, or by a stranger."""
+    found = f"port {port} in use by {user}"
+    if _is_own(origin, user):
+        return Check(name, "ok", f"{found}, the process that {origin} is for", f"a second one needs another {origin}")
+    why = "a second program cannot listen there"
+    if user.is_persia:
+        why += f"; this one is a program of Persia that has another {origin}"
+    look = "" if user.pid is None else f"; to see what it is: ps -fp {user.pid}"
+    return Check(name, "fail", found, why, f"give {origin} another port{look}")
+
+
+def _is_own(origin: str, user: User) -> bool:
+    """Whether a process is the one that a variable is for."""
+    if origin == "MASTER_PORT":
+        rank_0 = (user.environment or {}).get("RANK", "").strip() == "0"
+        return rank_0 and user.has("MASTER_PORT") and user.has("MASTER_ADDR")
+    return user.is_persia and bool(os.environ.get(origin, "").strip()) and user.has(origin)
+
+
+def listening(name: str, value: str, what: str) -> Check:
+    """Check that a service can listen at an address.
+
+    Args:
+        name: The variable.
+        value: Its value, ``HOST:PORT``.
+        what: What listens there.
+    """
+    try:
+        parts = urlsplit(f"//{value}")
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        host, port = "", None
+    if port is None:
+        return Check(name, "fail", f"{name}={value}", "want HOST:PORT, the port up to 65535", f"{name}=0.0.0.0:8888")
+    if port == 0:
+        return Check(name, "ok", f"{value}: {what} is chosen when it starts")
+    try:
+        number = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0] if host else ""
+    except OSError as error:
+        return Check(
+            name, "fail", f"{name}={value}", f"the name {host} has no address here: {error}", f"{name}=0.0.0.0:{port}"
+        )
+    return free(name, port, name, str(number))

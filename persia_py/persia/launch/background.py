@@ -1,0 +1,114 @@
+"""A command that outlives its terminal: ``persia train --follow``. Its output goes to a file, which is shown."""
+
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from persia.runtime.errors import StorageError
+from persia.runtime.exit_codes import ExitCode
+from persia.runtime.files import make_folders
+
+_PERIOD_S = 0.1
+"""Seconds between two looks at the file."""
+_PIECE = 1 << 16
+"""Bytes that are read at a time."""
+
+
+class Background:
+    """A command that runs in the background.
+
+    Args:
+        process: Its process, the leader of a session of its own: no terminal and no Ctrl-C reaches it.
+        log: The file of its output and errors.
+    """
+
+    def __init__(self, process: "subprocess.Popen[bytes]", log: Path) -> None:
+        self.process, self.log = process, log
+        self._shown = -1  # bytes of the file; -1: nothing was said
+
+    def follow(self) -> int:
+        """Write its output to standard output until it ends, and return its exit code.
+
+        Ctrl-C asks on a terminal whether to end it; otherwise, and elsewhere, it runs on, and the result is 130.
+        """
+        while True:
+            try:
+                return self._follow()
+            except KeyboardInterrupt:
+                if not _wants_end():
+                    self._say_detached()
+                    return ExitCode.INTERRUPTED
+                self.process.send_signal(signal.SIGINT)
+
+    def _follow(self) -> int:
+        if self._shown < 0:
+            sys.stderr.write(f"training in the background: pid {self.process.pid}, output in {self.log}\n")
+            self._shown = 0
+        with self.log.open("rb") as file:
+            while True:
+                code = self.process.poll()  # first: what it wrote before its end is in the file then
+                file.seek(self._shown)
+                while piece := file.read(_PIECE):
+                    self._shown += len(piece)
+                    sys.stdout.buffer.write(piece)
+                sys.stdout.buffer.flush()
+                if code is not None:
+                    return code if code >= 0 else 128 - code
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(_PERIOD_S)
+
+    def _say_detached(self) -> None:
+        pid, log = self.process.pid, shlex.quote(str(self.log))
+        sys.stderr.write(
+            f"\ntraining runs on: pid {pid}\n"
+            f"to follow it: tail --follow --lines=+1 --pid={pid} {log}\nto end it: kill -INT {pid}\n"
+        )
+
+
+def _wants_end() -> bool:
+    """Ask at the terminal whether to end what is followed; a second Ctrl-C means no."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return False
+    sys.stderr.write("\nCtrl-C: training runs on in the background. End it? [y/N] ")
+    sys.stderr.flush()
+    try:
+        return sys.stdin.readline().strip().lower() in ("y", "yes")
+    except KeyboardInterrupt:
+        return False
+
+
+def start(words: Sequence[str], folder: Path) -> Background:
+    """Start a verb of ``persia`` in the background.
+
+    Args:
+        words: The verb and its arguments.
+        folder: The folder that gets the file of its output.
+
+    Raises:
+        StorageError: The file cannot be made.
+    """
+    # A shell without job control makes its background jobs, and what they start, ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    log = folder / f"train-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{os.getpid()}.log"
+    columns = str(shutil.get_terminal_size().columns)
+    try:
+        make_folders(folder.absolute())
+        with log.open("xb") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "persia", *words],
+                env={"COLUMNS": columns, **os.environ, "PYTHONUNBUFFERED": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+    except OSError as error:
+        raise StorageError(f"{log}: {error.strerror or error}; it is to get the output of the training") from error
+    return Background(process, log)

@@ -1,0 +1,164 @@
+"""``persia doctor --only network``: ports and who uses them, addresses and why they cannot be reached."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from persia.doctor import network, ports
+from persia.runtime.exit_codes import ExitCode
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        yield server
+
+
+@contextmanager
+def listening(*argv: str, folder: Path, env: Mapping[str, str]) -> Iterator[tuple[int, int]]:
+    """Run ``python ARGV``, which prints the port that it listens on, and yield its pid and the port."""
+    process = subprocess.Popen(
+        [sys.executable, *argv], cwd=folder, env={**os.environ, **env}, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        yield process.pid, int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.communicate()
+
+
+PROGRAM = """
+import socket, sys, time
+server = socket.create_server(("127.0.0.1", 0))
+print(server.getsockname()[1], flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.row("S3-11")
+def test_a_port_in_use_names_the_program(listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    found = ports.free("port", port, "PERSIA_LISTEN")
+    assert found.status == "fail"
+    assert f"port {port} in use by pid {os.getpid()} ({psutil.Process().name()})" in found.found
+    assert f"ps -fp {os.getpid()}" in found.next and "give PERSIA_LISTEN another port" in found.next
+    listener.close()
+    assert ports.free("port", port, "PERSIA_LISTEN").status == "ok"
+
+
+@pytest.mark.row("S3-11")
+def test_the_service_of_the_variable_is_told_from_a_stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the service runs already, as in its own container, its port is no mistake, and nothing is to be killed."""
+    program = tmp_path / "persia-embedding-sharded-server"
+    program.write_text(PROGRAM)
+    stranger = tmp_path / "other.py"
+    stranger.write_text(PROGRAM)
+    monkeypatch.setenv("PERSIA_LISTEN", "127.0.0.1:0")
+    for path, value, status in ((program, "same", "ok"), (program, "other", "fail"), (stranger, "same", "fail")):
+        with listening(str(path), folder=tmp_path, env={"PERSIA_LISTEN": value}) as (pid, port):
+            monkeypatch.setenv("PERSIA_LISTEN", "same")
+            found = ports.free("PERSIA_LISTEN", port, "PERSIA_LISTEN", "127.0.0.1")
+        assert found.status == status and f"port {port} in use by pid {pid} (" in found.found, found
+        assert "kill" not in found.why + found.next
+        assert ("a program of Persia" in found.why) == (value == "other"), found
+
+
+def test_rank_0_that_runs_already_is_no_stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "chosen"}
+    for rank, status in (("0", "ok"), ("1", "fail")):
+        with listening("-c", PROGRAM, folder=tmp_path, env=place | {"RANK": rank}) as (pid, port):
+            for name, value in place.items():
+                monkeypatch.setenv(name, value)
+            found = ports.free("rendezvous", port, "MASTER_PORT")
+        assert found.status == status and f"in use by pid {pid}" in found.found, found
+
+
+@pytest.mark.parametrize(
+    ("value", "status", "text"),
+    [
+        ("127.0.0.1:0", "ok", "is chosen when it starts"),
+        ("localhost", "fail", "want HOST:PORT"),
+        ("0.0.0.0:99999", "fail", "want HOST:PORT"),
+        ("203.0.113.7:8888", "fail", "203.0.113.7 is no address of this host"),
+        ("no-such-host.invalid:8888", "fail", "the name no-such-host.invalid has no address here"),
+    ],
+)
+def test_an_address_to_listen_at(value: str, status: str, text: str) -> None:
+    found = ports.listening("PERSIA_LISTEN", value, "the gRPC port")
+    assert found.status == status and text in f"{found.found} {found.why}", found
+
+
+def test_a_port_that_is_free_on_another_address(listener: socket.socket) -> None:
+    """A service that listens at one address only is not disturbed by a program at another one."""
+    port = listener.getsockname()[1]
+    assert ports.listening("PERSIA_LISTEN", f"127.0.0.2:{port}", "the gRPC port").status == "ok"
+    assert ports.listening("PERSIA_LISTEN", f"localhost:{port}", "the gRPC port").status == "fail"
+
+
+def test_refused_filtered_and_unresolved_are_told_apart(listener: socket.socket) -> None:
+    port = listener.getsockname()[1]
+    assert network.reach("127.0.0.1", port).outcome == "reached"
+    clients = [socket.socket() for _ in range(4)]
+    try:
+        for client in clients:  # with a full queue the kernel drops the packets, as a firewall does
+            client.setblocking(False)
+            client.connect_ex(("127.0.0.1", port))
+        assert network.reach("127.0.0.1", port, 0.3).outcome == "filtered"
+    finally:
+        for client in clients:
+            client.close()
+    listener.close()
+    assert network.reach("127.0.0.1", port).outcome == "refused"
+    assert network.reach("no-such-host.invalid", port).outcome == "unresolved"
+
+
+def test_an_address_of_rank_0_is_checked_from_both_sides(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = str(listener.getsockname()[1])
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    (alone,) = network.rendezvous()
+    assert alone.status == "fail" and "MASTER_PORT" in alone.found
+    monkeypatch.setenv("MASTER_PORT", port)
+    (rank_0,) = network.rendezvous()
+    assert rank_0.status == "fail" and "in use by pid" in rank_0.found and "kill" not in rank_0.next
+    monkeypatch.setenv("RANK", "1")
+    (rank_1,) = network.rendezvous()
+    assert rank_1.status == "ok"
+    listener.close()
+    (rank_1,) = network.rendezvous()
+    assert (rank_1.code, rank_1.status) == (ExitCode.UNREACHABLE, "fail") and "rank 0" in rank_1.why + rank_1.next
+
+
+def test_an_interface_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert network.interfaces().status == "ok"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
+    found = network.interfaces()
+    assert found.status == "fail" and "eth77 does not exist; have" in found.found
+    assert "unset GLOO_SOCKET_IFNAME" in found.next
+
+
+def test_every_address_of_a_name_is_tried(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``localhost`` is ::1 and 127.0.0.1; a service listens on one of them."""
+    port = listener.getsockname()[1]
+
+    def resolve(host: str, port: int | None, **options: object) -> list[object]:
+        del host, options
+        return [(socket.AF_INET, 1, 6, "", (number, port)) for number in ("127.0.0.9", "127.0.0.1")]
+
+    monkeypatch.setattr("persia.doctor.network.socket.getaddrinfo", resolve)
+    assert network.reach("localhost", port) == network.Reached("reached", "127.0.0.1")
+    assert network.is_here("localhost")
+    listener.close()
+    found = network.endpoint("nats", "localhost", port, what="NATS", start="start it")
+    assert f"localhost:{port}: refused" in found.found and "its other addresses: 127.0.0.1 refused" in found.why
