@@ -165,7 +165,7 @@ lock: $(INSTALLED) ## Resolve requirements/*.in again
 			--no-header --no-annotate --no-emit-index-url "requirements/$$1.in" -o "requirements/$$1.txt" "$${@:2}"; \
 	}; \
 	lock dev; lock peers; \
-	for name in runtime test persiaml; do lock "$$name" --constraint requirements/dev.txt; done
+	for name in serving runtime test persiaml; do lock "$$name" --constraint requirements/dev.txt; done
 
 clean: ## Remove the environment and everything that was built (runs/ stays)
 	rm -rf $(VENV) .venv-peers dist .mypy_cache .ruff_cache .pytest_cache .hypothesis rust_core/target

@@ -90,6 +90,7 @@ LAYERS = (
     "debug",
     "config",
     "trainer",
+    "serving",
     "testing",
     "launch",
     "doctor",

@@ -1,0 +1,78 @@
+"""``persia serve``: answer requests for scores from a bundle."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def serve(
+    bundle: Annotated[
+        Path,
+        typer.Argument(
+            metavar="BUNDLE", help="A bundle, a link to one, or a folder of versions (1/, 2/, ...): the highest."
+        ),
+    ],
+    http: Annotated[
+        str, typer.Option(metavar="HOST:PORT", envvar="PERSIA_SERVE_HTTP", help="Address for HTTP.")
+    ] = "127.0.0.1:8000",
+    grpc: Annotated[
+        str, typer.Option(metavar="HOST:PORT", envvar="PERSIA_SERVE_GRPC", help="Address for gRPC; none for no gRPC.")
+    ] = "127.0.0.1:8001",
+    name: Annotated[
+        str | None, typer.Option(envvar="PERSIA_SERVE_NAME", help="Name of the model. Default: that of its run.")
+    ] = None,
+    batch_rows: Annotated[
+        int, typer.Option(min=1, envvar="PERSIA_SERVE_BATCH_ROWS", help="Rows that are scored together.")
+    ] = 1_024,
+    batch_delay_ms: Annotated[
+        float,
+        typer.Option(min=0, max=1000, envvar="PERSIA_SERVE_BATCH_DELAY_MS", help="How long a batch waits for rows."),
+    ] = 0.0,
+    waiting: Annotated[
+        int, typer.Option(min=1, envvar="PERSIA_SERVE_WAITING", help="Most requests that wait; others get 503.")
+    ] = 1_024,
+    max_rows: Annotated[
+        int, typer.Option(min=1, envvar="PERSIA_SERVE_MAX_ROWS", help="Most rows of a request.")
+    ] = 10_000,
+    max_body_mb: Annotated[
+        int, typer.Option(min=1, max=1024, envvar="PERSIA_SERVE_MAX_BODY_MB", help="Largest request in MB.")
+    ] = 8,
+    timeout_s: Annotated[
+        float,
+        typer.Option(min=0.1, envvar="PERSIA_SERVE_TIMEOUT", help="Most seconds to send a request, and to wait."),
+    ] = 10.0,
+    threads: Annotated[int, typer.Option(min=1, envvar="PERSIA_SERVE_THREADS", help="Threads that score a batch.")] = 1,
+    show_token: Annotated[
+        bool, typer.Option("--show-token", help="Print the token that clients send, and end.")
+    ] = False,
+) -> None:
+    """Serve a bundle: POST /score, and the Open Inference Protocol by HTTP and gRPC."""
+    from persia.cli.importing import interruptible
+    from persia.runtime import tokens
+    from persia.runtime.errors import UsageError
+
+    if show_token:
+        token = tokens.token("serving")
+        if token is None:
+            raise UsageError("PERSIA_TOKEN_FILE is not set, so clients need no token")
+        typer.echo(token)
+        return
+    with interruptible():
+        import torch
+
+        from persia.serving.bundled import load
+        from persia.serving.limits import Limits
+        from persia.serving.server import Options
+        from persia.serving.server import serve as run
+    torch.set_num_threads(threads)
+    limits = Limits(
+        body_bytes=max_body_mb << 20,
+        request_rows=max_rows,
+        waiting=waiting,
+        batch_rows=batch_rows,
+        batch_delay_s=batch_delay_ms / 1e3,
+        timeout_s=timeout_s,
+    )
+    options = Options(http, None if grpc == "none" else grpc, name, limits)
+    raise typer.Exit(run(bundle, options, load))
