@@ -65,7 +65,8 @@ class Load:
         body_files = [Path(name).read_bytes() for name in spec["bodies"]]
         self._requests = [
             f"POST {spec['path']} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n".encode() + body
+            f"Content-Length: {len(body)}\r\n\r\n".encode()
+            + body
             for body in body_files
         ]
 

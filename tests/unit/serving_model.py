@@ -33,7 +33,6 @@ class SmallModel:
     """Scores ``scale * (user + 10 * hash of site % 7 + sum of tags) + price``, in float32."""
 
     labels = ("click",)
-    name = "small"
     inputs = (
         Column("user", "INT64"),
         Column("site", "BYTES"),
@@ -62,8 +61,12 @@ class SmallModel:
         assert not self.closed, "a closed model scores nothing"
         return self._transform(data, strict=False, labels=False)
 
-    def score(self, samples: Samples) -> npt.NDArray[np.float32]:
-        """Return the scores, ``[rows, 1]``."""
+    def scores(self, rows: Any) -> list[float]:
+        """Return the scores of rows."""
+        return [float(each) for each in self.score(self.transform(rows))[0][:, 0]]
+
+    def score(self, samples: Samples) -> tuple[npt.NDArray[np.float32], int, int]:
+        """Return the scores, ``[rows, 1]``, and numbers of ids."""
         assert not self.closed, "a closed model scores nothing"
         if self.delay_s:
             time.sleep(self.delay_s)
@@ -77,7 +80,7 @@ class SmallModel:
         scores = self.scale * total + samples.dense[:, 0]
         if (scores == 666).any():
             raise RuntimeError("a row that makes the model fail")
-        return scores.astype(np.float32)[:, None]
+        return scores.astype(np.float32)[:, None], 2 * len(samples), len(samples)
 
     def close(self) -> None:
         """Close it."""

@@ -1,6 +1,6 @@
 """A serving process over the small model, and clients of it.
 
-The manifest of its bundle is ``{"scale": 2.0, "delay_s": 0}``. Run as a script: ``serving_process.py PATH [OPTION=VALUE]``.
+The manifest of its bundle is ``{"scale": 2.0, "delay_s": 0}``. As a script: ``serving_process.py PATH [OPTION=VALUE]``.
 """
 
 import json

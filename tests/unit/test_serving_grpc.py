@@ -2,7 +2,6 @@
 
 import struct
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -97,7 +96,9 @@ def test_metadata_and_health(stub: Any, channel: grpc.Channel) -> None:
     assert stub.ModelReady(pb.ModelReadyRequest(name="small"), metadata=METADATA).ready
     assert stub.ServerMetadata(pb.ServerMetadataRequest(), metadata=METADATA).name == "persia"
     found = stub.ModelMetadata(pb.ModelMetadataRequest(name="small"), metadata=METADATA)
-    assert [(each.name, each.datatype) for each in found.inputs] == [(each["name"], each["datatype"]) for each in INPUTS]
+    assert [(each.name, each.datatype) for each in found.inputs] == [
+        (each["name"], each["datatype"]) for each in INPUTS
+    ]
     health = health_pb2_grpc.HealthStub(channel)
     for name in ("", "inference.GRPCInferenceService"):
         assert health.Check(health_pb2.HealthCheckRequest(service=name)).status == 1

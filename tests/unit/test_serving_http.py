@@ -17,7 +17,7 @@ RECORDS = [
     {"user": 5, "site": "ü", "tags": [7], "price": 2},
 ]
 MODEL = SmallModel(2.0)
-SCORES = MODEL.score(MODEL.transform(RECORDS))[:, 0].tolist()
+SCORES = MODEL.scores(RECORDS)
 INPUTS: list[dict[str, Any]] = [
     {"name": "user", "shape": [3], "datatype": "INT64", "data": [3, 4, 5]},
     {"name": "site", "shape": [3, 1], "datatype": "BYTES", "data": ["a", "b", "ü"]},
@@ -216,6 +216,7 @@ def test_metrics(client: Client, server: Serving) -> None:
     client.score(RECORDS)
     assert server.metric('persia_serving_requests_total{api="score",outcome="ok"}') == before + 1
     assert server.metric("persia_serving_rows_total") == rows + 3
+    assert server.metric("persia_serving_ids_total") == 2 * server.metric("persia_serving_unseen_ids_total") > 0
     assert server.metric('persia_serving_bundle{bundle="small-2"}') == 1
     assert server.metric('persia_serving_request_seconds_count{api="score"}') > before
     assert server.metric("persia_serving_waiting_bytes") == 0

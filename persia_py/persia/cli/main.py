@@ -11,6 +11,7 @@ import persia
 from persia.cli import ckpt, config, data, debug, profile
 from persia.cli.doctor import doctor
 from persia.cli.evaluate import evaluate
+from persia.cli.export import export
 from persia.cli.keys import KeysCommand
 from persia.cli.predict import predict
 from persia.cli.serve import serve
@@ -54,6 +55,7 @@ app.add_typer(data.app, name="data", rich_help_panel=TRAIN)  # the order of the 
 app.command(cls=KeysCommand, rich_help_panel=TRAIN)(train)
 app.command("eval", rich_help_panel=TRAIN)(evaluate)
 app.command(rich_help_panel=TRAIN)(predict)
+app.command(rich_help_panel=SERVE)(export)
 app.command(rich_help_panel=SERVE)(serve)
 app.command(rich_help_panel=RUN)(up)
 app.command(rich_help_panel=RUN)(status)

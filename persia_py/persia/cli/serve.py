@@ -20,7 +20,7 @@ def serve(
         str, typer.Option(metavar="HOST:PORT", envvar="PERSIA_SERVE_GRPC", help="Address for gRPC; none for no gRPC.")
     ] = "127.0.0.1:8001",
     name: Annotated[
-        str | None, typer.Option(envvar="PERSIA_SERVE_NAME", help="Name of the model. Default: that of its run.")
+        str | None, typer.Option(envvar="PERSIA_SERVE_NAME", help="Name of the model. Default: that of the folder.")
     ] = None,
     batch_rows: Annotated[
         int, typer.Option(min=1, envvar="PERSIA_SERVE_BATCH_ROWS", help="Rows that are scored together.")

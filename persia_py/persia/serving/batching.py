@@ -41,8 +41,8 @@ class Model(Protocol):
             PersiaError: They are invalid.
         """
 
-    def score(self, samples: Samples) -> npt.NDArray[np.float32]:
-        """Return the scores, ``[rows, labels]``."""
+    def score(self, samples: Samples) -> tuple[npt.NDArray[np.float32], int, int]:
+        """Return the scores, ``[rows, labels]``, the number of unique ids, and how many of them have no row."""
 
     def close(self) -> None:
         """Release files and memory."""
@@ -255,7 +255,9 @@ class Batcher:
         """Set the results of jobs, and return the number of rows."""
         parts = [job.samples for job in jobs if job.samples is not None]
         samples = parts[0] if len(parts) == 1 else Samples.concat(parts)
-        values = self._model.score(samples)
+        values, ids, unseen = self._model.score(samples)
+        self._metrics.ids.inc(ids)
+        self._metrics.unseen_ids.inc(unseen)
         counts = samples.report.counts
         for feature, kinds in counts.items():
             for kind, count in kinds.items():

@@ -4,9 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from persia.runtime.errors import CheckpointError
-
-MANIFEST = "manifest.json"
-"""The file that makes a folder a bundle. It is written last."""
+from persia.serving.manifest import MANIFEST
 
 
 @dataclass(frozen=True)

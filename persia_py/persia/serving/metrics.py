@@ -23,6 +23,8 @@ class Metrics:
         batch_rows: Rows of the batches.
         batch_seconds: Time that a batch took, from its rows' transform to its scores.
         rows: Scored rows.
+        ids: Unique ids of the batches.
+        unseen_ids: Those of them that training never had; their vectors are zeros.
         unusual: Unusual values of the rows, by ``feature`` and ``kind``.
         reloads: Bundles that were loaded after the first, by ``outcome``.
         bundle: 1, with the identity of the served bundle as a label.
@@ -49,6 +51,8 @@ class Metrics:
             f"{name}batch_seconds", "Time that scoring a batch took", buckets=_SECONDS, registry=registry
         )
         self.rows = Counter(f"{name}rows", "Scored rows", registry=registry)
+        self.ids = Counter(f"{name}ids", "Unique ids of batches", registry=registry)
+        self.unseen_ids = Counter(f"{name}unseen_ids", "Those of them that have no row", registry=registry)
         self.unusual = Counter(
             f"{name}unusual_values", "Values that a feature replaced", ("feature", "kind"), registry=registry
         )

@@ -38,7 +38,7 @@ class Options:
     Attributes:
         http: The address for HTTP, ``HOST:PORT``; port 0 is a free one.
         grpc: The address for gRPC; None for none.
-        name: The name of the model in the Open Inference Protocol; None takes the bundle's.
+        name: The name of the model in the Open Inference Protocol; None takes that of the path's folder.
         limits: Sizes, counts and times.
     """
 
@@ -112,7 +112,7 @@ class _Process:
         limits, metrics = self._options.limits, Metrics()
         batcher = Batcher(model, limits, metrics)
         reloader = Reloader(self._path, (found, model), self._load, batcher, metrics)
-        name = self._options.name or model.name
+        name = self._options.name or self._path.absolute().name
         service = Service(name, limits, metrics, batcher, reloader, self._expected)
         server = self._http(service)
         remote = None
