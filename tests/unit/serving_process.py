@@ -138,10 +138,9 @@ def serving(path: Path, log: Path, environment: dict[str, str] | None = None, **
 
 
 def _main(path: str, *words: str) -> int:
-    given = {
-        name: float(value) if "." in value else int(value) for name, _, value in (each.partition("=") for each in words)
-    }
-    return serve(Path(path), Options("127.0.0.1:0", "127.0.0.1:0", limits=Limits(**given)), load)  # type: ignore[arg-type]
+    pairs = [each.partition("=")[::2] for each in words]
+    given: dict[str, Any] = {name: float(value) if "." in value else int(value) for name, value in pairs}
+    return serve(Path(path), Options("127.0.0.1:0", "127.0.0.1:0", "small", Limits(**given)), load)
 
 
 if __name__ == "__main__":
