@@ -34,7 +34,9 @@ def table_of(rows: int, seed: int, *, unseen: bool = False) -> pa.Table:
     random = np.random.default_rng(seed)
     new = (random.random(rows) < 1 / 3) & unseen
     user = np.where(new, 10**12, 0) + random.integers(0, 200, rows)
-    site = [f"{'New' if fresh else 'Site'}{number}" for fresh, number in zip(new, random.integers(0, 30, rows))]
+    site = [
+        f"{'New' if fresh else 'Site'}{number}" for fresh, number in zip(new, random.integers(0, 30, rows), strict=True)
+    ]
     tags = [random.integers(0, 40, random.integers(0, 5)).tolist() for _ in range(rows)]
     shares = [random.random(len(each)).astype(np.float32).tolist() for each in tags]
     topics = ["|".join(f"t{number}" for number in random.integers(0, 25, random.integers(0, 4))) for _ in range(rows)]

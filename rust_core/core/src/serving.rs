@@ -107,11 +107,11 @@ impl MappedRows {
         embedding: &EmbeddingConfig,
         step: u64,
         form: &str,
-        tables: Vec<(PyRef<'_, MappedFile>, PyRef<'_, MappedFile>)>,
+        tables: Vec<(Py<MappedFile>, Py<MappedFile>)>,
     ) -> PyResult<Self> {
         let (schema, format) = (embedding.parsed.schema.clone(), format_of(py, form)?);
         let files: Vec<_> =
-            tables.iter().map(|(ids, rows)| (Arc::clone(&ids.0), Arc::clone(&rows.0))).collect();
+            tables.iter().map(|(ids, rows)| (Arc::clone(&ids.get().0), Arc::clone(&rows.get().0))).collect();
         let mapped = py.detach(|| {
             let tables = schema.tables.iter().zip(files);
             let tables: Result<Vec<_>, _> =
