@@ -164,8 +164,8 @@ lock: $(INSTALLED) ## Resolve requirements/*.in again
 		$(BIN)/uv pip compile --universal --python-version 3.10 --generate-hashes --upgrade --quiet \
 			--no-header --no-annotate --no-emit-index-url "requirements/$$1.in" -o "requirements/$$1.txt" "$${@:2}"; \
 	}; \
-	lock dev; lock peers; \
-	for name in runtime test persiaml; do lock "$$name" --constraint requirements/dev.txt; done
+	lock dev; lock peers; lock serving-peers; lock serving-clients; \
+	for name in serving runtime test persiaml; do lock "$$name" --constraint requirements/dev.txt; done
 
 clean: ## Remove the environment and everything that was built (runs/ stays)
 	rm -rf $(VENV) .venv-peers dist .mypy_cache .ruff_cache .pytest_cache .hypothesis rust_core/target

@@ -33,7 +33,7 @@ esac
 case $slot in
 '' | *[!0-9]* | 0*)
     case $command in
-    launch_nats.sh) ;;
+    launch_nats.sh | launch_serving.sh) ;;
     launch_*) fail 2 "the replica index cannot be determined from $asked" "set REPLICA_INDEX to its number, counted from 1" ;;
     esac
     ;;

@@ -8,6 +8,7 @@
 A block that cannot be run is an error: another language, an output without a script, a file that no script names.
 """
 
+import contextlib
 import os
 import re
 import signal
@@ -18,6 +19,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 FENCE = re.compile(r"^( *)```(.*)$")
 NAMED = re.compile(r"# ([\w./-]+\.(?:py|ya?ml))(?:, .*)?\n")
@@ -77,9 +80,21 @@ def run_page(page: Path, folder: Path, environment: Mapping[str, str]) -> None:
     Raises:
         PageError: A block fails, its output differs from the documented one, or it cannot be run.
     """
-    found, output = [*blocks(page)], None
+    found = [*blocks(page)]
     if not any(block.command for block in found):
         raise PageError(f"{page.name}: no block that can be run")
+    try:
+        _run_blocks(page, found, folder, environment)
+    finally:
+        for process in psutil.process_iter():  # a server that a page has started in the background
+            with contextlib.suppress(psutil.Error):
+                if Path(process.cwd()) == folder:
+                    process.kill()
+
+
+def _run_blocks(page: Path, found: list[Block], folder: Path, environment: Mapping[str, str]) -> None:
+    """Run the blocks of a page."""
+    output = None
     for index, block in enumerate(found):
         if block.file is not None:
             rest = "".join(later.text for later in found[index + 1 :] if later.language in {"python", "sh"})

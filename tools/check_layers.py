@@ -76,6 +76,7 @@ LAYERS = (
     "runtime",
     "embedding",
     "features",
+    "serving",
     "discovery",
     "feed",
     "distributed",

@@ -16,6 +16,7 @@ Layout, from the top; a layer imports only what is below it:
 * :mod:`persia.distributed`: several ranks
 * :mod:`persia.feed`: batches from data-compose
 * :mod:`persia.discovery`: the parts of a job find each other through NATS
+* :mod:`persia.serving`: a trained model as a bundle, and its scores
 * :mod:`persia.embedding`: features, batches, tables and optimizers of embeddings
 * :mod:`persia.runtime`: settings, errors, exit codes, logging, signals
 * :mod:`persia.proto`: code that is generated from the proto files

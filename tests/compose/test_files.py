@@ -135,6 +135,15 @@ def test_overlays(services: dict[str, Any]) -> None:
         assert source[name]["environment"]["PYTHONPATH"] == "/persia"
         assert "PYTHONPATH" not in services[name]["environment"]  # the packaged wheel runs
     assert {name for name in SERVICES if source[name] != services[name]} == {"data_compose", "trainer"}
+    serving = overlaid("serving")
+    assert all(serving[name] == services[name] for name in SERVICES)
+    new = serving.pop("serving")
+    assert serving.keys() == SERVICES
+    for key in ("read_only", "init", "cap_drop", "security_opt", "user", "stop_grace_period", "logging", "env_file"):
+        assert new.get(key) == services["emb_server"].get(key), key
+    assert new["build"]["target"] == "serving"
+    assert {"/bundle", "/run/persia", "/third_party"} <= targets(new)
+    assert [port["host_ip"] for port in new["ports"]] == ["127.0.0.1"] * 2
     for service in overlaid("publish").values():
         for port in service.get("ports", []):
             assert port["host_ip"] == "127.0.0.1"

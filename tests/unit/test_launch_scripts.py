@@ -108,6 +108,12 @@ def test_an_override_that_cannot_be_executed_is_refused(run: Run, tmp_path: Path
     assert f"chmod +x {SERVER}" in result.stderr
 
 
+def test_serving_has_no_replica_index(run: Run, packaged: Path) -> None:
+    script(packaged / "persia", 'echo "persia $*"')
+    result = run("launch_serving.sh", "--threads", "2", REPLICA_INDEX="")
+    assert result.stdout == "persia serve --threads 2\n"
+
+
 @pytest.mark.row("S0-16")
 def test_third_party_is_first_for_python(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "third_party"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torchmetrics.functional.classification import binary_auroc
 
+from persia.serving.scores import sigmoid
 from persia.trainer import metrics
 
 Floats = npt.NDArray[np.float64]
@@ -18,7 +19,7 @@ def rows(count: int = 500, seed: int = 0, distinct: int = 40) -> tuple[Floats, F
     """Logits with ties, labels that depend on them, and weights; some weights are 0."""
     random = np.random.default_rng(seed)
     logits = random.integers(-distinct // 2, distinct // 2, count) / 8
-    labels = (random.random(count) < metrics.sigmoid(logits)).astype(np.float64)
+    labels = (random.random(count) < sigmoid(logits)).astype(np.float64)
     return logits, labels, random.integers(0, 4, count).astype(np.float64)
 
 

@@ -106,7 +106,7 @@ class Save:
 
     def add_module(self, name: str, module: torch.nn.Module) -> None:
         """Add the current scripted ``module`` as the file ``name``."""
-        self._add(name, lambda file: _save_scripted(module, file))
+        self._add(name, lambda file: save_scripted(module, file))
 
     def _add(self, name: str, write: Callable[[io.BytesIO], None]) -> None:
         self._saver.staged(name)  # refuses invalid names
@@ -268,7 +268,12 @@ class Load:
             )
 
 
-def _save_scripted(module: Any, to: Path | io.BytesIO) -> None:
+def save_scripted(module: Any, to: Path | io.BytesIO) -> None:
+    """Write a module as TorchScript.
+
+    Raises:
+        UsageError: It cannot be scripted.
+    """
     with warnings.catch_warnings():  # torch deprecates TorchScript, but PersiaML's users have scripted modules
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -354,7 +359,7 @@ def dump_state(
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if is_jit:
-            _save_scripted(instance, temporary)
+            save_scripted(instance, temporary)
         else:
             torch.save(inputs.annotate(instance.state_dict(), names), temporary)
         files.publish(temporary, directory / file_name)

@@ -10,9 +10,11 @@ import persia
 from persia.cli import ckpt, config, data, debug, profile
 from persia.cli.doctor import doctor
 from persia.cli.evaluate import evaluate
+from persia.cli.export import export
 from persia.cli.keys import KeysCommand
 from persia.cli.predict import predict
 from persia.cli.quiet import log_all
+from persia.cli.serve import serve
 from persia.cli.status import status
 from persia.cli.train import train
 from persia.cli.up import up
@@ -21,7 +23,7 @@ from persia.runtime import own_frames
 from persia.runtime.errors import PersiaError
 from persia.runtime.exit_codes import ExitCode
 
-TRAIN, RUN = "Train", "Run"
+TRAIN, SERVE, RUN = "Train", "Serve", "Run"
 """The groups of the help."""
 
 
@@ -53,6 +55,8 @@ app.add_typer(data.app, name="data", rich_help_panel=TRAIN)  # the order of the 
 app.command(cls=KeysCommand, rich_help_panel=TRAIN)(train)
 app.command("eval", rich_help_panel=TRAIN)(evaluate)
 app.command(rich_help_panel=TRAIN)(predict)
+app.command(rich_help_panel=SERVE)(export)
+app.command(rich_help_panel=SERVE)(serve)
 app.command(rich_help_panel=RUN)(up)
 app.command(rich_help_panel=RUN)(status)
 app.command(rich_help_panel=RUN)(doctor)

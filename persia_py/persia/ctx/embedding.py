@@ -15,10 +15,10 @@ from persia.checkpoint import snapshot
 from persia.checkpoint.run_state import restore_rows, saved_inputs
 from persia.ctx.base import BaseCtx, PreprocessMode
 from persia.ctx.checks import LabelCheck, TruncatedSlots, check_rows, named_error
-from persia.ctx.tensors import given_tensors, with_mask
+from persia.ctx.tensors import given_tensors
 from persia.distributed.wrapped import unwrap_model, whole_model
 from persia.embedding import EmbeddingConfig, inputs
-from persia.embedding.data import PersiaBatch
+from persia.embedding.data import PersiaBatch, with_mask
 from persia.embedding.inputs import Arrangement, arranged
 from persia.runtime import flight, preemption, watchdog
 from persia.runtime.errors import UsageError

@@ -10,8 +10,3 @@ def given_tensors(batch: TrainingBatch, tensors: list[Tensor]) -> list[torch.Ten
     """Return dense inputs or labels. On a device they are copied from the batch's single buffer, which is large."""
     shared = [from_dlpack(tensor) for tensor in tensors]
     return shared if batch.device_id is None else [tensor.clone() for tensor in shared]
-
-
-def with_mask(rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a raw feature with their mask as the last column."""
-    return torch.cat([rows, mask.unsqueeze(2).to(rows.dtype)], 2)

@@ -326,6 +326,18 @@ def split_mask(raw: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
     return raw[..., :-1], raw[..., -1] != 0
 
 
+def with_mask(rows: "torch.Tensor", mask: "torch.Tensor") -> "torch.Tensor":
+    """Return the tensor that the model gets for a raw slot: the rows, with their mask as the last column.
+
+    Args:
+        rows: ``[batch, sample_fixed_size, dim]``.
+        mask: ``[batch, sample_fixed_size]``.
+    """
+    import torch
+
+    return torch.cat([rows, mask.unsqueeze(2).to(rows.dtype)], 2)
+
+
 def _name(name: str) -> str:
     if not isinstance(name, str) or not name or not name.isascii() or len(name) > 128:
         raise DataError(f"feature name {name!r}: want 1 to 128 ASCII characters")

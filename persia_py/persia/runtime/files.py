@@ -21,7 +21,7 @@ def make_folders(folder: Path) -> None:
         return
     make_folders(folder.parent)
     folder.mkdir(exist_ok=True)
-    _sync(folder.parent)
+    sync(folder.parent)
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -45,12 +45,17 @@ def publish(temporary: Path, path: Path) -> None:
 
     Sync the file before and the folder after, so that a crash leaves the old file or the new one.
     """
-    _sync(temporary)
+    sync(temporary)
     temporary.replace(path)
-    _sync(path.parent)
+    sync(path.parent)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Make the content of a file, or the entries of a folder, durable.
+
+    Raises:
+        OSError: It cannot be done.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -8,7 +8,7 @@ from typing import Literal
 from persia.runtime.errors import AuthError
 from persia.runtime.settings import settings
 
-Role = Literal["trainer", "data", "middleware", "admin", "nats"]
+Role = Literal["trainer", "data", "middleware", "admin", "nats", "serving"]
 LEAST_SECRET = 32
 """The smallest size of a secret in bytes."""
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from persia.config import Config
 from persia.ctx import EmbeddingCtx
 from persia.features import to_batch
+from persia.serving import scores
 from persia.trainer import metrics
 from persia.trainer.batches import Rows, Unusual
 from persia.trainer.objective import Objective
@@ -40,16 +41,13 @@ def outputs_of(ctx: EmbeddingCtx, objective: Objective, rows: Iterator[Rows]) ->
     """
     for each in ahead(rows):
         output, _ = ctx.forward(to_batch(each.samples, requires_grad=False))
-        yield each, [part.detach().float().cpu().numpy()[:, 0] for part in objective.outputs(output)]
+        yield each, [scores.numbers(part) for part in objective.outputs(output)]
 
 
 def scores_of(objective: Objective, outputs: list[Floats]) -> list[Floats]:
     """Return the score of each label: a probability of ``bce``, the output itself of ``mse``."""
     kinds = [kind for _, _, kind in objective.labels]
-    return [
-        metrics.sigmoid(output).astype(np.float32) if kind == "bce" else output
-        for kind, output in zip(kinds, outputs, strict=True)
-    ]
+    return [scores.score(output, probability=kind == "bce") for kind, output in zip(kinds, outputs, strict=True)]
 
 
 def evaluate(

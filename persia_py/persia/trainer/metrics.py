@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from persia.serving.scores import sigmoid
+
 Floats = npt.NDArray[np.float64]
 
 
@@ -189,13 +191,6 @@ def grouped_auc(scores: Floats, labels: Floats, weights: Floats, groups: npt.Arr
     if not len(found):
         raise Undefined("no group has rows of both classes")
     return _mean(found, shares)
-
-
-def sigmoid(logits: npt.ArrayLike) -> Floats:
-    """Return ``1 / (1 + exp(-logit))``."""
-    values = np.asarray(logits, np.float64)
-    small = np.exp(-np.abs(values))
-    return np.where(values >= 0, 1 / (1 + small), small / (1 + small))
 
 
 def _mean(values: Floats, weights: Floats) -> float:

@@ -1,12 +1,13 @@
 """The loss of a batch, over all labels, and the outputs of a model by label."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from persia.runtime.errors import DataError
+from persia.serving.scores import split
 
 Label = tuple[str, float, str]
 """The name of a label, its weight in the loss, and its type of loss: ``bce`` or ``mse``."""
@@ -38,26 +39,7 @@ class Objective:
         Raises:
             DataError: It has another shape, or lacks a label.
         """
-        names = [name for name, _, _ in self.labels]
-        if isinstance(output, Mapping):
-            if absent := [name for name in names if name not in output]:
-                raise DataError(f"the model's output has no label {', '.join(absent)}; it has {', '.join(output)}")
-            parts = [output[name] for name in names]
-        elif isinstance(output, torch.Tensor):
-            whole = output.unsqueeze(1) if output.dim() == 1 else output
-            if whole.dim() != 2 or whole.shape[1] != len(names):
-                raise DataError(
-                    f"the model returned {list(output.shape)}, want [batch, {len(names)}]: a column for each of the "
-                    f"labels {', '.join(names)}"
-                )
-            if len(names) == 1:
-                return [whole]
-            parts = [whole[:, place : place + 1] for place in range(len(names))]
-        elif isinstance(output, Sequence) and len(output) == len(names):
-            parts = [*output]
-        else:
-            raise DataError(f"the model returned {type(output).__name__}, want an output for each of {names}")
-        return [part.reshape(-1, 1) for part in parts]
+        return split(output, [name for name, _, _ in self.labels])
 
     def __call__(
         self, outputs: Sequence[torch.Tensor], labels: Sequence[torch.Tensor], weights: torch.Tensor | None = None

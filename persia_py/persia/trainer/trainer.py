@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -40,6 +41,9 @@ from persia.trainer.sizing import Sizing, preflight
 from persia.trainer.training import Training
 from persia.trainer.variables import set_variables
 from persia_core.engine import Engine
+
+if TYPE_CHECKING:
+    from persia.trainer.exporting.export import Exported
 
 Report = StepReport | EvaluationReport
 
@@ -183,6 +187,41 @@ class Trainer:
                 found.without_row = ctx.evaluation_report.missing_share
                 yield each.table, dict(zip(labels, scores_of(objective, outputs), strict=True))
             found.unusual.add_unreadable(files.unreadable, self.config.origin.uses)
+
+    def export(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        rows: str = "f32",
+        torchscript: bool = False,
+        held_out: Paths | None = None,
+    ) -> "Exported":
+        """Write the model of the run's best checkpoint, else its newest, as a bundle for :mod:`persia.serving`.
+
+        Args:
+            folder: The new folder.
+            rows: The form of embedding rows: ``f32``, ``f16`` or ``int8``.
+            torchscript: Write the dense model as TorchScript, in place of ``torch.export``.
+            held_out: Files with rows on which the scores of the bundle are compared with those of evaluation; they need
+                no labels. None means the test part, else the valid part.
+
+        Raises:
+            UsageError: The folder exists, nothing is trained, the model cannot be exported, or the scores differ.
+            StorageError: The folder cannot be written; nothing is left.
+        """
+        from persia.trainer.exporting import export, staging
+        from persia.trainer.exporting import held_out as rows_of
+
+        staging.check_free(Path(folder))
+        if self._training is not None and self._training.is_open:
+            raise UsageError("Trainer.export while training: iterate fit() to its end first, or export a checkpoint")
+        with self._evaluating() as (ctx, objective, transform, _):
+            found, model = self._resumes, ctx.model
+            assert isinstance(found, Found) and model is not None  # noqa: S101 - what is loaded is a checkpoint's
+            run, checkpoint = found.folder.path.name, found.checkpoint.absolute()
+            trained = export.Trained(self.config, run, checkpoint, ctx, model, objective, transform)
+            compared = rows_of.read(self.config, held_out, self._types())
+            return export.export(trained, compared, Path(folder), rows=rows, torchscript=torchscript)
 
     def _types(self) -> dict[str, pa.DataType]:
         """Return the types of the columns of the training data, which those of a text file have too."""

@@ -8,6 +8,7 @@
 //! * `discovery`: where the processes of a job are
 //! * `forward`, `backward`: the batches of a training loop, and their gradients
 //! * `checkpoint`: save, load and inspect checkpoints
+//! * `serving`: the rows of a serving bundle
 //! * `errors`: the exceptions
 //!
 //! The extension may be a single `persia_core.so`, which is not a package, so it registers its sub-modules itself.
@@ -35,6 +36,7 @@ mod optim;
 mod pipeline;
 mod remote;
 mod samples;
+mod serving;
 mod stats;
 mod training_batch;
 mod wait;
@@ -133,5 +135,11 @@ fn persia_core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     checkpoint.add_function(wrap_pyfunction!(checkpoint::latest, &checkpoint)?)?;
     checkpoint.add_function(wrap_pyfunction!(checkpoint::publish_latest, &checkpoint)?)?;
     checkpoint.add_function(wrap_pyfunction!(checkpoint::prune, &checkpoint)?)?;
+
+    let serving = submodule(m, "serving")?;
+    serving.add_class::<serving::MappedFile>()?;
+    serving.add_class::<serving::MappedRows>()?;
+    serving.add_function(wrap_pyfunction!(serving::blake3, &serving)?)?;
+    serving.add_function(wrap_pyfunction!(serving::write_tables, &serving)?)?;
     Ok(())
 }

@@ -7,9 +7,11 @@
 //! * `request`: a look-up or push, from its checks to the rows
 //! * `snapshot`: all shards to the files of a [`checkpoint`] and back
 //! * `shard`: rows, their memory, eviction and time to live
+//! * [`mapped`]: rows of a serving bundle, in files that are mapped into memory
 //! * `math`: optimizers, initialisers and random numbers
 
 pub mod checkpoint;
+pub mod mapped;
 
 mod math;
 mod request;

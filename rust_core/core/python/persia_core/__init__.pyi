@@ -10,6 +10,7 @@ from . import errors as errors
 from . import features as features
 from . import forward as forward
 from . import optim as optim
+from . import serving as serving
 
 __version__: Final[str]
 FEATURES: Final[list[str]]

@@ -1,0 +1,301 @@
+"""B11: requests per second and latency of ``persia serve``, beside the same model behind FastAPI and LitServe.
+
+A DCN-v2 over seven id columns, a bag and four floats is trained, exported, and served by each system in turn: by
+``persia serve`` from the bundle, by the peers with ``nn.EmbeddingBag`` and the same weights. Each serves on processor 0;
+requests come from processor 1, at a rate that rises until it is not kept up with. The scores of all three are compared
+before anything is measured.
+
+A system's throughput is the highest rate at which 99% of the requests are answered within ``--p99-ms``, and all of them
+with scores. The peers' packages are installed into ``.venv-serving-peers``.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import figures
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+import persia
+from persia.serving import Bundle
+from persia.trainer import Trainer
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCHES = ROOT / "benches"
+PEERS = ROOT / ".venv-serving-peers"
+IDS = {f"id{number}": size for number, size in enumerate((50, 200, 1_000, 5_000, 10_000, 20_000, 50_000))}
+BAG, BAG_IDS, BAG_MOST = "tags", 5_000, 8
+FLOATS = ("f0", "f1", "f2", "f3")
+DIM = 16
+ROWS = 60_000
+BODIES = 200
+"""The number of different requests."""
+TARGET = 3.0
+STEP = 1.25
+"""The factor between two rates."""
+FIRST = {1: 200.0, 100: 20.0}
+"""The first rate, by the number of rows of a request."""
+CONNECTIONS = 64
+
+
+def table(rows: int, seed: int) -> pa.Table:
+    """Return random rows."""
+    random = np.random.default_rng(seed)
+    columns: dict[str, Any] = {name: random.integers(0, size, rows) for name, size in IDS.items()}
+    lengths = random.integers(0, BAG_MOST + 1, rows)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    columns[BAG] = pa.ListArray.from_arrays(offsets, random.integers(0, BAG_IDS, offsets[-1]))
+    columns |= {name: random.normal(size=rows).astype(np.float32) for name in FLOATS}
+    columns["label"] = (columns["id0"] % 3 + columns["f0"] > 1).astype(np.int8)
+    return pa.table(columns)
+
+
+def train(folder: Path) -> Path:
+    """Train the model, export it, and write what the peers load; return the bundle."""
+    pq.write_table(table(ROWS, 1), folder / "train.parquet")
+    features = "\n".join(
+        [f"  {name}: {{type: id, dim: {DIM}}}" for name in IDS]
+        + [f"  {BAG}: {{type: bag, dim: {DIM}}}"]
+        + [f"  {name}: {{type: dense, standardise: true}}" for name in FLOATS]
+    )
+    (folder / "persia.yml").write_text(
+        f"data: {{train: train.parquet, batch_size: 1024}}\nfeatures:\n{features}\nlabels:\n  label: {{}}\n"
+        "model: {name: dcnv2, cross_layers: 2, deep_mlp: [128, 64]}\nrun: {dir: runs, name: one}\n"
+    )
+    with Trainer(persia.load_config(folder / "persia.yml")) as trainer:
+        for _ in trainer.fit():
+            pass
+        trainer.export(folder / "bundle")
+    write_for_peers(folder)
+    return folder / "bundle"
+
+
+def write_for_peers(folder: Path) -> None:
+    """Write weights, dense model and fitted numbers of a bundle for the peers."""
+    weights: dict[str, torch.Tensor] = {}
+    sizes = {**IDS, BAG: BAG_IDS}
+    with Bundle.open(folder / "bundle") as bundle:
+        slots = list(bundle.manifest.model.slots)
+        for name, size in sizes.items():
+            rows = {each: [0] * size for each in IDS} | {each: [0.0] * size for each in FLOATS}
+            rows |= (
+                {BAG: [[number] for number in range(size)]}
+                if name == BAG
+                else {name: list(range(size)), BAG: [[]] * size}
+            )
+            _, vectors, _ = bundle.vectors_of(
+                bundle.transform(
+                    pa.table(
+                        {
+                            key: pa.array(value, pa.list_(pa.int64()) if key == BAG else None)
+                            for key, value in rows.items()
+                        }
+                    )
+                )
+            )
+            weights[name] = vectors[slots.index(name)].clone()
+        fitted = bundle.transform(
+            pa.table({**{each: [0, 0] for each in IDS}, BAG: [[1], [1]], **{each: [0.0, 1.0] for each in FLOATS}})
+        )
+        low, high = fitted.dense
+        std = 1 / (high - low)
+        (folder / "model.pt2").write_bytes((bundle.path / bundle.manifest.model.file).read_bytes())
+    torch.save(weights, folder / "weights.pt")
+    spec = {"ids": slots[:-1], "bag": BAG, "floats": FLOATS, "mean": (-low * std).tolist(), "std": std.tolist()}
+    assert sorted(spec["ids"]) == sorted(IDS) and slots[-1] == BAG  # noqa: S101 - the peers use this order
+    (folder / "spec.json").write_text(json.dumps(spec))
+
+
+def bodies(folder: Path, rows: int) -> list[Path]:
+    """Write the bodies of requests."""
+    records = table(BODIES * rows, 2).drop(["label"]).to_pylist()
+    found = []
+    for number in range(BODIES):
+        found.append(folder / f"body-{rows}-{number}.json")
+        found[-1].write_text(json.dumps(records[number * rows : (number + 1) * rows], separators=(",", ":")))
+    return found
+
+
+def free_port() -> int:
+    """Return a free port."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@contextmanager
+def served(system: str, folder: Path, pinned: bool) -> Iterator[int]:
+    """Serve the model by a system until the end of the block."""
+    port = free_port()
+    if system == "persia":
+        words = [str(Path(sys.executable).parent / "persia"), "serve", str(folder / "bundle")]
+        words += ["--http", f"127.0.0.1:{port}", "--grpc", "none"]
+    else:
+        words = [str(PEERS / "bin" / "python"), str(BENCHES / "serving_peers.py"), system, str(folder), str(port)]
+    words = ["taskset", "--cpu-list", "0", *words] if pinned else words
+    with (folder / f"{system}.log").open("w") as log:
+        process = subprocess.Popen(words, stdout=log, stderr=log, cwd=folder, start_new_session=True)
+    try:
+        end = time.monotonic() + 120
+        while time.monotonic() < end:
+            try:
+                with socket.create_connection(("127.0.0.1", port), timeout=1):
+                    break
+            except OSError:
+                if process.poll() is not None:
+                    raise RuntimeError((folder / f"{system}.log").read_text()[-2000:]) from None
+                time.sleep(0.1)
+        yield port
+    finally:
+        os.killpg(process.pid, 15)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            process.wait()
+
+
+def scores(port: int, body: bytes) -> list[float]:
+    """Ask for scores, and wait for a system that starts."""
+    for attempt in itertools.count():
+        try:
+            request = urllib.request.Request(
+                f"http://127.0.0.1:{port}/score", body, {"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
+                return list(json.load(answer)["scores"])
+        except OSError:
+            if attempt > 100:
+                raise
+            time.sleep(0.2)
+    raise AssertionError
+
+
+def load(port: int, files: list[Path], rate: float, seconds: float, folder: Path, pinned: bool) -> dict[str, Any]:
+    """Return what a load of this rate measures."""
+    spec = folder / "load.json"
+    spec.write_text(
+        json.dumps({"port": port, "path": "/score", "rate": rate, "seconds": seconds, "connections": CONNECTIONS,
+                    "bodies": [str(file) for file in files]})
+    )  # fmt: skip
+    words = [sys.executable, str(BENCHES / "serving_load.py"), str(spec)]
+    words = ["taskset", "--cpu-list", "1", *words] if pinned else words
+    found: dict[str, Any] = json.loads(subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    return found
+
+
+def rising(
+    port: int, files: list[Path], rows: int, options: argparse.Namespace, folder: Path, pinned: bool
+) -> list[dict[str, Any]]:
+    """Return what rising rates measure, until one is not kept up with twice."""
+    load(port, files, FIRST[rows], 1.0, folder, pinned)
+    found, failures, rate = [], 0, FIRST[rows]
+    while failures < 2:
+        point = load(port, files, rate, options.seconds, folder, pinned)
+        point["good"] = (
+            point["p99_ms"] is not None and point["p99_ms"] <= options.p99_ms
+            and not point["refused"] and not point["unanswered"] and not point["lost"]
+        )  # fmt: skip
+        failures = 0 if point["good"] else failures + 1
+        found.append(point)
+        sys.stderr.write(f"  {json.dumps(point)}\n")
+        rate *= STEP if len(found) > 4 or failures else 2.0
+        if point["throughput"] < 0.5 * point["rate"]:
+            break
+    return found
+
+
+def measure(options: argparse.Namespace, folder: Path) -> Iterator[figures.Record]:
+    """Measure all systems."""
+    pinned = (os.cpu_count() or 1) > 1
+    train(folder)
+    curves: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    wanted: list[float] = []
+    for system in options.systems:
+        with served(system, folder, pinned) as port:
+            for rows in options.rows:
+                files = bodies(folder, rows)
+                found = scores(port, bodies(folder, 100)[0].read_bytes())
+                wanted = wanted or found
+                far = float(np.abs(np.array(found) - np.array(wanted)).max())
+                if far > 1e-4:
+                    raise RuntimeError(f"{system}: scores differ by {far}; nothing is measured")
+                sys.stderr.write(f"{system}, {rows} rows a request; scores differ by at most {far:.1g}\n")
+                curves[system, rows] = rising(port, files, rows, options, folder, pinned)
+    if options.curves is not None:
+        named = {f"{system}, {rows} rows": curve for (system, rows), curve in curves.items()}
+        options.curves.write_text(json.dumps(named, indent=1))
+    for rows, peer in itertools.product(options.rows, [each for each in options.systems if each != "persia"]):
+        own, other = best(curves["persia", rows]), best(curves[peer, rows])
+        yield {
+            "id": "B11",
+            "case": f"{rows} rows a request, p99 at most {options.p99_ms:g} ms, against {peer}",
+            "value": own["throughput"],
+            "unit": "requests per second",
+            "peer": other["throughput"],
+            "ratio": round(figures.ratio(own["throughput"], other["throughput"]), 3),
+            "target": TARGET,
+            "spread": 0.0,
+            "p50_ms": own["p50_ms"],
+            "p99_ms": own["p99_ms"],
+            "peer_p50_ms": other["p50_ms"],
+            "peer_p99_ms": other["p99_ms"],
+        }
+
+
+def best(curve: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the point of a curve with the highest throughput that is good."""
+    good = [point for point in curve if point["good"]]
+    return (
+        max(good, key=lambda point: point["throughput"])
+        if good
+        else {"throughput": 0.0, "p50_ms": None, "p99_ms": None}
+    )
+
+
+def install_peers() -> None:
+    """Make the environment of the peers, once. It takes torch from this environment."""
+    if (PEERS / ".installed").exists():
+        return
+    subprocess.run([sys.executable, "-m", "venv", str(PEERS)], check=True)
+    python = str(PEERS / "bin" / "python")
+    where = subprocess.run(
+        [python, "-c", "import site; print(site.getsitepackages()[0])"], check=True, stdout=subprocess.PIPE, text=True
+    )
+    packages = ROOT / "requirements" / "serving-peers.txt"
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "--require-hashes", "-r", str(packages)], check=True)
+    Path(where.stdout.strip(), "torch-of-persia.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+    (PEERS / ".installed").touch()
+
+
+def main() -> None:
+    """Measure, and print a record for each case."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each rate")
+    parser.add_argument("--p99-ms", type=float, default=25.0)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 100], choices=[*FIRST])
+    parser.add_argument("--systems", nargs="+", default=["persia", "fastapi", "litserve"])
+    parser.add_argument("--curves", type=Path, help="write all points to this file")
+    options = parser.parse_args()
+    install_peers()
+    with tempfile.TemporaryDirectory() as folder:
+        for record in measure(options, Path(folder)):
+            figures.write(record)
+
+
+if __name__ == "__main__":
+    main()

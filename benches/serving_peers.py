@@ -1,0 +1,107 @@
+"""B11, the peers' part: a model behind FastAPI or LitServe, as their guides build it, with ``nn.EmbeddingBag``.
+
+``serving_peers.py fastapi|litserve FOLDER PORT``. The folder has ``model.pt2``, ``weights.pt`` and ``spec.json``, which
+benches/serving.py writes. It needs torch, and the packages of requirements/serving-peers.in.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+BATCH = 64
+"""The requests that LitServe scores together."""
+BATCH_TIMEOUT_S = 0.002
+
+
+class Ranker:
+    """The model: a table for each id column, mean pooling for the bag, and the exported dense part."""
+
+    def __init__(self, folder: Path) -> None:
+        torch.set_num_threads(1)
+        spec = json.loads((folder / "spec.json").read_text())
+        self.ids, self.bag, self.floats = spec["ids"], spec["bag"], spec["floats"]
+        self.mean, self.std = (torch.tensor(spec[name]) for name in ("mean", "std"))
+        weights = torch.load(folder / "weights.pt", weights_only=True)
+        self.tables = torch.nn.ModuleDict(
+            {name: torch.nn.EmbeddingBag.from_pretrained(weights[name], mode="sum") for name in [*self.ids, self.bag]}
+        )
+        self.dense: Any = torch.export.load(folder / "model.pt2").module()
+
+    @torch.inference_mode()
+    def score(self, records: list[dict[str, Any]]) -> list[float]:
+        """Return the scores of records."""
+        vectors = [self.tables[name](torch.tensor([[row[name]] for row in records])) for name in self.ids]
+        lengths = torch.tensor([0, *(len(row[self.bag]) for row in records[:-1])])
+        flat = torch.tensor([value for row in records for value in row[self.bag]], dtype=torch.int64)
+        vectors.append(self.tables[self.bag](flat, lengths.cumsum(0)))
+        floats = torch.tensor([[row[name] for name in self.floats] for row in records], dtype=torch.float32)
+        output = self.dense([(floats - self.mean) / self.std], vectors)
+        found: list[float] = torch.sigmoid(output)[:, 0].tolist()
+        return found
+
+
+def fastapi(folder: Path, port: int) -> None:
+    """Serve by FastAPI and uvicorn, with records declared by pydantic."""
+    import uvicorn
+    from fastapi import FastAPI
+    from pydantic import create_model
+
+    ranker = Ranker(folder)
+    types: dict[str, Any] = {**dict.fromkeys(ranker.ids, (int, ...)), ranker.bag: (list[int], ...)}
+    record = create_model("Record", **types, **dict.fromkeys(ranker.floats, (float, ...)))
+    app = FastAPI()
+
+    def score(records: list[Any]) -> dict[str, list[float]]:
+        return {"scores": ranker.score([each.model_dump() for each in records])}
+
+    score.__annotations__["records"] = list[record]  # type: ignore[valid-type]
+    app.post("/score")(score)
+    uvicorn.run(app, host="127.0.0.1", port=port, loop="uvloop", http="httptools", log_level="warning")
+
+
+def litserve(folder: Path, port: int) -> None:
+    """Serve by LitServe, with its batching."""
+    import litserve as ls
+
+    class Api(ls.LitAPI):  # type: ignore[misc,name-defined]
+        """The model."""
+
+        def setup(self, device: Any) -> None:
+            """Load it."""
+            self.ranker = Ranker(folder)
+
+        def decode_request(self, request: Any) -> Any:
+            """Return the records of a request."""
+            return request
+
+        def batch(self, inputs: list[Any]) -> Any:
+            """Keep the requests of a batch apart."""
+            return inputs
+
+        def predict(self, inputs: list[list[dict[str, Any]]]) -> list[list[float]]:
+            """Score the requests of a batch together."""
+            scores = self.ranker.score([row for rows in inputs for row in rows])
+            found, at = [], 0
+            for rows in inputs:
+                found.append(scores[at : at + len(rows)])
+                at += len(rows)
+            return found
+
+        def unbatch(self, output: Any) -> Any:
+            """Return the scores of each request."""
+            return output
+
+        def encode_response(self, output: Any) -> Any:
+            """Return the answer."""
+            return {"scores": output}
+
+    api = Api(max_batch_size=BATCH, batch_timeout=BATCH_TIMEOUT_S, api_path="/score")
+    server = ls.LitServer(api, accelerator="cpu", workers_per_device=1)
+    server.run(host="127.0.0.1", port=port, num_api_servers=1, log_level="warning", generate_client_file=False)
+
+
+if __name__ == "__main__":
+    {"fastapi": fastapi, "litserve": litserve}[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3]))

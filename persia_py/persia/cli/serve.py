@@ -1,0 +1,127 @@
+"""``persia serve``: answer requests for scores from a bundle."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def serve(
+    bundle: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="BUNDLE",
+            envvar="PERSIA_BUNDLE",
+            show_default=False,
+            help="A bundle, a link to one, or a folder of versions (1/, 2/, ...), whose highest is served.",
+        ),
+    ] = None,
+    http: Annotated[
+        str, typer.Option(metavar="HOST:PORT", envvar="PERSIA_SERVE_HTTP", help="Address for HTTP.")
+    ] = "127.0.0.1:8000",
+    grpc: Annotated[
+        str, typer.Option(metavar="HOST:PORT", envvar="PERSIA_SERVE_GRPC", help="Address for gRPC; none for no gRPC.")
+    ] = "127.0.0.1:8001",
+    name: Annotated[
+        str | None, typer.Option(envvar="PERSIA_SERVE_NAME", help="Name of the model. Default: that of the folder.")
+    ] = None,
+    batch_rows: Annotated[
+        int, typer.Option(min=1, envvar="PERSIA_SERVE_BATCH_ROWS", help="Rows that are scored together.")
+    ] = 1_024,
+    batch_delay_ms: Annotated[
+        float,
+        typer.Option(min=0, max=1000, envvar="PERSIA_SERVE_BATCH_DELAY_MS", help="How long a batch waits for rows."),
+    ] = 0.0,
+    waiting: Annotated[
+        int, typer.Option(min=1, envvar="PERSIA_SERVE_WAITING", help="Most requests that wait; others get 503.")
+    ] = 1_024,
+    max_rows: Annotated[
+        int, typer.Option(min=1, envvar="PERSIA_SERVE_MAX_ROWS", help="Most rows of a request.")
+    ] = 10_000,
+    max_body_mb: Annotated[
+        int, typer.Option(min=1, max=1024, envvar="PERSIA_SERVE_MAX_BODY_MB", help="Largest request in MB.")
+    ] = 8,
+    timeout_s: Annotated[
+        float,
+        typer.Option(min=0.1, envvar="PERSIA_SERVE_TIMEOUT", help="Most seconds to send a request, and to wait."),
+    ] = 10.0,
+    threads: Annotated[int, typer.Option(min=1, envvar="PERSIA_SERVE_THREADS", help="Threads that score a batch.")] = 1,
+    show_token: Annotated[
+        bool, typer.Option("--show-token", help="Print the token that clients send, and end.")
+    ] = False,
+    health: Annotated[
+        bool, typer.Option("--health", help="End with 0 if the server at --http is ready, else with 1.")
+    ] = False,
+) -> None:
+    """Serve a bundle: POST /score, and the Open Inference Protocol by HTTP and gRPC."""
+    from persia.cli.importing import interruptible
+    from persia.runtime.errors import UsageError
+
+    if show_token:
+        typer.echo(_token())
+        return
+    if health:
+        raise typer.Exit(0 if _is_ready(http) else 1)
+    if bundle is None:
+        error = UsageError("no BUNDLE: name a folder that persia export wrote")
+        error.hint = "persia export runs/LATEST -o bundle, then persia serve bundle"
+        raise error
+    with interruptible():
+        try:
+            from persia.serving.server import Limits, Options
+            from persia.serving.server import serve as run
+        except ModuleNotFoundError as missing:
+            error = UsageError(f"persia serve needs the package {missing.name}, which is not installed")
+            error.hint = "pip install 'persia[serve]'"
+            raise error from missing
+        import torch
+
+        from persia.serving.bundled import load
+    torch.set_num_threads(threads)
+    limits = Limits(
+        body_bytes=max_body_mb << 20,
+        request_rows=max_rows,
+        waiting=waiting,
+        batch_rows=batch_rows,
+        batch_delay_s=batch_delay_ms / 1e3,
+        timeout_s=timeout_s,
+    )
+    options = Options(http, None if grpc == "none" else grpc, name, limits)
+    raise typer.Exit(run(bundle, options, load))
+
+
+def _token() -> str:
+    """Return the token that clients send.
+
+    Raises:
+        UsageError: There is no token file.
+    """
+    from persia.runtime import tokens
+    from persia.runtime.errors import UsageError
+
+    token = tokens.token("serving")
+    if token is None:
+        raise UsageError("PERSIA_TOKEN_FILE is not set, so that clients need no token")
+    return token
+
+
+def _is_ready(http: str) -> bool:
+    """Whether the server of this host at an address is ready. A certificate is not verified: it is this host's own."""
+    import ssl
+    from http.client import HTTPConnection, HTTPException, HTTPSConnection
+
+    from persia.runtime.settings import settings
+
+    host, _, port = http.rpartition(":")
+    host = {"0.0.0.0": "127.0.0.1", "[::]": "::1"}.get(host, host.strip("[]"))
+    with_tls = settings.tls_certificate is not None
+    try:
+        connection = (
+            HTTPSConnection(host, int(port), timeout=4, context=ssl._create_unverified_context())  # noqa: S323
+            if with_tls
+            else HTTPConnection(host, int(port), timeout=4)
+        )
+        connection.request("GET", "/v2/health/ready")
+        return connection.getresponse().status == 200
+    except (OSError, ValueError, HTTPException):
+        return False

@@ -1,0 +1,68 @@
+"""Who may call: the token of the role ``serving``, and TLS, as in the other services."""
+
+import hmac
+import ipaddress
+
+from persia.runtime import tokens
+from persia.runtime.errors import AuthError, ConfigError, UsageError
+from persia.runtime.settings import settings
+
+
+def bearer() -> bytes | None:
+    """Return the value that the header ``authorization`` must have; None if there is no token file.
+
+    Raises:
+        AuthError: The token file cannot be read, or is too short.
+    """
+    token = tokens.token("serving")
+    return None if token is None else f"Bearer {token}".encode()
+
+
+def allowed(expected: bytes | None, given: bytes | None) -> bool:
+    """Whether a request with this header may be answered; compared in constant time."""
+    return expected is None or (given is not None and hmac.compare_digest(expected, given))
+
+
+def certificate() -> tuple[str, str] | None:
+    """Return the files that ``PERSIA_TLS_CERT`` and ``PERSIA_TLS_KEY`` name; None if neither is set.
+
+    Raises:
+        ConfigError: Only one is set, or a file cannot be read.
+    """
+    files = {"PERSIA_TLS_CERT": settings.tls_certificate, "PERSIA_TLS_KEY": settings.tls_key}
+    if files == dict.fromkeys(files):
+        return None
+    for name, path in files.items():
+        if path is None:
+            raise ConfigError(f"{name} is not set, but the other of PERSIA_TLS_CERT and PERSIA_TLS_KEY is")
+        try:
+            with open(path, "rb") as file:  # noqa: PTH123
+                file.read(1)
+        except OSError as error:
+            raise ConfigError(f"{name}: {path}: {error.strerror}") from error
+    return str(files["PERSIA_TLS_CERT"]), str(files["PERSIA_TLS_KEY"])
+
+
+def address(text: str, option: str) -> tuple[str, int]:
+    """Return host and port of ``HOST:PORT``; without a token file, the host must be loopback.
+
+    Raises:
+        UsageError: It is not an address.
+        AuthError: Other hosts could reach it, and there is no token file.
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65_535:
+        raise UsageError(f"{option} {text}: want HOST:PORT, such as 127.0.0.1:8000")
+    host = host.removeprefix("[").removesuffix("]")
+    if settings.token_file is None and not _is_loopback(host):
+        error = AuthError(f"{option} {text}: without PERSIA_TOKEN_FILE, only loopback may be served")
+        error.hint = "set PERSIA_TOKEN_FILE to a file with a secret of at least 32 bytes, or listen on 127.0.0.1"
+        raise error
+    return host, int(port)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

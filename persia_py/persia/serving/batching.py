@@ -1,0 +1,285 @@
+"""Score the requests that wait together, in one thread.
+
+The event loop submits requests; the thread takes those that wait, computes ids and floats of each, scores them as one
+batch, and hands the scores back. An invalid request, and one that makes the model fail, fails alone. A batch is scored
+by one bundle: another bundle takes over between two batches.
+"""
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from persia.features import Samples
+from persia.runtime.errors import PersiaError
+from persia.runtime.logging import get_logger
+from persia.serving.limits import Limits
+from persia.serving.metrics import Metrics
+from persia.serving.refusals import BusyError, FailedError, InvalidError, LateError, RefusedError, TooLargeError
+
+_logger = get_logger("serving")
+
+
+class Model(Protocol):
+    """What is served: a bundle."""
+
+    @property
+    def identity(self) -> str:
+        """The name of exactly this bundle."""
+
+    def transform(self, data: Any) -> Samples:
+        """Return ids and floats of rows: a table, a list of records, or JSON text.
+
+        Raises:
+            PersiaError: They are invalid.
+        """
+
+    def score(self, samples: Samples) -> tuple[npt.NDArray[np.float32], int, int]:
+        """Return the scores, ``[rows, labels]``, the number of unique ids, and how many of them have no row."""
+
+    def close(self) -> None:
+        """Release files and memory."""
+
+
+Decode = Callable[[Any], Any]
+"""Returns the rows of a request for the model that is given."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The scores of a request.
+
+    Attributes:
+        model: The bundle that they are of.
+        values: Scores, float32 ``[rows, labels]``.
+        unusual: The number of values that each feature replaced, by feature and kind.
+    """
+
+    model: Any
+    values: npt.NDArray[np.float32]
+    unusual: dict[str, dict[str, int]]
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """A request: its rows, their size in bytes, the latest time of its answer, and the future of its answer."""
+
+    decode: Decode
+    size: int
+    deadline: float
+    answer: "asyncio.Future[Scores]"
+    samples: Samples | None = None
+    result: Scores | RefusedError | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Switch:
+    """Another model takes over."""
+
+    model: Any
+    done: "Future[Any]" = field(default_factory=Future)
+
+
+class Batcher:
+    """The queue of requests, and the thread that scores them."""
+
+    def __init__(self, model: Any, limits: Limits, metrics: Metrics) -> None:
+        self._model = model
+        self._limits = limits
+        self._metrics = metrics
+        self._queue: queue.SimpleQueue[_Job | _Switch | None] = queue.SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        self._waiting = 0
+        self._bytes = 0
+        self._thread = threading.Thread(target=self._run, name="persia-serving", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """The number of requests that are accepted and not answered."""
+        return self._waiting
+
+    @property
+    def waiting_bytes(self) -> int:
+        """The bytes of these requests."""
+        return self._bytes
+
+    def reserve(self, size: int) -> None:
+        """Accept a request of this size, which is then submitted or released.
+
+        Raises:
+            BusyError: Too many requests, or bytes, wait.
+        """
+        limits = self._limits
+        if self._waiting >= limits.waiting or self._bytes + size > limits.waiting_bytes:
+            raise BusyError(f"{self._waiting} requests of {self._bytes} bytes wait; try again")
+        self._waiting += 1
+        self._bytes += size
+
+    def grow(self, size: int) -> None:
+        """Accept more bytes of an accepted request.
+
+        Raises:
+            BusyError: Too many bytes wait.
+        """
+        if self._bytes + size > self._limits.waiting_bytes:
+            raise BusyError(f"requests of {self._bytes} bytes wait; try again")
+        self._bytes += size
+
+    def release(self, size: int) -> None:
+        """Forget an accepted request: it is answered."""
+        self._waiting -= 1
+        self._bytes -= size
+
+    def submit(self, decode: Decode, size: int, timeout_s: float) -> "asyncio.Future[Scores]":
+        """Return the future scores of an accepted request.
+
+        Args:
+            decode: Returns its rows; called in the thread of the batcher.
+            size: Its size in bytes.
+            timeout_s: Seconds after which it is refused if it still waits.
+        """
+        answer = self._loop.create_future()
+        self._queue.put(_Job(decode, size, time.monotonic() + timeout_s, answer))
+        return answer
+
+    def switch(self, model: Any) -> "Future[Any]":
+        """Score all batches from the next on by another model; the future has the one before, which is not closed."""
+        switch = _Switch(model)
+        self._queue.put(switch)
+        return switch.done
+
+    def close(self) -> None:
+        """Answer what was submitted, end the thread, and close the model."""
+        self._queue.put(None)
+        self._thread.join()
+        self._model.close()
+
+    def _run(self) -> None:
+        ahead: _Job | _Switch | None = None
+        while True:
+            found = ahead or self._queue.get()
+            ahead = None
+            if found is None:
+                return
+            if isinstance(found, _Switch):
+                before, self._model = self._model, found.model
+                found.done.set_result(before)
+                continue
+            jobs, ahead, ends = self._collect(found)
+            if jobs:
+                self._score(jobs)
+            if ends:
+                return
+
+    def _collect(self, first: _Job) -> "tuple[list[_Job], _Job | _Switch | None, bool]":
+        """Return the jobs of a batch, what follows it if that was taken already, and whether the batcher was closed."""
+        limit, delay = self._limits.batch_rows, self._limits.batch_delay_s
+        until = time.monotonic() + delay
+        refused: list[_Job] = []
+        jobs: list[_Job] = []
+        rows, found = 0, first
+        try:
+            while True:
+                self._prepare(found)
+                if found.samples is None:
+                    refused.append(found)
+                else:
+                    count = len(found.samples)
+                    if jobs and rows + count > limit:
+                        return jobs, found, False
+                    jobs.append(found)
+                    rows += count
+                if rows >= limit:
+                    return jobs, None, False
+                try:
+                    left = until - time.monotonic() if delay else 0.0
+                    following = self._queue.get(timeout=left) if left > 0 else self._queue.get_nowait()
+                except queue.Empty:
+                    return jobs, None, False
+                if not isinstance(following, _Job):
+                    return jobs, following, following is None
+                found = following
+        finally:
+            if refused:
+                self._loop.call_soon_threadsafe(_deliver, refused)
+
+    def _prepare(self, job: _Job) -> None:
+        """Compute ids and floats of a job, or its refusal."""
+        if job.samples is not None or job.result is not None:
+            return
+        if job.answer.cancelled():
+            job.result = LateError("the client has left")
+        elif time.monotonic() > job.deadline:
+            job.result = LateError("the request waited too long; try again")
+        else:
+            try:
+                samples = self._model.transform(job.decode(self._model))
+                if len(samples) > self._limits.request_rows:
+                    raise TooLargeError(f"{len(samples)} rows; a request may have {self._limits.request_rows}")
+                job.samples = samples
+            except RefusedError as error:
+                job.result = error
+            except (PersiaError, ValueError, TypeError) as error:
+                job.result = InvalidError(str(error))
+            except Exception as error:
+                job.result = self._failed(error)
+
+    def _score(self, jobs: list[_Job]) -> None:
+        began = time.monotonic()
+        try:
+            rows = self._score_together(jobs)
+        except Exception as error:
+            rows = 0
+            if len(jobs) == 1:
+                jobs[0].result = self._failed(error)
+            else:
+                for job in jobs:
+                    try:
+                        rows += self._score_together([job])
+                    except Exception as alone:
+                        job.result = self._failed(alone)
+        self._loop.call_soon_threadsafe(_deliver, jobs)
+        self._metrics.rows.inc(rows)
+        self._metrics.batch_rows.observe(rows)
+        self._metrics.batch_seconds.observe(time.monotonic() - began)
+
+    def _score_together(self, jobs: list[_Job]) -> int:
+        """Set the results of jobs, and return the number of rows."""
+        parts = [job.samples for job in jobs if job.samples is not None]
+        samples = parts[0] if len(parts) == 1 else Samples.concat(parts)
+        values, ids, unseen = self._model.score(samples)
+        self._metrics.ids.inc(ids)
+        self._metrics.unseen_ids.inc(unseen)
+        counts = samples.report.counts
+        for feature, kinds in counts.items():
+            for kind, count in kinds.items():
+                self._metrics.unusual.labels(feature, kind).inc(count)
+        at = 0
+        for job, part in zip(jobs, parts, strict=True):
+            unusual = part.report.counts if counts else {}
+            job.result = Scores(self._model, values[at : at + len(part)], unusual)
+            at += len(part)
+        return at
+
+    def _failed(self, error: BaseException) -> FailedError:
+        _logger.error("the model failed: %s: %s", type(error).__name__, error, exc_info=error)
+        return FailedError("the model failed; the server's log has the cause")
+
+
+def _deliver(jobs: list[_Job]) -> None:
+    """Complete the answers of jobs, in the event loop."""
+    for job in jobs:
+        if job.answer.done():
+            continue
+        if isinstance(job.result, Scores):
+            job.answer.set_result(job.result)
+        elif job.result is not None:
+            job.answer.set_exception(job.result)

@@ -1,0 +1,254 @@
+"""A bundle, loaded: rows are transformed, looked up, and scored."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.dlpack import from_dlpack
+from typing_extensions import Self
+
+from persia.embedding.data import with_mask
+from persia.features import Samples, Transform
+from persia.runtime.errors import CheckpointError, UsageError
+from persia.serving import dense, parity, scores
+from persia.serving.columns import as_rows
+from persia.serving.manifest import Input, Manifest, Output, damaged
+from persia_core.serving import MappedFile, MappedRows
+
+Floats = npt.NDArray[np.float32]
+
+AT_A_TIME = 1 << 14
+"""The largest number of rows that the model gets at a time."""
+_CHECKED = 32
+"""The number of parity rows that are scored when a bundle is opened."""
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The result of a model for some rows.
+
+    Attributes:
+        values: Its outputs, float32 ``[rows, labels]``: a logit of a probability, else the number itself.
+        ids: The number of unique ids that were looked up.
+        unseen: How many of them have no row: training never had them. Their vectors are zeros.
+    """
+
+    values: Floats
+    ids: int
+    unseen: int
+
+
+class Bundle:
+    """A bundle, whose rows are mapped into memory. Any number of threads may score at the same time.
+
+    Use :meth:`open`. Close it, or use it as a context manager.
+
+    Attributes:
+        path: Its folder.
+        manifest: What it contains.
+        identity: The name of exactly this bundle: run, step, and the beginning of the hash of its manifest.
+        inputs: The columns of rows.
+        outputs: The columns of scores.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, *, verify: bool = True, threads: int | None = None) -> None:
+        """Load the files of a manifest; see :meth:`open`, which also reads the manifest and checks the parity rows."""
+        self.path = path
+        self.manifest = manifest
+        self.identity = manifest.identity
+        threads = threads or len(os.sched_getaffinity(0))
+        files = {each.name: each.open(path, threads, verify=verify) for each in manifest.files}
+        self._transform = Transform.from_json(self._file(files, manifest.transform).content().decode())
+        if self._transform.digest != manifest.source.transform:
+            raise damaged(path / manifest.transform, "is another transform than that of the manifest")
+        embedding = self._transform.features.embedding_config()
+        if [(each.name, each.dim) for each in manifest.tables] != embedding.tables:
+            raise damaged(path / manifest.transform, "has other tables than the manifest")
+        mapped = [(self._file(files, each.ids), self._file(files, each.weights)) for each in manifest.tables]
+        self._rows: MappedRows | None = MappedRows(embedding, manifest.source.step, manifest.rows, mapped)
+        slots = self._transform.slots
+        if sorted(slots) != sorted(manifest.model.slots):
+            raise damaged(path / manifest.transform, "has other features than the model")
+        self._order = [slots.index(slot) for slot in manifest.model.slots]
+        self._model = dense.load(manifest.model, self._file(files, manifest.model.file).content())
+        self._parity = files.get(manifest.parity.file)  # None while the bundle is being written
+
+    def _file(self, files: dict[str, MappedFile], name: str) -> MappedFile:
+        return files[self.manifest.file(name).name]
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, verify: bool = True, threads: int | None = None) -> Self:
+        """Open the bundle in a folder.
+
+        Args:
+            path: The folder.
+            verify: Compare each file with its hashes. The size of each file, the order of ids and the scores of some
+                parity rows are always checked.
+            threads: The number of threads that verify; None means one for each processor.
+
+        Raises:
+            CheckpointError: There is no bundle, it is incomplete, or a file is damaged; the message names the file.
+        """
+        folder = Path(path)
+        bundle = cls(folder, Manifest.read(folder), verify=verify, threads=threads)
+        try:
+            bundle._check_parity()
+        except BaseException:
+            bundle.close()
+            raise
+        return bundle
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def inputs(self) -> tuple[Input, ...]:
+        """The columns of rows."""
+        return self.manifest.inputs
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """The columns of scores."""
+        return self.manifest.outputs
+
+    def score(self, rows: Any, *, strict: bool = True) -> Floats:
+        """Return the scores of rows: a probability of a binary label, else the predicted number.
+
+        An id that training never had has a vector of zeros, and a missing value follows the rule of its feature, as in
+        evaluation and in ``persia predict``.
+
+        Args:
+            rows: An Arrow table (pyarrow, polars, duckdb, pandas), a list of records, JSON text of them, a dictionary
+                of columns, or the result of :meth:`transform`.
+            strict: Refuse a value of a wrong type; otherwise it counts as missing.
+
+        Returns:
+            float32 ``[rows]``; with several outputs ``[rows, outputs]``.
+
+        Raises:
+            DataError: A column is unknown or missing, or a value is invalid; the message names column and row.
+            UsageError: The bundle is closed.
+        """
+        samples = rows if isinstance(rows, Samples) else self.transform(rows, strict=strict)
+        found = self.scores_of(samples)
+        return found[:, 0] if found.shape[1] == 1 else found
+
+    def transform(self, rows: Any, *, strict: bool = True) -> Samples:
+        """Return the ids and floats of rows. ``samples.report.counts`` has their unusual values.
+
+        Args:
+            rows: As in :meth:`score`.
+            strict: As in :meth:`score`.
+
+        Raises:
+            DataError: As in :meth:`score`.
+        """
+        return self._transform(as_rows(rows, self.inputs), strict=strict, labels=False)
+
+    def scores_of(self, samples: Samples) -> Floats:
+        """Return the scores of transformed rows, float32 ``[rows, outputs]``.
+
+        Raises:
+            UsageError: The bundle is closed.
+        """
+        return self.scores_from(self.outputs_of(samples).values)
+
+    def scores_from(self, outputs: Floats) -> Floats:
+        """Return the scores of outputs of the model, ``[rows, outputs]`` both."""
+        columns = [
+            scores.score(outputs[:, place], probability=output.kind == "probability")
+            for place, output in enumerate(self.outputs)
+        ]
+        return np.stack(columns, 1)
+
+    def outputs_of(self, samples: Samples, *, at_a_time: int = AT_A_TIME) -> Outputs:
+        """Return the outputs of the model for transformed rows.
+
+        Args:
+            samples: The rows.
+            at_a_time: The largest number of rows that the model gets at a time.
+
+        Raises:
+            UsageError: The bundle is closed.
+        """
+        count = len(samples)
+        if count <= at_a_time:
+            parts = [samples] if count else []
+        else:
+            parts = [samples.slice(start, min(start + at_a_time, count)) for start in range(0, count, at_a_time)]
+        done = [self._apply(part) for part in parts]
+        values = [each.values for each in done] or [np.empty((0, len(self.outputs)), np.float32)]
+        whole = values[0] if len(values) == 1 else np.concatenate(values)
+        return Outputs(whole, sum(each.ids for each in done), sum(each.unseen for each in done))
+
+    def vectors_of(self, samples: Samples) -> tuple[list[torch.Tensor], list[torch.Tensor], tuple[int, int]]:
+        """Return what the model gets for transformed rows, of which there is at least one.
+
+        Returns:
+            Dense inputs, ``[rows, columns]`` each; the vectors of each feature in the model's order, ``[rows, dim]`` or
+            ``[rows, last, dim + 1]``; and the numbers of ids, and of ids without a row.
+
+        Raises:
+            UsageError: The bundle is closed.
+        """
+        table = self._rows
+        if table is None:
+            raise UsageError(f"{self.path}: the bundle is closed; open it again: Bundle.open({str(self.path)!r})")
+        looked = table.lookup(samples.batch(requires_grad=False))
+        floats = [from_dlpack(each) for each in looked.dense()]
+        vectors = [
+            from_dlpack(rows) if mask is None else with_mask(from_dlpack(rows), from_dlpack(mask))
+            for rows, mask in zip(looked.embeddings(), looked.masks(), strict=True)
+        ]
+        return floats, [vectors[place] for place in self._order], looked.missing()
+
+    def _apply(self, samples: Samples) -> Outputs:
+        floats, vectors, (ids, unseen) = self.vectors_of(samples)
+        with torch.no_grad():
+            parts = scores.split(self._model(floats, vectors), [each.name for each in self.outputs])
+        return Outputs(np.stack([scores.numbers(part) for part in parts], 1), ids, unseen)
+
+    def unseen(self, samples: Samples) -> dict[str, tuple[int, int]]:
+        """Return for each feature the number of unique ids of some rows, and how many of them have no row.
+
+        Raises:
+            UsageError: The bundle is closed.
+        """
+        if self._rows is None:
+            raise UsageError(f"{self.path}: the bundle is closed; open it again: Bundle.open({str(self.path)!r})")
+        return dict(zip(self._transform.slots, self._rows.missing(samples.batch(requires_grad=False)), strict=True))
+
+    def _check_parity(self, count: int = _CHECKED) -> None:
+        """Score some parity rows, and compare with what the bundle said when it was written.
+
+        Raises:
+            CheckpointError: They differ: this machine or this version of torch computes something else.
+        """
+        labels: Sequence[str] = [each.name for each in self.outputs]
+        content = b"" if self._parity is None else self._parity.content()
+        known = parity.read(content, str(self.path / self.manifest.parity.file), labels)
+        found = self.outputs_of(self.transform(known.rows.slice(0, count))).values
+        far = parity.difference(found, known.outputs[:count])
+        if far > parity.SAME:
+            error = CheckpointError(
+                f"{self.path}: the scores of held-out rows differ from those when the bundle was written: by "
+                f"{far:.2g} * max(1, |output|), allowed is {parity.SAME:g}; it was written with torch "
+                f"{self.manifest.versions.get('torch')}, this is {torch.__version__}"
+            )
+            error.hint = "serve with the version of torch that the manifest names, or export again with this one"
+            raise error
+
+    def close(self) -> None:
+        """Release the files. Scores that are being computed are completed; later calls are refused."""
+        self._rows = None

@@ -1,0 +1,56 @@
+"""A bundle as a model of the serving process."""
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from persia.features import Samples
+from persia.serving.bundle import Bundle
+from persia.serving.manifest import Input
+
+
+class BundledModel:
+    """A bundle whose scores are served.
+
+    Attributes:
+        identity: The name of exactly this bundle.
+        inputs: The columns of rows.
+        columns: The same by name.
+        labels: The labels of the scores.
+        quoted: The names of the columns as they are in JSON.
+    """
+
+    def __init__(self, bundle: Bundle) -> None:
+        self._bundle = bundle
+        self.identity = bundle.identity
+        self.inputs: tuple[Input, ...] = bundle.inputs
+        self.columns = {column.name: column for column in bundle.inputs}
+        self.labels = tuple(output.name for output in bundle.outputs)
+        self.quoted = tuple(f'"{name}"'.encode() for name in self.columns)
+
+    def transform(self, data: object) -> Samples:
+        """Return the ids and floats of rows; a value of a wrong type counts as missing.
+
+        Raises:
+            DataError: The rows are invalid.
+        """
+        return self._bundle.transform(data, strict=False)
+
+    def score(self, samples: Samples) -> tuple[npt.NDArray[np.float32], int, int]:
+        """Return the scores, ``[rows, labels]``, the number of unique ids, and how many of them have no row."""
+        found = self._bundle.outputs_of(samples)
+        return self._bundle.scores_from(found.values), found.ids, found.unseen
+
+    def close(self) -> None:
+        """Release the files."""
+        self._bundle.close()
+
+
+def load(path: Path) -> BundledModel:
+    """Load a bundle: all of its hashes and some held-out rows are checked.
+
+    Raises:
+        CheckpointError: It is incomplete or damaged; the message names the file.
+    """
+    return BundledModel(Bundle.open(path))

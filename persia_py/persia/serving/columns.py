@@ -1,0 +1,50 @@
+"""The forms of rows that a bundle accepts: tables, records, and columns."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from persia.runtime.errors import DataError
+from persia.serving.manifest import Input
+
+
+def as_rows(data: Any, inputs: Sequence[Input]) -> Any:
+    """Return rows in a form that a transform reads.
+
+    Args:
+        data: An Arrow table of any library, a list of records, JSON text of them, or a dictionary of columns.
+        inputs: The columns that there are.
+
+    Raises:
+        DataError: A dictionary is no dictionary of columns; the message names each mistake.
+    """
+    if not isinstance(data, Mapping):
+        return data
+    names = [each.name for each in inputs]
+    if unknown := [name for name in data if name not in names]:
+        raise DataError(f"no input {', '.join(map(repr, unknown))}; the inputs are {', '.join(names)}")
+    if values := [name for name, column in data.items() if not _is_column(column)]:
+        error = DataError(f"{', '.join(map(repr, values))}: one value, want a column: a list or an array with all rows")
+        error.hint = "one row as a record is a list of one dictionary: score([{...}])"
+        raise error
+    return pa.RecordBatch.from_pydict({name: _column(name, column) for name, column in data.items()})
+
+
+def _is_column(column: Any) -> bool:
+    return isinstance(column, list | tuple | np.ndarray | pa.Array | pa.ChunkedArray)
+
+
+def _column(name: str, column: Any) -> pa.Array:
+    if isinstance(column, pa.ChunkedArray):
+        return column.combine_chunks()
+    if isinstance(column, np.ndarray) and column.ndim == 2 and column.shape[1] == 1:
+        column = column[:, 0]
+    try:
+        array = column if isinstance(column, pa.Array) else pa.array(column)
+        if pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type):
+            array = array.cast(pa.string())
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        raise DataError(f"input {name!r}: want one value for each row, all of one type: {error}") from error
+    return array

@@ -1,0 +1,109 @@
+"""HTTP connections: uvicorn's, with bounds on their number, on the size of a header, and on time.
+
+A client that sends its request too slowly, or does not read its answer, is disconnected. uvicorn itself bounds the time
+between two requests of a connection only.
+"""
+
+import asyncio
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+_HEADER_BYTES = 32 << 10
+"""The largest header of a request, with its first line."""
+_LOOK_S = 0.5
+_REFUSAL = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
+    b"connection: close\r\ncontent-length: 33\r\n\r\n"
+    b'{"error": "too many connections"}'
+)
+
+
+class Connection(HttpToolsProtocol):
+    """A connection."""
+
+    limit = 1
+    """The most connections."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.since: float | None = None
+        """When the request began that is not complete, or when the client stopped to read; None if neither is so."""
+        self._header = 0
+
+    def connection_made(self, transport: Any) -> None:
+        """Take a connection, unless there are too many."""
+        super().connection_made(transport)
+        self.since = self.loop.time()
+        if len(self.connections) > self.limit:
+            transport.write(_REFUSAL)
+            transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what arrived."""
+        if self.transport.is_closing():
+            return
+        if self._header >= 0:
+            self._header += len(data)
+        super().data_received(data)
+        if self._header > _HEADER_BYTES and not self.transport.is_closing():
+            self.send_400_response("The header is too long.")
+
+    def on_message_begin(self) -> None:
+        """Begin a request."""
+        self.since = self.since or self.loop.time()
+        self._header = max(self._header, 0)
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """Start to answer."""
+        self._header = -1
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """Note that the request is complete."""
+        self.since = None
+        self._header = 0
+        super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        """Note that the client does not read."""
+        self.since = self.loop.time()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        """Note that the client reads."""
+        self.since = None
+        super().resume_writing()
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn's server, without its own handlers of signals."""
+
+    def __init__(self, config: uvicorn.Config, timeout_s: float) -> None:
+        """Serve, and disconnect clients after this time."""
+        super().__init__(config)
+        self._timeout_s = timeout_s
+
+    async def _serve(self, sockets: Any = None) -> None:
+        watch = asyncio.create_task(self._watch())
+        try:
+            await super()._serve(sockets)
+        finally:
+            watch.cancel()
+
+    async def serve(self, sockets: Any = None) -> None:
+        """Serve until :attr:`should_exit`."""
+        await self._serve(sockets)
+
+    async def _watch(self) -> None:
+        """Disconnect clients that are too slow."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            oldest = loop.time() - self._timeout_s
+            for connection in [*self.server_state.connections]:
+                since = getattr(connection, "since", None)
+                if since is not None and since < oldest:
+                    connection.transport.abort()

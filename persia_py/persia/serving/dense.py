@@ -1,0 +1,43 @@
+"""The dense model of a bundle: dense columns, and vectors of features, become outputs."""
+
+import io
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from persia.runtime.errors import CheckpointError
+from persia.serving.manifest import MANIFEST, Model
+
+EXPORTED, SCRIPTED = "torch.export", "torchscript"
+"""The kinds of a model's file."""
+
+Call = Callable[[list[torch.Tensor], list[torch.Tensor]], Any]
+"""Dense inputs ``[rows, columns]`` and vectors of features become outputs: see :func:`persia.serving.scores.split`."""
+
+
+def load(model: Model, content: bytes) -> Call:
+    """Return the function of a model's file.
+
+    Raises:
+        CheckpointError: It is no such file, or this version of torch cannot read it.
+    """
+    if model.kind not in (EXPORTED, SCRIPTED):
+        raise CheckpointError(f"{MANIFEST}: model of kind {model.kind!r}; this version knows {EXPORTED}, {SCRIPTED}")
+    try:
+        with warnings.catch_warnings():  # torch deprecates TorchScript
+            warnings.simplefilter("ignore", FutureWarning)
+            warnings.simplefilter("ignore", DeprecationWarning)
+            file = io.BytesIO(content)
+            if model.kind == SCRIPTED:
+                loaded: Any = torch.jit.load(file)  # type: ignore[no-untyped-call]
+            else:
+                loaded = torch.export.load(file).module()
+    except Exception as error:  # torch documents no classes
+        failed = CheckpointError(f"{model.file}: torch {torch.__version__} cannot read the model: {error}")
+        failed.hint = (
+            "serve with the version of torch that the manifest names, or write the bundle again: persia export"
+        )
+        raise failed from error
+    return loaded  # type: ignore[no-any-return]

@@ -1,0 +1,307 @@
+"""The manifest of a bundle: what it contains, where it comes from, and the hashes of its files."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from persia.runtime.errors import CheckpointError
+from persia_core.serving import MappedFile, blake3
+
+FORMAT = 1
+"""The format of bundles. Raised when an older reader could misread one."""
+MANIFEST = "manifest.json"
+"""The file that makes a folder a bundle. It is written last."""
+CHUNK = 16 << 20
+"""The bytes that one hash is for. Chunks are verified by several threads."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_HASH_KEY, _END = ',\n "blake3": "', '"\n}\n'
+
+_DATATYPES = {
+    "bool": "BOOL",
+    **{f"int{bits}": f"INT{bits}" for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": f"UINT{bits}" for bits in (8, 16, 32, 64)},
+    "halffloat": "FP16",
+    "float": "FP32",
+    "double": "FP64",
+}
+"""The datatypes of the Open Inference Protocol, by the Arrow type; other types are ``BYTES``, their text."""
+_LIST = re.compile(r"(?:large_)?list(?:_view)?<(?:item|element)?:? ?(.+?)(?: not null)?>")
+
+
+@dataclass(frozen=True)
+class Input:
+    """A column of the rows that a bundle scores.
+
+    Attributes:
+        name: Its name.
+        type: Its Arrow type in the training data, such as ``int64``, ``string``, ``double``, ``list<int64>``.
+        features: The features that read it.
+    """
+
+    name: str
+    type: str
+    features: tuple[str, ...]
+
+    @property
+    def is_list(self) -> bool:
+        """Whether each row has a list of values."""
+        return _LIST.fullmatch(self.type) is not None
+
+    @property
+    def datatype(self) -> str:
+        """The datatype of the Open Inference Protocol of a value; of a list, that of its items."""
+        item = _LIST.fullmatch(self.type)
+        return _DATATYPES.get(self.type if item is None else item[1], "BYTES")
+
+
+@dataclass(frozen=True)
+class Output:
+    """A column of scores.
+
+    Attributes:
+        name: The name of the label that it predicts.
+        kind: ``probability``, the sigmoid of the model's output, or ``number``, the output itself.
+    """
+
+    name: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a bundle comes from.
+
+    Attributes:
+        run: The name of the run.
+        checkpoint: The path of the checkpoint, in the run.
+        generation: The generation of the run that the rows are of.
+        step: The last step that was trained.
+        transform: The digest of the transform.
+    """
+
+    run: str
+    checkpoint: str
+    generation: int
+    step: int
+    transform: str
+
+
+@dataclass(frozen=True)
+class Model:
+    """The dense model.
+
+    Attributes:
+        file: Its file.
+        kind: ``torch.export`` or ``torchscript``.
+        slots: The id features whose vectors it gets, in order.
+        threads: The number of threads of its evaluation, on which the last bits of scores depend.
+    """
+
+    file: str
+    kind: str
+    slots: tuple[str, ...]
+    threads: int
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows of an embedding table.
+
+    Attributes:
+        name: Its name.
+        dim: The number of weights of a row.
+        rows: The number of rows.
+        ids: The file of their ids.
+        weights: The file of their weights.
+    """
+
+    name: str
+    dim: int
+    rows: int
+    ids: str
+    weights: str
+
+
+@dataclass(frozen=True)
+class Parity:
+    """The comparison with evaluation, when the bundle was written.
+
+    Attributes:
+        file: Held-out rows, with the outputs of evaluation and of the bundle.
+        rows: Their number.
+        compared: The number of held-out rows that were compared.
+        bound: The largest difference allowed: ``|difference| <= bound * max(1, |output|)``.
+        largest: The largest ``|difference| / max(1, |output|)`` that was found, over all batch sizes.
+    """
+
+    file: str
+    rows: int
+    compared: int
+    bound: float
+    largest: float
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of a bundle.
+
+    Attributes:
+        name: Its name.
+        bytes: Its size.
+        chunks: The blake3 hash of each chunk of :data:`CHUNK` bytes, in hexadecimal.
+    """
+
+    name: str
+    bytes: int
+    chunks: tuple[str, ...]
+
+    @classmethod
+    def of(cls, path: Path, threads: int) -> "File":
+        """Return the entry of a file that was written.
+
+        Raises:
+            StorageError: It cannot be read.
+        """
+        mapped = MappedFile(path)
+        return cls(path.name, len(mapped), tuple(mapped.hashes(CHUNK, threads)))
+
+    def open(self, folder: Path, threads: int, *, verify: bool = True) -> MappedFile:
+        """Map the file, and check its size, and with ``verify`` its hashes.
+
+        Raises:
+            CheckpointError: It is missing or damaged; the message names it.
+        """
+        path = folder / self.name
+        if not path.is_file():
+            raise damaged(path, "is missing, the manifest names it")
+        mapped = MappedFile(path)
+        if len(mapped) != self.bytes:
+            raise damaged(path, f"has {len(mapped):,} bytes, the manifest says {self.bytes:,}")
+        if verify and (found := tuple(mapped.hashes(CHUNK, threads))) != self.chunks:
+            first = next(at for at, pair in enumerate(zip(found, self.chunks, strict=True)) if pair[0] != pair[1])
+            raise damaged(path, f"has changed since it was written, in the {CHUNK:,} bytes from {first * CHUNK:,} on")
+        return mapped
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of a bundle.
+
+    Attributes:
+        created_at: When it was written: ISO 8601, UTC.
+        versions: Those of ``persia``, ``persia_core`` and ``torch`` that have written it.
+        source: Where it comes from.
+        inputs: The columns of rows.
+        outputs: The columns of scores.
+        transform: The file of the transform.
+        model: The dense model.
+        rows: The form of embedding rows: ``f32``, ``f16`` or ``int8``.
+        tables: The tables, in the order of the transform's configuration.
+        parity: The comparison with evaluation.
+        files: All files but the manifest.
+    """
+
+    created_at: str
+    versions: dict[str, str]
+    source: Source
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    transform: str
+    model: Model
+    rows: str
+    tables: tuple[Table, ...]
+    parity: Parity
+    files: tuple[File, ...]
+
+    @property
+    def identity(self) -> str:
+        """The name of exactly this bundle: run, step, and the beginning of the hash of the manifest."""
+        return f"{self.source.run}-{self.source.step}-{blake3(self._body().encode())[:12]}"
+
+    def file(self, name: str) -> File:
+        """Return the entry of a file.
+
+        Raises:
+            CheckpointError: The manifest does not name it.
+        """
+        found = next((each for each in self.files if each.name == name), None)
+        if found is None:
+            raise CheckpointError(f"{MANIFEST}: names no file {name!r}; write the bundle again: persia export")
+        return found
+
+    def to_text(self) -> str:
+        """Return the text of the file. Its last entry is the hash of the text before it."""
+        body = self._body()
+        return f"{body}{_HASH_KEY}{blake3(body.encode())}{_END}"
+
+    def _body(self) -> str:
+        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1, ensure_ascii=False)[:-2]
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Read the manifest of the bundle in a folder.
+
+        Raises:
+            CheckpointError: There is no bundle, its manifest is damaged, or a newer version has written it.
+        """
+        path = folder / MANIFEST
+        try:
+            text = path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise _missing(folder) from error
+        except OSError as error:
+            raise CheckpointError(f"{path}: {error.strerror or error}") from error
+        head, key, tail = text.rpartition(_HASH_KEY.encode())
+        if not key or tail != blake3(head).encode() + _END.encode():
+            raise damaged(path, "has changed since it was written, or is incomplete: its own hash does not match")
+        try:
+            content = json.loads(text)
+            written = content.pop("format")
+            if written > FORMAT:
+                newer = CheckpointError(f"{path}: has format {written}, this version reads formats up to {FORMAT}")
+                newer.hint = "install a newer persia, or write the bundle again with this one: persia export"
+                raise newer
+            del content["blake3"]
+            manifest = cls._of(content)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise damaged(path, f"is no manifest of a bundle: {error}") from error
+        if wrong := [each.name for each in manifest.files if _NAME.fullmatch(each.name) is None]:
+            raise damaged(path, f"names files that a bundle cannot have: {', '.join(map(repr, wrong))}")
+        return manifest
+
+    @classmethod
+    def _of(cls, content: dict[str, Any]) -> "Manifest":
+        def each(kind: Any, items: Sequence[dict[str, Any]]) -> tuple[Any, ...]:
+            return tuple(one(kind, item) for item in items)
+
+        def one(kind: Any, item: dict[str, Any]) -> Any:
+            return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in item.items()})
+
+        lists = {"inputs": Input, "outputs": Output, "tables": Table, "files": File}
+        parts = {"source": Source, "model": Model, "parity": Parity}
+        found: dict[str, Any] = {name: each(kind, content.pop(name)) for name, kind in lists.items()}
+        found |= {name: one(kind, content.pop(name)) for name, kind in parts.items()}
+        return cls(**found, **content)
+
+
+def damaged(path: Path, what: str) -> CheckpointError:
+    """Return the error of a file that is not as it was written."""
+    error = CheckpointError(f"{path}: {what}")
+    error.hint = "copy the bundle again, or write it again: persia export RUN -o FOLDER"
+    return error
+
+
+def _missing(folder: Path) -> CheckpointError:
+    if not folder.exists():
+        error = CheckpointError(f"{folder}: there is no such folder")
+    elif not folder.is_dir():
+        error = CheckpointError(f"{folder}: want the folder of a bundle, found a file")
+    else:
+        error = CheckpointError(f"{folder}: no bundle here, or one that was not completely written: no {MANIFEST}")
+    error.hint = f"write one: persia export runs/LATEST -o {folder}"
+    return error

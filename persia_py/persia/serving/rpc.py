@@ -1,0 +1,239 @@
+"""gRPC: the Open Inference Protocol, health, and reflection."""
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import numpy as np
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from persia import __version__
+from persia.proto import inference_pb2 as pb
+from persia.proto import inference_pb2_grpc as services
+from persia.serving import access, rest, tensors
+from persia.serving.batching import Scores
+from persia.serving.limits import Limits
+from persia.serving.refusals import InvalidError, RefusedError, UnknownError
+from persia.serving.service import Service, inputs, output_names, outputs
+
+_SERVICE = "inference.GRPCInferenceService"
+_OPEN_TO_ALL = ("/grpc.health.v1.Health/", f"/{_SERVICE}/ServerLive", f"/{_SERVICE}/ServerReady")
+
+_CONTENTS = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+"""The field with the elements of each datatype."""
+
+
+class RpcServer:
+    """The gRPC server.
+
+    Attributes:
+        port: The port at which it listens.
+    """
+
+    def __init__(self, service: Service, host: str, port: int) -> None:
+        """Listen.
+
+        Raises:
+            RuntimeError: The port cannot be opened.
+        """
+        limits = service.limits
+        self._server = grpc.aio.server(
+            interceptors=[_Authorization(service.expected)],
+            options=_options(limits),
+            maximum_concurrent_rpcs=limits.waiting,
+        )
+        services.add_GRPCInferenceServiceServicer_to_server(_Inference(service), self._server)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        files = access.certificate()
+        if files is None:
+            self.port = self._server.add_insecure_port(shown)
+        else:
+            contents = []
+            for path in files:
+                with open(path, "rb") as file:  # noqa: PTH123
+                    contents.append(file.read())
+            credentials = grpc.ssl_server_credentials([(contents[1], contents[0])])
+            self.port = self._server.add_secure_port(shown, credentials)
+
+    async def start(self) -> None:
+        """Answer requests."""
+        for name in ("", _SERVICE):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        await self._server.start()
+
+    async def leave(self) -> None:
+        """Say that it is not ready any more."""
+        await self._health.enter_graceful_shutdown()
+
+    async def stop(self, grace_s: float) -> None:
+        """Accept no more requests, and wait until those that run are answered."""
+        await self._server.stop(grace_s)
+
+
+def _options(limits: Limits) -> list[tuple[str, Any]]:
+    return [
+        ("grpc.max_receive_message_length", limits.body_bytes),
+        ("grpc.max_send_message_length", limits.body_bytes),
+        ("grpc.max_concurrent_streams", limits.waiting),
+        ("grpc.so_reuseport", 0),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ]
+
+
+class _Authorization(grpc.aio.ServerInterceptor):  # type: ignore[misc,name-defined,unused-ignore]
+    """Refuse calls without the token, except those about health."""
+
+    def __init__(self, expected: bytes | None) -> None:
+        self._expected = expected
+        self._refusal = grpc.unary_unary_rpc_method_handler(_refuse)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Return the handler of a call, or one that refuses it."""
+        handler = await continuation(handler_call_details)
+        if handler is None or self._expected is None or handler_call_details.method.startswith(_OPEN_TO_ALL):
+            return handler
+        for name, value in handler_call_details.invocation_metadata or ():
+            if name == "authorization":
+                given = value if isinstance(value, bytes) else value.encode()
+                if access.allowed(self._expected, given):
+                    return handler
+        if handler.request_streaming:
+            return grpc.stream_stream_rpc_method_handler(_refuse_stream)
+        return self._refusal
+
+
+async def _refuse(_request: Any, context: Any) -> None:
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no valid token: send authorization: Bearer TOKEN")
+
+
+async def _refuse_stream(_requests: Any, context: Any) -> None:
+    await _refuse(None, context)
+
+
+class _Inference(services.GRPCInferenceServiceServicer):
+    """The service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def ServerLive(self, request: Any, context: Any) -> Any:
+        """Whether the process answers."""
+        return pb.ServerLiveResponse(live=True)
+
+    async def ServerReady(self, request: Any, context: Any) -> Any:
+        """Whether it takes requests."""
+        return pb.ServerReadyResponse(ready=not self._service.stopping)
+
+    async def ModelReady(self, request: Any, context: Any) -> Any:
+        """Whether a model can be asked."""
+        try:
+            self._service.check_model(request.name, request.version)
+        except UnknownError as error:
+            await _abort(context, error)
+        return pb.ModelReadyResponse(ready=not self._service.stopping)
+
+    async def ServerMetadata(self, request: Any, context: Any) -> Any:
+        """Name and version of the server."""
+        return pb.ServerMetadataResponse(name="persia", version=__version__, extensions=[])
+
+    async def ModelMetadata(self, request: Any, context: Any) -> Any:
+        """Inputs and outputs of the model."""
+        try:
+            self._service.check_model(request.name, request.version)
+        except UnknownError as error:
+            await _abort(context, error)
+        model = self._service.model
+        tensor = pb.ModelMetadataResponse.TensorMetadata
+        return pb.ModelMetadataResponse(
+            name=self._service.name,
+            versions=[model.identity],
+            platform="persia_bundle",
+            inputs=[tensor(**vars(each)) for each in inputs(model)],
+            outputs=[tensor(**vars(each)) for each in outputs(model)],
+        )
+
+    async def ModelInfer(self, request: Any, context: Any) -> Any:
+        """Scores of rows."""
+        began, service, outcome = time.monotonic(), self._service, "failed"
+        try:
+            service.check_model(request.model_name, request.model_version)
+            size = request.ByteSize()
+            service.batcher.reserve(size)
+            scores = await service.score(lambda model: _rows(request, model), size, context.time_remaining())
+            answer = _answer(service.name, request, scores)
+            outcome = "ok"
+            return answer
+        except RefusedError as error:
+            outcome = error.outcome
+            await _abort(context, error)
+        finally:
+            service.answered("grpc", outcome, began)
+
+
+def _rows(request: Any, model: Any) -> Any:
+    """Return the rows of a request for a model."""
+    raws = request.raw_input_contents
+    if raws and len(raws) != len(request.inputs):
+        raise InvalidError(f"{len(raws)} raw_input_contents for {len(request.inputs)} inputs")
+    found = []
+    for index, given in enumerate(request.inputs):
+        if raws:
+            if given.HasField("contents"):
+                raise InvalidError(f"{given.name}: contents beside raw_input_contents")
+            found.append(tensors.from_raw(given.name, given.datatype, given.shape, raws[index]))
+            continue
+        field = _CONTENTS.get(given.datatype)
+        if field is None:
+            raise InvalidError(f"{given.name}: datatype {given.datatype!r}: want raw_input_contents, or {[*_CONTENTS]}")
+        values = getattr(given.contents, field)
+        others = sum(len(value) for other, value in given.contents.ListFields() if other.name != field)
+        if others:
+            raise InvalidError(f"{given.name}: contents of another type than {given.datatype}")
+        found.append(tensors.from_values(given.name, given.datatype, given.shape, [*values]))
+    return tensors.to_table(found, model.columns)
+
+
+def _answer(name: str, request: Any, scores: Scores) -> Any:
+    model = scores.model
+    names = output_names(model)
+    answer = pb.ModelInferResponse(model_name=name, model_version=model.identity, id=request.id)
+    for output in [each.name for each in request.outputs] or names:
+        if output not in names:
+            raise UnknownError(f"no output {output!r}; there are: {', '.join(names)}")
+        values = np.ascontiguousarray(scores.values[:, names.index(output)], dtype="<f4")
+        answer.outputs.add(name=output, datatype="FP32", shape=[len(values)])
+        answer.raw_output_contents.append(values.tobytes())
+    if scores.unusual:
+        answer.parameters["unusual"].string_param = rest.dumps(scores.unusual).decode()
+    return answer
+
+
+async def _abort(context: Any, error: RefusedError) -> None:
+    if error.retry_after_s is not None:
+        context.set_trailing_metadata((("retry-after", str(error.retry_after_s)),))
+    await context.abort(error.code, str(error))

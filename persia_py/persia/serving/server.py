@@ -1,0 +1,207 @@
+"""The serving process: load a bundle, answer until a signal, leave without dropping a request."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+import uvloop
+
+from persia.runtime.errors import UnreachableError
+from persia.runtime.exit_codes import ExitCode
+from persia.runtime.logging import get_logger
+from persia.serving import access
+from persia.serving.batching import Batcher
+from persia.serving.connections import Connection, HttpServer
+from persia.serving.http import HttpApp
+from persia.serving.limits import Limits
+from persia.serving.location import Found, find
+from persia.serving.metrics import Metrics
+from persia.serving.reload import Reloader
+from persia.serving.rpc import RpcServer
+from persia.serving.service import Service
+
+_logger = get_logger("serving")
+
+_BACKLOG = 1_024
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a bundle is served.
+
+    Attributes:
+        http: The address for HTTP, ``HOST:PORT``; port 0 is a free one.
+        grpc: The address for gRPC; None for none.
+        name: The name of the model in the Open Inference Protocol; None takes that of the path's folder.
+        limits: Sizes, counts and times.
+    """
+
+    http: str
+    grpc: str | None
+    name: str | None = None
+    limits: Limits = field(default_factory=Limits)
+
+
+def serve(path: Path, options: Options, load: Callable[[Path], Any]) -> ExitCode:
+    """Serve a bundle until SIGTERM or Ctrl-C, and return the exit code.
+
+    Args:
+        path: A bundle, a link to one, or a folder of versions.
+        options: Addresses and limits.
+        load: Loads and checks a bundle.
+
+    Raises:
+        CheckpointError: There is no bundle, or it is not whole.
+        UsageError: An address is wrong.
+        AuthError: The token file cannot be read, or there is none and an address is not loopback.
+        ConfigError: A certificate cannot be read.
+        UnreachableError: A port cannot be opened.
+    """
+    addresses = access.address(options.http, "--http")
+    rpc = access.address(options.grpc, "--grpc") if options.grpc is not None else None
+    expected, certificate = access.bearer(), access.certificate()
+    found = find(path)
+    model = load(found.path)
+    listening = _listen(addresses)
+    uvloop.install()
+    with asyncio.Runner() if hasattr(asyncio, "Runner") else _OldRunner() as runner:
+        return runner.run(_Process(path, options, load, expected, certificate).run(found, model, listening, rpc))
+
+
+class _OldRunner:
+    """``asyncio.Runner`` for Python 3.10."""
+
+    def __enter__(self) -> "_OldRunner":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def run(self, main: Any) -> Any:
+        """Run a coroutine to its end."""
+        return asyncio.run(main)
+
+
+class _Process:
+    """A serving process, from its start to its end."""
+
+    def __init__(
+        self,
+        path: Path,
+        options: Options,
+        load: Callable[[Path], Any],
+        expected: bytes | None,
+        certificate: tuple[str, str] | None,
+    ) -> None:
+        self._path = path
+        self._options = options
+        self._load = load
+        self._expected = expected
+        self._certificate = certificate
+        self._stop = asyncio.Event()
+        self._code = ExitCode.OK
+
+    async def run(self, found: Found, model: Any, listening: socket.socket, rpc: tuple[str, int] | None) -> ExitCode:
+        """Answer until a signal."""
+        limits, metrics = self._options.limits, Metrics()
+        batcher = Batcher(model, limits, metrics)
+        reloader = Reloader(self._path, (found, model), self._load, batcher, metrics)
+        name = self._options.name or self._path.absolute().name
+        service = Service(name, limits, metrics, batcher, reloader, self._expected)
+        server = self._http(service)
+        remote = None
+        try:
+            if rpc is not None:
+                remote = RpcServer(service, *rpc)
+                await remote.start()
+            self._on_signals(reloader)
+            answering = asyncio.create_task(server.serve([listening]))
+            watching = asyncio.create_task(reloader.run())
+            self._say(service, listening, remote, rpc)
+            stopping = asyncio.create_task(self._stop.wait())
+            await asyncio.wait({answering, watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            service.stopping = True
+            watching.cancel()
+            if remote is not None:
+                await remote.leave()
+            server.should_exit = True
+            await asyncio.gather(answering, *([remote.stop(limits.timeout_s)] if remote is not None else []))
+            if watching.done() and not watching.cancelled():
+                watching.result()
+        except RuntimeError as error:
+            if remote is None and rpc is not None:
+                raise UnreachableError(f"--grpc {self._options.grpc}: cannot listen: {error}") from error
+            raise
+        finally:
+            await asyncio.get_running_loop().run_in_executor(None, batcher.close)
+        _logger.info("every request is answered; ending")
+        return self._code
+
+    def _http(self, service: Service) -> HttpServer:
+        limits = service.limits
+        protocol = type("Connection", (Connection,), {"limit": limits.connections})
+        files = self._certificate
+        config = uvicorn.Config(
+            HttpApp(service),
+            http=protocol,
+            ws="none",
+            lifespan="off",
+            loop="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=int(limits.timeout_s) + 1,
+            ssl_certfile=None if files is None else files[0],
+            ssl_keyfile=None if files is None else files[1],
+        )
+        return HttpServer(config, limits.timeout_s)
+
+    def _on_signals(self, reloader: Reloader) -> None:
+        loop = asyncio.get_running_loop()
+
+        def stop(code: ExitCode) -> None:
+            _logger.info("stopping: requests that arrived are answered")
+            self._code = code
+            self._stop.set()
+
+        loop.add_signal_handler(signal.SIGTERM, stop, ExitCode.OK)
+        loop.add_signal_handler(signal.SIGINT, stop, ExitCode.INTERRUPTED)
+        with contextlib.suppress(AttributeError):
+            loop.add_signal_handler(signal.SIGHUP, reloader.ask)
+
+    def _say(
+        self, service: Service, listening: socket.socket, remote: RpcServer | None, rpc: tuple[str, int] | None
+    ) -> None:
+        scheme = "http" if self._certificate is None else "https"
+        host, port = listening.getsockname()[:2]
+        where = [f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"]
+        if remote is not None and rpc is not None:
+            where.append(f"gRPC at {rpc[0]}:{remote.port}")
+        _logger.info("serving %s, bundle %s: %s", service.name, service.model.identity, ", ".join(where))
+
+
+def _listen(address: tuple[str, int]) -> socket.socket:
+    """Return a listening socket.
+
+    Raises:
+        UnreachableError: The port cannot be opened.
+    """
+    try:
+        host, port = address
+        family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(place)
+        listening.listen(_BACKLOG)
+        listening.setblocking(False)
+    except OSError as error:
+        raise UnreachableError(f"--http {address[0]}:{address[1]}: cannot listen: {error.strerror}") from error
+    return listening

@@ -1,0 +1,106 @@
+"""What both protocols answer from: the bundle, whether it is ready, and scores of requests."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from persia.serving.batching import Batcher, Decode, Scores
+from persia.serving.limits import Limits
+from persia.serving.metrics import Metrics
+from persia.serving.refusals import StoppingError, UnknownError
+from persia.serving.reload import Reloader
+from persia.serving.tensors import OFFSETS
+
+
+@dataclass
+class Service:
+    """A serving process.
+
+    Attributes:
+        name: The name of the model.
+        limits: Sizes, counts and times.
+        metrics: The metrics.
+        batcher: Scores requests.
+        reloader: Has the served model.
+        expected: The value of the header ``authorization``; None lets every request through.
+        stopping: Whether the process stops: it is not ready, and refuses new requests.
+    """
+
+    name: str
+    limits: Limits
+    metrics: Metrics
+    batcher: Batcher
+    reloader: Reloader
+    expected: bytes | None = None
+    stopping: bool = False
+
+    @property
+    def model(self) -> Any:
+        """The served model."""
+        return self.reloader.model
+
+    def check_model(self, name: str, version: str | None) -> None:
+        """Check that a model is served.
+
+        Raises:
+            UnknownError: It is not.
+        """
+        if name != self.name:
+            raise UnknownError(f"no model {name!r}; this server has {self.name!r}")
+        if version and version != self.model.identity:
+            raise UnknownError(f"no version {version!r} of {name!r}; this server has {self.model.identity!r}")
+
+    async def score(self, decode: Decode, size: int, timeout_s: float | None = None) -> Scores:
+        """Return the scores of a request that the batcher has accepted, and release it.
+
+        Args:
+            decode: Returns the rows of the request for a model.
+            size: The size that was accepted, in bytes.
+            timeout_s: Seconds that the client waits.
+
+        Raises:
+            RefusedError: It gets no scores.
+        """
+        try:
+            if self.stopping:
+                raise StoppingError("the server stops; ask another one")
+            timeout = self.limits.timeout_s if timeout_s is None else min(timeout_s, self.limits.timeout_s)
+            return await self.batcher.submit(decode, size, timeout)
+        finally:
+            self.batcher.release(size)
+
+    def answered(self, api: str, outcome: str, began: float) -> None:
+        """Record the end of a request that began at this time of :func:`time.monotonic`."""
+        self.metrics.answered(api, outcome, time.monotonic() - began)
+        self.metrics.waiting.set(self.batcher.waiting)
+        self.metrics.waiting_bytes.set(self.batcher.waiting_bytes)
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor of the model: name, datatype, and shape, where -1 is any size."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+
+
+def inputs(model: Any) -> list[TensorInfo]:
+    """Return the input tensors of a model."""
+    found = []
+    for column in model.inputs:
+        found.append(TensorInfo(column.name, column.datatype, [-1]))
+        if column.is_list:
+            found.append(TensorInfo(f"{column.name}{OFFSETS}", "INT64", [-1]))
+    return found
+
+
+def outputs(model: Any) -> list[TensorInfo]:
+    """Return the output tensors of a model: the scores of each label."""
+    return [TensorInfo(name, "FP32", [-1]) for name in output_names(model)]
+
+
+def output_names(model: Any) -> list[str]:
+    """Return the names of the scores, as ``persia predict`` has them: ``score``, or ``score_LABEL`` of each label."""
+    labels = list(model.labels)
+    return ["score"] if len(labels) == 1 else [f"score_{label}" for label in labels]

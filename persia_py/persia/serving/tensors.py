@@ -1,0 +1,210 @@
+"""Tensors of the Open Inference Protocol: their bytes and values, and the table of rows that they make.
+
+A column with one value in each row is the tensor ``<name>``, ``[rows]`` or ``[rows, 1]``. A column of lists, for a bag
+or a sequence, is two tensors: ``<name>`` has the values of all rows, and ``<name>.offsets``, ``[rows + 1]``, where they
+begin and end, as in Arrow. Row i has the values from offset i to offset i + 1.
+"""
+
+import difflib
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from persia.serving.refusals import InvalidError
+
+OFFSETS = ".offsets"
+"""The ending of the name of the tensor with the offsets of a column of lists."""
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    "UINT8": np.dtype("<u1"),
+    "UINT16": np.dtype("<u2"),
+    "UINT32": np.dtype("<u4"),
+    "UINT64": np.dtype("<u8"),
+    "INT8": np.dtype("<i1"),
+    "INT16": np.dtype("<i2"),
+    "INT32": np.dtype("<i4"),
+    "INT64": np.dtype("<i8"),
+    "FP16": np.dtype("<f2"),
+    "FP32": np.dtype("<f4"),
+    "FP64": np.dtype("<f8"),
+}
+"""The NumPy type of each datatype but BYTES."""
+
+_LENGTH = struct.Struct("<I")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of a request.
+
+    Attributes:
+        name: Its name.
+        datatype: Its datatype, a key of :data:`DTYPES` or ``BYTES``.
+        shape: Its shape.
+        values: Its elements, row-major: a NumPy array, or for BYTES an Arrow array of strings.
+    """
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    values: Any
+
+
+def from_raw(name: str, datatype: str, shape: Iterable[int], raw: bytes | memoryview) -> Tensor:
+    """Return the tensor with these bytes, little-endian.
+
+    Raises:
+        InvalidError: They do not have the size of the shape, or there is no such datatype.
+    """
+    sizes, count = _count(name, shape)
+    if datatype == "BYTES":
+        return Tensor(name, datatype, sizes, _strings(name, _split(name, raw, count)))
+    dtype = _dtype(name, datatype)
+    if len(raw) != count * dtype.itemsize:
+        raise InvalidError(f"{name}: {len(raw)} bytes; {datatype} of shape {[*sizes]} has {count * dtype.itemsize}")
+    if datatype == "BOOL":
+        return Tensor(name, datatype, sizes, np.frombuffer(raw, np.uint8) != 0)
+    return Tensor(name, datatype, sizes, np.frombuffer(raw, dtype))
+
+
+def from_values(name: str, datatype: str, shape: Iterable[int], values: Any) -> Tensor:
+    """Return the tensor with these elements: a list, nested as the shape or flat, or a repeated field.
+
+    Raises:
+        InvalidError: Their number is not that of the shape, or one is not of the datatype.
+    """
+    sizes, count = _count(name, shape)
+    while isinstance(values, list) and values and isinstance(values[0], list):
+        if not all(isinstance(part, list) for part in values):
+            raise InvalidError(f"{name}: data has lists beside values")
+        values = [each for part in values for each in part]
+    if len(values) != count:
+        raise InvalidError(f"{name}: {len(values)} values; shape {[*sizes]} has {count}")
+    if datatype == "BYTES":
+        return Tensor(name, datatype, sizes, _strings(name, values))
+    dtype = _dtype(name, datatype)
+    return Tensor(name, datatype, sizes, _numbers(name, datatype, dtype, values))
+
+
+def to_table(tensors: Iterable[Tensor], columns: Mapping[str, str]) -> pa.RecordBatch:
+    """Return the rows that tensors hold.
+
+    Args:
+        tensors: All columns, each once.
+        columns: The names of the columns, and their kinds.
+
+    Raises:
+        InvalidError: A tensor is unknown, missing or given twice, or they have different numbers of rows.
+    """
+    given: dict[str, Tensor] = {}
+    for tensor in tensors:
+        if tensor.name in given:
+            raise InvalidError(f"{tensor.name}: given twice")
+        given[tensor.name] = tensor
+    unknown = [name for name in given if name.removesuffix(OFFSETS) not in columns]
+    if unknown:
+        raise InvalidError("; ".join(_unknown(name, columns) for name in unknown))
+    if missing := [name for name in columns if name not in given]:
+        raise InvalidError(f"inputs are missing: {', '.join(missing)}; the model takes {', '.join(columns)}")
+    arrays = {name: _column(given[name], given.get(f"{name}{OFFSETS}")) for name in columns}
+    counts = {name: len(array) for name, array in arrays.items()}
+    if len({*counts.values()}) > 1:
+        raise InvalidError(f"inputs have different numbers of rows: {', '.join(f'{n} {c}' for n, c in counts.items())}")
+    return pa.RecordBatch.from_arrays([*arrays.values()], names=[*arrays])
+
+
+def _column(tensor: Tensor, offsets: Tensor | None) -> pa.Array:
+    values = tensor.values if isinstance(tensor.values, pa.Array) else pa.array(tensor.values)
+    if offsets is None:
+        if not (len(tensor.shape) == 1 or (len(tensor.shape) == 2 and tensor.shape[1] == 1)):
+            raise InvalidError(
+                f"{tensor.name}: shape {[*tensor.shape]}, want [rows], or [values] with {tensor.name}{OFFSETS}"
+            )
+        return values
+    if offsets.datatype not in ("INT64", "INT32", "UINT32", "UINT64") or len(offsets.shape) != 1:
+        raise InvalidError(f"{offsets.name}: {offsets.datatype} {[*offsets.shape]}, want INT64 [rows + 1]")
+    if len(tensor.shape) != 1:
+        raise InvalidError(f"{tensor.name}: shape {[*tensor.shape]}, want [values]")
+    numbers = offsets.values
+    whole = len(numbers) > 0 and numbers[0] == 0 and int(numbers[-1]) == len(values)
+    if not whole or bool(np.any(numbers[1:] < numbers[:-1])):
+        raise InvalidError(
+            f"{offsets.name}: want {len(values)} values divided: 0 first, never smaller than before, {len(values)} last"
+        )
+    return pa.LargeListArray.from_arrays(pa.array(numbers.astype(np.int64)), values)
+
+
+def _count(name: str, shape: Iterable[int]) -> tuple[tuple[int, ...], int]:
+    """Return a shape, and the number of its elements."""
+    sizes = tuple(shape)
+    count = 1
+    for size in sizes:
+        if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size < 1 << 40:
+            raise InvalidError(f"{name}: shape {[*sizes]}: want numbers from 0")
+        count *= size
+    if not sizes or len(sizes) > 2:
+        raise InvalidError(f"{name}: shape {[*sizes]}: want [rows]")
+    return sizes, count
+
+
+def _dtype(name: str, datatype: str) -> np.dtype[Any]:
+    found = DTYPES.get(datatype) if isinstance(datatype, str) else None
+    if found is None:
+        raise InvalidError(f"{name}: datatype {datatype!r}; there are: {', '.join([*DTYPES, 'BYTES'])}")
+    return found
+
+
+def _numbers(name: str, datatype: str, dtype: np.dtype[Any], values: Any) -> Any:
+    """Return numbers and nulls as an array. A number that the type cannot hold is refused, never changed."""
+    try:
+        found = np.asarray(values) if len(values) else np.empty(0, dtype)
+        if found.dtype == np.object_ and None in values:
+            return pa.array(values, pa.from_numpy_dtype(dtype))
+        if found.ndim != 1:
+            raise ValueError("one number for each element")
+        allowed = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}[dtype.kind]
+        if len(found) and found.dtype.kind not in allowed:
+            raise ValueError(f"found {found.dtype}")
+        if dtype.kind in "iu" and len(found):
+            limits = np.iinfo(dtype)
+            if int(found.min()) < limits.min or int(found.max()) > limits.max:
+                raise ValueError(f"a value is not from {limits.min} to {limits.max}")
+        return found.astype(dtype)
+    except (ValueError, TypeError, OverflowError, pa.ArrowException) as error:
+        raise InvalidError(f"{name}: data is not {datatype}: {error}") from error
+
+
+def _split(name: str, raw: bytes | memoryview, count: int) -> list[bytes]:
+    """Return the strings of a BYTES tensor: before each, four bytes with its length."""
+    found, at, end = [], 0, len(raw)
+    while at < end and len(found) <= count:
+        if at + 4 > end:
+            break
+        (length,) = _LENGTH.unpack_from(raw, at)
+        if at + 4 + length > end:
+            break
+        found.append(bytes(raw[at + 4 : at + 4 + length]))
+        at += 4 + length
+    if at != end or len(found) != count:
+        raise InvalidError(f"{name}: the bytes are not {count} strings, each after four bytes with its length")
+    return found
+
+
+def _strings(name: str, values: Iterable[Any]) -> pa.Array:
+    """Return texts, nulls among them, as an Arrow array."""
+    try:
+        texts = [each.decode() if isinstance(each, bytes) else each for each in values]
+        return pa.array(texts, pa.large_string())
+    except (UnicodeDecodeError, pa.ArrowException, TypeError, AttributeError) as error:
+        raise InvalidError(f"{name}: data is not BYTES in UTF-8: {error}") from error
+
+
+def _unknown(name: str, columns: Mapping[str, str]) -> str:
+    near = difflib.get_close_matches(name, [*columns], 1)
+    hint = f"did you mean {near[0]}?" if near else f"the model takes {', '.join(columns)}"
+    return f"{name}: no such input; {hint}"

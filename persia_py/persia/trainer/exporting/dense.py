@@ -1,0 +1,56 @@
+"""The dense model of a bundle, as a file."""
+
+import io
+import warnings
+from typing import Any
+
+import torch
+
+from persia.checkpoint.snapshot import save_scripted
+from persia.runtime.errors import UsageError
+from persia.serving.dense import EXPORTED, SCRIPTED
+
+FILES = {EXPORTED: "model.pt2", SCRIPTED: "model.torchscript.pt"}
+"""The name of the file of each kind."""
+
+_MOST_ROWS = 1 << 24
+
+
+def written(
+    model: torch.nn.Module, dense: list[torch.Tensor], vectors: list[torch.Tensor], *, torchscript: bool
+) -> tuple[str, bytes]:
+    """Return the kind and the content of the file of a model, for any number of rows.
+
+    Args:
+        model: The model, in evaluation mode.
+        dense: Dense inputs of some rows, ``[rows, columns]`` each; at least two rows.
+        vectors: The vectors of each feature of these rows.
+        torchscript: Write TorchScript in place of ``torch.export``.
+
+    Raises:
+        UsageError: The model cannot be exported.
+    """
+    file = io.BytesIO()
+    if torchscript:
+        try:
+            save_scripted(model, file)
+        except UsageError as error:
+            error.hint = "export it by torch.export: without --torchscript"
+            raise
+        return SCRIPTED, file.getvalue()
+    rows = torch.export.Dim("rows", min=1, max=_MOST_ROWS)
+    shapes: Any = ([{0: rows} for _ in dense], [{0: rows} for _ in vectors])
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            torch.export.save(torch.export.export(model, (dense, vectors), dynamic_shapes=shapes), file)
+    except Exception as error:  # torch documents no classes
+        name = type(model).__name__
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        failed = UsageError(f"{name} cannot be exported by torch.export: {first}")
+        failed.hint = (
+            "write its forward without branches on the values of tensors and without fixed numbers of rows, or try "
+            "--torchscript; persia --verbose export shows all that torch says"
+        )
+        raise failed from error
+    return EXPORTED, file.getvalue()

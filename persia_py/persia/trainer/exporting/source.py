@@ -1,0 +1,72 @@
+"""A checkpoint that is not in the folder of a run, with a configuration that fits it."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from persia.checkpoint import snapshot
+from persia.checkpoint.policy import STATE
+from persia.config import Config
+from persia.ctx import eval_ctx
+from persia.features import Transform
+from persia.runtime.errors import CheckpointError
+from persia.trainer import fitting, models
+from persia.trainer.exporting.export import Trained
+from persia.trainer.objective import Objective
+from persia.trainer.parts import Parts
+
+
+@contextlib.contextmanager
+def of_checkpoint(
+    config: Config, checkpoint: Path, *, transform: Path | None = None, model: torch.nn.Module | None = None
+) -> Iterator[Trained]:
+    """Enclose the use of the model of a checkpoint.
+
+    Args:
+        config: The configuration of its features, labels and model.
+        checkpoint: The checkpoint, of ``persia train``, a :class:`persia.ctx.TrainCtx` or an ``EmbeddingCollection``.
+        transform: The file of its transform; None fits the features over ``data.train``, if they need a fit.
+        model: A model in place of the ``model`` block.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or it was trained with other features or another model.
+        DataError: The features cannot be fitted.
+    """
+    fitted = _transform(config, transform)
+    _check_digest(checkpoint, fitted)
+    built = models.build(config) if model is None else model
+    threads = torch.get_num_threads()
+    torch.set_num_threads(config.train.threads)
+    try:
+        with eval_ctx(model=built, configuration=models.slots_of(config)) as ctx:
+            ctx.load_checkpoint(checkpoint.absolute())
+            objective = Objective(config.compiled.labels)
+            yield Trained(config, config.run.name or checkpoint.parent.name, checkpoint, ctx, built, objective, fitted)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _transform(config: Config, file: Path | None) -> Transform:
+    if file is None:
+        return fitting.fit(config, Parts(config)).transform
+    try:
+        return config.compiled.load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file}: {error}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+def _check_digest(checkpoint: Path, transform: Transform) -> None:
+    """Compare a transform with that of a checkpoint of ``persia train``; other checkpoints do not say theirs."""
+    loaded = snapshot.Load(checkpoint)
+    trained = loaded.state(STATE).get("trainer") if STATE in loaded.names else None
+    if isinstance(trained, dict) and trained.get("digest") not in (None, transform.digest):
+        error = CheckpointError(
+            f"{checkpoint}: it was trained with the transform {trained['digest']}, this one is {transform.digest}: ids "
+            "or floats would differ"
+        )
+        error.hint = "give the file of its run: --transform RUN/transform.json"
+        raise error

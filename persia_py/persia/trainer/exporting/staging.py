@@ -1,0 +1,109 @@
+"""A folder that appears when it is complete."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+from typing_extensions import Self
+
+from persia.runtime.errors import StorageError, UsageError
+from persia.runtime.files import sync
+
+
+def check_free(folder: Path) -> None:
+    """Check that a folder can be written, before any work is done.
+
+    Raises:
+        UsageError: It exists, or there is no folder that it would be in.
+    """
+    if folder.exists() or folder.is_symlink():
+        error = UsageError(f"{folder}: it exists already")
+        error.hint = f"give another folder: -o {folder.with_name(folder.name + '-2')}; or remove it: rm -r {folder}"
+        raise error
+    if not folder.absolute().parent.is_dir():
+        error = UsageError(f"{folder}: there is no folder {folder.parent}")
+        error.hint = f"make it: mkdir -p {folder.parent}"
+        raise error
+
+
+class Staging:
+    """Collects files next to a folder that does not exist; :meth:`publish` renames them to it.
+
+    A process that is killed leaves ``.NAME.partial``, which the next export to the same folder removes. Use it as a
+    context manager: a block that does not publish leaves nothing.
+
+    Args:
+        folder: The folder.
+
+    Attributes:
+        path: Where files are written until then.
+
+    Raises:
+        UsageError: The folder exists, or another process writes it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        check_free(folder)
+        self._folder = folder.absolute()
+        self.path = self._folder.with_name(f".{folder.name}.partial")
+        self._lock = -1
+
+    def __enter__(self) -> Self:
+        with self._naming():
+            self.path.mkdir(exist_ok=True)
+            self._lock = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._lock)
+            busy = UsageError(f"{self._folder}: another process exports to this folder now")
+            busy.hint = "wait for it, or give another folder"
+            raise busy from error
+        with self._naming():
+            for left in self.path.iterdir():  # of a process that was killed
+                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._lock)
+        shutil.rmtree(self.path, ignore_errors=True)  # it does not exist if it was published
+
+    def write(self, name: str, content: bytes) -> Path:
+        """Write a file durably, and return its path.
+
+        Raises:
+            StorageError: It cannot be written.
+        """
+        path = self.path / name
+        with self._naming(), path.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        return path
+
+    def publish(self, name: str, content: bytes) -> None:
+        """Write the last file, and make the folder appear.
+
+        Raises:
+            StorageError: It cannot be written.
+            UsageError: The folder exists by now.
+        """
+        self.write(name, content)
+        check_free(self._folder)
+        with self._naming():
+            sync(self.path)
+            self.path.rename(self._folder)
+            sync(self._folder.parent)
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StorageError(f"{error.filename or self.path}: {error.strerror or error}") from error

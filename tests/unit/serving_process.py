@@ -1,0 +1,147 @@
+"""A serving process over the small model, and clients of it.
+
+The manifest of its bundle is ``{"scale": 2.0, "delay_s": 0}``. As a script: ``serving_process.py PATH [OPTION=VALUE]``.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+from serving_model import SmallModel
+from waiting import wait_until
+
+from persia.errors import CheckpointError
+from persia.serving.limits import Limits
+from persia.serving.server import Options, serve
+
+TESTS = Path(__file__).parents[1]
+START_S = 60.0
+
+
+def write_bundle(folder: Path, scale: float, **keys: Any) -> Path:
+    """Write a bundle of the small model. It appears complete."""
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / "part"
+    part.write_text(json.dumps({"scale": scale, **keys}))
+    part.replace(folder / "manifest.json")
+    return folder
+
+
+def load(path: Path) -> SmallModel:
+    """Load a bundle of the small model; one with the key ``damaged`` cannot be loaded."""
+    content = json.loads((path / "manifest.json").read_text())
+    if content.pop("damaged", None):
+        raise CheckpointError(f"{path}: damaged")
+    if content.pop("die", None):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return SmallModel(**content)
+
+
+class Client:
+    """An HTTP client with one connection."""
+
+    def __init__(self, port: int, token: str | None = None) -> None:
+        self.connection = HTTPConnection("127.0.0.1", port, timeout=30)
+        self.headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+
+    def ask(
+        self, method: str, path: str, body: bytes | str | None = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, dict[str, str], Any]:
+        """Return status, headers with small letters, and the body: JSON, or bytes of another type."""
+        self.connection.request(method, path, body, {**self.headers, **(headers or {})})
+        answer = self.connection.getresponse()
+        content, found = answer.read(), {name.lower(): value for name, value in answer.getheaders()}
+        is_json = found.get("content-type") == "application/json"
+        return answer.status, found, json.loads(content) if is_json and content else content
+
+    def score(self, content: Any) -> tuple[int, dict[str, str], Any]:
+        """Ask for scores."""
+        return self.ask("POST", "/score", content if isinstance(content, bytes | str) else json.dumps(content))
+
+
+class Serving:
+    """A serving process."""
+
+    def __init__(self, process: "subprocess.Popen[str]", log: Path) -> None:
+        self.process = process
+        self.log = log
+        self.port, self.grpc_port = 0, 0
+        self.sockets: list[Any] = []
+
+    @property
+    def output(self) -> str:
+        """What it has logged."""
+        return self.log.read_text()
+
+    def says(self, text: str, timeout: float = 30.0) -> str:
+        """Wait until it has logged a text, and return the line."""
+
+        def found() -> str | None:
+            line = next((line for line in self.output.splitlines() if text in line), None)
+            assert line or self.process.poll() is None, f"ended without saying {text!r}\n{self.output}"
+            return line
+
+        return wait_until(f"{text!r}", found, timeout, evidence=lambda: self.output)
+
+    def client(self, token: str | None = None) -> Client:
+        """Return a client; it is closed with the process."""
+        client = Client(self.port, token)
+        self.sockets.append(client.connection)
+        return client
+
+    def connect(self) -> socket.socket:
+        """Return a connection; it is closed with the process."""
+        self.sockets.append(socket.create_connection(("127.0.0.1", self.port), timeout=30))
+        return self.sockets[-1]
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """End it by a signal, and return its exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(30)
+
+    def metric(self, line: str) -> float:
+        """Return the value of a line of its metrics."""
+        _, _, text = self.client().ask("GET", "/metrics")
+        return next((float(each.split()[-1]) for each in text.decode().splitlines() if each.startswith(line)), 0.0)
+
+
+@contextmanager
+def serving(path: Path, log: Path, environment: dict[str, str] | None = None, **limits: Any) -> Iterator[Serving]:
+    """Serve a bundle of the small model by a process, until the end of the block."""
+    settings = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
+    words = [sys.executable, __file__, str(path), *(f"{name}={value}" for name, value in limits.items())]
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            words, env={**settings, **(environment or {})}, stdout=file, stderr=subprocess.STDOUT, text=True
+        )
+    found = Serving(process, log)
+    try:
+        line = found.says(": http", START_S)
+        found.port = int(line.split("127.0.0.1:")[1].split(",")[0])
+        found.grpc_port = int(line.split("127.0.0.1:")[2])
+        yield found
+    finally:
+        for each in found.sockets:
+            each.close()
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def _main(path: str, *words: str) -> int:
+    pairs = [each.partition("=")[::2] for each in words]
+    given: dict[str, Any] = {name: float(value) if "." in value else int(value) for name, value in pairs}
+    return serve(Path(path), Options("127.0.0.1:0", "127.0.0.1:0", "small", Limits(**given)), load)
+
+
+if __name__ == "__main__":
+    sys.exit(_main(*sys.argv[1:]))

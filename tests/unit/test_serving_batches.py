@@ -1,0 +1,148 @@
+"""Requests that wait are scored together, and each gets its own answer."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from serving_model import SmallModel
+
+from persia.serving.batching import Batcher, Scores
+from persia.serving.limits import Limits
+from persia.serving.metrics import Metrics
+from persia.serving.refusals import BusyError, FailedError, InvalidError, LateError, TooLargeError
+
+
+class Gate(SmallModel):
+    """A small model whose first batch waits until the gate is opened."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__(scale)
+        self.opened = threading.Event()
+        self.entered = threading.Event()
+
+    def score(self, samples: Any) -> Any:
+        self.entered.set()
+        assert self.opened.wait(30)
+        return super().score(samples)
+
+
+def rows(*users: int) -> list[dict[str, Any]]:
+    return [{"user": user, "tags": [], "site": "a", "price": 0.0} for user in users]
+
+
+def with_batcher(test: Callable[[Batcher, Gate], Awaitable[None]], **limits: Any) -> Gate:
+    """Run a test with a batcher whose thread is inside of the score of another request."""
+    model = Gate()
+
+    async def main() -> None:
+        batcher = Batcher(model, Limits(**limits), Metrics())
+        first = batcher.submit(lambda model: rows(1), 0, 30)
+        await asyncio.to_thread(model.entered.wait, 30)
+        try:
+            await test(batcher, model)
+        finally:
+            model.opened.set()
+            await asyncio.to_thread(batcher.close)
+        await asyncio.sleep(0)
+        assert first.result().values.shape == (1, 1)
+
+    asyncio.run(main())
+    return model
+
+
+def values(found: Scores) -> list[float]:
+    return [float(each) for each in found.values[:, 0]]
+
+
+def test_requests_that_wait_are_one_batch_and_keep_their_order() -> None:
+    async def test(batcher: Batcher, model: Gate) -> None:
+        answers = [batcher.submit(lambda model, n=n: rows(*range(n)), 0, 30) for n in range(1, 6)]
+        model.opened.set()
+        found = await asyncio.gather(*answers)
+        assert [values(each) for each in found] == [model.scores(rows(*range(n))) for n in range(1, 6)]
+
+    assert with_batcher(test).batches[1] == 15
+
+
+def test_a_batch_has_no_more_rows_than_the_limit_but_for_one_request() -> None:
+    async def test(batcher: Batcher, model: Gate) -> None:
+        answers = [batcher.submit(lambda model, n=n: rows(*range(n)), 0, 30) for n in (3, 3, 7, 1, 1)]
+        model.opened.set()
+        await asyncio.gather(*answers)
+
+    assert with_batcher(test, batch_rows=5).batches[1:] == [3, 3, 7, 2]
+
+
+def test_a_request_that_is_invalid_or_makes_the_model_fail_fails_alone() -> None:
+    async def test(batcher: Batcher, model: Gate) -> None:
+        given: list[Any] = [rows(1), [1, 2], rows(POISON), rows(2), rows(*range(50))]
+        answers = [batcher.submit(lambda model, each=each: each, 0, 30) for each in given]
+        model.opened.set()
+        found = await asyncio.gather(*answers, return_exceptions=True)
+        assert [type(each) for each in found] == [Scores, InvalidError, FailedError, Scores, TooLargeError]
+        assert [values(found[0]), values(found[3])] == [model.scores(rows(1)), model.scores(rows(2))]  # type: ignore[arg-type]
+
+    with_batcher(test, request_rows=20)
+
+
+POISON = 666 - round(SmallModel().scores(rows(0))[0])
+"""The user whose row makes the model fail."""
+
+
+def test_another_model_takes_over_between_two_batches() -> None:
+    async def test(batcher: Batcher, model: Gate) -> None:
+        before = batcher.submit(lambda model: rows(5), 0, 30)
+        other = SmallModel(3.0)
+        switched = batcher.switch(other)
+        after = batcher.submit(lambda model: rows(5), 0, 30)
+        model.opened.set()
+        assert (await before).model is model and values(await before) == model.scores(rows(5))
+        assert (await after).model is other and values(await after) == other.scores(rows(5))
+        assert await asyncio.wrap_future(switched) is model and not model.closed
+
+    with_batcher(test)
+
+
+def test_a_client_that_left_and_a_late_request_are_not_scored() -> None:
+    async def test(batcher: Batcher, model: Gate) -> None:
+        left = batcher.submit(lambda model: rows(7, 7, 7), 0, 30)
+        late = batcher.submit(lambda model: rows(8, 8), 0, 0.0)
+        good = batcher.submit(lambda model: rows(9), 0, 30)
+        left.cancel()
+        model.opened.set()
+        with pytest.raises(LateError):
+            await late
+        assert values(await good) == model.scores(rows(9))
+
+    assert with_batcher(test).batches[:2] == [1, 1]
+
+
+def test_requests_and_their_bytes_are_bounded() -> None:
+    async def test(batcher: Batcher, model: Gate) -> None:
+        batcher.reserve(60)
+        with pytest.raises(BusyError):
+            batcher.reserve(50)
+        batcher.grow(40)
+        with pytest.raises(BusyError):
+            batcher.grow(1)
+        batcher.reserve(0)
+        with pytest.raises(BusyError):
+            batcher.reserve(0)
+        batcher.release(100)
+        batcher.release(0)
+        assert (batcher.waiting, batcher.waiting_bytes) == (0, 0)
+
+    with_batcher(test, waiting=2, waiting_bytes=100)
+
+
+def test_a_batch_waits_for_more_rows_if_it_shall() -> None:
+    async def test(batcher: Batcher, model: Gate) -> None:
+        model.opened.set()
+        first = batcher.submit(lambda model: rows(1), 0, 30)
+        await asyncio.sleep(0.05)
+        second = batcher.submit(lambda model: rows(2), 0, 30)
+        await asyncio.gather(first, second)
+
+    assert with_batcher(test, batch_delay_s=2.0, batch_rows=2).batches[1] == 2

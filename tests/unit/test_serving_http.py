@@ -1,0 +1,237 @@
+"""HTTP requests to a serving process: scores, the Open Inference Protocol, refusals, metrics."""
+
+import json
+import struct
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving_model import SmallModel
+from serving_process import Client, Serving, serving, write_bundle
+
+RECORDS = [
+    {"user": 3, "site": "a", "tags": [1, 2], "price": 0.5},
+    {"user": 4, "site": "b", "tags": [], "price": -1.25},
+    {"user": 5, "site": "ü", "tags": [7], "price": 2},
+]
+MODEL = SmallModel(2.0)
+SCORES = MODEL.scores(RECORDS)
+INPUTS: list[dict[str, Any]] = [
+    {"name": "user", "shape": [3], "datatype": "INT64", "data": [3, 4, 5]},
+    {"name": "site", "shape": [3, 1], "datatype": "BYTES", "data": ["a", "b", "ü"]},
+    {"name": "tags", "shape": [3], "datatype": "INT64", "data": [1, 2, 7]},
+    {"name": "tags.offsets", "shape": [4], "datatype": "INT64", "data": [0, 2, 2, 3]},
+    {"name": "price", "shape": [3], "datatype": "FP32", "data": [0.5, -1.25, 2]},
+]
+INFER = "/v2/models/small/infer"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    folder = tmp_path_factory.mktemp("serving")
+    with serving(write_bundle(folder / "bundle", 2.0), folder / "log", request_rows=1000, body_bytes=100_000) as found:
+        yield found
+
+
+@pytest.fixture
+def client(server: Serving) -> Client:
+    return server.client()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        RECORDS,
+        {"records": RECORDS},
+        {"shared": {"user": 3}, "candidates": [{k: v for k, v in RECORDS[0].items() if k != "user"}]},
+    ],
+    ids=["list", "records", "candidates"],
+)
+def test_scores_of_records_are_those_of_the_bundle_that_is_named(client: Client, body: Any) -> None:
+    status, headers, content = client.score(body)
+    assert (status, headers["persia-bundle"]) == (200, "small-2")
+    assert content == {"bundle": "small-2", "scores": SCORES[: 1 if "candidates" in body else 3]}
+
+
+def test_unusual_values_are_counted_in_the_answer(client: Client) -> None:
+    _, _, content = client.score([{"user": 3, "site": "a", "tags": [1, 2], "price": "x"}, {**RECORDS[1], "site": None}])
+    assert content["unusual"] == {"price": {"wrong_type": 1}, "site": {"null": 1}}
+
+
+def test_no_rows_have_no_scores(client: Client) -> None:
+    assert client.score([])[2]["scores"] == []
+    assert client.score({"shared": {"user": 1}, "candidates": []})[2]["scores"] == []
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b"[1]", "want a list of records"),
+        (b"[{}]x", "not JSON"),
+        (b'"text"', "want a list of records"),
+        (b"[" * 50_000, "not JSON"),
+        (b'{"a": ' * 10_000, "not JSON"),
+        (b'{"rows": []}', "keys rows: want a list"),
+        (b'{"shared": 1, "candidates": []}', "want a list of records"),
+        (b'{"shared": {"user": 1}, "candidates": [{"user": 2}]}', "columns of both shared and a candidate: user"),
+        (b'[{"usr": 1}]', "no record has a column of the model: user, site, tags, price"),
+        (b'[{"user": 1}, 2]', "expected"),
+    ],
+)
+def test_an_invalid_body_is_refused_with_the_reason(client: Client, body: bytes, message: str) -> None:
+    status, _, content = client.score(body)
+    assert status == 400 and message in content["error"], content
+    assert client.score(RECORDS)[2]["scores"] == SCORES  # by the same connection
+
+
+def test_what_is_too_large_is_refused(client: Client, server: Serving) -> None:
+    status, _, content = client.score([{"user": 1}] * 1001)
+    assert (status, content["error"]) == (413, "1001 rows; a request may have 1000")
+    status, _, content = client.score(b"x" * 100_001)
+    assert (status, content["error"]) == (413, "100001 bytes; a request may have 100000")
+    chunks = ({"Transfer-Encoding": "chunked"}, b"186a1\r\n" + b"x" * 100_001 + b"\r\n0\r\n\r\n")
+    connection = server.connect()
+    connection.sendall(b"POST /score HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" + chunks[1])
+    assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/score", 405),
+        ("POST", "/v2", 405),
+        ("GET", "/nothing", 404),
+        ("GET", "/v2/models/other", 404),
+        ("GET", "/v2/models/small/versions/small-3", 404),
+        ("POST", "/v2/models/other/infer", 404),
+        ("GET", "/v2/models/small/a/b/c", 404),
+        ("GET", "/v2/health/nothing", 404),
+        ("GET", "/v2/models/small/versions/small-2/ready", 200),
+        ("GET", "/v2/models/small/ready", 200),
+        ("GET", "/v2/health/live", 200),
+        ("GET", "/v2/health/ready", 200),
+        ("HEAD", "/v2/health/ready", 200),
+    ],
+)
+def test_paths_and_methods(client: Client, method: str, path: str, status: int) -> None:
+    found, _, content = client.ask(method, path)
+    assert found == status, content
+    assert status == 200 or content["error"]
+
+
+def test_metadata_names_the_tensors(client: Client) -> None:
+    assert client.ask("GET", "/v2")[2]["extensions"] == ["binary_tensor_data"]
+    _, _, content = client.ask("GET", "/v2/models/small")
+    assert content["versions"] == ["small-2"]
+    assert {each["name"]: (each["datatype"], each["shape"]) for each in content["inputs"]} == {
+        each["name"]: (each["datatype"], [-1]) for each in INPUTS
+    }
+    assert content["outputs"] == [{"name": "score", "datatype": "FP32", "shape": [-1]}]
+
+
+@pytest.mark.parametrize("path", [INFER, "/v2/models/small/versions/small-2/infer"])
+def test_tensors_as_json(client: Client, path: str) -> None:
+    status, headers, content = client.ask("POST", path, json.dumps({"id": "7", "inputs": INPUTS}))
+    assert (status, headers["persia-bundle"]) == (200, "small-2")
+    assert content == {
+        "id": "7", "model_name": "small", "model_version": "small-2",
+        "outputs": [{"name": "score", "datatype": "FP32", "shape": [3], "data": SCORES}],
+    }  # fmt: skip
+
+
+def test_binary_tensors(client: Client) -> None:
+    texts = b"".join(struct.pack("<I", len(each.encode())) + each.encode() for each in ("a", "b", "ü"))
+    raws = [struct.pack("<3q", 3, 4, 5), texts, struct.pack("<3q", 1, 2, 7), struct.pack("<4q", 0, 2, 2, 3)]
+    raws.append(struct.pack("<3f", 0.5, -1.25, 2))
+    tensors = [
+        {**{key: value for key, value in each.items() if key != "data"}, "parameters": {"binary_data_size": len(raw)}}
+        for each, raw in zip(INPUTS, raws, strict=True)
+    ]
+    outputs = [{"name": "score", "parameters": {"binary_data": True}}]
+    head = json.dumps({"inputs": tensors, "outputs": outputs}).encode()
+    length = {"Inference-Header-Content-Length": str(len(head))}
+    status, headers, content = client.ask("POST", INFER, head + b"".join(raws), length)
+    assert status == 200, content
+    split = int(headers["inference-header-content-length"])
+    assert json.loads(content[:split])["outputs"][0]["parameters"] == {"binary_data_size": 12}
+    assert [*struct.unpack("<3f", content[split:])] == SCORES
+    status, _, content = client.ask("POST", INFER, head + b"".join(raws) + b"x", length)
+    assert (status, content["error"]) == (400, f"{sum(map(len, raws)) + 1} bytes follow the JSON; the inputs have "
+                                          f"{sum(map(len, raws))}")  # fmt: skip
+
+
+def replaced(index: int, **keys: Any) -> list[dict[str, Any]]:
+    return [{**each, **keys} if at == index else each for at, each in enumerate(INPUTS)]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (INPUTS[:4], "inputs are missing: price; the model takes user, site, tags, price"),
+        ([*INPUTS, {**INPUTS[0], "name": "usr"}], "usr: no such input; did you mean user?"),
+        ([*INPUTS, INPUTS[0]], "user: given twice"),
+        (replaced(0, data=[3, 4]), "user: 2 values; shape [3] has 3"),
+        (replaced(0, shape=[2], data=[3, 4]), "different numbers of rows: user 2"),
+        (replaced(0, data=[3, 4, 5.5]), "user: data is not INT64"),
+        (replaced(0, data=[3, 4, 2**63]), "user: data is not INT64"),
+        (replaced(0, data=[[3, 4], 5]), "lists beside values"),
+        (replaced(0, datatype="INT65"), "user: datatype 'INT65'"),
+        (replaced(0, shape=[-1]), "user: shape [-1]"),
+        (replaced(0, shape=[2**60]), "user: shape"),
+        (replaced(1, data=["a", 1, "b"]), "site: data is not BYTES"),
+        (replaced(3, data=[0, 2, 1, 3]), "tags.offsets: want 3 values divided"),
+        (replaced(3, data=[0, 2, 2, 4]), "tags.offsets: want 3 values divided"),
+        (replaced(3, shape=[3], data=[0, 2, 3]), "different numbers of rows"),
+        (replaced(4, parameters={"shared_memory_region": "x"}), "price: shared memory is not supported"),
+        (replaced(4, parameters={"binary_data_size": 4}), "price: binary_data_size 4; 0 bytes follow"),
+        (7, "want an object with a list of inputs"),
+    ],
+)
+def test_invalid_tensors_are_refused_with_the_reason(client: Client, inputs: Any, message: str) -> None:
+    status, _, content = client.ask("POST", INFER, json.dumps({"inputs": inputs}))
+    assert status == 400 and message in content["error"], content
+
+
+def test_a_missing_number_is_null(client: Client) -> None:
+    _, _, content = client.ask("POST", INFER, json.dumps({"inputs": replaced(4, data=[0.5, None, 2])}))
+    assert json.loads(content["parameters"]["unusual"]) == {"price": {"null": 1}}
+
+
+def test_a_row_that_makes_the_model_fail_fails_alone(client: Client, server: Serving) -> None:
+    bad = {"user": 333, "site": None, "tags": [], "price": 0}
+    bad["user"] = 333 - 10 * int(MODEL.transform([bad]).ids("site")[0][0] % 7)  # a score of 666
+    status, _, content = client.score([bad])
+    assert (status, content["error"]) == (500, "the model failed; the server's log has the cause")
+    assert "a row that makes the model fail" in server.output
+    assert client.score(RECORDS)[0] == 200
+
+
+def test_metrics(client: Client, server: Serving) -> None:
+    before = server.metric('persia_serving_requests_total{api="score",outcome="ok"}')
+    rows = server.metric("persia_serving_rows_total")
+    client.score(RECORDS)
+    assert server.metric('persia_serving_requests_total{api="score",outcome="ok"}') == before + 1
+    assert server.metric("persia_serving_rows_total") == rows + 3
+    assert server.metric("persia_serving_ids_total") == 2 * server.metric("persia_serving_unseen_ids_total") > 0
+    assert server.metric('persia_serving_bundle{bundle="small-2"}') == 1
+    assert server.metric('persia_serving_request_seconds_count{api="score"}') > before
+    assert server.metric("persia_serving_waiting_bytes") == 0
+    assert server.metric("process_resident_memory_bytes") > 1e6
+
+
+def test_curl(server: Serving, tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps(RECORDS * 300))  # with Expect: 100-continue
+    words = [
+        "curl",
+        "--silent",
+        "--fail",
+        "--data",
+        f"@{tmp_path / 'rows.json'}",
+        f"http://127.0.0.1:{server.port}/score",
+    ]
+    done = subprocess.run(words, check=True, stdout=subprocess.PIPE)
+    assert json.loads(done.stdout)["scores"] == SCORES * 300

@@ -1,0 +1,58 @@
+"""Ask a server by stock clients: ``triton_client.py HTTP GRPC NAME TOKEN SPEC`` prints the scores of each.
+
+The spec is JSON: for each input its datatype and its values. It runs in an environment of its own, with tritonclient.
+"""
+
+import json
+import sys
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc
+import tritonclient.http
+
+
+def ask(module: Any, address: str, name: str, headers: dict[str, str], spec: dict[str, Any], **arguments: Any) -> Any:
+    """Return the identity of the bundle, and the scores."""
+    client = module.InferenceServerClient(address)
+    assert client.is_server_live() and client.is_server_ready()
+    assert client.is_model_ready(name, headers=headers)
+    metadata = client.get_model_metadata(name, headers=headers)
+    names = metadata["inputs"] if isinstance(metadata, dict) else metadata.inputs
+    found = {each["name"] if isinstance(each, dict) else each.name for each in names}
+    assert found == set(spec), found
+    inputs = []
+    for key, (datatype, values) in spec.items():
+        tensor = module.InferInput(key, [len(values)], datatype)
+        kind = {"BYTES": np.object_, "INT64": np.int64, "FP32": np.float32, "FP64": np.float64}[datatype]
+        tensor.set_data_from_numpy(np.array(values, kind), **arguments)
+        inputs.append(tensor)
+    result = client.infer(name, inputs, request_id="7", headers=headers)
+    answer = result.get_response()
+    version = answer["model_version"] if isinstance(answer, dict) else answer.model_version
+    scores = result.as_numpy("score")
+    try:
+        client.infer(name, inputs[1:], headers=headers)
+        raise AssertionError("a request without an input was not refused")
+    except tritonclient.http.InferenceServerException as error:
+        assert "inputs are missing" in error.message(), error
+    client.close()
+    return [version, scores.tolist()]
+
+
+def main(http: str, grpc: str, name: str, token: str, spec: str) -> None:
+    """Ask by HTTP with binary tensors, by HTTP with JSON, and by gRPC."""
+    given, bearer = json.loads(spec), f"Bearer {token}"
+    print(
+        json.dumps(
+            [
+                ask(tritonclient.http, http, name, {"Authorization": bearer}, given),
+                ask(tritonclient.http, http, name, {"Authorization": bearer}, given, binary_data=False),
+                ask(tritonclient.grpc, grpc, name, {"authorization": bearer}, given),
+            ]
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
