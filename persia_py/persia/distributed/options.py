@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 _logger = get_logger("distributed")
 
 _COLLECTIVE = timedelta(days=1)
-"""How long torch waits for a rank, which may be evaluating; :class:`Peers` detects dead and silent ranks earlier."""
+"""How long torch waits for a rank. :class:`Peers` detects dead, silent and late ranks earlier, and has a clock that stands
+still while a debugger holds a rank; torch cannot change the limit of a collective that has begun."""
 
 
 _COLLECTIVES = 2000
@@ -31,7 +32,12 @@ class DistributedBaseOption(ABC):
 
     A subclass starts a process group and wraps the model. Rank 0's address is found through discovery; no option names
     it.
+
+    Attributes:
+        limit_s: Seconds that a collective may take, without those in which a debugger holds a rank; None is no limit.
     """
+
+    limit_s: float | None = None
 
     @abstractmethod
     def initialize(self, store: "Store", rank: int, world_size: int, device_id: int | None) -> None:
@@ -75,7 +81,7 @@ class DDPOption(DistributedBaseOption):
         if ignored:
             _logger.warning("DDPOption: %s has no effect, rank 0 is found through discovery", ", ".join(ignored))
         self.backend = backend
-        self.timeout_s = timeout_s
+        self.limit_s = timeout_s or settings.dist_timeout
         self.options = {"find_unused_parameters": True, **options}
 
     def initialize(self, store: "Store", rank: int, world_size: int, device_id: int | None) -> None:
@@ -87,13 +93,11 @@ class DDPOption(DistributedBaseOption):
             )
         if self.backend == "nccl":
             _record_collectives()
-        seconds = self.timeout_s or settings.dist_timeout
-        timeout = _COLLECTIVE if seconds is None else timedelta(seconds=seconds)
         _logger.info(
             "dense gradients are averaged over %s (%s)", self.backend, "no GPU" if device_id is None else "GPU"
         )
         torch_distributed.init_process_group(
-            self.backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+            self.backend, store=store, rank=rank, world_size=world_size, timeout=_COLLECTIVE
         )
 
     def wrap(self, model: torch.nn.Module, device_id: int | None) -> torch.nn.Module:
@@ -107,10 +111,15 @@ class DDPOption(DistributedBaseOption):
 
 def get_default_distributed_option(device_id: int | None = None) -> DDPOption:
     """Return DDP over ``PERSIA_DIST_BACKEND``; without it, over nccl with a device, over gloo without."""
+    return DDPOption(backend=default_backend(device_id))
+
+
+def default_backend(device_id: int | None) -> str:
+    """Return ``PERSIA_DIST_BACKEND``, which ``dist.backend`` sets; without it, nccl with a device, gloo without."""
     backend = settings.dist_backend
     if backend == "auto":
         backend = "gloo" if device_id is None else "nccl"
-    return DDPOption(backend=backend)
+    return backend
 
 
 def _record_collectives() -> None:

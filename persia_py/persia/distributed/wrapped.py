@@ -41,6 +41,14 @@ def synchronise_gradients(model: torch.nn.Module | None, on: bool) -> None:
         model.synchronise_gradients(on)
 
 
+def drop_step(model: torch.nn.Module | None) -> None:
+    """Drop the gradients that a step has left in a model's wrapper, and average the next ones over all ranks."""
+    if isinstance(model, ShardedModel):
+        model.drop_step()
+    else:
+        synchronise_gradients(model, True)
+
+
 def optimizer_state(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the whole state of a model's optimizer.
 
