@@ -31,6 +31,7 @@ from persia.distributed.wrapped import unwrap_model
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, Label, NonIDTypeFeature, PersiaBatch
 from persia.embedding.optim import SGD, Adagrad, Adam, Optimizer
+from persia_core.forward import TrainingBatch
 
 PLAN: dict[str, Any] = {
     "steps": 20,
@@ -46,6 +47,9 @@ PLAN: dict[str, Any] = {
     "parallel": "ddp",
     "nonfinite": "skip",
     "clip": None,
+    "parts": {},  # rows in the model at a time, by rank
+    "leave": [],  # steps of which the last part is not back-propagated
+    "gather": False,  # gather weights and evaluate on rank 0, between a load and the first loop
     "kinds": False,  # a weighted, a raw and a hash-stacked slot instead of two plain ones
     **json.loads(sys.argv[1] if len(sys.argv) > 1 else "{}"),
 }
@@ -171,6 +175,9 @@ def train_once(ctx: TrainCtx, loader: DataLoader) -> None:
         before(batch.step)
         if due("evaluate", batch.step):
             evaluate(ctx.model)
+        if rows := PLAN["parts"].get(str(RANK)):
+            divided(ctx, batch, rows)
+            continue
         output, labels = ctx.forward(batch)
         loss = loss_fn(output, labels[0])
         if due("nan", batch.step):
@@ -183,6 +190,16 @@ def train_once(ctx: TrainCtx, loader: DataLoader) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         if RANK == 0:
             sys.stderr.write(f"step {batch.step} done\n")
+
+
+def divided(ctx: TrainCtx, batch: TrainingBatch, rows: int) -> None:
+    """Train on some rows of a batch at a time; leave some steps in their middle."""
+    for part in ctx.micro_batches(batch, rows):
+        output, labels = ctx.forward(part)
+        leaves = batch.step in PLAN["leave"]
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(output, labels[0]) * part.share
+        if not (leaves and part.is_last):
+            ctx.backward(loss)
 
 
 def save(ctx: TrainCtx, out: str) -> None:
@@ -219,6 +236,10 @@ def main() -> None:
     ) as ctx:
         if (load := PLAN.get("load")) and (RANK == 0 or load["all"]):
             ctx.load_checkpoint(load["dir"])
+        if PLAN["gather"]:
+            ctx.gather_model()
+            if RANK == 0:
+                evaluate(ctx.model)
         train(ctx)
         if (dump := PLAN.get("dump")) and (RANK == 0 or dump["all"]):
             ctx.dump_checkpoint(dump["dir"])

@@ -220,7 +220,7 @@ def test_the_sample_is_that_of_the_batch_and_not_of_its_part(configure: Configur
     configure(SLOTS)
     with make(nonfinite="raise") as ctx:
         for batch in DataLoader(Batches(1)):
-            with pytest.raises(NonFiniteError, match="the model's output, sample 21, is nan"):  # noqa: PT012
+            with pytest.raises(NonFiniteError, match="the model's output, sample 21, is nan"):
                 for part in ctx.micro_batches(batch, 8):
                     output, labels = ctx.forward(part)
                     if part.rows.start == 16:

@@ -124,8 +124,7 @@ def test_a_step_that_is_repeated_is_unscaled_once(
             output, labels = ctx.forward(batch)
             try:
                 ctx.backward(loss_fn(output, labels[0]))
-            except OutOfMemoryError as error:
-                assert error.can_repeat
+            except OutOfMemoryError:
                 for part in ctx.micro_batches(batch, 16):
                     output, labels = ctx.forward(part)
                     ctx.backward(loss_fn(output, labels[0]) * part.share)

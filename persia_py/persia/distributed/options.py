@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _logger = get_logger("distributed")
 
 _COLLECTIVE = timedelta(days=1)
-"""How long torch waits for a rank. :class:`Peers` detects dead, silent and late ranks earlier, and has a clock that stands
+"""How long torch waits for a rank. :class:`Peers` detects dead, silent and late ranks earlier, by a clock that stands
 still while a debugger holds a rank; torch cannot change the limit of a collective that has begun."""
 
 

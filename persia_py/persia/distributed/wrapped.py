@@ -42,11 +42,17 @@ def synchronise_gradients(model: torch.nn.Module | None, on: bool) -> None:
 
 
 def drop_step(model: torch.nn.Module | None) -> None:
-    """Drop the gradients that a step has left in a model's wrapper, and average the next ones over all ranks."""
+    """Forget a step that was left in its middle, in a model's wrapper; every rank calls this after the same step.
+
+    The wrapper may still hold gradients, or wait for the backward of a forward: it would take that of the next forward
+    for it, and average gradients too early.
+    """
     if isinstance(model, ShardedModel):
         model.drop_step()
-    else:
+    elif isinstance(model, torch.nn.parallel.DistributedDataParallel):
         synchronise_gradients(model, True)
+        if hasattr(model.reducer, "_reset_state"):
+            model.reducer._reset_state()
 
 
 def optimizer_state(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

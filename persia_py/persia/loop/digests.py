@@ -15,8 +15,7 @@ from torch.utils.dlpack import from_dlpack
 
 from persia.distributed.wrapped import trained_module
 from persia.loop.finite import StepTensors, is_sharded, local_part
-from persia.runtime import flight
-from persia.runtime import job
+from persia.runtime import flight, job
 from persia.runtime.errors import StorageError
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings

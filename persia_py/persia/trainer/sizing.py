@@ -97,7 +97,7 @@ class Sizing:
         servers: The number of servers among which rows are divided; 0 if they are in the trainer.
         servers_here: The number of these servers on this host.
         ranks_here: The number of ranks on this host.
-        dense: Bytes of weights, gradients and optimizer state of the dense model, on each rank: see :func:`dense_bytes`.
+        dense: Bytes of weights, gradients and optimizer state on each rank, as :func:`dense_bytes` has it.
         batches: Bytes of the batches that are looked up ahead, on each rank.
         available: Bytes of memory of this host that are free, or that its container may still take.
         is_exact: All rows of train were read; otherwise the number of ids is an extrapolation.
