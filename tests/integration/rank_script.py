@@ -26,6 +26,7 @@ from waiting import wait_until
 from persia import distributed, env
 from persia.ctx import TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset, StreamingDataset
+from persia.debug.breakpoint import session as debugger
 from persia.distributed import control_plane
 from persia.distributed.wrapped import unwrap_model
 from persia.embedding import EmbeddingConfig
@@ -142,6 +143,8 @@ def before(step: int) -> None:
         sys.exit(PLAN["exit"]["code"])
     if due("hang", step):
         hang()
+    if due("prompt", step):
+        prompt()
     if (pause := PLAN.get("pause")) is not None and pause["step"] == step:
         if RANK == 0:
             Path(pause["reached"]).touch()
@@ -151,6 +154,24 @@ def before(step: int) -> None:
 def hang() -> None:
     """Wait for an event that never occurs."""
     threading.Event().wait()
+
+
+def prompt() -> None:
+    """Be at the prompt of the debugger for longer than any limit; the other ranks have no breakpoint."""
+    session, began = debugger(), time.monotonic()
+    with session.prompting(sys._getframe()):
+        wait_until("the limits to pass", lambda: time.monotonic() - began > PLAN["prompt"]["seconds"], 60)
+    session.continues(stops_again=False)
+
+
+class Late(distributed.DDPOption):
+    """The process group of one rank never starts."""
+
+    def initialize(self, *arguments: Any) -> None:
+        """Start it, or hang."""
+        if due("late", 0):
+            hang()
+        super().initialize(*arguments)
 
 
 def evaluate(model: torch.nn.Module | None) -> None:
@@ -222,7 +243,7 @@ def main() -> None:
     dense = DENSE[PLAN["dense"]](model.parameters(), lr=0.1)
     config = EmbeddingConfig((-0.1, 0.1))
     optimizer = OPTIMIZERS[PLAN["optimizer"]]
-    option = distributed.FSDPOption() if PLAN["parallel"] == "fsdp" else None
+    option = distributed.FSDPOption() if PLAN["parallel"] == "fsdp" else Late("tcp", "gloo")
     with TrainCtx(
         optimizer,
         dense,

@@ -32,12 +32,12 @@ class DistributedBaseOption(ABC):
 
     A subclass starts a process group and wraps the model. Rank 0's address is found through discovery; no option names
     it.
-
-    Attributes:
-        limit_s: Seconds that a collective may take, without those in which a debugger holds a rank; None is no limit.
     """
 
-    limit_s: float | None = None
+    @property
+    def limit_s(self) -> float | None:
+        """Seconds that a collective may take, without those in which a debugger holds a rank; None is no limit."""
+        return settings.dist_timeout
 
     @abstractmethod
     def initialize(self, store: "Store", rank: int, world_size: int, device_id: int | None) -> None:
@@ -81,8 +81,13 @@ class DDPOption(DistributedBaseOption):
         if ignored:
             _logger.warning("DDPOption: %s has no effect, rank 0 is found through discovery", ", ".join(ignored))
         self.backend = backend
-        self.limit_s = timeout_s or settings.dist_timeout
+        self.timeout_s = timeout_s
         self.options = {"find_unused_parameters": True, **options}
+
+    @property
+    def limit_s(self) -> float | None:
+        """As given, else ``PERSIA_DIST_TIMEOUT``."""
+        return self.timeout_s or super().limit_s
 
     def initialize(self, store: "Store", rank: int, world_size: int, device_id: int | None) -> None:
         """Start the process group."""
