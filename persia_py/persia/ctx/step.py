@@ -13,7 +13,7 @@ from persia.ctx.base import PreprocessMode
 from persia.ctx.checks import titled
 from persia.ctx.embedding import EmbeddingCtx
 from persia.ctx.micro_batch import MicroBatch, check_splits
-from persia.distributed.wrapped import drop_step, synchronise_gradients, trained_module
+from persia.distributed.wrapped import can_drop_step, drop_step, synchronise_gradients, trained_module
 from persia.embedding.data import PersiaBatch
 from persia.embedding.encoded import sample_ids
 from persia.embedding.inputs import arranged
@@ -232,8 +232,12 @@ class StepCtx(EmbeddingCtx):
             raise UsageError("TrainCtx.backward was called without a forward of a training batch before it")
         self._label_check.backward(loss)
         if self._micro is not None and not self._micro.is_last:
-            with self._reporting_memory(batch):
-                self._backward.accumulate(loss, batch.step, self._backend)
+            try:
+                with self._reporting_memory(batch):
+                    self._backward.accumulate(loss, batch.step, self._backend)
+            except OutOfMemoryError as error:
+                error.can_repeat = can_drop_step(self.model)
+                raise
             return loss.detach()
         self._trained_batches.backward()
         can_repeat = False

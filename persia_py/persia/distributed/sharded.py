@@ -106,6 +106,11 @@ class ShardedModel(torch.nn.Module):
         """Whether this rank has the whole weights and the whole state of the optimizer."""
         return self.is_current and self._optimizer_state is not None
 
+    @property
+    def can_reset(self) -> bool:
+        """Whether this torch can make a step after an error in the middle of a backward."""
+        return hasattr(self._fsdp, "reset_iter_state")
+
     def synchronise_gradients(self, on: bool) -> None:
         """Whether the next backward reduces gradients over the ranks, or adds them up here.
 
@@ -122,7 +127,7 @@ class ShardedModel(torch.nn.Module):
         No other rank takes part, but each one that has made a forward of the step calls this before its next one.
         """
         self.module.zero_grad()  # the weights are whole, if a part was back-propagated
-        if hasattr(self._fsdp, "reset_iter_state"):  # also after an error in the middle of a backward
+        if self.can_reset:
             self._fsdp.reset_iter_state()
         self._fsdp.reshard()
         self.module.zero_grad()

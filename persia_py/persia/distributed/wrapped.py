@@ -41,6 +41,11 @@ def synchronise_gradients(model: torch.nn.Module | None, on: bool) -> None:
         model.synchronise_gradients(on)
 
 
+def can_drop_step(model: torch.nn.Module | None) -> bool:
+    """Whether :func:`drop_step` may follow an error in the middle of a backward."""
+    return not isinstance(model, ShardedModel) or model.can_reset
+
+
 def drop_step(model: torch.nn.Module | None) -> None:
     """Forget a step that was left in its middle, in a model's wrapper; every rank calls this after the same step.
 
