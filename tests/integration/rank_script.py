@@ -26,11 +26,13 @@ from waiting import wait_until
 from persia import distributed, env
 from persia.ctx import TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset, StreamingDataset
+from persia.debug.breakpoint import session as debugger
 from persia.distributed import control_plane
 from persia.distributed.wrapped import unwrap_model
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, Label, NonIDTypeFeature, PersiaBatch
 from persia.embedding.optim import SGD, Adagrad, Adam, Optimizer
+from persia_core.forward import TrainingBatch
 
 PLAN: dict[str, Any] = {
     "steps": 20,
@@ -46,6 +48,9 @@ PLAN: dict[str, Any] = {
     "parallel": "ddp",
     "nonfinite": "skip",
     "clip": None,
+    "parts": {},  # rows in the model at a time, by rank
+    "leave": [],  # steps of which the last part is not back-propagated
+    "gather": False,  # gather weights and evaluate on rank 0, between a load and the first loop
     "kinds": False,  # a weighted, a raw and a hash-stacked slot instead of two plain ones
     **json.loads(sys.argv[1] if len(sys.argv) > 1 else "{}"),
 }
@@ -138,6 +143,8 @@ def before(step: int) -> None:
         sys.exit(PLAN["exit"]["code"])
     if due("hang", step):
         hang()
+    if due("prompt", step):
+        prompt()
     if (pause := PLAN.get("pause")) is not None and pause["step"] == step:
         if RANK == 0:
             Path(pause["reached"]).touch()
@@ -147,6 +154,24 @@ def before(step: int) -> None:
 def hang() -> None:
     """Wait for an event that never occurs."""
     threading.Event().wait()
+
+
+def prompt() -> None:
+    """Be at the prompt of the debugger for longer than any limit; the other ranks have no breakpoint."""
+    session, began = debugger(), time.monotonic()
+    with session.prompting(sys._getframe()):
+        wait_until("the limits to pass", lambda: time.monotonic() - began > PLAN["prompt"]["seconds"], 60)
+    session.continues(stops_again=False)
+
+
+class Late(distributed.DDPOption):
+    """The process group of one rank never starts."""
+
+    def initialize(self, *arguments: Any) -> None:
+        """Start it, or hang."""
+        if due("late", 0):
+            hang()
+        super().initialize(*arguments)
 
 
 def evaluate(model: torch.nn.Module | None) -> None:
@@ -171,6 +196,9 @@ def train_once(ctx: TrainCtx, loader: DataLoader) -> None:
         before(batch.step)
         if due("evaluate", batch.step):
             evaluate(ctx.model)
+        if rows := PLAN["parts"].get(str(RANK)):
+            divided(ctx, batch, rows)
+            continue
         output, labels = ctx.forward(batch)
         loss = loss_fn(output, labels[0])
         if due("nan", batch.step):
@@ -183,6 +211,16 @@ def train_once(ctx: TrainCtx, loader: DataLoader) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         if RANK == 0:
             sys.stderr.write(f"step {batch.step} done\n")
+
+
+def divided(ctx: TrainCtx, batch: TrainingBatch, rows: int) -> None:
+    """Train on some rows of a batch at a time; leave some steps in their middle."""
+    for part in ctx.micro_batches(batch, rows):
+        output, labels = ctx.forward(part)
+        leaves = batch.step in PLAN["leave"]
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(output, labels[0]) * part.share
+        if not (leaves and part.is_last):
+            ctx.backward(loss)
 
 
 def save(ctx: TrainCtx, out: str) -> None:
@@ -205,7 +243,7 @@ def main() -> None:
     dense = DENSE[PLAN["dense"]](model.parameters(), lr=0.1)
     config = EmbeddingConfig((-0.1, 0.1))
     optimizer = OPTIMIZERS[PLAN["optimizer"]]
-    option = distributed.FSDPOption() if PLAN["parallel"] == "fsdp" else None
+    option = distributed.FSDPOption() if PLAN["parallel"] == "fsdp" else Late("tcp", "gloo")
     with TrainCtx(
         optimizer,
         dense,
@@ -219,6 +257,10 @@ def main() -> None:
     ) as ctx:
         if (load := PLAN.get("load")) and (RANK == 0 or load["all"]):
             ctx.load_checkpoint(load["dir"])
+        if PLAN["gather"]:
+            ctx.gather_model()
+            if RANK == 0:
+                evaluate(ctx.model)
         train(ctx)
         if (dump := PLAN.get("dump")) and (RANK == 0 or dump["all"]):
             ctx.dump_checkpoint(dump["dir"])

@@ -8,6 +8,7 @@ import pytest
 from conftest import ROOT
 from stack import MakeStack
 
+from persia.debug.digest_files import diff
 from persia.runtime import job
 
 SCRIPT = ROOT / "tests" / "integration" / "rank_script.py"
@@ -28,7 +29,7 @@ def test_a_checkpoint_of_shards_continues_on_one_rank_and_one_of_ddp_on_shards(
         (stack.folder / "run" / job.SUMMARY).unlink()
         out = tmp_path / f"{number}.npz"
         load = {"dir": f"at-{number}", "all": False}
-        second = {"steps": 6, "dense": "Adagrad", "parallel": after, "load": load, "out": str(out)}
+        second = {"steps": 6, "dense": "Adagrad", "parallel": after, "load": load, "gather": True, "out": str(out)}
         trainer = stack.trainer(SCRIPT, json.dumps(second), ranks=ranks)
         assert trainer.wait() == 0, trainer.output
         (stack.folder / "run" / job.SUMMARY).unlink()
@@ -45,3 +46,18 @@ def test_rank_0_alone_cannot_use_weights_that_are_not_gathered(make_stack: MakeS
     trainer = stack.trainer(SCRIPT, json.dumps(plan), ranks=2)
     assert trainer.wait(60) == 2, trainer.output
     trainer.says("every rank calls ctx.gather_model")
+
+
+def test_ranks_that_divide_a_step_differently_have_the_digests_of_ddp(make_stack: MakeStack, tmp_path: Path) -> None:
+    """Weights and gradients in digests are whole; a step that is left in its middle leaves no gradient behind."""
+    stack = make_stack()
+    plan = {"steps": 6, "parts": {"0": 5, "1": 16}, "leave": [3], "clip": 0.1}
+    for parallel in ("ddp", "fsdp"):
+        env = {"PERSIA_DIGEST": "1", "PERSIA_DIGEST_DIR": str(tmp_path / parallel)}
+        trainer = stack.trainer(SCRIPT, json.dumps({**plan, "parallel": parallel}), ranks=2, env=env)
+        assert trainer.wait(60) == 0, trainer.output
+        (stack.folder / "run" / job.SUMMARY).unlink()
+    found = diff(tmp_path / "ddp", tmp_path / "fsdp")
+    assert found.first is None, found.first
+    assert found.tensors == 2 * 5 * 15
+    assert diff(tmp_path / "fsdp" / "rank-0.csv", tmp_path / "fsdp" / "rank-1.csv").first is None

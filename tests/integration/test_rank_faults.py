@@ -145,9 +145,28 @@ def test_the_time_limit_of_a_collective_reaches_torch_and_names_the_rank(make_st
         "environment variable NCCL_TIMEOUT has no effect: NCCL has no such variable; taken as seconds. Set "
         "PERSIA_DIST_TIMEOUT=5, as now"
     )
-    first.says("a collective of torch exceeded its time limit")
+    first.says("a collective of torch exceeded its time limit of 5 s")
     first.says("lagging: rank 1 (pid")
     assert re.search(r"in the code of its script, behind look-up of step 5, for \d+ s", first.output), first.output
+
+
+@pytest.mark.row("S3-16")
+def test_the_time_limit_holds_for_the_start_of_the_process_group(make_stack: MakeStack) -> None:
+    stack = make_stack()
+    parts = nodes(stack, {"late": {"rank": 1, "step": 0}}, PERSIA_DIST_TIMEOUT="5")
+    for part in parts:
+        assert part.wait(180) == 70, part.output
+        part.says("a collective of torch exceeded its time limit of 5 s (dist.timeout_s, PERSIA_DIST_TIMEOUT)")
+        assert len(re.findall(r"rank [01] .*: in collective 'start of the process group' after step 0", part.output))
+
+
+@pytest.mark.row("S2-14")
+def test_a_debugger_stops_the_limits_of_ranks_without_a_breakpoint(make_stack: MakeStack, tmp_path: Path) -> None:
+    stack = make_stack()
+    plan = {"steps": 8, "prompt": {"rank": 1, "step": 5, "seconds": 8}}
+    limits = {"PERSIA_DIST_TIMEOUT": "2", "PERSIA_HANG_TIMEOUT": "2", "PERSIA_RPC_TIMEOUT": "60"}
+    for part in nodes(stack, plan, count=3, **limits, BREAKPOINT_TMP_FILE_PATH=str(tmp_path)):
+        assert part.wait(90) == 0, part.output
 
 
 def test_a_rank_that_fails_says_why(make_stack: MakeStack) -> None:

@@ -1,6 +1,5 @@
 """The parts of the debugger: records, the clock, commands, stacks, editors."""
 
-import importlib.util
 import json
 import logging
 import os
@@ -299,17 +298,25 @@ def rank(tmp_path: Path, no_job: None) -> Iterator[ranks.Rank]:
     process.wait()
 
 
-@pytest.mark.row("S2-15", "S2-22")
-def test_stacks_and_editor_of_a_running_rank(rank: ranks.Rank, tmp_path: Path) -> None:
+@pytest.mark.row("S2-15")
+def test_the_stacks_of_a_running_rank(rank: ranks.Rank) -> None:
     for _ in range(2):
         done = CliRunner().invoke(app, ["stacks", "--pid", str(rank.pid)])
         assert ", line 8 in wait_here\n" in done.output and rank.title in done.output
     with pytest.raises(UnreachableError, match="no such rank runs on this host"):
         raise_of(CliRunner().invoke(app, ["stacks", "--rank", "77"]))
-    if importlib.util.find_spec("debugpy") is None:
-        with pytest.raises(UsageError, match=r"debugpy is not installed.*persia\[debug\]"):
-            attach.ask(rank, 0, 1)
-        return
+
+
+@pytest.mark.row("S2-22")
+def test_without_debugpy_the_command_says_what_to_install(rank: ranks.Rank, tmp_path: Path) -> None:
+    (tmp_path / "debugpy.py").write_text("raise ImportError('as if it were not installed')")  # beside the script
+    with pytest.raises(UsageError, match=r"debugpy is not installed.*persia\[debug\]"):
+        attach.ask(rank, 0, 10)
+
+
+@pytest.mark.row("S2-22")
+def test_an_editor_is_attached_to_a_running_rank(rank: ranks.Rank, tmp_path: Path) -> None:
+    pytest.importorskip("debugpy")
     port = free_port()
     done = CliRunner().invoke(app, ["attach", "--pid", str(rank.pid), "--port", str(port), "--timeout", "1"])
     assert isinstance(done.exception, UnreachableError) and "no editor was attached" in str(done.exception)

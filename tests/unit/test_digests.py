@@ -67,6 +67,29 @@ def test_equal_runs_have_equal_digests_and_a_difference_is_found_where_it_is(tra
     assert done.exit_code == 1 and "rank 0, step 3: loss differs" in done.output
 
 
+def test_the_loss_of_a_divided_step_is_that_of_all_parts(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure("a: {dim: 4}\nb: {dim: 4}")
+    monkeypatch.setenv("PERSIA_DIGEST", "1")
+    losses = {}
+    for rows in (32, 10):
+        monkeypatch.setenv("PERSIA_DIGEST_DIR", str(tmp_path / str(rows)))
+        monkeypatch.setattr(digests, "_current", None)
+        torch.manual_seed(3)
+        model = TinyModel()
+        with TrainCtx(SGD(0.1), torch.optim.SGD(model.parameters(), 0.1), mixed_precision=False, model=model) as ctx:
+            for batch in DataLoader(Batches(2), reproducible=True):
+                for part in ctx.micro_batches(batch, rows):
+                    output, labels = ctx.forward(part)
+                    loss = torch.nn.functional.binary_cross_entropy_with_logits(output, labels[0])
+                    ctx.backward(loss * part.share)
+        lines = [line.split(",") for line in (tmp_path / str(rows) / "rank-0.csv").read_text().splitlines()]
+        losses[rows] = [float(norm) for _, name, _, norm in lines if name == "loss"]
+    digests._current = None
+    assert len(losses[10]) == 2 and losses[10] == pytest.approx(losses[32], rel=1e-5)
+
+
 @pytest.mark.row("S2-18")
 def test_an_embedding_collection_records_its_look_ups_and_pushes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -176,3 +176,54 @@ def test_policies_are_checked() -> None:
     for name, value in wrong.items():
         with pytest.raises(UsageError, match=f"TrainCtx\\({name}="):
             make(**{name: value})
+
+
+@pytest.mark.row("S3-23")
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_norm_that_is_not_finite_clips_nothing(configure: Configure, precision: str) -> None:
+    """Each gradient is finite, their squares are not: scaled down to the limit, all of them would be 0."""
+    configure(SLOTS)
+    with make(nonfinite="raise", clip_norm=1.0, precision=precision) as ctx:
+        assert ctx.model is not None
+        weight = next(ctx.model.parameters())
+        weight.register_hook(lambda gradient: torch.full_like(gradient, 1e30))  # type: ignore[no-untyped-call]
+        (batch,) = DataLoader(Batches(1), reproducible=True)
+        before = everything(ctx)
+        output, labels = ctx.forward(batch)
+        loss = loss_fn(output, labels[0])
+        if precision == "fp16":  # as an overflow: a smaller scale may help
+            ctx.backward(loss)
+            assert ctx.skipped_steps == 1
+        else:
+            text = "step 1: the norm of the gradients of the model's weights is inf, so that they cannot be clipped"
+            with pytest.raises(NonFiniteError, match=text):
+                ctx.backward(loss)
+        assert everything(ctx) == before
+
+
+def test_a_step_that_is_refused_does_not_unscale_the_next_one(configure: Configure) -> None:
+    configure(SLOTS)
+    with make(nonfinite="raise", precision="fp16") as ctx:
+        for batch in DataLoader(Batches(3), reproducible=True):
+            output, labels = ctx.forward(batch)
+            loss = loss_fn(output, labels[0])
+            if batch.step == 2:
+                with pytest.raises(NonFiniteError, match="the loss is nan"):
+                    ctx.backward(loss * float("nan"))
+                continue
+            ctx.backward(loss)
+            assert ctx.grad_norm is not None and 0 < ctx.grad_norm < 10
+        assert ctx.step == 3
+
+
+def test_the_sample_is_that_of_the_batch_and_not_of_its_part(configure: Configure) -> None:
+    configure(SLOTS)
+    with make(nonfinite="raise") as ctx:
+        for batch in DataLoader(Batches(1)):
+            with pytest.raises(NonFiniteError, match="the model's output, sample 21, is nan"):
+                for part in ctx.micro_batches(batch, 8):
+                    output, labels = ctx.forward(part)
+                    if part.rows.start == 16:
+                        with torch.no_grad():
+                            output[5] = float("nan")
+                    ctx.backward(loss_fn(output, labels[0]) * part.share)

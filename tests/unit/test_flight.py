@@ -1,6 +1,7 @@
 """The flight recorder, and the rank that it names."""
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +42,15 @@ def test_the_last_calls_are_kept_with_their_state(tmp_path: Path) -> None:
         ("look-up", 2001, "open"),
     ]
     assert content["position"]["call"] == ["look-up", 2001, ""] and content["position"]["together"] == 1
+
+
+def test_a_rank_has_a_place_before_its_first_loop() -> None:
+    with flight.Call(flight.COLLECTIVE, detail="start of the process group"):
+        place = flight.position()
+        assert place["call"] == ["collective", None, "start of the process group"] and place["open"]
+        said = lag.doing(place, 0.0)
+    assert re.match(r"in collective 'start of the process group' after step 0 for \d+ s", said)
+    assert not flight.totals()  # which are of training loops
 
 
 def test_only_the_outer_calls_of_the_loop_count() -> None:

@@ -11,7 +11,7 @@ from test_training import SLOTS, loss_fn, make, rows, train
 from persia.ctx import TrainCtx
 from persia.data import DataLoader
 from persia.errors import OutOfMemoryError, UsageError
-from persia.loop import out_of_memory
+from persia.loop import backward, out_of_memory
 
 CPU_TEXT = (
     "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
@@ -102,6 +102,35 @@ def test_what_would_differ_is_refused(configure: Configure) -> None:
 
 
 # --- memory
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_a_step_that_is_repeated_is_unscaled_once(
+    configure: Configure, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory runs out between the division of gradients by the scale and their use."""
+    configure(SLOTS)
+    total_norm, errors = backward._total_norm, [RuntimeError(CPU_TEXT)]
+
+    def scarce(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
+        if errors and ctx.step == 1:
+            raise errors.pop()
+        return total_norm(parameters)
+
+    monkeypatch.setattr(backward, "_total_norm", scarce)
+    with make(precision=precision) as ctx:
+        norms = []
+        for batch in DataLoader(Batches(3), reproducible=True):
+            output, labels = ctx.forward(batch)
+            try:
+                ctx.backward(loss_fn(output, labels[0]))
+            except OutOfMemoryError:
+                for part in ctx.micro_batches(batch, 16):
+                    output, labels = ctx.forward(part)
+                    ctx.backward(loss_fn(output, labels[0]) * part.share)
+            norms.append(ctx.grad_norm)
+        assert not errors and ctx.step == 3 and not ctx.skipped_steps
+        assert all(norm is not None and 0 < norm < 10 for norm in norms)
 
 
 class Fails(torch.autograd.Function):

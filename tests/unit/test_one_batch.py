@@ -105,6 +105,11 @@ def test_a_step_that_fails_names_itself(
     assert {path.name.split("-")[1] for path in temporary.glob("persia-*")} == {"traceback"}
 
 
+def test_the_batch_of_a_rank_has_the_rows_of_a_step(tmp_path: Path) -> None:
+    config = config_of(tmp_path, data={"batch_size": 20}, train={"accumulate": 3})
+    assert next(iter(one_batch._own_batch(config))).data.batch_size == 60
+
+
 @pytest.mark.row("S1-05")
 def test_an_error_of_persia_has_a_next_command(tmp_path: Path, verb: Verb) -> None:
     path = mine(tmp_path, forward="return self.top(torch.cat([*dense, *embeddings], 1)).expand(-1, 3)")

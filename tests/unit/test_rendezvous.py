@@ -14,7 +14,7 @@ from meeting import LONG, all_gather
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is exported, if not explicitly
 
 from persia.discovery import nats
-from persia.distributed import control_plane, network, options, rendezvous
+from persia.distributed import FSDPOption, control_plane, network, options, rendezvous
 from persia.errors import RunLostError, UnreachableError, UsageError
 from persia.runtime import environment, flight
 
@@ -169,6 +169,29 @@ def test_the_environment_chooses_the_backend_and_says_it(
         options.get_default_distributed_option(None)
 
 
+@pytest.mark.row("S3-10")
+def test_the_environment_chooses_the_backend_of_shards_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(options, "_record_collectives", lambda: None)
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda backend, **_: asked.append(backend))
+    for given, name, device, backend in (
+        (None, "auto", None, "gloo"),
+        (None, "auto", 0, "nccl"),
+        (None, "nccl", 0, "nccl"),
+        ("nccl", "gloo", 0, "nccl"),
+    ):
+        monkeypatch.setenv("PERSIA_DIST_BACKEND", name)
+        FSDPOption(given).initialize(HashStore(), 0, 2, device)
+        assert asked.pop() == backend
+    monkeypatch.setenv("PERSIA_DIST_BACKEND", "nccl")
+    with pytest.raises(UsageError, match="nccl needs a GPU"):
+        FSDPOption().initialize(HashStore(), 0, 2, None)
+    monkeypatch.setenv("PERSIA_DIST_BACKEND", "gloo")
+    with pytest.raises(UsageError, match="gloo does not gather the tensors of a GPU; use nccl"):
+        FSDPOption().initialize(HashStore(), 0, 2, 0)
+    assert not asked
+
+
 @pytest.mark.row("S3-12")
 def test_with_nccl_the_flight_recorder_of_torch_is_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -212,10 +235,9 @@ def test_variables_that_nobody_reads_are_mapped_with_a_warning(
 def test_ranks_may_wait_hours_for_one_that_evaluates(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
     monkeypatch.setattr("torch.distributed.init_process_group", lambda backend, **options: asked.update(options))
-    options.DDPOption(backend="gloo").initialize(HashStore(), 0, 2, None)
-    assert asked["timeout"] >= timedelta(hours=12)
+    assert options.DDPOption(backend="gloo").limit_s is None
     monkeypatch.setenv("PERSIA_DIST_TIMEOUT", "5")
-    options.DDPOption(backend="gloo").initialize(HashStore(), 0, 2, None)
-    assert asked["timeout"] == timedelta(seconds=5)
-    options.DDPOption(backend="gloo", timeout_s=7).initialize(HashStore(), 0, 2, None)
-    assert asked["timeout"] == timedelta(seconds=7)
+    for option, limit in ((options.DDPOption(backend="gloo"), 5), (FSDPOption("gloo", timeout_s=7), 7)):
+        option.initialize(HashStore(), 0, 2, None)
+        assert option.limit_s == limit
+        assert asked.pop("timeout") >= timedelta(hours=12)  # Peers have a clock that a debugger stops

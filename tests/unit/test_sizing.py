@@ -93,6 +93,23 @@ def test_the_parts_of_a_job_are_added_up(tmp_path: Path) -> None:
     assert "each of 2 servers" in str(two) and "servers are on other hosts" in str(two)
 
 
+def test_shards_need_a_part_of_the_states_and_the_whole_model_beside_them(tmp_path: Path) -> None:
+    adam = {"dense_optimizer": {"name": "adam"}}
+    model = torch.nn.Linear(999, 1000)
+    whole, sharded = config_of(tmp_path, train=adam), config_of(tmp_path, train=adam, parallel="fsdp")
+    found = {
+        (config.parallel, ranks): sizing.estimate(config, {}, model, sizing.Place(ranks=ranks)).dense
+        for config in (whole, sharded)
+        for ranks in (1, 4)
+    }
+    copy = 4 * 1_000_000
+    assert found["ddp", 1] == found["ddp", 4] == found["fsdp", 1] == 4 * copy
+    # The script's model, then gathered weights and the state of Adam, beside a fourth of all four.
+    assert found["fsdp", 4] == (1 + 3 + 1) * copy
+    plain = config_of(tmp_path, train={"dense_optimizer": {"name": "sgd"}}, parallel="fsdp")
+    assert sizing.dense_bytes(plain, model, 4) == 3.5 * copy  # in a step: whole weights and gradients
+
+
 def test_a_run_says_what_it_needs_and_warns_where_it_does_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

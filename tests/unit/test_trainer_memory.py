@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import math
 import weakref
 from pathlib import Path
 from typing import Any
@@ -192,14 +191,14 @@ def test_a_model_that_normalises_over_a_batch_is_never_divided(tmp_path: Path) -
 @pytest.mark.row("S3-07")
 def test_a_second_run_of_a_process_finds_the_memory_of_the_first(tmp_path: Path) -> None:
     config = small(tmp_path)
+    torch.manual_seed(config.train.seed)
     model = models.build(config)
     alive = weakref.ref(model)
     first = results(config, model)
     del model
     gc.collect()
     assert alive() is None
-    torch.manual_seed(0)
     second = small(tmp_path)
     torch.manual_seed(second.train.seed)
     again = results(second, models.build(second))
-    assert len(first[0]) == len(again[0]) and all(math.isfinite(each.loss) for each in again[0])
+    assert [each.loss for each in first[0]] == [each.loss for each in again[0]]

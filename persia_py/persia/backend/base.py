@@ -74,11 +74,13 @@ class NonFiniteTensor:
         text: The tensor and the position.
         averaged: Whether it was averaged over all ranks, so that the cause may be another rank.
         is_gradient: Whether it is a gradient, which a smaller loss scale may make finite.
+        derived: Whether it was computed from others that are checked too, of which another rank may have one.
     """
 
     text: str
     averaged: bool = False
     is_gradient: bool = False
+    derived: bool = False
 
 
 class BackgroundSave(Protocol):

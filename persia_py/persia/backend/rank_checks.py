@@ -87,14 +87,15 @@ def first_nonfinite(peers: Peers, mine: NonFiniteTensor | None) -> NonFiniteTens
     """Return the first tensor with NaN or infinity on any rank.
 
     NaN on one rank makes DDP's averages NaN on all ranks. A tensor that is not averaged has precedence, because it is
-    the cause. Tensors that are computed before gradients have precedence over these.
+    the cause. Tensors that are computed before gradients have precedence over these, and all over the norm.
     """
-    found = peers.all_gather("gradients", None if mine is None else [mine.averaged, mine.is_gradient, mine.text])
-    offenders = [(*each[:2], rank, each[2]) for rank, each in enumerate(found) if each is not None]
+    given = None if mine is None else [mine.derived, mine.averaged, mine.is_gradient, mine.text]
+    found = peers.all_gather("gradients", given)
+    offenders = [(*each[:3], rank, each[3]) for rank, each in enumerate(found) if each is not None]
     if not offenders:
         return None
-    averaged, is_gradient, rank, text = min(offenders)
-    return NonFiniteTensor(f"rank {rank}: {text}", averaged, is_gradient)
+    derived, averaged, is_gradient, rank, text = min(offenders)
+    return NonFiniteTensor(f"rank {rank}: {text}", averaged, is_gradient, derived)
 
 
 def check_slots(digests: list[str], source: str) -> None:

@@ -117,6 +117,7 @@ class RemoteBackend(Backend):
             address = self.feed.address
         self._peers = run.peers()
         if self._peers is not None:  # a second context of this process: the ranks are connected already
+            self._peers.limit_s = self._option.limit_s
             self._announcement = self._place.announce(address, run.announced())
             self._peers.note(self._peers.loops)  # also for a loop that the previous context left open
         elif self.world_size == 1:
@@ -125,6 +126,7 @@ class RemoteBackend(Backend):
             extra = self._place.open()
             self._announcement = self._place.announce(address, extra)
             self._peers, store = self._place.connect()
+            self._peers.limit_s = self._option.limit_s
             run.adopt(self._peers, store, extra)
             self._start_torch(store)
 

@@ -13,6 +13,7 @@ from persia.distributed.sharded import ShardedModel
 from persia.distributed.wrapped import load_dense, optimizer_state, unwrap_model, whole_model
 from persia.embedding import inputs
 from persia.embedding.optim import Optimizer
+from persia.runtime import flight
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
 from persia.runtime.stateful import Stateful
@@ -126,12 +127,22 @@ class RunState:
         """Return the state of this rank for a checkpoint: its random generators, and the record of its data."""
         return {**rng_state.random_state(self.optimizer), PASSED: self._replay_digests, PASSES: self.passes}
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this rank has a shard of the model only."""
+        return isinstance(self._model(), ShardedModel)
+
     def gather_model(self) -> None:
-        """Gather weights and optimizer state, if they are sharded over the ranks; every rank calls this."""
+        """Gather weights and optimizer state, if they are sharded over the ranks; every rank calls this.
+
+        Rank 0 decides whether there is anything to gather: a checkpoint that it has loaded reaches the other ranks when
+        the next loop starts.
+        """
         model = self._model()
-        if isinstance(model, ShardedModel):
-            with self.backend.collective():
-                model.gather(self._dense_optimizer())
+        if not isinstance(model, ShardedModel) or self.backend.all_gather("shards", model.is_gathered)[0]:
+            return
+        with self.backend.collective(), flight.Call(flight.COLLECTIVE, detail="shards of the model"):
+            model.gather(self._dense_optimizer())
 
     def begin_save(
         self,

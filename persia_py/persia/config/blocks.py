@@ -185,7 +185,7 @@ class DistBlock(Block):
     """``auto``: ``nccl`` with GPUs, ``gloo`` without; the log says which."""
     timeout_s: Annotated[float, Field(gt=0, le=86_400)] | None = None
     """Seconds that a collective may take; then the rank that the others wait for is named, and the run ends with 70.
-    None: a day, since ``PERSIA_HANG_TIMEOUT`` finds a hang sooner."""
+    The time at a breakpoint does not count. None: a day, since ``PERSIA_HANG_TIMEOUT`` finds a hang sooner."""
     interface: str | None = None
     """The network interface of each host, such as ``eth0``. None: that of the address of the host."""
 

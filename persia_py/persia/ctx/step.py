@@ -13,13 +13,13 @@ from persia.ctx.base import PreprocessMode
 from persia.ctx.checks import titled
 from persia.ctx.embedding import EmbeddingCtx
 from persia.ctx.micro_batch import MicroBatch, check_splits
-from persia.distributed.wrapped import synchronise_gradients, trained_module
+from persia.distributed.wrapped import can_drop_step, drop_step, synchronise_gradients, trained_module
 from persia.embedding.data import PersiaBatch
 from persia.embedding.encoded import sample_ids
 from persia.embedding.inputs import arranged
 from persia.loop import out_of_memory
 from persia.loop.backward import Backward
-from persia.loop.finite import StepTensors, named_outputs, no_ids
+from persia.loop.finite import Output, StepTensors, named_outputs, no_ids
 from persia.loop.loss_scale import LossScale
 from persia.loop.precision import Precision
 from persia.loop.trained import TrainedBatches
@@ -55,7 +55,6 @@ class StepPolicy:
         dense_optimizer: torch.optim.Optimizer,
         precision: Precision,
         device_id: int | None,
-        model: torch.nn.Module | None,
     ) -> Backward:
         """Return the backward half of steps."""
         scale = precision.loss_scale(self.growth_interval)
@@ -63,7 +62,7 @@ class StepPolicy:
             scale = None if device_id is None else LossScale(self.growth_interval)
             if scale is None:
                 _logger.info("mixed_precision: no GPU, so the loss is not scaled")
-        return Backward(dense_optimizer, scale, model, nonfinite=self.nonfinite, clip_norm=self.clip_norm)
+        return Backward(dense_optimizer, scale, nonfinite=self.nonfinite, clip_norm=self.clip_norm)
 
 
 class StepCtx(EmbeddingCtx):
@@ -80,13 +79,13 @@ class StepCtx(EmbeddingCtx):
         super().__init__(PreprocessMode.TRAIN, *args, **kwargs)
         self.dense_optimizer = dense_optimizer
         self._precision = Precision(policy.precision or "fp32", self.device_id)
-        self._backward = policy.backward(dense_optimizer, self._precision, self.device_id, self.model)
+        self._backward = policy.backward(dense_optimizer, self._precision, self.device_id)
         self._trained_batches = TrainedBatches()
         self._state: RunState | None = None
         self._loop: TrainingLoop | None = None  # the most recent loop
         self._micro: MicroBatch | None = None  # of the last forward, if it was one of some rows
         self._given: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # dense inputs and labels of the step
-        self._outputs: list[Any] = []
+        self._outputs: list[tuple[int, Any]] = []  # of each forward, with the first sample in it
 
     @property
     def _run_state(self) -> RunState:
@@ -149,7 +148,7 @@ class StepCtx(EmbeddingCtx):
         size = batch.batch_size
         if rows < size:
             check_splits(self.model)
-        self._backward.begin()
+        self._drop_step()
         dense, embeddings, labels = self.prepare_features(batch)
         for first in range(0, size, rows):
             part = slice(first, min(first + rows, size))
@@ -165,15 +164,20 @@ class StepCtx(EmbeddingCtx):
             OutOfMemoryError: The model needs more memory than there is; the message lists the largest tensors.
         """
         if not isinstance(batch, MicroBatch):
-            if self._micro is not None:  # the script has left a step in its middle
-                self._micro = None
-                self._backward.begin()
-                synchronise_gradients(self.model, True)
+            if self._micro is not None:
+                self._drop_step()
             return super().forward(batch)
         watchdog.progress()
         self._micro = batch
         synchronise_gradients(self.model, batch.is_last)
         return self._run_model(batch.batch, batch.dense, batch.embeddings, batch.labels)
+
+    def _drop_step(self) -> None:
+        """Drop what is left of a step that the script, or an error, has ended in its middle."""
+        if self._micro is not None:
+            self._micro = None
+            drop_step(self.model)
+        self._backward.begin()
 
     def _run_model(
         self, batch: TrainingBatch, dense: list[torch.Tensor], embeddings: list[torch.Tensor], labels: Any
@@ -181,7 +185,7 @@ class StepCtx(EmbeddingCtx):
         with self._reporting_memory(batch), self._precision.autocast():
             output, labels = super()._run_model(batch, dense, embeddings, labels)
         output = self._precision.restored(output)
-        self._outputs.append(output)
+        self._outputs.append((0 if self._micro is None else self._micro.rows.start, output))
         return output, labels
 
     def _reporting_memory(self, batch: TrainingBatch) -> contextlib.AbstractContextManager[None]:
@@ -199,7 +203,7 @@ class StepCtx(EmbeddingCtx):
             [*zip(batch.slots, self._embeddings, strict=True)],
             [(titled("dense input", index, dense_names[index]), each) for index, each in enumerate(dense)],
             [(titled("label", index, label_names[index]), each) for index, each in enumerate(labels)],
-            [each for output in self._outputs for each in named_outputs(output)],
+            [Output(*each, first) for first, output in self._outputs for each in named_outputs(output)],
         )
 
     def backward(self, loss: torch.Tensor, embedding_gradient_check_frequency: int = 20) -> torch.Tensor:
@@ -228,8 +232,12 @@ class StepCtx(EmbeddingCtx):
             raise UsageError("TrainCtx.backward was called without a forward of a training batch before it")
         self._label_check.backward(loss)
         if self._micro is not None and not self._micro.is_last:
-            with self._reporting_memory(batch):
-                self._backward.accumulate(loss, batch.step, self._backend)
+            try:
+                with self._reporting_memory(batch):
+                    self._backward.accumulate(loss, batch.step, self._backend)
+            except OutOfMemoryError as error:
+                error.can_repeat = can_drop_step(self.model)
+                raise
             return loss.detach()
         self._trained_batches.backward()
         can_repeat = False
@@ -239,9 +247,11 @@ class StepCtx(EmbeddingCtx):
                 loss = self._backward(loss, batch, self._embeddings, optimizer, self._backend, known)
         except OutOfMemoryError as error:
             can_repeat = error.can_repeat = not self._backward.applied
+            drop_step(self.model)
             raise
         except NonFiniteError:
             self._trained_batches.skipped = max(self._trained_batches.skipped + 1, self._backward.skipped_steps)
+            drop_step(self.model)
             raise
         finally:
             if can_repeat:

@@ -5,7 +5,6 @@ from types import FrameType
 
 import torch
 
-from persia.distributed.wrapped import unwrap_model
 from persia.loop import digests
 from persia.loop.digests import md5_of
 from persia.runtime.errors import UsageError
@@ -47,7 +46,7 @@ def record(step: int, model: torch.nn.Module | None = None, **tensors: torch.Ten
 
     Args:
         step: The number of the step.
-        model: Its parameters and gradients are recorded.
+        model: Its parameters and gradients are recorded; if ranks have shards of them, every rank calls this.
         **tensors: Other tensors, by name.
 
     Raises:
@@ -59,12 +58,5 @@ def record(step: int, model: torch.nn.Module | None = None, **tensors: torch.Ten
     recorder = digests.current()
     if recorder is None or not recorder.due(step):
         return
-    parameters = [] if model is None else list(unwrap_model(model).named_parameters())
-    recorder.record(
-        step,
-        [
-            *((f"parameter/{name}", parameter) for name, parameter in parameters),
-            *tensors.items(),
-            *((f"gradient/{name}", parameter.grad) for name, parameter in parameters),
-        ],
-    )
+    weights = digests.Weights(model, step)
+    recorder.record(step, [*weights.parameters(), *tensors.items(), *weights.gradients()])

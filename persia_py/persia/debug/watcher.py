@@ -73,7 +73,7 @@ class _Watcher:
         if stopped is None:
             clock.go(_NAME)
         else:
-            clock.stop(_NAME)
+            clock.stop(_NAME, elsewhere=True)
         if stopped != self._stopped:
             self._stopped, self._said = stopped, False
             if stopped is not None:

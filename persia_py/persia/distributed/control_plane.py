@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from persia.distributed import lag
+from persia.distributed.held import Held
 from persia.distributed.link import Link, Message, names
 from persia.runtime import clock, flight, preemption, watchdog
 from persia.runtime.errors import PersiaError, RunLostError, UnreachableError, UsageError, WaitTimeoutError
@@ -41,6 +42,7 @@ _GRACE_S = 15.0
 """Seconds that the training loop may take to notice that a rank is lost, before this process ends by itself."""
 _ENDED_S = 5.0
 """Seconds in a collective after which a rank whose script has ended counts as lost: it will not come."""
+_LATE, _LATE_KEYS = "a collective of torch exceeded its time limit", "(dist.timeout_s, PERSIA_DIST_TIMEOUT)"
 _NOTICED_S = 3.0
 """Seconds until this rank detects that another is gone, after a collective has failed because of that."""
 
@@ -57,11 +59,13 @@ class Peers:
 
     Attributes:
         loops: The number of training loops that this rank has begun, in all contexts of its process; for :meth:`note`.
+        limit_s: Seconds that a collective of torch may take, by the clock that a debugger stops; None is no limit.
     """
 
     def __init__(self, rank: int, world_size: int, links: dict[int, Link]) -> None:
         self.rank, self.world_size = rank, world_size
         self.loops = 0
+        self.limit_s: float | None = None
         self._links = links
         self._changed = threading.Condition()
         self._shares: dict[int, dict[int, tuple[str, Any]]] = {}
@@ -75,6 +79,7 @@ class Peers:
         self._ended: dict[int, int] = {}  # the step at which the script of a rank has ended, with exit code 0
         self._collective_since: float | None = None
         self._positions = lag.Positions(rank, links)
+        self._held = Held(rank, links)
         self._closed = False
         for rank, link in links.items():
             threading.Thread(target=self._read, args=(rank, link), name=f"persia-rank-{rank}", daemon=True).start()
@@ -143,8 +148,8 @@ class Peers:
 
     @contextlib.contextmanager
     def in_collective(self) -> Iterator[None]:
-        """Enclose a collective of torch, in which a rank whose script has ended is waited for in vain."""
-        self._collective_since = time.monotonic()
+        """Enclose a collective of torch, which may take ``limit_s``, and waits in vain for a rank that has ended."""
+        self._collective_since = clock.now()
         try:
             yield
         finally:
@@ -232,11 +237,11 @@ class Peers:
                 raise self._lost_error() from error
         if late:
             where = self._positions.verdict or self._positions.report()
-            limit = "a collective of torch exceeded its time limit (dist.timeout_s, PERSIA_DIST_TIMEOUT)"
-            raise WaitTimeoutError(f"{limit}\n{where}") from error
+            raise WaitTimeoutError(f"{_LATE} {_LATE_KEYS}\n{where}") from error
 
     def leave(self, reason: str | None) -> None:
         """Report to the others that this rank leaves: cleanly, or with a reason."""
+        self._held.close()
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -367,6 +372,8 @@ class Peers:
             self._links[rank].send({"verdict": self._positions.report()})
         elif "verdict" in message:
             self._positions.verdict = str(message["verdict"])
+        elif "held" in message:
+            self._held.note(*message["held"])
         elif "lost" in message:
             self._lost = self._lost or (message["lost"][0], message["lost"][1])
         elif "over" in message:
@@ -387,6 +394,7 @@ class Peers:
     def _lose(self, rank: int, why: str) -> None:
         why += self._positions.last_of(rank)
         with self._changed:
+            self._held.note(rank, is_held=False)
             if self._lost is None and rank not in self._left and not self._closed:
                 self._lost = (rank, why)
             self._changed.notify_all()
@@ -411,6 +419,7 @@ class Peers:
             elif reported.is_set() and time.monotonic() > ends:
                 self._end()
             self._end_if_left_alone()
+            self._end_if_late()
             for rank, link in self._links.items():
                 link.send({"alive": flight.position()})
                 silent = clock.now() - link.heard
@@ -421,13 +430,19 @@ class Peers:
     def _end_if_left_alone(self) -> None:
         """End the process if its main thread is in a collective without a rank whose script has ended."""
         since, others = self._collective_since, [rank for rank in self._ended if rank != self.rank]
-        if since is None or not others or time.monotonic() - since < _ENDED_S:
+        if since is None or not others or clock.now() - since < _ENDED_S:
             return
         self._lose(others[0], left_at(self._ended[others[0]], 0))
         for rank, link in self._links.items():
             if rank != others[0]:
                 link.send({"lost": self._lost})
         self._end()
+
+    def _end_if_late(self) -> None:
+        """End all ranks if the main thread of this one is in a collective for longer than its limit."""
+        since, limit = self._collective_since, self.limit_s
+        if since is not None and limit is not None and clock.now() - since > limit:
+            watchdog.end(f"rank {self.rank}: {_LATE} of {limit:g} s {_LATE_KEYS}", self.hung, self.verdict)
 
     def _end(self) -> None:
         """End the process from a thread, because its main thread waits in a collective that never returns."""

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 _logger = get_logger("distributed")
 
 _COLLECTIVE = timedelta(days=1)
-"""How long torch waits for a rank, which may be evaluating; :class:`Peers` detects dead and silent ranks earlier."""
+"""How long torch waits for a rank. :class:`Peers` detects dead, silent and late ranks earlier, by a clock that stands
+still while a debugger holds a rank; torch cannot change the limit of a collective that has begun."""
 
 
 _COLLECTIVES = 2000
@@ -32,6 +33,11 @@ class DistributedBaseOption(ABC):
     A subclass starts a process group and wraps the model. Rank 0's address is found through discovery; no option names
     it.
     """
+
+    @property
+    def limit_s(self) -> float | None:
+        """Seconds that a collective may take, without those in which a debugger holds a rank; None is no limit."""
+        return settings.dist_timeout
 
     @abstractmethod
     def initialize(self, store: "Store", rank: int, world_size: int, device_id: int | None) -> None:
@@ -78,6 +84,11 @@ class DDPOption(DistributedBaseOption):
         self.timeout_s = timeout_s
         self.options = {"find_unused_parameters": True, **options}
 
+    @property
+    def limit_s(self) -> float | None:
+        """As given, else ``PERSIA_DIST_TIMEOUT``."""
+        return self.timeout_s or super().limit_s
+
     def initialize(self, store: "Store", rank: int, world_size: int, device_id: int | None) -> None:
         """Start the process group."""
         if self.backend == "nccl" and device_id is None:
@@ -87,13 +98,11 @@ class DDPOption(DistributedBaseOption):
             )
         if self.backend == "nccl":
             _record_collectives()
-        seconds = self.timeout_s or settings.dist_timeout
-        timeout = _COLLECTIVE if seconds is None else timedelta(seconds=seconds)
         _logger.info(
             "dense gradients are averaged over %s (%s)", self.backend, "no GPU" if device_id is None else "GPU"
         )
         torch_distributed.init_process_group(
-            self.backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+            self.backend, store=store, rank=rank, world_size=world_size, timeout=_COLLECTIVE
         )
 
     def wrap(self, model: torch.nn.Module, device_id: int | None) -> torch.nn.Module:
@@ -107,10 +116,15 @@ class DDPOption(DistributedBaseOption):
 
 def get_default_distributed_option(device_id: int | None = None) -> DDPOption:
     """Return DDP over ``PERSIA_DIST_BACKEND``; without it, over nccl with a device, over gloo without."""
+    return DDPOption(backend=default_backend(device_id))
+
+
+def default_backend(device_id: int | None) -> str:
+    """Return ``PERSIA_DIST_BACKEND``, which ``dist.backend`` sets; without it, nccl with a device, gloo without."""
     backend = settings.dist_backend
     if backend == "auto":
         backend = "gloo" if device_id is None else "nccl"
-    return DDPOption(backend=backend)
+    return backend
 
 
 def _record_collectives() -> None:

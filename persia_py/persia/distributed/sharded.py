@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import distributed as torch_distributed
 
-from persia.distributed.options import DDPOption
+from persia.distributed.options import DDPOption, default_backend
 from persia.runtime.errors import UsageError
 
 
@@ -20,20 +20,30 @@ class FSDPOption(DDPOption):
     checkpoints.
 
     Args:
-        backend: ``nccl`` or ``gloo``; None is nccl with GPUs, gloo without.
+        backend: ``nccl`` or ``gloo``; None is ``PERSIA_DIST_BACKEND``, else nccl with GPUs, gloo without.
+        timeout_s: Seconds that a collective may take; None is ``PERSIA_DIST_TIMEOUT``, else a day.
 
     Raises:
-        UsageError: Another backend.
+        UsageError: Another backend, or a time that is not above 0.
     """
 
-    def __init__(self, backend: str | None = None) -> None:
-        super().__init__(backend=backend or "gloo")
+    def __init__(self, backend: str | None = None, timeout_s: float | None = None) -> None:
+        super().__init__(backend=backend or "gloo", timeout_s=timeout_s)
         self._is_given = backend is not None
 
     def initialize(self, store: Any, rank: int, world_size: int, device_id: int | None) -> None:
-        """Start the process group."""
-        if not self._is_given and device_id is not None:
-            self.backend = "nccl"
+        """Start the process group.
+
+        Raises:
+            UsageError: The backend is nccl without GPUs, or gloo with GPUs.
+        """
+        if not self._is_given:
+            self.backend = default_backend(device_id)
+        if self.backend == "gloo" and device_id is not None:
+            raise UsageError(
+                "FSDP over gloo (FSDPOption(backend='gloo'), dist.backend, PERSIA_DIST_BACKEND): gloo does not gather "
+                "the tensors of a GPU; use nccl, or parallel: ddp"
+            )
         super().initialize(store, rank, world_size, device_id)
 
     def wrap(self, model: torch.nn.Module, device_id: int | None) -> torch.nn.Module:
@@ -76,21 +86,52 @@ class ShardedModel(torch.nn.Module):
             sharded = fully_shard(self.module, mesh=mesh)
         except (NotImplementedError, ValueError) as error:
             raise UsageError(f"FSDP cannot shard {type(whole).__name__}: {error}; use DDP") from error
-        if torch_distributed.get_backend() == "gloo":  # which has no mean
-            sharded.set_force_sum_reduction_for_comms(True)
         self._fsdp: Any = sharded
+        if torch_distributed.get_backend() == "gloo":  # which has no mean
+            self._fsdp.set_force_sum_reduction_for_comms(True)
+        if hasattr(self._fsdp, "set_reduce_scatter_unused_params"):  # ranks may use different layers, as with DDP
+            self._fsdp.set_reduce_scatter_unused_params(True)
         self.is_current = True
         self._optimizer_state: dict[str, Any] | None = None
         _sharded[whole] = weakref.ref(self)
 
     def forward(self, *inputs: Any) -> Any:
         """Run the sharded copy; every rank calls this."""
-        self.is_current = self.is_current and not torch.is_grad_enabled()
+        if torch.is_grad_enabled():
+            self.is_current, self._optimizer_state = False, None
         return self.module(*inputs)
 
+    @property
+    def is_gathered(self) -> bool:
+        """Whether this rank has the whole weights and the whole state of the optimizer."""
+        return self.is_current and self._optimizer_state is not None
+
+    @property
+    def can_reset(self) -> bool:
+        """Whether this torch can make a step after an error in the middle of a backward."""
+        return hasattr(self._fsdp, "reset_iter_state")
+
     def synchronise_gradients(self, on: bool) -> None:
-        """Whether the next backward reduces gradients over the ranks, or adds them up here."""
+        """Whether the next backward reduces gradients over the ranks, or adds them up here.
+
+        If it adds them up, the weights stay whole until the next forward. Only the first forward of a step gathers
+        weights then, and only its last backward reduces gradients: ranks may divide a step into different numbers of
+        parts.
+        """
         self._fsdp.set_requires_gradient_sync(on)
+        self._fsdp.set_reshard_after_backward(on)
+
+    def drop_step(self) -> None:
+        """Drop the gradients of a step that was left in its middle, and shard the weights again.
+
+        No other rank takes part, but each one that has made a forward of the step calls this before its next one.
+        """
+        self.module.zero_grad()  # the weights are whole, if a part was back-propagated
+        if self.can_reset:
+            self._fsdp.reset_iter_state()
+        self._fsdp.reshard()
+        self.module.zero_grad()
+        self.synchronise_gradients(True)
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Let an optimizer of the script's model update the shards."""
@@ -116,8 +157,6 @@ class ShardedModel(torch.nn.Module):
 
     def gather(self, optimizer: torch.optim.Optimizer) -> None:
         """Copy the shards of all ranks into the script's model, and the optimizer's state; every rank calls this."""
-        if self.is_current and self._optimizer_state is not None:
-            return
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
         self.whole.load_state_dict(get_model_state_dict(self.module, options=StateDictOptions(full_state_dict=True)))

@@ -41,6 +41,25 @@ def synchronise_gradients(model: torch.nn.Module | None, on: bool) -> None:
         model.synchronise_gradients(on)
 
 
+def can_drop_step(model: torch.nn.Module | None) -> bool:
+    """Whether :func:`drop_step` may follow an error in the middle of a backward."""
+    return not isinstance(model, ShardedModel) or model.can_reset
+
+
+def drop_step(model: torch.nn.Module | None) -> None:
+    """Forget a step that was left in its middle, in a model's wrapper; every rank calls this after the same step.
+
+    The wrapper may still hold gradients, or wait for the backward of a forward: it would take that of the next forward
+    for it, and average gradients too early.
+    """
+    if isinstance(model, ShardedModel):
+        model.drop_step()
+    elif isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        synchronise_gradients(model, True)
+        if hasattr(model.reducer, "_reset_state"):
+            model.reducer._reset_state()
+
+
 def optimizer_state(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the whole state of a model's optimizer.
 

@@ -115,7 +115,6 @@ class Backward:
             gradients that overflow skip the step in both cases, and the scale is halved.
         clip_norm: The largest norm of the gradient of the model's weights; None does not clip. All of them are found to
             be finite before they are scaled down (Pascanu, Mikolov and Bengio 2013, algorithm 1).
-        model: The model, for the digests of its tensors.
 
     Attributes:
         skipped_steps: The steps that were skipped for NaN or infinity.
@@ -128,13 +127,11 @@ class Backward:
         self,
         dense_optimizer: torch.optim.Optimizer,
         loss_scale: LossScale | None = None,
-        model: torch.nn.Module | None = None,
         *,
         nonfinite: str = "skip",
         clip_norm: float | None = None,
     ) -> None:
         self._dense_optimizer = dense_optimizer
-        self._model = model
         self.loss_scale = loss_scale
         self._nonfinite = nonfinite
         self._clip_norm = clip_norm
@@ -148,6 +145,8 @@ class Backward:
         """Drop the gradients of a step that was not finished."""
         self._parts.clear()
         self._dense_optimizer.zero_grad()
+        if self.loss_scale is not None:
+            self.loss_scale.abandon()
 
     def accumulate(self, loss: torch.Tensor, step: int, backend: Backend) -> None:
         """Back-propagate a part of the step's loss. The gradients are added to those of the other parts."""
@@ -175,7 +174,8 @@ class Backward:
             embeddings: Its embedding tensors, leaves of the loss's graph.
             embedding_optimizer: Gives the current learning rate.
             backend: Gives access to the other ranks.
-            known: Returns what the loss was computed from; it is called to name the first tensor that is not finite.
+            known: Returns what the loss was computed from; it is called to name the first tensor that is not finite,
+                and for digests.
 
         Returns:
             The back-propagated loss, including the loss scale.
@@ -204,18 +204,20 @@ class Backward:
     ) -> None:
         with backend.backward(loss, batch.step):
             _back_propagate(loss, batch.step)
-        digests.record_step(batch, loss, embeddings, self._model)
+        losses = self._parts[0] if len(self._parts) == 1 else torch.stack(self._parts)
+        with backend.collective():  # the digests of shards are those of the whole tensors
+            digests.record_step(batch, losses.sum(), embeddings, known)
         scale = 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.value
         gradients = Gradients(batch, [tensor.grad for tensor in embeddings], scale)
         parameters = [p for group in self._dense_optimizer.param_groups for p in group["params"] if p.grad is not None]
         if self.loss_scale is not None and parameters:
             self._unscale(self.loss_scale, parameters)
-        with backend.collective():
-            self.grad_norm = norm = _total_norm(parameters) if parameters else None
-        losses = self._parts[0] if len(self._parts) == 1 else torch.stack(self._parts)
         mine = None
-        if gradients.nonfinite is None or _any_nonfinite(losses, norm, gradients.nonfinite):
-            mine = _first_nonfinite_tensor(losses, norm, gradients, parameters, known)
+        with backend.collective():  # on a device, the wait for the all-reduce is here
+            self.grad_norm = norm = _total_norm(parameters) if parameters else None
+            if gradients.nonfinite is None or _any_nonfinite(losses, norm, gradients.nonfinite):
+                clips = self._clip_norm is not None
+                mine = _first_nonfinite_tensor(losses, norm, gradients, parameters, known, clips=clips)
         nonfinite = backend.first_nonfinite(mine)
         if nonfinite is not None:
             batch.discard()
@@ -234,7 +236,7 @@ class Backward:
 
     def _unscale(self, loss_scale: LossScale, parameters: list[torch.nn.Parameter]) -> None:
         if not any(is_sharded(each) for each in parameters):
-            loss_scale.scaler.unscale_(self._dense_optimizer)
+            loss_scale.unscale(self._dense_optimizer)
             return
         for each in parameters:
             if each.grad is not None:
@@ -318,8 +320,13 @@ def _first_nonfinite_tensor(
     gradients: Gradients,
     parameters: list[torch.nn.Parameter],
     of_step: Callable[[], StepTensors],
+    *,
+    clips: bool,
 ) -> NonFiniteTensor | None:
-    """Return the first tensor that is not finite, in the order of the computation; without a collective."""
+    """Return the first tensor that is not finite, in the order of the computation; without a collective.
+
+    A norm beyond float32 counts if gradients are clipped to one: the factor would make all of them 0.
+    """
     if (
         bool(torch.isfinite(losses).all())
         and not gradients.any_nonfinite
@@ -342,4 +349,7 @@ def _first_nonfinite_tensor(
             return NonFiniteTensor(what, averaged=True, is_gradient=True)
     if gradients.any_nonfinite:
         return NonFiniteTensor("the sum of the gradients of one id is not finite", is_gradient=True)
+    if clips and norm is not None and not torch.isfinite(norm):
+        what = f"the norm of the gradients of the model's weights is {norm.item()}, so that they cannot be clipped"
+        return NonFiniteTensor(what, averaged=True, is_gradient=True, derived=True)
     return None  # only the norm is beyond float32; or, if gradients are sharded, another rank names one

@@ -7,14 +7,15 @@ every N-th step, in the order in which a step makes them. ``persia debug digest 
 import contextlib
 import csv
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from persia.distributed.wrapped import unwrap_model
-from persia.runtime import job
+from persia.distributed.wrapped import trained_module
+from persia.loop.finite import StepTensors, is_sharded, local_part
+from persia.runtime import flight, job
 from persia.runtime.errors import StorageError
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
@@ -30,8 +31,8 @@ _logger = get_logger("digest")
 
 
 def md5_of(tensor: torch.Tensor) -> str:
-    """Return the MD5 of the bytes of a tensor, in the order of its elements."""
-    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    """Return the MD5 of the bytes of a tensor, in the order of its elements; of a shard, those that this rank has."""
+    content = local_part(tensor).cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.md5(content.numpy().data, usedforsecurity=False).hexdigest()
 
 
@@ -94,6 +95,34 @@ class Digests:
             raise StorageError(f"{self._path}: {error.strerror}; PERSIA_DIGEST writes digests there") from error
 
 
+class Weights:
+    """The weights of a model and their gradients, whole also where ranks have shards: then every rank takes them.
+
+    Args:
+        model: The model; None has none.
+        step: The step, for the flight recorder.
+    """
+
+    def __init__(self, model: torch.nn.Module | None, step: int) -> None:
+        self._named = [] if model is None else list(trained_module(model).named_parameters())
+        self._step = step
+
+    def parameters(self) -> Named:
+        """Yield the weights."""
+        return ((f"parameter/{name}", self._whole(each)) for name, each in self._named)
+
+    def gradients(self) -> Named:
+        """Yield the gradients; None for a weight without one."""
+        return ((f"gradient/{name}", self._whole(each.grad)) for name, each in self._named)
+
+    def _whole(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None or not is_sharded(tensor):
+            return tensor
+        with flight.Call(flight.COLLECTIVE, self._step, "digests"):
+            whole: torch.Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]
+        return whole
+
+
 _current: Digests | None = None
 
 
@@ -116,18 +145,19 @@ def record_step(
     batch: TrainingBatch,
     loss: torch.Tensor,
     embeddings: Sequence[torch.Tensor],
-    model: torch.nn.Module | None,
+    known: Callable[[], StepTensors],
 ) -> None:
-    """Record a step after its back-propagation, before model and rows change.
+    """Record a step after its back-propagation, before model and rows change; every rank does, if weights are sharded.
 
     Args:
         batch: The batch of the step.
-        loss: Its loss.
+        loss: Its loss, of all micro-batches.
         embeddings: The vectors that were looked up, with their gradients.
-        model: The model, with its gradients.
+        known: Returns what the step has computed with: the model, with its gradients.
     """
     if (digests := current()) is not None and digests.due(batch.step):
-        digests.record(batch.step, _tensors(batch, loss, embeddings, model))
+        weights = Weights(known().model, batch.step)
+        digests.record(batch.step, _tensors(batch, loss, embeddings, weights))
 
 
 def record_push(batch: TrainingBatch, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -138,15 +168,14 @@ def record_push(batch: TrainingBatch, gradients: Sequence[torch.Tensor | None]) 
 
 
 def _tensors(
-    batch: TrainingBatch, loss: torch.Tensor, embeddings: Sequence[torch.Tensor], model: torch.nn.Module | None
+    batch: TrainingBatch, loss: torch.Tensor, embeddings: Sequence[torch.Tensor], weights: Weights
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    parameters = [] if model is None else list(unwrap_model(model).named_parameters())
-    yield from ((f"parameter/{name}", parameter) for name, parameter in parameters)
+    yield from weights.parameters()
     yield from _each("dense", _names(batch.dense_names), _given(batch.dense()))
     yield from _each("label", _names(batch.label_names), _given(batch.labels()))
     yield from _each("lookup", batch.slots, embeddings)
     yield "loss", loss
-    yield from ((f"gradient/{name}", parameter.grad) for name, parameter in parameters)
+    yield from weights.gradients()
     yield from _each("push", batch.slots, [tensor.grad for tensor in embeddings])
 
 

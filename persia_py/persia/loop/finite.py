@@ -1,7 +1,8 @@
 """Where a step has NaN or infinity: the first tensor in the order of the computation, with its sample and ids."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +14,20 @@ MAX_IDS = 5
 
 Named = tuple[str, torch.Tensor]
 """A tensor, and its name in messages."""
+
+
+class Output(NamedTuple):
+    """An output of the model.
+
+    Attributes:
+        name: Its name in messages.
+        tensor: The output.
+        first: The sample of the batch that its first row belongs to, above 0 in a micro-batch.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    first: int = 0
 
 
 Ids = Callable[[str, int], list[int]]
@@ -43,12 +58,12 @@ class StepTensors:
     slots: list[Named] = field(default_factory=list)
     dense: list[Named] = field(default_factory=list)
     labels: list[Named] = field(default_factory=list)
-    outputs: list[Named] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list)
 
     def by_size(self, optimizer: torch.optim.Optimizer) -> Iterator[Named]:
         """Yield all of them with their names, and the gradients and optimizer states of the weights."""
         yield from ((f"embeddings of slot {slot}", rows) for slot, rows in self.slots)
-        yield from (*self.dense, *self.labels, *self.outputs)
+        yield from (*self.dense, *self.labels, *((each.name, each.tensor) for each in self.outputs))
         for name, weight in [] if self.model is None else self.model.named_parameters():
             yield f"weight {name}", weight
             if weight.grad is not None:
@@ -80,14 +95,17 @@ def first_nonfinite_index(tensor: torch.Tensor) -> int | None:
     return int(places[0]) if len(places) else None
 
 
-def at_sample(what: str, tensor: torch.Tensor, index: int, ids: list[int]) -> str:
-    """Return ``WHAT, sample 3 (id 17), is nan`` for a place of a tensor whose first dimension is the sample."""
+def at_sample(what: str, tensor: torch.Tensor, index: int, ids: list[int], first: int = 0) -> str:
+    """Return ``WHAT, sample 3 (id 17), is nan`` for a place of a tensor whose first dimension is the sample.
+
+    Its first row is sample ``first`` of the batch.
+    """
     value = tensor.detach().flatten()[index].item()
     if tensor.dim() == 0:
         return f"{what} is {value}"
     listed = ", ".join(map(str, ids[:MAX_IDS])) + (", …" if len(ids) > MAX_IDS else "")
     shown = f" (id{'s' if len(ids) > 1 else ''} {listed})" if ids else ""
-    return f"{what}, sample {index // tensor[0].numel()}{shown}, is {value}"
+    return f"{what}, sample {first + index // tensor[0].numel()}{shown}, is {value}"
 
 
 def first_before_loss(tensors: StepTensors) -> NonFiniteTensor | None:
@@ -96,7 +114,7 @@ def first_before_loss(tensors: StepTensors) -> NonFiniteTensor | None:
         if (index := first_nonfinite_index(rows)) is not None:
             found = tensors.ids(slot, index // rows[0].numel())
             return NonFiniteTensor(at_sample(f"the looked-up row of slot {slot!r}", rows, index, found))
-    if (given := _first_of([*tensors.dense, *tensors.labels])) is not None:
+    if (given := _first_of(Output(*each) for each in (*tensors.dense, *tensors.labels))) is not None:
         return given
     for name, weight in [] if tensors.model is None else tensors.model.named_parameters():
         local = local_part(weight)
@@ -105,10 +123,10 @@ def first_before_loss(tensors: StepTensors) -> NonFiniteTensor | None:
     return _first_of(tensors.outputs)
 
 
-def _first_of(tensors: list[Named]) -> NonFiniteTensor | None:
-    for name, tensor in tensors:
+def _first_of(tensors: Iterable[Output]) -> NonFiniteTensor | None:
+    for name, tensor, first in tensors:
         if tensor.is_floating_point() and (index := first_nonfinite_index(tensor)) is not None:
-            return NonFiniteTensor(at_sample(name, tensor, index, []))
+            return NonFiniteTensor(at_sample(name, tensor, index, [], first))
     return None
 
 

@@ -1,6 +1,7 @@
 """The weights of a sharded model at the end of a loop."""
 
 from persia.checkpoint.run_state import RunState
+from persia.runtime.settings import settings
 
 
 class GatherModel:
@@ -12,6 +13,12 @@ class GatherModel:
 
     def __init__(self, state: RunState) -> None:
         self._state = state
+
+    @property
+    def identity(self) -> str:
+        """What must be equal on all ranks: those that write digests gather the weights for them."""
+        name = type(self).__name__
+        return f"{name}(PERSIA_DIGEST={settings.digest_every})" if self._state.is_sharded else name
 
     def on_end(self, complete: bool) -> None:
         """Gather them, if every rank is here."""

@@ -24,6 +24,18 @@ class LossScale:
         self.scaler = torch.amp.GradScaler(device, init_scale=_FIRST_SCALE, growth_interval=growth_interval)
         self.value = _FIRST_SCALE
         self._good_steps = 0
+        self._is_unscaled = False
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients of an optimizer by the scale, once in a step."""
+        self._is_unscaled = True
+        self.scaler.unscale_(optimizer)
+
+    def abandon(self) -> None:
+        """Forget that gradients were unscaled in a step that is not applied, or is repeated. The scale stays."""
+        if self._is_unscaled:
+            self._is_unscaled = False
+            self.scaler.update(self.value)
 
     def update(self, *, finite: bool) -> None:
         """Choose the scale of the next step."""
@@ -32,6 +44,7 @@ class LossScale:
             self.value *= self.scaler.get_backoff_factor()
         elif self._good_steps % self.scaler.get_growth_interval() == 0:
             self.value = min(self.value * self.scaler.get_growth_factor(), _MAX_SCALE)
+        self._is_unscaled = False
         self.scaler.update(self.value)
 
     def state_dict(self) -> dict[str, Any]:

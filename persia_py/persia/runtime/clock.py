@@ -17,6 +17,9 @@ Result = TypeVar("Result")
 class _State:
     lock = threading.Lock()
     holders: frozenset[str] = frozenset()
+    elsewhere: frozenset[str] = frozenset()
+    """The holders that stand for another rank, which is held itself."""
+    observers: tuple[Callable[[bool], None], ...] = ()
     since = 0.0
     """When the clock was stopped last."""
     stood = 0.0
@@ -32,20 +35,48 @@ def now() -> float:
         return (_state.since if _state.holders else time.monotonic()) - _state.stood
 
 
-def stop(holder: str) -> None:
-    """Stop the clock for ``holder``, until :func:`go`."""
+def stop(holder: str, *, elsewhere: bool = False) -> None:
+    """Stop the clock for ``holder``, until :func:`go`; ``elsewhere`` if it holds another rank than this one."""
     with _state.lock:
+        before = is_held_here()
         if not _state.holders:
             _state.since = time.monotonic()
         _state.holders |= {holder}
+        _state.elsewhere |= {holder} if elsewhere else set()
+        changed = is_held_here() != before
+    _tell(changed)
 
 
 def go(holder: str) -> None:
     """Let the clock run, unless another holder has stopped it as well."""
     with _state.lock:
+        before = is_held_here()
         if _state.holders == {holder}:
             _state.stood += time.monotonic() - _state.since
         _state.holders -= {holder}
+        _state.elsewhere -= {holder}
+        changed = is_held_here() != before
+    _tell(changed)
+
+
+def is_held_here() -> bool:
+    """Whether a debugger holds this rank itself."""
+    return bool(_state.holders - _state.elsewhere)
+
+
+def observe(observer: Callable[[bool], None]) -> None:
+    """Call ``observer`` with :func:`is_held_here` whenever that changes, in the thread that changes it."""
+    _state.observers = (*_state.observers, observer)
+
+
+def unobserve(observer: Callable[[bool], None]) -> None:
+    """Call it no more."""
+    _state.observers = tuple(each for each in _state.observers if each != observer)
+
+
+def _tell(changed: bool) -> None:
+    for observer in _state.observers if changed else ():
+        observer(is_held_here())
 
 
 def patiently(wait: Callable[[], Result], limit_s: float) -> Result:

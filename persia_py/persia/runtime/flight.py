@@ -3,7 +3,8 @@
 A call is a wait for data, a look-up, a forward, a backward, a push, a collective, an agreement of ranks, a checkpoint.
 The recorder is always on. A call costs one to two microseconds: an object in a ring, without a lock.
 
-Only the thread of the training loop adds to :func:`totals`, and only calls that are inside no other call.
+Only the thread of the training loop adds to :func:`totals`, from the first loop on, and only calls that are inside no
+other call. Before the first loop it is the main thread.
 """
 
 import itertools
@@ -87,7 +88,7 @@ class Call:
     def __enter__(self) -> Self:
         self.began = time.monotonic()
         if self.thread == _state.loop_thread:
-            self.counted = not _state.open
+            self.counted = _state.has_begun and not _state.open
             _state.open.append(self)
         if self.verb in TOGETHER:
             _state.together += 1
@@ -139,7 +140,8 @@ class _State:
     def __init__(self) -> None:
         self.calls: deque[Call] = deque(maxlen=CALLS)
         self.open: list[Call] = []  # of the loop's thread, the innermost last
-        self.loop_thread = 0
+        self.loop_thread = threading.main_thread().ident or 0
+        self.has_begun = False
         self.together = 0
         self.step = 0
         self.seconds: dict[str, float] = {}
@@ -153,7 +155,7 @@ _state = _State()
 
 def begin_loop(step: int) -> None:
     """Record that a training loop starts in this thread, after ``step``."""
-    _state.loop_thread, _state.step = threading.get_ident(), step
+    _state.loop_thread, _state.step, _state.has_begun = threading.get_ident(), step, True
     _state.open.clear()
 
 

@@ -206,5 +206,5 @@ def train_rank(config: Config, path: Path, how: str) -> None:
 def _own_batch(config: Config) -> IterableDataset:
     """Return the batch as this rank reads it itself."""
     parts = Parts(config)
-    reader = parts.train.reader(config.data.batch_size)
+    reader = parts.train.reader(config.step_rows)
     return TrainingBatches(parts.train, reader, fitting.fit(config, parts).transform, config.train.weight)

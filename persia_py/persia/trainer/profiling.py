@@ -22,7 +22,7 @@ def profiler_of(
         "staleness": 1 if reproducible else train.staleness,
         "reproducible": reproducible,
         "threads": train.threads,
-        "batch_size": config.data.batch_size,
+        "step_rows": config.step_rows,
     }
     schedule = profiler.Schedule(block.wait, block.warmup, block.active, block.stack)
     return profiler.Profiler(folder.path / profiler.FOLDER, ctx, schedule, facts=facts)

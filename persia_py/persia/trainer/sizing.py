@@ -65,11 +65,13 @@ class Place:
         servers: The number of servers; 0 if rows are in the trainer.
         servers_here: Those on this host.
         ranks_here: Ranks on this host.
+        ranks: All ranks of the run.
     """
 
     servers: int = 0
     servers_here: int = 0
     ranks_here: int = 1
+    ranks: int = 1
 
     @classmethod
     def find(cls) -> "Place":
@@ -83,7 +85,7 @@ class Place:
         job = job_name()
         hosts = [each.text("host") for each in nats.services(settings.nats_url, "persia-server", job=job)]
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or settings.world_size)
-        return cls(len(hosts), hosts.count(socket.gethostname()), ranks)
+        return cls(len(hosts), hosts.count(socket.gethostname()), ranks, settings.world_size)
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class Sizing:
         servers: The number of servers among which rows are divided; 0 if they are in the trainer.
         servers_here: The number of these servers on this host.
         ranks_here: The number of ranks on this host.
-        dense: Bytes of weights, gradients and optimizer state of the dense model, on each rank.
+        dense: Bytes of weights, gradients and optimizer state on each rank, as :func:`dense_bytes` has it.
         batches: Bytes of the batches that are looked up ahead, on each rank.
         available: Bytes of memory of this host that are free, or that its container may still take.
         is_exact: All rows of train were read; otherwise the number of ids is an extrapolation.
@@ -224,7 +226,6 @@ def estimate(
     tables = [
         Table(name, int(ids[name] * share), row_bytes(config, features[name])) for name in ids if name in features
     ]
-    weights = sum(parameter.numel() for parameter in model.parameters())
     numbers = sum(int(config.features[slot]["dim"]) for slot in slots)
     ahead = config.train.staleness + 4
     return Sizing(
@@ -232,7 +233,7 @@ def estimate(
         place.servers,
         place.servers_here,
         place.ranks_here,
-        _FLOAT * weights * (2 + dense_states(config)),
+        dense_bytes(config, model, place.ranks),
         2 * _FLOAT * config.step_rows * numbers * ahead,
         available(),
         is_exact,
@@ -261,6 +262,25 @@ def row_states(optimizer: Mapping[str, Any], dim: int) -> int:
     if optimizer["name"] == "adam":
         return 2 * dim
     return dim if optimizer.get("momentum") else 0
+
+
+def dense_bytes(config: Config, model: torch.nn.Module, ranks: int) -> int:
+    """Return the most bytes that a rank needs for weights, gradients and optimizer state of the dense model.
+
+    With ``parallel: fsdp`` a rank has its shards of all of these, and the script's model, which is whole. In a step it
+    also has whole weights and gradients; after one that ends with an evaluation or a checkpoint, whole weights and the
+    whole optimizer state.
+
+    Args:
+        config: The configuration.
+        model: The dense model.
+        ranks: All ranks of the run.
+    """
+    weights, states = sum(parameter.numel() for parameter in model.parameters()), dense_states(config)
+    copies = 2.0 + states
+    if config.parallel == "fsdp" and ranks > 1:
+        copies = 1 + max(2, 1 + states) + copies / ranks
+    return round(_FLOAT * weights * copies)
 
 
 def dense_states(config: Config) -> int:

@@ -1,14 +1,16 @@
 """A step of a run: the model gets a batch, whole or some rows at a time, and the step is made."""
 
 import contextlib
+import dataclasses
 import gc
 import math
+from collections.abc import Sequence
 
 import torch
 
 from persia.config import Config
 from persia.ctx import TrainCtx
-from persia.ctx.micro_batch import batch_normalisations
+from persia.ctx.micro_batch import MicroBatch, batch_normalisations
 from persia.loop import out_of_memory
 from persia.runtime.errors import ConfigError, OutOfMemoryError
 from persia.runtime.logging import get_logger
@@ -24,6 +26,9 @@ _KNOBS = (
     "less memory: --set train.micro_batch={rows} (rows in the model at a time), --set precision=bf16 (half the bytes "
     "of activations), or smaller layers (`model`) or dims (`features`)"
 )
+PROBED = 5
+"""The number of steps of a loop, and after each halving, in which several ranks find out together whether there is
+memory for their whole batches. In later steps, which need as much, they average gradients during the backward."""
 
 
 class Steps:
@@ -32,6 +37,9 @@ class Steps:
     If memory runs out in a forward or a backward, the step is repeated with half as many rows at a time. Its loss and
     its gradients are those of the whole batch, except for rounding, and the rows of each id are pushed once. The number
     is kept for the next steps, and in checkpoints.
+
+    Several ranks halve together. Each makes its parts without the others, then they agree that all had the memory, and
+    only the backward of the last part averages gradients: a rank cannot leave the others alone in a collective.
 
     Args:
         config: The configuration.
@@ -47,6 +55,8 @@ class Steps:
         self._weighted = config.train.weight is not None
         self._given = rows_at_a_time(config)
         self._anomalies = config.train.detect_anomaly
+        self._made = 0  # steps with this number of rows
+        self._agreed_rows: int | None = None  # with which a rank had no memory, as all ranks know
 
     @property
     def rows(self) -> int | None:
@@ -64,12 +74,29 @@ class Steps:
             rows = min(self.rows or batch.batch_size, batch.batch_size)
             try:
                 with torch.autograd.set_detect_anomaly(True) if self._anomalies else contextlib.nullcontext():
-                    return self._whole(batch) if rows == batch.batch_size else self._divided(batch, rows)
+                    loss = self._step(batch, rows)
             except OutOfMemoryError as error:
                 self._halve(error, batch, rows)
+            else:
+                self._made += 1
+                return loss
             gc.collect()  # the error held the frames of the failed step, and with them its tensors
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
+
+    def _step(self, batch: TrainingBatch, rows: int) -> torch.Tensor:
+        if self._agrees:
+            return self._in_agreement(batch, rows)
+        if rows == batch.batch_size:
+            return self._whole(batch)
+        return self._divided(batch, [*self._ctx.micro_batches(batch, rows)])
+
+    @property
+    def _agrees(self) -> bool:
+        """Whether ranks agree in this step that each had the memory for its rows; equal on all ranks."""
+        if get_world_size() == 1 or batch_normalisations(self._ctx.model):
+            return False
+        return self.rows is not None or self._made < PROBED
 
     def _whole(self, batch: TrainingBatch) -> torch.Tensor:
         output, labels = self._ctx.forward(batch)
@@ -79,20 +106,59 @@ class Steps:
         self._ctx.backward(loss)
         return loss.detach()
 
-    def _divided(self, batch: TrainingBatch, rows: int) -> torch.Tensor:
+    def _in_agreement(self, batch: TrainingBatch, rows: int) -> torch.Tensor:
+        """Make a step whose gradients are averaged after all ranks had the memory for their parts, but for the last.
+
+        Raises:
+            OutOfMemoryError: A rank had not; the error is the same on all ranks.
+        """
+        parts = [*self._ctx.micro_batches(batch, rows)]
+        first, last = parts[:-1] or [dataclasses.replace(parts[0], is_last=False)], parts[-1]
+        failed = loss = None
+        try:
+            loss = self._divided(batch, first)
+        except OutOfMemoryError as error:
+            failed = [error.can_repeat, rows, str(error)]
+        backend = self._ctx.common_context
+        assert backend is not None  # noqa: S101 - a step is made inside the context
+        found = backend.all_gather("memory of a step", failed)
+        for rank, each in enumerate(found):
+            if each is not None:
+                can_repeat, self._agreed_rows, text = each
+                other = OutOfMemoryError(f"rank {rank}: {text}")
+                other.can_repeat = can_repeat
+                raise other
+        assert loss is not None  # noqa: S101 - it has not failed
+        if len(parts) > 1:
+            return loss + self._divided(batch, [last])
+        self._average(last)
+        return loss
+
+    def _average(self, whole: MicroBatch) -> None:
+        """Let the ranks average the gradients of a whole batch, by a forward of a row of it, whose loss is 0."""
+        row = slice(0, 1)
+        dense, embeddings, labels = (
+            [each[row] for each in tensors] for tensors in (whole.dense, whole.embeddings, whole.labels or [])
+        )
+        devices = [] if self._ctx.device_id is None else [self._ctx.device_id]
+        with torch.random.fork_rng(devices):  # dropout draws the same numbers as without it
+            output, _ = self._ctx.forward(MicroBatch(whole.batch, row, 0.0, True, dense, embeddings, labels))
+        self._ctx.backward(sum((each.sum() for each in self._objective.outputs(output)), torch.tensor(0.0)) * 0.0)
+
+    def _divided(self, batch: TrainingBatch, parts: Sequence[MicroBatch]) -> torch.Tensor:
         total: torch.Tensor | None = None
-        for part in self._ctx.micro_batches(batch, rows):
+        for part in parts:
             output, labels = self._ctx.forward(part)
             weights = self._weights(batch, labels)
             share: float | torch.Tensor = part.share
-            with out_of_memory.reported(batch.step, rows, list):
+            with out_of_memory.reported(batch.step, part.batch_size, list):
                 if weights is not None:
                     whole, weights = weights.sum(), weights[part.rows]
                     share = weights.sum() / whole.clamp(min=torch.finfo(torch.float32).tiny)
                 loss = share * self._objective(self._objective.outputs(output), labels, weights)
             self._ctx.backward(loss)
             total = loss.detach() if total is None else total + loss.detach()
-        assert total is not None  # noqa: S101 - a batch has a row
+        assert total is not None  # noqa: S101 - there is a part
         return total
 
     def _weights(self, batch: TrainingBatch, labels: list[torch.Tensor]) -> torch.Tensor | None:
@@ -104,14 +170,17 @@ class Steps:
         Raises:
             OutOfMemoryError: The step cannot be repeated with fewer.
         """
+        agreed, self._agreed_rows = self._agreed_rows, None
+        rows = rows if agreed is None else agreed
         half = math.ceil(rows / 2)
         error.hint = _KNOBS.format(rows=half)
         if rows == 1 or not error.can_repeat or batch_normalisations(self._ctx.model):
             raise error
-        if get_world_size() > 1:
-            error.hint += "; with several ranks the rows are not halved by themselves, because ranks average together"
+        if get_world_size() > 1 and agreed is None:
+            error.hint += "; rows were not halved, because the other ranks had begun to average the step's gradients"
             raise error
         self._state.micro_batch.use(half, self._given)
+        self._made = 0
         _logger.warning(
             "step %d: memory ran out with %d rows in the model at a time; from now on %d, with the same loss and "
             "gradients (train.micro_batch): %s",
