@@ -308,6 +308,7 @@ def test_variables_of_a_configuration(tmp_path: Path, monkeypatch: pytest.Monkey
     path = write_config(tmp_path, env={"MY_HOME": None, "MY_LEVEL": 3})
     (found,) = environment.checks(load_config(path))
     assert found.status == "fail" and "not set: MY_HOME" in found.found and "export MY_HOME=VALUE" in found.next
+    assert found.found in verb("doctor", str(path), "--only", "env", code=2)[0]
     _, errors = verb("train", str(path), "--test", "--local", code=2)
     assert "these variables are not set, and the configuration needs them: MY_HOME" in errors
     monkeypatch.setenv("MY_HOME", "/here")
