@@ -188,7 +188,7 @@ def test_an_edit_of_the_python_sources_counts_at_the_next_start(stacks: Stacks) 
     assert project.run(*command).stdout == "edited\n/persia/persia/__init__.py\n"
 
 
-@pytest.mark.row("S0-21")
+@pytest.mark.row("S0-03", "S0-21")
 def test_the_packaged_engine_needs_no_gpu(stacks: Stacks) -> None:
     project = stacks(EXAMPLE)
     code = "import persia_core; print(persia_core.FEATURES, persia_core.__file__)"

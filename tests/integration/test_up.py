@@ -408,6 +408,7 @@ def test_shards_of_a_table_s_model_learn_what_whole_copies_learn(up: StartUp, tm
     for name, content in (("ddp", table), ("fsdp", f"{halves}parallel: fsdp\n")):
         one = up(content, "--ranks", "2", "--name", name)
         assert one.wait() == 0, one.output
+        assert ("the model is sharded over 2 ranks (FSDP): rank 0 holds" in one.output) == (name == "fsdp")
         folder = tmp_path / "runs" / name
         found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         lines.append([[each.get("loss"), each.get("grad_norm"), each.get("valid", {}).get("loss")] for each in found])

@@ -318,7 +318,8 @@ labels:
 train: {seed: a, threads: 0}
 budget: 3
 """
-    assert [line.split(": ")[0] + " " + line.split(": ")[1] for line in mistakes(persia_yml, text)] == [
+    found = mistakes(persia_yml, text)
+    assert [line.split(": ")[0] + " " + line.split(": ")[1] for line in found] == [
         "1:1 dat",
         "3:9 features.user.dim",
         "4:7 labels",
@@ -326,6 +327,7 @@ budget: 3
         "5:27 train.threads",
         "6:1 budget",
     ]
+    assert found[3].endswith("train.seed: found `a`, allowed: a whole number from 0 to 9223372036854775807")
 
 
 def test_a_missing_block_is_named_once(persia_yml: Path) -> None:

@@ -116,6 +116,15 @@ def test_causes_of_a_missing_gpu_are_told_apart(facts: Facts, texts: tuple[str, 
     assert gpu.device(replace(facts, wanted=0)).status in ("ok", "warn"), "no GPU is asked for"
 
 
+@pytest.mark.row("S3-08", "S1-23")
+def test_the_gpus_that_torch_sees_are_listed_and_counted(monkeypatch: pytest.MonkeyPatch, verb: Verb) -> None:
+    found = Facts(wanted=2, driver_loaded=True, smi=("0, A100",), torch_cuda="12.4", torch_devices=1, engine_cuda=True)
+    monkeypatch.setattr("persia.doctor.gpu.facts", lambda: found)
+    out, _ = verb("doctor", code=2)
+    assert "ok    gpu            torch sees 1: 0, A100" in out
+    assert "fail  ranks          2 asked (GPU_NUM), 1 visible" in out and "next: GPU_NUM=1" in out
+
+
 @pytest.mark.row("S3-40")
 def test_a_driver_older_than_the_runtime_is_named() -> None:
     old, minor, new = gpu.driver((11, 8), "12.4"), gpu.driver((12, 2), "12.4"), gpu.driver((13, 0), "12.4")
@@ -218,7 +227,7 @@ def test_free_space_is_compared_with_an_estimate(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.row("S1-10")
-def test_files_that_are_not_visible_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_are_not_visible_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: Verb) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\nclass Mine(torch.nn.Linear):\n"
         "    def __init__(self, table: str):\n        super().__init__(1, 1)\n"
@@ -234,6 +243,7 @@ def test_files_that_are_not_visible_are_named(tmp_path: Path, monkeypatch: pytes
     inside = {check.found: check for check in data.checks(config) if check.status == "fail"}
     hidden = inside["model.table: /home/x/d.npz is not visible in the container"]
     assert "DATA_DIR=/home/x" in hidden.next and "/data/d.npz" in hidden.next
+    assert hidden.found in verb("doctor", "persia.yml", code=2)[0]
 
 
 @pytest.mark.row("S1-12")
@@ -242,6 +252,7 @@ def test_variables_of_a_configuration(tmp_path: Path, monkeypatch: pytest.Monkey
     path = write_config(tmp_path, env={"MY_HOME": None, "MY_LEVEL": 3})
     (found,) = environment.checks(load_config(path))
     assert found.status == "fail" and "not set: MY_HOME" in found.found and "export MY_HOME=VALUE" in found.next
+    assert found.found in verb("doctor", str(path), "--only", "env", code=2)[0]
     _, errors = verb("train", str(path), "--test", "--local", code=2)
     assert "these variables are not set, and the configuration needs them: MY_HOME" in errors
     monkeypatch.setenv("MY_HOME", "/here")

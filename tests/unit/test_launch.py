@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -104,17 +105,19 @@ def test_nats_is_where_persiaml_has_it_unless_a_variable_says_so(
     assert code == 0 and f"url=<{seen}>" in output, output
 
 
-def test_the_environment_says_what_options_do_not(launch: Launch, tmp_path: Path) -> None:
+@pytest.mark.row("S0-18")
+@pytest.mark.parametrize(("gpus", "places"), [("0", ["1 0 3"]), ("1", ["1 0 3"]), ("2", ["2 0 6", "3 1 6"])])
+def test_the_environment_says_what_options_do_not(launch: Launch, tmp_path: Path, gpus: str, places: list[str]) -> None:
     (tmp_path / "train.py").write_text(PLACE)
     env = {
         "PERSIA_NN_WORKER_ENTRY": "train.py --name 'a b'",
-        "GPU_NUM": "0",
+        "GPU_NUM": gpus,
         "REPLICA_INDEX": "1",
         "REPLICA_SIZE": "3",
     }
     code, output = result(launch("nn-worker", env=env))
     assert code == 0, output
-    assert "place 1 0 3 --name a b" in output
+    assert sorted(re.findall(r"place (.*) --name a b", output)) == places
 
 
 @pytest.mark.parametrize(

@@ -183,12 +183,14 @@ def test_wrong_arguments_are_refused(config: Path) -> None:
 @pytest.mark.row("S1-13")
 def test_from_a_shell(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
-        "import torch\nclass Mine(torch.nn.Linear):\n    def __init__(self):\n        super().__init__(1, 1)\n\n"
-        "    def forward(self, dense, embeddings):\n        return super().forward(embeddings[9])\n"
+        "import torch\nclass Mine(torch.nn.Linear):\n    def __init__(self):\n        super().__init__(4, 1)\n\n"
+        "    def forward(self, dense, embeddings):\n"
+        "        return super().forward(embeddings[0 if self.training else 9])\n"
     )
     path = write_config(tmp_path, model={"class": "mine:Mine"})
     words = [sys.executable, "-m", "persia.testing"]
     done = subprocess.run([*words, str(path)], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
-    assert done.stdout.splitlines()[0].startswith("✓ build")
-    assert "✗ forward: IndexError: list index out of range\n  at mine.py:7 in forward" in done.stdout
+    ticks = [line.split()[1].rstrip(":") for line in done.stdout.splitlines() if line.startswith("✓")]
+    assert ticks == ["build", "forward", "loss", "backward"]
+    assert "✗ eval: IndexError: list index out of range\n  at mine.py:7 in forward" in done.stdout

@@ -147,7 +147,7 @@ def test_ddp_options_are_checked() -> None:
         options.DDPOption(timeout_s=0)
 
 
-@pytest.mark.row("S3-10")
+@pytest.mark.row("S0-18", "S3-10")
 def test_the_environment_chooses_the_backend_and_says_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,7 +13,7 @@ from trainer_files import fit
 
 import persia
 from persia.errors import NonFiniteError
-from persia.trainer import StepReport, Trainer, models
+from persia.trainer import StepReport, Trainer, models, optimizers
 
 
 class Spoilt(torch.nn.Module):
@@ -108,7 +108,8 @@ def test_every_report_and_every_line_has_the_norm(tmp_path: Path) -> None:
 @pytest.mark.parametrize("course", ["constant", "linear", "cosine"])
 def test_the_rate_of_each_line_is_that_of_the_formula(tmp_path: Path, course: str) -> None:
     train = {"lr_schedule": course, "warmup": 2, "dense_optimizer": {"name": "sgd", "lr": 0.5}}
-    steps, _, _ = results(small(tmp_path, data={"epochs": 2}, train=train))
+    config = small(tmp_path, data={"epochs": 2}, train=train)
+    steps, _, _ = results(config)
     assert [each.step for each in steps] == [*range(1, 11)]
 
     def factor(step: int) -> float:
@@ -117,7 +118,13 @@ def test_the_rate_of_each_line_is_that_of_the_formula(tmp_path: Path, course: st
         done = (step - 2) / 8
         return {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[course]
 
-    assert [each.learning_rate for each in steps] == pytest.approx([0.5 * factor(each.step) for each in steps])
+    expected = pytest.approx([0.5 * factor(each.step) for each in steps])
+    assert [each.learning_rate for each in steps] == expected
+    path = tmp_path / "runs" / str(config.run.name) / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["learning_rate"] for line in lines if "learning_rate" in line] == expected
+    rows = optimizers.of_rows(config.train, 10)
+    assert [0.5 * rows.lr_factor(each.step) for each in steps] == expected
 
 
 @pytest.mark.row("S3-22")

@@ -20,12 +20,13 @@ from waiting import wait_until
 from persia.cli import watch
 
 REPORT = {"step": 8, "samples_per_s": 1234, "loss": 0.25, "shares": {"data": 0.5, "dense": 0.5}}
+BUSY = [sys.executable, "-c", "while True: pass"]
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Path]:
     """The folder of a run that a busy process trains."""
-    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    busy = subprocess.Popen(BUSY)
     folder = tmp_path / "runs" / "one"
     folder.mkdir(parents=True)
     (folder.parent / "LATEST").write_text("one\n")
@@ -48,6 +49,19 @@ def test_csv_has_a_line_for_each_sample(run: Path, verb: Callable[..., str]) -> 
         assert float(row["cpu_percent"]) > 5 and int(row["rss_bytes"]) > 1 << 20
         assert float(row["rx_bytes_per_s"]) >= 0 and float(row["preemptions_per_s"]) >= 0
         assert [row[name] for name in ("step", "samples_per_s", "loss", "data_wait")] == ["8", "1234", "0.25", "0.5"]
+
+
+@pytest.mark.row("S3-21")
+def test_a_process_that_shares_its_processor_is_preempted(run: Path) -> None:
+    rival = subprocess.Popen(BUSY)
+    try:
+        for pid in (rival.pid, watch.of_run(run)[0].pid):
+            os.sched_setaffinity(pid, {min(os.sched_getaffinity(0))})
+        watching = watch.Watch(lambda: watch.of_run(run), run)
+        wait_until("a preemption", lambda: (watching.sample()[0].preemptions_per_s or 0) > 0, 60)
+    finally:
+        rival.kill()
+        rival.wait()
 
 
 def test_a_process_that_is_gone_or_elsewhere_has_no_figures(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,9 @@ from torch import distributed as torch_distributed
 
 from persia.distributed.options import DDPOption, default_backend
 from persia.runtime.errors import UsageError
+from persia.runtime.logging import get_logger
+
+_logger = get_logger("distributed")
 
 
 class FSDPOption(DDPOption):
@@ -48,7 +51,15 @@ class FSDPOption(DDPOption):
 
     def wrap(self, model: torch.nn.Module, device_id: int | None) -> torch.nn.Module:
         """Return the sharded copy of the model."""
-        return ShardedModel(model, device_id)
+        sharded = ShardedModel(model, device_id)
+        _logger.info(
+            "the model is sharded over %d ranks (FSDP): rank %d holds %d of its %d weights",
+            torch_distributed.get_world_size(),
+            torch_distributed.get_rank(),
+            sum(_local(shard).numel() for shard in sharded.module.parameters()),
+            sum(weight.numel() for weight in model.parameters()),
+        )
+        return sharded
 
 
 _sharded: "weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[ShardedModel]]" = weakref.WeakKeyDictionary()
