@@ -204,7 +204,8 @@ def test_an_infer_job_changes_nothing(
             with pytest.raises(UsageError, match="inside InferCtx"):
                 call()
         with pytest.raises(DataError, match=r"id features: 'a' in the batch, 'a', 'b' in training"):
-            ctx.prepare_features(PersiaBatch([IDTypeFeatureWithSingleID("a", np.arange(2, dtype=np.uint64))]))
+            one = IDTypeFeatureWithSingleID("a", np.arange(2, dtype=np.uint64))
+            ctx.prepare_features(PersiaBatch([one], requires_grad=False))
         assert same(values(ctx, trained.model[10], as_bytes=False), trained.expected[10])
         with pytest.raises(UsageError, match="inside another context"):
             InferCtx(job.middlewares).__enter__()

@@ -30,7 +30,8 @@ class DNN(torch.nn.Module):
 
     def forward(self, non_id_tensors: list[torch.Tensor], embedding_tensors: list[torch.Tensor]) -> torch.Tensor:
         """Return probabilities ``[batch, 1]``."""
-        hidden = torch.cat([torch.relu(self.dense(non_id_tensors[0])), *embedding_tensors], dim=1)
+        dense = torch.relu(self.dense(non_id_tensors[0]))
+        hidden = torch.cat([dense] + embedding_tensors, dim=1)  # noqa: RUF005 - TorchScript knows no unpacking
         return torch.sigmoid(self.layers(hidden))
 
 
