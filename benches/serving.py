@@ -1,8 +1,8 @@
 """B11: requests per second and latency of ``persia serve``, beside the same model behind FastAPI and LitServe.
 
-A DCN-v2 over seven id columns, a bag and four floats is trained, exported, and served by each system in turn: by
-``persia serve`` from the bundle, by the peers with ``nn.EmbeddingBag`` and the same weights. Each serves on processor 0;
-requests come from processor 1, at a rate that rises until it is not kept up with. The scores of all three are compared
+A DCN-v2 over seven id columns, a bag and four floats is trained, exported, and served by each system in turn:
+``persia serve`` serves the bundle, the peers serve the same weights in ``nn.EmbeddingBag``. Each serves on processor 0.
+Requests come from processor 1, at a rate that rises until the system is too slow. The scores of all three are compared
 before anything is measured.
 
 A system's throughput is the highest rate at which 99% of the requests are answered within ``--p99-ms``, and all of them

@@ -1,4 +1,4 @@
-"""Send HTTP requests at a rate, and measure when they are answered: ``serving_load.py SPEC.json`` prints one JSON object.
+"""Send HTTP requests at a rate, and measure their latency: ``serving_load.py SPEC.json`` prints one JSON object.
 
 Requests begin at random times whose mean distance is 1 / rate, whether earlier ones are answered or not. The latency of
 a request counts from the time at which it should have begun, so that a server that is slow cannot hide it.
@@ -48,6 +48,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: BaseException | None) -> None:
         """Count a lost connection."""
+        del error
         self._load.lost += 1
 
 

@@ -71,6 +71,7 @@ def litserve(folder: Path, port: int) -> None:
 
         def setup(self, device: Any) -> None:
             """Load it."""
+            del device
             self.ranker = Ranker(folder)
 
         def decode_request(self, request: Any) -> Any:

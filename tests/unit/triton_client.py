@@ -31,11 +31,12 @@ def ask(module: Any, address: str, name: str, headers: dict[str, str], spec: dic
     answer = result.get_response()
     version = answer["model_version"] if isinstance(answer, dict) else answer.model_version
     scores = result.as_numpy("score")
+    message = ""
     try:
         client.infer(name, inputs[1:], headers=headers)
-        raise AssertionError("a request without an input was not refused")
     except tritonclient.http.InferenceServerException as error:
-        assert "inputs are missing" in error.message(), error
+        message = error.message()
+    assert "inputs are missing" in message
     client.close()
     return [version, scores.tolist()]
 
@@ -43,7 +44,7 @@ def ask(module: Any, address: str, name: str, headers: dict[str, str], spec: dic
 def main(http: str, grpc: str, name: str, token: str, spec: str) -> None:
     """Ask by HTTP with binary tensors, by HTTP with JSON, and by gRPC."""
     given, bearer = json.loads(spec), f"Bearer {token}"
-    print(
+    sys.stdout.write(
         json.dumps(
             [
                 ask(tritonclient.http, http, name, {"Authorization": bearer}, given),

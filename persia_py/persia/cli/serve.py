@@ -108,20 +108,20 @@ def _token() -> str:
 def _is_ready(http: str) -> bool:
     """Whether the server of this host at an address is ready. A certificate is not verified: it is this host's own."""
     import ssl
+    from contextlib import closing
     from http.client import HTTPConnection, HTTPException, HTTPSConnection
 
     from persia.runtime.settings import settings
 
     host, _, port = http.rpartition(":")
-    host = {"0.0.0.0": "127.0.0.1", "[::]": "::1"}.get(host, host.strip("[]"))
-    with_tls = settings.tls_certificate is not None
+    host = {"0.0.0.0": "127.0.0.1", "[::]": "::1"}.get(host, host.strip("[]"))  # noqa: S104
     try:
-        connection = (
-            HTTPSConnection(host, int(port), timeout=4, context=ssl._create_unverified_context())  # noqa: S323
-            if with_tls
-            else HTTPConnection(host, int(port), timeout=4)
-        )
-        connection.request("GET", "/v2/health/ready")
-        return connection.getresponse().status == 200
+        if settings.tls_certificate is None:
+            connection = HTTPConnection(host, int(port), timeout=4)
+        else:
+            connection = HTTPSConnection(host, int(port), timeout=4, context=ssl._create_unverified_context())  # noqa: S323
+        with closing(connection):
+            connection.request("GET", "/v2/health/ready")
+            return connection.getresponse().status == 200
     except (OSError, ValueError, HTTPException):
         return False

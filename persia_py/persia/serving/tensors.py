@@ -181,7 +181,8 @@ def _numbers(name: str, datatype: str, dtype: np.dtype[Any], values: Any) -> Any
 
 def _split(name: str, raw: bytes | memoryview, count: int) -> list[bytes]:
     """Return the strings of a BYTES tensor: before each, four bytes with its length."""
-    found, at, end = [], 0, len(raw)
+    found: list[bytes] = []
+    at, end = 0, len(raw)
     while at < end and len(found) <= count:
         if at + 4 > end:
             break
