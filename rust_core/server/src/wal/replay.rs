@@ -7,7 +7,6 @@
 use std::io;
 use std::sync::Arc;
 
-use super::files::Files;
 use super::record::{Entry, ReplayOp, WalRecord};
 use super::segment::{self, Segment, Stop};
 use super::{Wal, Writer};
