@@ -1,7 +1,10 @@
 """A model in shards, of which this process has all: what is whole, what is refused, and what a step leaves behind."""
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,9 +12,12 @@ from conftest import Configure, TinyModel
 from torch import distributed
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is exported, if not explicitly
 
+from persia.checkpoint.run_state import RunState
 from persia.ctx import eval_ctx
 from persia.distributed.sharded import ShardedModel
+from persia.embedding.optim import SGD
 from persia.errors import UsageError
+from persia.runtime import flight
 
 INPUTS = ([torch.ones(2, 3)], [torch.ones(2, 4), torch.ones(2, 4)])
 
@@ -98,3 +104,22 @@ def test_the_next_training_forward_frees_the_whole_state_of_the_optimizer(sharde
     assert sharded.is_gathered
     sharded(*INPUTS)
     assert sharded._optimizer_state is None
+
+
+def test_rank_0_decides_whether_shards_are_gathered_and_the_recorder_names_it(sharded: ShardedModel) -> None:
+    """Rank 0 has whole weights after a load, which reaches the others when the next loop starts."""
+    given: list[bool] = []
+    backend: Any = SimpleNamespace(collective=contextlib.nullcontext, all_gather=lambda topic, mine: [*given, mine])
+    optimizer = torch.optim.Adam(sharded.whole.parameters())
+    sharded.bind(optimizer)
+    state = RunState(backend, lambda: sharded, lambda: optimizer, SGD(0.1), None, None)
+    given = [True]
+    state.gather_model()
+    assert not sharded.is_gathered
+    given = [False]
+    seen: list[str] = []
+    gather = sharded.gather
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(sharded, "gather", lambda each: (seen.append(flight.last(1)[0]["detail"]), gather(each)))
+        state.gather_model()
+    assert seen == ["shards of the model"] and sharded.is_gathered
