@@ -48,6 +48,7 @@ def test_rank_0_alone_cannot_use_weights_that_are_not_gathered(make_stack: MakeS
     trainer.says("every rank calls ctx.gather_model")
 
 
+@pytest.mark.row("S3-05", "S2-18")
 def test_ranks_that_divide_a_step_differently_have_the_digests_of_ddp(make_stack: MakeStack, tmp_path: Path) -> None:
     """Weights and gradients in digests are whole; a step that is left in its middle leaves no gradient behind."""
     stack = make_stack()

@@ -104,6 +104,22 @@ def test_what_would_differ_is_refused(configure: Configure) -> None:
 # --- memory
 
 
+def test_one_of_several_ranks_does_not_repeat_the_backward_that_averages(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure(SLOTS)
+    with make() as ctx:
+        assert ctx.model is not None
+        ctx.model = Scarce(ctx.model, [RuntimeError(CPU_TEXT), RuntimeError(CPU_TEXT)], "backward")
+        (batch,) = DataLoader(Batches(1))
+        for alone in (True, False):
+            output, labels = ctx.forward(batch)
+            monkeypatch.setattr(type(ctx._backend), "is_alone", alone)
+            with pytest.raises(OutOfMemoryError) as caught:
+                ctx.backward(loss_fn(output, labels[0]))
+            assert caught.value.can_repeat == alone
+
+
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 def test_a_step_that_is_repeated_is_unscaled_once(
     configure: Configure, precision: str, monkeypatch: pytest.MonkeyPatch

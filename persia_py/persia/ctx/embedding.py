@@ -16,6 +16,7 @@ from persia.checkpoint.run_state import restore_rows, saved_inputs
 from persia.ctx.base import BaseCtx, PreprocessMode
 from persia.ctx.checks import LabelCheck, TruncatedSlots, check_rows, named_error
 from persia.ctx.tensors import given_tensors
+from persia.distributed.sharded import check_loads, with_whole_state
 from persia.distributed.wrapped import unwrap_model, whole_model
 from persia.embedding import EmbeddingConfig, inputs
 from persia.embedding.data import PersiaBatch, with_mask
@@ -366,8 +367,9 @@ class EmbeddingCtx(BaseCtx):
         """Write the state of a module or optimizer to ``dst_dir/file_name``, atomically.
 
         Raises:
-            UsageError: ``dst_dir`` is a URL.
+            UsageError: ``dst_dir`` is a URL, or ranks have shards of the instance (FSDP) that are not gathered.
         """
+        torch_instance = with_whole_state(torch_instance)
         module = torch_instance if isinstance(torch_instance, torch.nn.Module) else None
         names = None if module is None else self._backend.inputs.of(module)
         snapshot.dump_state(torch_instance, _local("dump_torch_state_dict", dst_dir), file_name, is_jit, names)
@@ -382,8 +384,9 @@ class EmbeddingCtx(BaseCtx):
 
         Raises:
             CheckpointError: The file is missing, is not a state dict, or does not fit.
-            UsageError: ``src_dir`` is a URL.
+            UsageError: ``src_dir`` is a URL, or ranks have shards of the instance (FSDP).
         """
+        check_loads(torch_instance)
         names = snapshot.load_state(torch_instance, _local("load_torch_state_dict", src_dir), map_location)
         if isinstance(torch_instance, torch.nn.Module):
             self._backend.inputs.set(torch_instance, names)

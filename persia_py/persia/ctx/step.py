@@ -246,7 +246,8 @@ class StepCtx(EmbeddingCtx):
                 optimizer, known = self._run_state.optimizer, partial(self._known, batch)
                 loss = self._backward(loss, batch, self._embeddings, optimizer, self._backend, known)
         except OutOfMemoryError as error:
-            can_repeat = error.can_repeat = not self._backward.applied
+            # Other ranks may already wait in the all-reduce of this backward.
+            can_repeat = error.can_repeat = self._backend.is_alone and not self._backward.applied
             drop_step(self.model)
             raise
         except NonFiniteError:

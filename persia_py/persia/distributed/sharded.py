@@ -76,6 +76,7 @@ class ShardedModel(torch.nn.Module):
         whole: The script's model, with the weights of the last :meth:`gather`.
         module: The sharded copy.
         is_current: ``whole`` has the weights of the copy.
+        is_bound: An optimizer updates the copy.
 
     Raises:
         UsageError: Torch cannot shard the model; the message says why.
@@ -103,6 +104,7 @@ class ShardedModel(torch.nn.Module):
         if hasattr(self._fsdp, "set_reduce_scatter_unused_params"):  # ranks may use different layers, as with DDP
             self._fsdp.set_reduce_scatter_unused_params(True)
         self.is_current = True
+        self.is_bound = False
         self._optimizer_state: dict[str, Any] | None = None
         _sharded[whole] = weakref.ref(self)
 
@@ -146,11 +148,13 @@ class ShardedModel(torch.nn.Module):
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Let an optimizer of the script's model update the shards."""
+        self.is_bound = True
         shards = dict(self.module.named_parameters())
         self._replace(optimizer, {weight: shards[name] for name, weight in self.whole.named_parameters()})
 
     def release(self, optimizer: torch.optim.Optimizer) -> None:
         """Give the optimizer the script's model back, with the state of the last :meth:`gather` if that is current."""
+        self.is_bound = False
         state = self._optimizer_state if self.is_current else None
         optimizer.state.clear()
         weights = dict(self.whole.named_parameters())
@@ -203,13 +207,55 @@ def check_current(model: torch.nn.Module) -> None:
     Raises:
         UsageError: They were trained on since they were gathered.
     """
-    if isinstance(model, ShardedModel):
-        sharded: ShardedModel | None = model
-    else:
-        found = _sharded.get(model)
-        sharded = None if found is None else found()
+    sharded = _sharded_of(model)
     if sharded is not None and not sharded.is_current:
         raise _not_gathered()
+
+
+def check_loads(instance: torch.nn.Module | torch.optim.Optimizer) -> None:
+    """Check that a state dict may be loaded into a model or an optimizer.
+
+    Raises:
+        UsageError: Ranks have shards of it, which would keep what they have.
+    """
+    if _is_sharded(instance):
+        raise UsageError(
+            f"{type(instance).__name__}: its weights are sharded over the ranks (FSDP), which would keep their "
+            "values: load it before TrainCtx is entered, or use ctx.load_checkpoint"
+        )
+
+
+def with_whole_state(
+    instance: torch.nn.Module | torch.optim.Optimizer,
+) -> torch.nn.Module | torch.optim.Optimizer:
+    """Return the model or the optimizer itself; for a sharded copy the script's model.
+
+    Raises:
+        UsageError: Weights were trained on since they were gathered, or the optimizer updates shards.
+    """
+    if isinstance(instance, torch.nn.Module):
+        check_current(instance)
+        return instance.whole if isinstance(instance, ShardedModel) else instance
+    if _is_sharded(instance):
+        raise UsageError(
+            f"{type(instance).__name__}: its state is sharded over the ranks (FSDP): use ctx.dump_checkpoint, which "
+            "writes it whole, after ctx.gather_model()"
+        )
+    return instance
+
+
+def _is_sharded(instance: torch.nn.Module | torch.optim.Optimizer) -> bool:
+    if isinstance(instance, torch.nn.Module):
+        sharded = _sharded_of(instance)
+        return sharded is not None and sharded.is_bound
+    return any(hasattr(weight, "to_local") for group in instance.param_groups for weight in group["params"])
+
+
+def _sharded_of(model: torch.nn.Module) -> ShardedModel | None:
+    if isinstance(model, ShardedModel):
+        return model
+    found = _sharded.get(model)
+    return None if found is None else found()
 
 
 def _not_gathered() -> UsageError:

@@ -174,10 +174,11 @@ class Steps:
         rows = rows if agreed is None else agreed
         half = math.ceil(rows / 2)
         error.hint = _KNOBS.format(rows=half)
-        if rows == 1 or not error.can_repeat or batch_normalisations(self._ctx.model):
-            raise error
+        cannot = rows == 1 or not error.can_repeat or bool(batch_normalisations(self._ctx.model))
         if get_world_size() > 1 and agreed is None:
-            error.hint += "; rows were not halved, because the other ranks had begun to average the step's gradients"
+            cannot = True
+            error.hint += "; rows were not halved, because the other ranks may have begun to average gradients"
+        if cannot:
             raise error
         self._state.micro_batch.use(half, self._given)
         self._made = 0

@@ -1,0 +1,125 @@
+"""A model in shards, of which this process has all: what is whole, what is refused, and what a step leaves behind."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import Configure, TinyModel
+from torch import distributed
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is exported, if not explicitly
+
+from persia.checkpoint.run_state import RunState
+from persia.ctx import eval_ctx
+from persia.distributed.sharded import ShardedModel
+from persia.embedding.optim import SGD
+from persia.errors import UsageError
+from persia.runtime import flight
+
+INPUTS = ([torch.ones(2, 3)], [torch.ones(2, 4), torch.ones(2, 4)])
+
+
+@pytest.fixture
+def sharded() -> Iterator[ShardedModel]:
+    distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield ShardedModel(TinyModel(), None)
+    distributed.destroy_process_group()
+
+
+def test_a_step_that_is_left_in_its_middle_leaves_no_gradient(sharded: ShardedModel) -> None:
+    def gradients(parts: int) -> list[torch.Tensor]:
+        for part in range(parts):
+            sharded.synchronise_gradients(part == parts - 1)
+            sharded(*INPUTS).sum().backward()
+        found = [each.grad.full_tensor() for each in sharded.module.parameters()]  # type: ignore[union-attr]
+        sharded.module.zero_grad()
+        return found
+
+    whole = gradients(1)
+    sharded.synchronise_gradients(False)
+    sharded(*INPUTS).sum().backward()
+    sharded.drop_step()
+    for one, other in zip(whole, gradients(1), strict=True):
+        torch.testing.assert_close(one, other)
+    for one, other in zip(whole, gradients(2), strict=True):
+        torch.testing.assert_close(2 * one, other)
+
+
+def test_a_backward_that_has_failed_is_dropped(sharded: ShardedModel) -> None:
+    def fail(gradient: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("as the test wants")
+
+    sharded(*INPUTS).sum().backward()
+    whole = [each.grad.full_tensor() for each in sharded.module.parameters()]  # type: ignore[union-attr]
+    sharded.module.zero_grad()
+    assert sharded.can_reset
+    output = sharded(*INPUTS)
+    output.register_hook(fail)
+    with pytest.raises(RuntimeError, match="as the test wants"):
+        output.sum().backward()
+    sharded.drop_step()
+    sharded(*INPUTS).sum().backward()
+    for one, other in zip(whole, sharded.module.parameters(), strict=True):
+        assert other.grad is not None
+        torch.testing.assert_close(one, other.grad.full_tensor())  # type: ignore[attr-defined]
+
+
+def test_the_states_of_shards_are_not_taken_for_those_of_the_model(
+    configure: Configure, tmp_path: Path, sharded: ShardedModel
+) -> None:
+    configure("a: {dim: 4}\nb: {dim: 4}")
+    optimizer = torch.optim.Adam(sharded.whole.parameters())
+    sharded.bind(optimizer)
+    with eval_ctx(model=sharded.whole) as ctx:
+        ctx.dump_torch_state_dict(sharded, tmp_path, "first.pt")
+        assert torch.load(tmp_path / "first.pt", weights_only=True).keys() >= sharded.whole.state_dict().keys()
+        with pytest.raises(UsageError, match="TinyModel: its weights are sharded.*load it before TrainCtx"):
+            ctx.load_torch_state_dict(sharded.whole, tmp_path / "first.pt")
+        sharded(*INPUTS).sum().backward()
+        optimizer.step()
+        for each in (sharded, sharded.whole):
+            with pytest.raises(UsageError, match="every rank calls ctx.gather_model"):
+                ctx.dump_torch_state_dict(each, tmp_path, "second.pt")
+        with pytest.raises(UsageError, match="Adam: its state is sharded"):
+            ctx.dump_torch_state_dict(optimizer, tmp_path, "opt.pt")
+        with pytest.raises(UsageError, match="Adam: its weights are sharded"):
+            ctx.load_torch_state_dict(optimizer, tmp_path)
+        sharded.gather(optimizer)
+        assert sharded.is_gathered
+        ctx.dump_torch_state_dict(sharded.whole, tmp_path, "second.pt")
+        sharded.release(optimizer)
+        ctx.load_torch_state_dict(sharded.whole, tmp_path / "second.pt")
+    assert len(optimizer.state_dict()["state"]) == len([*sharded.whole.parameters()])
+
+
+def test_the_next_training_forward_frees_the_whole_state_of_the_optimizer(sharded: ShardedModel) -> None:
+    optimizer = torch.optim.Adam(sharded.whole.parameters())
+    sharded.bind(optimizer)
+    sharded.gather(optimizer)
+    with torch.no_grad():
+        sharded(*INPUTS)
+    assert sharded.is_gathered
+    sharded(*INPUTS)
+    assert sharded._optimizer_state is None
+
+
+def test_rank_0_decides_whether_shards_are_gathered_and_the_recorder_names_it(sharded: ShardedModel) -> None:
+    """Rank 0 has whole weights after a load, which reaches the others when the next loop starts."""
+    given: list[bool] = []
+    backend: Any = SimpleNamespace(collective=contextlib.nullcontext, all_gather=lambda topic, mine: [*given, mine])
+    optimizer = torch.optim.Adam(sharded.whole.parameters())
+    sharded.bind(optimizer)
+    state = RunState(backend, lambda: sharded, lambda: optimizer, SGD(0.1), None, None)
+    given = [True]
+    state.gather_model()
+    assert not sharded.is_gathered
+    given = [False]
+    seen: list[str] = []
+    gather = sharded.gather
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(sharded, "gather", lambda each: (seen.append(flight.last(1)[0]["detail"]), gather(each)))
+        state.gather_model()
+    assert seen == ["shards of the model"] and sharded.is_gathered
