@@ -174,16 +174,17 @@ def test_ranks_resume_only_what_ranks_have_trained(tmp_path: Path, verb: Verb) -
     assert "the run was trained in one process" in errors and f"--resume runs/{run.name}" in errors
 
 
-@pytest.mark.row("S1-19")
+@pytest.mark.row("S1-19", "S1-17")
 def test_the_storage_of_checkpoints_is_tried_before_training(tmp_path: Path, verb: Verb) -> None:
-    write_clicks(tmp_path / "clicks.parquet", 300)
-    path = write_config(tmp_path)
-    verb("config", "check", str(path))  # imports are not timed
-    began = time.monotonic()
-    _, errors = verb("train", str(path), "--set", "checkpoint.dir=/proc", code=1)
-    assert time.monotonic() - began < 2
-    assert f"Checkpoint storage validation failed: /proc: user {os.geteuid()} cannot write here" in errors
-    assert "persia doctor --only disk --dir /proc" in errors
-    _, errors = verb("train", str(path), "--set", f"checkpoint.dir={tmp_path}/mnt/disk/saves", code=1)
-    assert f"checkpoint.dir: {tmp_path}/mnt does not exist; is a disk not mounted?" in errors
-    assert not [*tmp_path.glob("runs/*")]
+    """Before rows are read and before the model is made, whatever that takes."""
+    path = mine(tmp_path, build=f"open({str(tmp_path / 'made')!r}, 'w').close()")
+    (tmp_path / "clicks.parquet").write_bytes(b"no rows can be read")
+    for options in ([], ["--test", "--local"], ["--test", "--nproc", "2"]):
+        _, errors = verb("train", str(path), "--set", "checkpoint.dir=/proc", *options, code=1)
+        assert f"Checkpoint storage validation failed: /proc: user {os.geteuid()} cannot write here" in errors
+        assert "persia doctor --only disk --dir /proc" in errors
+        _, errors = verb("train", str(path), "--set", f"checkpoint.dir={tmp_path}/mnt/disk/saves", *options, code=1)
+        assert f"checkpoint.dir: {tmp_path}/mnt does not exist; is a disk not mounted?" in errors
+        assert f"mount it, or make the folder: mkdir -p {tmp_path}/mnt/disk" in errors
+    assert not [*tmp_path.glob("runs/*")] and not (tmp_path / "made").exists()
+    assert "Checkpoint storage" not in verb("train", str(path), code=2)[1], "the rows come next"
