@@ -125,7 +125,7 @@ def test_the_help_of_every_command_imports_no_large_package() -> None:
     done = subprocess.run([sys.executable, "-c", HELP, json.dumps(found)], capture_output=True, text=True, check=True)
     loaded = json.loads(done.stdout)
     assert "persia.cli.train" in loaded
-    large = ("torch", "numpy", "pydantic", "pyarrow", "rich.table", "grpc", "psutil", "obstore", "lightgbm")
+    large = ("torch", "numpy", "pyarrow", "rich.table", "grpc", "psutil", "obstore", "lightgbm")
     assert not [name for name in large if name in loaded]
 
 

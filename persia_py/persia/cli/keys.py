@@ -16,9 +16,7 @@ class KeysCommand(TyperCommand):
         Raises:
             UsageError: An option is not one of the command, but the name of a key.
         """
-        known = {*ctx.help_option_names} | {
-            name for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts)
-        }
+        known = {name for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts)}
         for place, word in enumerate(args):
             option, equals, value = word.partition("=")
             if word == "--":
