@@ -3,6 +3,8 @@
 import hashlib
 import os
 import re
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import Verb
 from trainer_files import config_of, write_clicks, write_config
+from waiting import wait_until
 
 from persia.trainer import one_batch
 
@@ -148,6 +151,21 @@ def test_one_batch_of_each_part_is_copied(tmp_path: Path) -> None:
 def test_options_that_exclude_each_other(tmp_path: Path, verb: Verb, options: list[str], text: str) -> None:
     _, errors = verb("train", str(write_config(tmp_path)), *options, code=2)
     assert text in errors
+
+
+@pytest.mark.row("S1-05")
+def test_a_test_that_is_stopped_leaves_nothing(tmp_path: Path) -> None:
+    held = tmp_path / "held"
+    path = mine(tmp_path, build=f"import time; open({str(held)!r}, 'w').close(); time.sleep(600)")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    words = [sys.executable, "-m", "persia", "train", str(path), "--test", "--local"]
+    with subprocess.Popen(words, env={**os.environ, "TMPDIR": str(temporary)}) as test:
+        wait_until("the model", held.exists, 90)
+        assert [*temporary.iterdir()]
+        test.terminate()
+        assert test.wait(60) == 75
+    assert not [*temporary.iterdir()]
 
 
 @pytest.mark.row("S1-23")
