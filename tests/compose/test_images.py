@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from compose.conftest import docker
+from compose.conftest import Stacks, docker
 
 BUILDS = ("hatchling", "maturin", "ruff", "uv")
 """Packages that build or check the project, which no runtime image has."""
@@ -71,6 +71,29 @@ def test_the_runtime_image_runs_as_any_user_on_a_read_only_disk() -> None:
     assert result.stdout.startswith("nats-server")
     assert "/opt/venv/lib/" in result.stdout
     assert "packaged sha256=" in result.stderr and "build=unknown" not in result.stderr
+
+
+@pytest.mark.row("S1-16")
+@pytest.mark.usefixtures("images")
+def test_a_startup_hook_runs_in_the_container_before_training(stacks: Stacks, tmp_path: Path) -> None:
+    """It has the folder, the packages and the variables of the training; its failure ends the container."""
+    folder = tmp_path / "mine"
+    (folder / "config").mkdir(parents=True)
+    (folder / "config" / "embedding_config.yml").write_text("slots_config: {a: {dim: 4}}\n")
+    (folder / "config" / "global_config.yml").write_text("common_config: {}\n")
+    (folder / "train.py").write_text("print('trains after', open('/tmp/prepared').read())\n")
+    hook = folder / "startup-hook.sh"
+    hook.write_text("python -c 'import torch'; pwd >/tmp/prepared; echo $PERSIA_JOB >>/tmp/prepared\n")
+    train = ("up", "--no-build", "--no-deps", "--exit-code-from", "trainer", "trainer")
+    project = stacks(folder, TRAINER_REPLICA="1", PERSIA_JOB="mine")
+    done = project(*train, check=False)
+    assert done.returncode == 0 and re.search(r"trains after /workspace\n.*mine", done.stdout), done.stdout
+    (project.folder / "startup-hook.sh").write_text("echo preparing; pip install --no-index no-such-package; echo no\n")
+    project.remove()
+    done = project(*train, check=False)
+    said = done.stdout + done.stderr
+    assert done.returncode == 1 and "No matching distribution found for no-such-package" in said, said
+    assert "startup-hook.sh ended with exit code 1" in said and "trains after" not in said
 
 
 @pytest.mark.usefixtures("images")

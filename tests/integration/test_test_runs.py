@@ -174,7 +174,9 @@ def test_the_ladder_stops_at_the_first_step_that_fails(table: Path, verb: Verb) 
     model = (table / "mine.py").read_text()
     (table / "clicks.parquet").rename(table / "gone.parquet")
     whole = ladder.steps(table / "persia.yml")
-    assert [step.number for step in whole] == [*range(1, 11)] and all(step.title and step.diagnosis for step in whole)
+    assert [step.number for step in whole] == [*range(1, 11)] and all(
+        step.title and diagnosis.of(step.number, 1, "") for step in whole
+    )
     output, _ = verb("doctor", "--ladder", "persia.yml", code=2)
     assert passed(output) == ["✓", "✓", "✗"] and "clicks.parquet" in output
     assert " 3 one batch, in one process: persia train persia.yml --test --local" in output

@@ -1,7 +1,11 @@
 """``persia doctor``: each check tells apart what it promises, and says what to do."""
 
+import errno
+import importlib.metadata
 import json
 import os
+import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -10,17 +14,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
+import torch
 from conftest import Verb
 from trainer_files import write_clicks, write_config
 
+import persia
 import persia_core
 from persia.config import load_config
+from persia.ctx import Checkpoints
 from persia.doctor import data, disk, environment, gpu, run, services, versions
 from persia.doctor.check import Check, worst
 from persia.doctor.gpu import Facts
 from persia.doctor.job_status import Process, Status
+from persia.errors import StorageError
 from persia.runtime.exit_codes import ExitCode
 
 
@@ -73,13 +80,28 @@ def test_a_build_that_was_changed_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.row("S3-39")
 def test_a_block_to_paste_has_versions_and_no_secret(monkeypatch: pytest.MonkeyPatch, verb: Verb) -> None:
-    monkeypatch.setenv("PERSIA_TOKEN_FILE", "/a/secret/place")
-    monkeypatch.setenv("PERSIA_JOB", "mine")
+    secrets = {
+        "PERSIA_TOKEN_FILE": "/a/secret/place",
+        "PERSIA_NATS_URL": "nats://me:my-password@host:4222",
+        "PERSIA_MY_SECRET": "hidden-1",
+        "NCCL_MY_PASSWORD": "hidden-2",
+        "PERSIA_S3_KEY": "hidden-3",
+        "AWS_SECRET_ACCESS_KEY": "hidden-4",
+    }
+    for name, value in {**secrets, "PERSIA_JOB": "mine", "NCCL_DEBUG": "INFO", "GPU_NUM": "0"}.items():
+        monkeypatch.setenv(name, value)
     out, _ = verb("doctor", "--env")
-    lines = {line.split()[0]: line for line in out.splitlines()}
-    assert persia_core.__version__ in lines["persia_core"] and psutil.__version__ in lines["psutil"]
-    assert "mine" in lines["PERSIA_JOB"] and "/a/secret/place" not in out
-    assert str(os.cpu_count()) in lines["processors"] and "Python" in lines
+    lines = dict(re.split(r" {2,}", line, maxsplit=1) for line in out.splitlines())  # each has a name and a value
+    for package in ("torch", "numpy", "psutil", "grpcio", "pyarrow"):
+        assert lines[package] == importlib.metadata.version(package), package
+    assert lines["persia"] == persia.__version__ and lines["persia_core"].startswith(persia_core.__version__)
+    assert lines["Python"].startswith(platform.python_version()) and platform.release() in lines["platform"]
+    assert lines["processors"] == str(os.cpu_count()) and lines["host"] == socket.gethostname()
+    assert "lo 127.0.0.1" in lines["interfaces"] and lines["GPUs"] and lines["container"] in ("yes", "no")
+    assert lines["CUDA of torch"] == (torch.version.cuda or "none") and lines["CUDA of driver"]
+    assert (lines["PERSIA_JOB"], lines["NCCL_DEBUG"], lines["GPU_NUM"]) == ("mine", "INFO", "0")
+    assert not [value for value in secrets.values() if value in out] and "my-password" not in out
+    assert lines["PERSIA_NATS_URL"] == lines["PERSIA_S3_KEY"] == "(set)"
 
 
 # --- GPUs
@@ -161,7 +183,7 @@ def listener() -> Iterator[socket.socket]:
 
 
 def process(service: str, index: int = 0, health: str = "serving") -> Process:
-    return Process(service, "test", index, 1, "h:1", "", "h", "1", "1", "", health, None, 7)
+    return Process(service, "test", index, 1, "h:1", "", "h", "1", "1", "", health, None, 7, [])
 
 
 def test_services_of_a_job() -> None:
@@ -207,11 +229,37 @@ def test_a_folder_on_a_disk_that_is_not_mounted(tmp_path: Path) -> None:
 
 @pytest.mark.row("S1-17")
 def test_a_relative_folder_of_a_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the doctor, and by the ranks before they train."""
     monkeypatch.setenv("PERSIA_NATS_URL", "nats://127.0.0.1:1")
     monkeypatch.setenv("PERSIA_CKPT_DIR", "checkpoints")
     (found,) = disk.checks(None)
-    assert "PERSIA_CKPT_DIR must be an absolute path, found 'checkpoints'" in found.found
+    text = "PERSIA_CKPT_DIR must be an absolute path, found 'checkpoints'"
+    assert text in found.found
     assert found.next.endswith(f"PERSIA_CKPT_DIR={Path('checkpoints').absolute()}")
+    with pytest.raises(StorageError, match=re.escape(text)) as refused:
+        Checkpoints("mine", every=10).validate_storage()
+    assert refused.value.hint == found.next
+
+
+@pytest.mark.row("S1-19")
+@pytest.mark.parametrize("operation", ["open", "write", "fsync", "rename", "unlink"])
+def test_each_operation_of_a_save_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
+    """Disks fail in different ways: a full one in ``write`` or ``fsync``, a network one in ``rename``."""
+    failed: list[str] = []
+
+    def fail(*arguments: object, **options: object) -> None:
+        if not failed:  # what cleans up afterwards works
+            failed.append(operation)
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        before(*arguments, **options)
+
+    of = Path if operation in ("rename", "unlink") else os
+    before = getattr(of, operation)
+    with monkeypatch.context() as patched:
+        patched.setattr(of, operation, fail)
+        found = disk.written("disk", tmp_path)
+    assert failed and found.status == "fail" and "Checkpoint storage validation failed" in found.found
+    assert "Disk quota exceeded" in found.found and not [*tmp_path.iterdir()]
 
 
 @pytest.mark.row("S1-19")

@@ -3,6 +3,8 @@
 import hashlib
 import os
 import re
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import Verb
 from trainer_files import config_of, write_clicks, write_config
+from waiting import wait_until
 
 from persia.trainer import one_batch
 
@@ -155,6 +158,21 @@ def test_options_that_exclude_each_other(tmp_path: Path, verb: Verb, options: li
     assert text in errors
 
 
+@pytest.mark.row("S1-05")
+def test_a_test_that_is_stopped_leaves_nothing(tmp_path: Path) -> None:
+    held = tmp_path / "held"
+    path = mine(tmp_path, build=f"import time; open({str(held)!r}, 'w').close(); time.sleep(600)")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    words = [sys.executable, "-m", "persia", "train", str(path), "--test", "--local"]
+    with subprocess.Popen(words, env={**os.environ, "TMPDIR": str(temporary)}) as test:
+        wait_until("the model", held.exists, 90)
+        assert [*temporary.iterdir()]
+        test.terminate()
+        assert test.wait(60) == 75
+    assert not [*temporary.iterdir()]
+
+
 @pytest.mark.row("S1-23")
 def test_more_ranks_than_gpus_are_named_before_anything_starts(
     tmp_path: Path, verb: Verb, monkeypatch: pytest.MonkeyPatch
@@ -179,16 +197,17 @@ def test_ranks_resume_only_what_ranks_have_trained(tmp_path: Path, verb: Verb) -
     assert "the run was trained in one process" in errors and f"--resume runs/{run.name}" in errors
 
 
-@pytest.mark.row("S1-19")
+@pytest.mark.row("S1-19", "S1-17")
 def test_the_storage_of_checkpoints_is_tried_before_training(tmp_path: Path, verb: Verb) -> None:
-    write_clicks(tmp_path / "clicks.parquet", 300)
-    path = write_config(tmp_path)
-    verb("config", "check", str(path))  # imports are not timed
-    began = time.monotonic()
-    _, errors = verb("train", str(path), "--set", "checkpoint.dir=/proc", code=1)
-    assert time.monotonic() - began < 2
-    assert f"Checkpoint storage validation failed: /proc: user {os.geteuid()} cannot write here" in errors
-    assert "persia doctor --only disk --dir /proc" in errors
-    _, errors = verb("train", str(path), "--set", f"checkpoint.dir={tmp_path}/mnt/disk/saves", code=1)
-    assert f"checkpoint.dir: {tmp_path}/mnt does not exist; is a disk not mounted?" in errors
-    assert not [*tmp_path.glob("runs/*")]
+    """Before rows are read and before the model is made, whatever that takes."""
+    path = mine(tmp_path, build=f"open({str(tmp_path / 'made')!r}, 'w').close()")
+    (tmp_path / "clicks.parquet").write_bytes(b"no rows can be read")
+    for options in ([], ["--test", "--local"], ["--test", "--nproc", "2"]):
+        _, errors = verb("train", str(path), "--set", "checkpoint.dir=/proc", *options, code=1)
+        assert f"Checkpoint storage validation failed: /proc: user {os.geteuid()} cannot write here" in errors
+        assert "persia doctor --only disk --dir /proc" in errors
+        _, errors = verb("train", str(path), "--set", f"checkpoint.dir={tmp_path}/mnt/disk/saves", *options, code=1)
+        assert f"checkpoint.dir: {tmp_path}/mnt does not exist; is a disk not mounted?" in errors
+        assert f"mount it, or make the folder: mkdir -p {tmp_path}/mnt/disk" in errors
+    assert not [*tmp_path.glob("runs/*")] and not (tmp_path / "made").exists()
+    assert "Checkpoint storage" not in verb("train", str(path), code=2)[1], "the rows come next"

@@ -2,10 +2,13 @@
 
 import contextlib
 import os
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -15,6 +18,7 @@ from persia.config import Config
 from persia.config.blocks import CheckpointBlock, RunBlock, SplitBlock
 from persia.data import IterableDataset
 from persia.runtime.errors import CheckpointError, PersiaError, UsageError
+from persia.runtime.exit_codes import AGAIN
 from persia.runtime.settings import settings, variable
 from persia.trainer import fitting
 from persia.trainer.batches import TrainingBatches
@@ -88,9 +92,28 @@ def check_storage(config: Config) -> None:
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """Make a folder for the length of the block."""
-    with tempfile.TemporaryDirectory(prefix="persia-test-") as name:
+    """Make a folder for the length of the block. SIGTERM and SIGHUP end the block, and the folder is removed."""
+    with _ended_by_signals(), tempfile.TemporaryDirectory(prefix="persia-test-") as name:
         yield Path(name)
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Raise SystemExit at signals that would end the process without cleaning up. Only in the main thread."""
+    numbers = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
+    taken = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, _leave)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    del number, frame
+    raise SystemExit(AGAIN)
 
 
 def shortened(config: Config, folder: Path) -> Config:
@@ -136,6 +159,7 @@ def shortened(config: Config, folder: Path) -> Config:
         data=data,
         train=train,
         checkpoint=CheckpointBlock(every=1, keep=1),
+        profile=None,
         run=RunBlock(dir=str(folder / "runs"), name="test", log_every=1),
     )
 
