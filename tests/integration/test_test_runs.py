@@ -175,7 +175,7 @@ def test_the_ladder_stops_at_the_first_step_that_fails(table: Path, verb: Verb) 
     (table / "clicks.parquet").rename(table / "gone.parquet")
     whole = ladder.steps(table / "persia.yml")
     assert [step.number for step in whole] == [*range(1, 11)] and all(
-        step.title and diagnosis.of(step.number, 1, "") for step in whole
+        step.title and any(diagnosis.of(step.number, 1, "")) for step in whole
     )
     output, _ = verb("doctor", "--ladder", "persia.yml", code=2)
     assert passed(output) == ["✓", "✓", "✗"] and "clicks.parquet" in output
