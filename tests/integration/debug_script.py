@@ -34,13 +34,16 @@ def added(value: int) -> int:
     return value
 
 
-def one() -> None:
-    """Stop one rank; the others run on, to the barrier."""
+def one(passed: Path) -> None:
+    """Stop one rank, which comes last; the others run on, to the barrier."""
+    if RANK == 1:
+        wait_until("rank 0 to run on", passed.exists, 60)
     value = 40
     breakpoint_()
     value = added(value)
     value += 1
     say(f"one {value}")
+    passed.touch()
     distributed.barrier()
 
 
@@ -94,7 +97,7 @@ def tour(late: str) -> None:
     """Every kind of breakpoint, one after another."""
     say(f"arguments {json.dumps(sys.argv[1:])}")
     distributed.init_process_group("gloo", timeout=IMPATIENT)
-    one()
+    one(Path(late).with_name("passed"))
     two(Path(late))
     three()
     four()

@@ -122,7 +122,7 @@ def the_commands_of_pdb_work(terminal: Terminal, folder: Path) -> None:
     terminal.command("p value", r"\b40\b")
     terminal.command("w", r"debug_script\.py\(\d+\)one\(\)")
     terminal.command("l", r"breakpoint_\(\)")
-    terminal.command("ll", r"def one\(\)")
+    terminal.command("ll", r"def one\(")
     terminal.command("s", r"--Call--")
     terminal.command("u", r"-> value = added\(value\)")
     terminal.command("d", r"-> def added")
