@@ -17,6 +17,7 @@ from persia.ctx import eval_ctx
 from persia.distributed.sharded import ShardedModel
 from persia.embedding.optim import SGD
 from persia.errors import UsageError
+from persia.loop.gather_model import GatherModel
 from persia.runtime import flight
 
 INPUTS = ([torch.ones(2, 3)], [torch.ones(2, 4), torch.ones(2, 4)])
@@ -123,3 +124,14 @@ def test_rank_0_decides_whether_shards_are_gathered_and_the_recorder_names_it(sh
         monkeypatch.setattr(sharded, "gather", lambda each: (seen.append(flight.last(1)[0]["detail"]), gather(each)))
         state.gather_model()
     assert seen == ["shards of the model"] and sharded.is_gathered
+
+
+def test_ranks_with_shards_compare_at_which_steps_they_write_digests(
+    sharded: ShardedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that writes none would leave the others alone as they gather weights."""
+    monkeypatch.setenv("PERSIA_DIGEST", "3")
+    backend: Any = SimpleNamespace()
+    for model, identity in ((sharded, "GatherModel(PERSIA_DIGEST=3)"), (sharded.whole, "GatherModel")):
+        state = RunState(backend, lambda model=model: model, lambda: None, SGD(0.1), None, None)  # type: ignore[misc]
+        assert GatherModel(state).identity == identity
