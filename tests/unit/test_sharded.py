@@ -132,6 +132,9 @@ def test_ranks_with_shards_compare_at_which_steps_they_write_digests(
     """One that writes none would leave the others alone as they gather weights."""
     monkeypatch.setenv("PERSIA_DIGEST", "3")
     backend: Any = SimpleNamespace()
-    for model, identity in ((sharded, "GatherModel(PERSIA_DIGEST=3)"), (sharded.whole, "GatherModel")):
-        state = RunState(backend, lambda model=model: model, lambda: None, SGD(0.1), None, None)  # type: ignore[misc]
+    optimizer = torch.optim.Adam(sharded.whole.parameters())
+    models: list[torch.nn.Module] = [sharded, sharded.whole]
+    for identity in ("GatherModel(PERSIA_DIGEST=3)", "GatherModel"):
+        state = RunState(backend, lambda: models[0], lambda: optimizer, SGD(0.1), None, None)
         assert GatherModel(state).identity == identity
+        del models[0]
