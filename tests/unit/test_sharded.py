@@ -120,8 +120,13 @@ def test_rank_0_decides_whether_shards_are_gathered_and_the_recorder_names_it(sh
     given = [False]
     seen: list[str] = []
     gather = sharded.gather
+
+    def recorded(each: torch.optim.Optimizer) -> None:
+        seen.append(flight.last(1)[0]["detail"])
+        gather(each)
+
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(sharded, "gather", lambda each: (seen.append(flight.last(1)[0]["detail"]), gather(each)))
+        monkeypatch.setattr(sharded, "gather", recorded)
         state.gather_model()
     assert seen == ["shards of the model"] and sharded.is_gathered
 
