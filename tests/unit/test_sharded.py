@@ -17,6 +17,7 @@ from persia.ctx import eval_ctx
 from persia.distributed.sharded import ShardedModel
 from persia.embedding.optim import SGD
 from persia.errors import UsageError
+from persia.loop.gather_model import GatherModel
 from persia.runtime import flight
 
 INPUTS = ([torch.ones(2, 3)], [torch.ones(2, 4), torch.ones(2, 4)])
@@ -119,7 +120,26 @@ def test_rank_0_decides_whether_shards_are_gathered_and_the_recorder_names_it(sh
     given = [False]
     seen: list[str] = []
     gather = sharded.gather
+
+    def recorded(each: torch.optim.Optimizer) -> None:
+        seen.append(flight.last(1)[0]["detail"])
+        gather(each)
+
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(sharded, "gather", lambda each: (seen.append(flight.last(1)[0]["detail"]), gather(each)))
+        monkeypatch.setattr(sharded, "gather", recorded)
         state.gather_model()
     assert seen == ["shards of the model"] and sharded.is_gathered
+
+
+def test_ranks_with_shards_compare_at_which_steps_they_write_digests(
+    sharded: ShardedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that writes none would leave the others alone as they gather weights."""
+    monkeypatch.setenv("PERSIA_DIGEST", "3")
+    backend: Any = SimpleNamespace()
+    optimizer = torch.optim.Adam(sharded.whole.parameters())
+    models: list[torch.nn.Module] = [sharded, sharded.whole]
+    for identity in ("GatherModel(PERSIA_DIGEST=3)", "GatherModel"):
+        state = RunState(backend, lambda: models[0], lambda: optimizer, SGD(0.1), None, None)
+        assert GatherModel(state).identity == identity
+        del models[0]

@@ -7,6 +7,7 @@
 * :mod:`persia.distributed.rendezvous`, :mod:`persia.distributed.handshake`: how ranks find and admit each other
 * :mod:`persia.distributed.control_plane`: agreements of ranks, and detection of lost ranks, over one
   :mod:`persia.distributed.link` each
+* :mod:`persia.distributed.held`: the ranks that a debugger holds
 * :mod:`persia.distributed.network`: network interfaces and GPUs named by the environment
 """
 

@@ -56,6 +56,7 @@ def drop_step(model: torch.nn.Module | None) -> None:
         model.drop_step()
     elif isinstance(model, torch.nn.parallel.DistributedDataParallel):
         synchronise_gradients(model, True)
+        model.require_forward_param_sync = True  # of buffers, in the next forward; a forward that failed left it so
         if hasattr(model.reducer, "_reset_state"):
             model.reducer._reset_state()
 
