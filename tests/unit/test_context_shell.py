@@ -1,6 +1,6 @@
 """``persia debug shell``: the copy of a folder that a container works on, and how the container is started."""
 
-import contextlib
+import http.client
 import json
 import os
 import socket
@@ -172,6 +172,17 @@ http.server.HTTPServer(("127.0.0.1", {port}), Handler).serve_forever()
 """In place of jupyterlab: it answers /api/status with 403 until the file ``answers`` exists."""
 
 
+def stopped(port: int) -> bool:
+    """Ask the notebook to end, which it does with or without an answer, and return whether it was asked."""
+    try:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/stop", timeout=10)
+    except http.client.RemoteDisconnected:
+        return True
+    except OSError:  # it does not listen yet
+        return False
+    return True
+
+
 @pytest.fixture
 def notebook_port(docker: Path) -> int:
     """The port of a notebook of the image."""
@@ -189,15 +200,15 @@ def test_a_notebook_prints_its_address_when_it_answers(
 ) -> None:
     """A port that accepts connections proves nothing: Docker's proxy does so before the server listens."""
     opened: list[str] = []
+    was_ready: list[bool] = []
 
     def browse(url: str) -> None:
         opened.append(url)
-        with contextlib.suppress(OSError):  # it ends without an answer
-            urllib.request.urlopen(f"http://127.0.0.1:{notebook_port}/stop", timeout=10)
+        was_ready.append((docker / "answers").exists())
+        wait_until("the end", lambda: stopped(notebook_port), 30)
 
     def answer() -> None:
-        wait_until("a request", lambda: (docker / "asked").exists(), 30)
-        assert not opened, "it has not answered yet"
+        wait_until("a request", lambda: (docker / "asked").exists() or opened, 60)
         (docker / "answers").touch()
 
     monkeypatch.setattr("webbrowser.open", browse)
@@ -205,7 +216,8 @@ def test_a_notebook_prints_its_address_when_it_answers(
     waiting.start()
     out, _ = verb("debug", "notebook", "--context", str(workspace), "--port", str(notebook_port))
     waiting.join()
-    assert opened and opened[0].startswith(f"http://127.0.0.1:{notebook_port}/lab?token=")
+    assert was_ready == [True], "it is not called ready before it answers"
+    assert opened[0].startswith(f"http://127.0.0.1:{notebook_port}/lab?token=")
     assert f"notebook: {opened[0]}" in out
     call = (docker / "calls").read_text().splitlines()[-1]
     assert f"--publish 127.0.0.1:{notebook_port}:8888" in call and "--env JUPYTER_TOKEN " in call
@@ -223,8 +235,7 @@ def test_a_notebook_that_does_not_answer_is_not_called_ready(
 
     def wait(*arguments: Any) -> None:
         waiting(*arguments)
-        with contextlib.suppress(OSError):  # it ends without an answer
-            urllib.request.urlopen(f"http://127.0.0.1:{notebook_port}/stop", timeout=10)
+        wait_until("the end", lambda: stopped(notebook_port), 30)
 
     monkeypatch.setattr("persia.doctor.notebook._wait", wait)
     out, errors = verb("debug", "notebook", "--context", str(workspace), "--port", str(notebook_port))
