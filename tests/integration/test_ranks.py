@@ -137,7 +137,7 @@ def test_uneven_data_stops_all_ranks_together(make_stack: MakeStack) -> None:
     assert trainer.wait() == 0, trainer.output
     summary = job.finished_summary(stack.folder / "run")
     assert summary is not None and (summary["steps"], summary["world_size"]) == (8, 2)
-    trainer.says("all ranks stop after step 8: the data of rank 0 has ended; not used: 3 batches of rank 1")
+    trainer.says("all ranks stop after step 8: the data of rank 0 has ended; not used: at least 3 batches of rank 1")
 
 
 @pytest.mark.parametrize("everybody", [True, False])

@@ -132,4 +132,4 @@ def test_no_rank_has_memory_for_one_row(table: Path) -> None:
     (table / "mine.py").write_text(MODEL.replace("0 < MOST < len", "0 <= MOST < len"))
     output = trained(table, "none", code=1, env={"WHERE": "forward"})
     assert re.search(r"rank [01]: step 1, 1 rows at a time: DefaultCPUAllocator", output), output
-    assert "train.micro_batch=1" in output
+    assert "less memory: --set precision=bf16" in output

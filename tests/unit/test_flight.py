@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 from conftest import Batches, Configure
+from meeting import Meet
 from test_training import SLOTS, make, train
+from waiting import wait_until
 
 from persia.data import DataLoader
-from persia.distributed import lag
+from persia.distributed import control_plane, lag
 from persia.runtime import flight
 
 
@@ -116,6 +118,22 @@ def known(*places: dict[str, Any] | None, silent: int | None = None) -> dict[int
 )
 def test_the_rank_that_lags(ranks: dict[int, lag.Known], late: list[int]) -> None:
     assert lag.lagging(ranks) == late
+
+
+@pytest.mark.row("S3-12")
+def test_a_collective_of_torch_that_waits_for_long_is_logged(
+    meet: Meet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(control_plane, "_ALIVE_S", 0.02)
+    monkeypatch.setattr(control_plane, "REMIND_S", 0.1)
+    first, second = meet(2)
+    late = known(place(7, "all-reduce"), place(6, "forward"))
+    monkeypatch.setattr(lag.Positions, "_known", lambda self, answered: late)
+    with second.in_collective(), first.in_collective():
+        wait_until(lambda: "for 4 s\nwaiting: rank 0" in caplog.text)
+    text = r"in a collective of torch for \d+ s\nlagging: rank 1 \(pid 1 on h\): in forward of step 5"
+    assert re.search(text, caplog.text)
+    assert first._positions.late() and not second._positions.late()  # rank 1 itself lags
 
 
 def test_the_report_says_where_each_rank_is() -> None:

@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 from trainer_files import config_of, write_clicks
 
-from persia.errors import DataError, UsageError
+from persia.errors import CheckpointError, DataError, UsageError
 from persia.launch import up
 from persia.launch.job_config import Sizes, read_job_config
 from persia.runtime.logging import get_logger
@@ -88,6 +88,24 @@ def test_an_older_run_that_resumes_is_not_the_latest(tmp_path: Path) -> None:
             pass
     assert json.loads((one / "summary.json").read_text())["step"] == 8
     assert (tmp_path / "runs" / "LATEST").read_text() == "two\n"
+
+
+def test_a_run_with_a_damaged_checkpoint_resumes_after_the_previous_one_on_demand(tmp_path: Path) -> None:
+    write_clicks(tmp_path / "clicks.parquet", 500)
+    run = train(tmp_path, "one", checkpoint={"every": 2})
+    newest = max((run / "checkpoints").glob("step-*"), key=lambda each: int(each.name[5:]))
+    damaged = next(newest.glob("shard-*.arrow"))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x01\x02")
+    for allowed in (False, True):
+        config = config_of(
+            tmp_path, data={"epochs": 2}, checkpoint={"every": 2, "allow_previous": allowed}, run={"name": "one"}
+        )
+        with Trainer(config).resume() as trainer:
+            if not allowed:
+                with pytest.raises(CheckpointError, match="--set checkpoint.allow_previous=true"):
+                    next(iter(trainer.fit()))
+            else:
+                assert next(iter(trainer.fit())).step <= int(newest.name[5:])
 
 
 def test_a_run_is_the_latest_when_its_first_checkpoint_is_written(tmp_path: Path) -> None:

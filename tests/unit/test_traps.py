@@ -286,6 +286,7 @@ def test_messages_name_no_folder_that_is_gone(
     ) as caught:
         EmbeddingCollection([TableConfig("a", 8, ["a"]), TABLES[1]], None).load(path)
     assert ".saving" not in str(caught.value)
+    assert "persia ckpt show" in caught.value.hint and "ckpt verify" not in caught.value.hint
     named = Path(str(caught.value).split(" does not fit")[0])
     assert named.is_file(), named
 

@@ -74,8 +74,8 @@ def _previous(folder: Path, error: CheckpointError, *, allowed: bool) -> snapsho
         raise error
     if not allowed:
         raise CheckpointError(
-            f"{error}\n{whole} is intact: to resume from it, give Checkpoints(allow_previous=True), or remove the "
-            "damaged one"
+            f"{error}\n{whole} is intact: to resume from it, remove the damaged one, or give --set "
+            "checkpoint.allow_previous=true (in a script Checkpoints(allow_previous=True))"
         )
     _logger.warning("resuming from %s, because the newer one is damaged: %s", whole, error)
     return snapshot.Load(whole)

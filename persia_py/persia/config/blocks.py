@@ -176,6 +176,9 @@ class CheckpointBlock(Block):
     """The number of checkpoints that are kept, in addition to the best one."""
     upload_to: str | None = None
     """An address such as ``s3://bucket/prefix`` to which each checkpoint is uploaded."""
+    allow_previous: bool = False
+    """If the newest checkpoint is damaged, resume after the newest intact one, with a warning. Otherwise a resume is
+    refused."""
 
 
 class DistBlock(Block):

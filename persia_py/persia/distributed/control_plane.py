@@ -78,6 +78,7 @@ class Peers:
         self._left: set[int] = set()
         self._ended: dict[int, int] = {}  # the step at which the script of a rank has ended, with exit code 0
         self._collective_since: float | None = None
+        self._reminded = 0.0  # when the log last named the ranks that a collective waits for
         self._positions = lag.Positions(rank, links)
         self._held = Held(rank, links)
         self._closed = False
@@ -420,6 +421,7 @@ class Peers:
                 self._end()
             self._end_if_left_alone()
             self._end_if_late()
+            self._remind()
             for rank, link in self._links.items():
                 link.send({"alive": flight.position()})
                 silent = clock.now() - link.heard
@@ -443,6 +445,15 @@ class Peers:
         since, limit = self._collective_since, self.limit_s
         if since is not None and limit is not None and clock.now() - since > limit:
             watchdog.end(f"rank {self.rank}: {_LATE} of {limit:g} s {_LATE_KEYS}", self.hung, self.verdict)
+
+    def _remind(self) -> None:
+        """Log which rank lags, if the main thread of this one is in a collective of torch for long."""
+        since, now = self._collective_since, clock.now()
+        if since is None or now - max(since, self._reminded) <= REMIND_S:
+            return
+        if late := self._positions.late():
+            self._reminded = now
+            _logger.warning("in a collective of torch for %.0f s\n%s", now - since, late)
 
     def _end(self) -> None:
         """End the process from a thread, because its main thread waits in a collective that never returns."""

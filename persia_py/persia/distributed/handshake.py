@@ -297,5 +297,9 @@ def unreachable(address: tuple[str, int], error: OSError) -> str:
     name, port = address
     if isinstance(error, socket.gaierror):
         return f"{name}:{port} not reachable (DNS failed: {error.strerror})"
-    kind = "no answer" if isinstance(error, TimeoutError) else "refused" if error.errno == 111 else str(error.strerror)
-    return f"{name}:{port} not reachable (DNS ok / TCP {kind})"
+    dropped = "no answer: a firewall may drop packets to this port"
+    kind = dropped if isinstance(error, TimeoutError) else "refused" if error.errno == 111 else str(error.strerror)
+    text = f"{name}:{port} not reachable (DNS ok / TCP {kind})"
+    if name.startswith("127."):
+        text += "; if it is on another host, PERSIA_SOCKET_IFNAME or PERSIA_ADVERTISE there names a loopback address"
+    return text

@@ -64,6 +64,12 @@ class Positions:
         """
         return report(self._known(answered=answered))
 
+    def late(self) -> str:
+        """Return the report of the ranks, if one other than this is known to lag, or on rank 0 if none is."""
+        known = self._known(answered=False)
+        others = [rank for rank in lagging(known) if rank != self._rank]
+        return report(known) if others or (self._rank == 0 and not lagging(known)) else ""
+
     def of(self, ranks: list[int]) -> str:
         """Return where some ranks are, as the end of a message about a wait for them."""
         known = self._known(answered=False)

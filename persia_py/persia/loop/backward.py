@@ -31,9 +31,9 @@ MAX_SKIPPED_STEPS = 25
 """The number of consecutive steps that may be skipped for NaN or infinity before training stops."""
 
 _HINT = (
-    "inspect what is named above, lower the learning rate, or clip the norm of gradients; to find the operation, run "
-    "once under torch.autograd.set_detect_anomaly(True); to skip such steps: TrainCtx(nonfinite='skip'), or "
-    "--set train.nonfinite=skip"
+    "inspect what is named above, lower the learning rate, or clip the norm of gradients; to find the operation, train "
+    "once with --set train.detect_anomaly=true (in a script torch.autograd.set_detect_anomaly(True)); to skip such "
+    "steps: --set train.nonfinite=skip (in a script TrainCtx(nonfinite='skip'))"
 )
 
 

@@ -10,7 +10,10 @@ from persia.loop.finite import Named, local_part
 from persia.runtime.errors import OutOfMemoryError, PersiaError
 
 LARGEST = 8
-"""Tensors that a report lists."""
+"""Lines of a report about tensors."""
+MANY = 32
+"""Equal tensors from which on a report asks whether something keeps one of each step."""
+NO_NAME = "not named"
 
 _HINT = (
     "give fewer rows at a time: `for part in ctx.micro_batches(batch, rows)`, or smaller batches; or compute in half "
@@ -55,20 +58,33 @@ def report(error: BaseException, step: int, rows: int, tensors: Iterable[Named])
 
 
 def _table(tensors: Iterable[Named]) -> str:
-    rows: dict[int, tuple[int, str]] = {}
-    for name, tensor in [*tensors, *_unnamed()]:
+    """Return a line for each kind of tensor: equal ones without a name share a line, which has their number."""
+    seen: set[int] = set()
+    sizes: dict[tuple[str, str, str, str], list[int]] = {}
+    for name, tensor in [*tensors, *((NO_NAME, each) for each in _unnamed())]:
         local = local_part(tensor)
-        if (place := local.untyped_storage().data_ptr()) not in rows and local.device.type != "meta":
-            size = local.untyped_storage().nbytes()
+        if (place := local.untyped_storage().data_ptr()) not in seen and local.device.type != "meta":
+            seen.add(place)
             shape = "x".join(map(str, local.shape)) or "scalar"
-            kind = str(local.dtype).removeprefix("torch.")
-            rows[place] = (size, f"  {size / 2**20:10.1f} MiB  {kind:8} {shape:16} {local.device!s:7} {name}")
-    return "\n".join(line for _, line in sorted(rows.values(), reverse=True)[:LARGEST])
+            kind = (str(local.dtype).removeprefix("torch."), shape, str(local.device), name)
+            sizes.setdefault(kind, []).append(local.untyped_storage().nbytes())
+    largest = sorted(((sum(each), kind, len(each)) for kind, each in sizes.items()), reverse=True)[:LARGEST]
+    return "\n".join(
+        f"  {size / 2**20:10.1f} MiB  {kind:8} {shape:16} {device:7} {name}{_many(count)}"
+        for size, (kind, shape, device, name), count in largest
+    )
 
 
-def _unnamed() -> Iterator[Named]:
+def _many(count: int) -> str:
+    if count == 1:
+        return ""
+    kept = ": does a list of the model or the script grow with the steps?" if count >= MANY else ""
+    return f", {count} of them{kept}"
+
+
+def _unnamed() -> Iterator[torch.Tensor]:
     """Yield the other tensors that Python holds. Those that only the autograd graph holds are not known."""
     for each in gc.get_objects():
         # isinstance would ask proxies for their class, which may run any code.
         if type(each) in (torch.Tensor, torch.nn.Parameter) and each.layout == torch.strided:
-            yield "not named", each
+            yield each

@@ -179,7 +179,7 @@ class TrainingLoop:
     def _log_end(self, left: list[int]) -> None:
         if any(left):
             _logger.warning(
-                "all ranks stop after step %d: the data of rank %s has ended; not used: %s",
+                "all ranks stop after step %d: the data of rank %s has ended; not used: at least %s",
                 self.step,
                 ", ".join(str(rank) for rank, count in enumerate(left) if not count),
                 ", ".join(f"{count} batches of rank {rank}" for rank, count in enumerate(left) if count),

@@ -22,10 +22,8 @@ from persia_core.forward import TrainingBatch
 
 _logger = get_logger("trainer")
 
-_KNOBS = (
-    "less memory: --set train.micro_batch={rows} (rows in the model at a time), --set precision=bf16 (half the bytes "
-    "of activations), or smaller layers (`model`) or dims (`features`)"
-)
+_FEWER = "--set train.micro_batch={rows} (rows in the model at a time), "
+_KNOBS = "--set precision=bf16 (half the bytes of activations), or smaller layers (`model`) or dims (`features`)"
 PROBED = 5
 """The number of steps of a loop, and after each halving, in which several ranks find out together whether there is
 memory for their whole batches. In later steps, which need as much, they average gradients during the backward."""
@@ -173,7 +171,7 @@ class Steps:
         agreed, self._agreed_rows = self._agreed_rows, None
         rows = rows if agreed is None else agreed
         half = math.ceil(rows / 2)
-        error.hint = _KNOBS.format(rows=half)
+        error.hint = f"less memory: {_FEWER.format(rows=half) if half < rows else ''}{_KNOBS}"
         cannot = rows == 1 or not error.can_repeat or bool(batch_normalisations(self._ctx.model))
         if get_world_size() > 1 and agreed is None:
             cannot = True

@@ -170,6 +170,7 @@ class Training:
             every=block.every,
             keep_last=block.keep,
             upload_to=upload_to,
+            allow_previous=block.allow_previous,
             state={"trainer": self._state, "schedule": self._schedule},
         )
         self._ctx = TrainCtx(

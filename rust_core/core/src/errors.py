@@ -64,6 +64,15 @@ class CheckpointError(PersiaError):
     hint = "run: persia ckpt list DIR, then: persia ckpt verify DIR"
 
 
+class ForeignCheckpointError(CheckpointError):
+    """An intact checkpoint whose tables, dims or optimizer are not those of the run."""
+
+    hint = (
+        "compare the tables with those of the checkpoint: persia ckpt show FOLDER. Then change the configuration, or load "
+        "a checkpoint of this one"
+    )
+
+
 class StorageError(PersiaError, OSError):
     """The operating system refused to read or write. The message names the path."""
 

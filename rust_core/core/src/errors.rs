@@ -47,7 +47,8 @@ pub(crate) fn tables_class(error: &TablesError) -> &'static str {
         TablesError::BadShape { .. } | TablesError::TooManyIds { .. } | TablesError::BadTable { .. } => {
             "DataError"
         }
-        TablesError::Corrupt { .. } | TablesError::Foreign { .. } => "CheckpointError",
+        TablesError::Corrupt { .. } => "CheckpointError",
+        TablesError::Foreign { .. } => "ForeignCheckpointError",
         TablesError::Io { .. } | TablesError::OutOfMemory { .. } => "StorageError",
         TablesError::Unreachable { .. } | TablesError::Recovering { .. } => "UnreachableError",
         TablesError::WrongShard { .. } | TablesError::Incompatible { .. } => "IncompatibleError",

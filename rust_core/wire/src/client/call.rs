@@ -273,7 +273,10 @@ async fn within<T>(
     attempt: impl Future<Output = Result<T, CallError>>,
 ) -> Result<T, CallError> {
     let timed_out = || {
-        let what = format!("no answer within {:.1} s", limit.as_secs_f32());
+        let what = format!(
+            "no answer within {:.1} s: it is busy or stopped, or a firewall drops packets to this port",
+            limit.as_secs_f32()
+        );
         Err(CallError::unreachable(remote, what))
     };
     let start = Instant::now();
@@ -295,7 +298,8 @@ fn is_of_server(error: &TablesError) -> bool {
 }
 
 fn given_up(error: TablesError, what: &str, attempts: u32, time: Duration) -> TablesError {
-    let say = |why: String| format!("{what} failed {attempts} times in {:.1} s: {why}", time.as_secs_f32());
+    let times = if attempts == 1 { "once".to_owned() } else { format!("{attempts} times") };
+    let say = |why: String| format!("{what} failed {times} in {:.1} s: {why}", time.as_secs_f32());
     match error {
         TablesError::Unreachable { peer, what } => TablesError::Unreachable { peer, what: say(what) },
         TablesError::Timeout { peer, what } => TablesError::Timeout { peer, what: say(what) },

@@ -12,10 +12,19 @@ const NATS_PORT: u16 = 4222;
 /// # Errors
 /// `NoInterface`; `NoAddress` when the name of NATS is unknown or has no route.
 pub fn advertised_host(nats_url: &str, ifname: Option<&str>) -> Result<String, DiscoveryError> {
-    match ifname {
-        Some(name) => of_interface(name),
-        None => towards(nats_url),
+    let Some(name) = ifname else { return towards(nats_url) };
+    let address = of_interface(name)?;
+    if !nats_url.is_empty() && is_loopback(&address) && towards(nats_url).is_ok_and(|other| !is_loopback(&other)) {
+        tracing::warn!(
+            "PERSIA_SOCKET_IFNAME={name}: this process announces {address}, a loopback address, although NATS is on another \
+             host: no other host reaches it"
+        );
     }
+    Ok(address)
+}
+
+fn is_loopback(address: &str) -> bool {
+    address.parse().is_ok_and(|address: IpAddr| address.is_loopback())
 }
 
 fn of_interface(name: &str) -> Result<String, DiscoveryError> {
