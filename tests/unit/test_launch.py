@@ -201,6 +201,20 @@ def test_a_signal_before_the_end_stops_all_ranks(launch: Launch, tmp_path: Path,
     wait_gone(pids)
 
 
+def test_a_signal_after_the_end_does_not_change_the_code(tmp_path: Path) -> None:
+    """Compose stops every trainer when the first one has ended."""
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "late.py").write_text(
+        "import atexit, os, signal, sys\n"
+        "atexit.register(os.kill, os.getpid(), signal.SIGTERM)\n"
+        "from persia.launch.cli import main\n"
+        "main()\n"
+    )
+    words = [sys.executable, "late.py", "nn-worker", "train.py"]
+    env = {**os.environ, "PERSIA_NATS_URL": ""}
+    assert subprocess.run(words, cwd=tmp_path, env=env, check=False, timeout=DEADLINE).returncode == 0
+
+
 NOTES = """
 import os
 import time

@@ -38,7 +38,7 @@ def run(script: Path | None, arguments: Sequence[str], *, index: int, size: int)
     events = Events()
     words = [] if script is None else [str(script), *arguments]
     command = [sys.executable, "-m", "persia.launch.data_loader_main", *words]
-    with os.fdopen(os.memfd_create("persia-served"), "rb") as memory, events.signals():
+    with os.fdopen(os.memfd_create("persia-served"), "rb") as memory, events.signals(last=True):
         # The kernel removes it with this process, however that ends: a temporary folder would stay.
         served = Path(f"/proc/{os.getpid()}/fd/{memory.fileno()}")
         environment = {**os.environ, "REPLICA_INDEX": str(index), "REPLICA_SIZE": str(size), SERVED: str(served)}

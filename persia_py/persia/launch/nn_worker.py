@@ -61,7 +61,7 @@ def run(script: Path | None, arguments: Sequence[str], *, ranks: int, node: int,
             _set_aside(folder / job.SUMMARY)
     events = Events()
     words = [] if script is None else [str(script), *arguments]
-    with events.signals():
+    with events.signals(last=True):
         started = [
             Process(
                 f"rank {node * ranks + local}",

@@ -36,8 +36,15 @@ class Events:
             return None
 
     @contextmanager
-    def signals(self, numbers: Iterable[int] = (signal.SIGTERM, signal.SIGINT)) -> Iterator[None]:
-        """Turn these signals into events inside the block. Only in the main thread."""
+    def signals(
+        self, numbers: Iterable[int] = (signal.SIGTERM, signal.SIGINT), *, last: bool = False
+    ) -> Iterator[None]:
+        """Turn these signals into events inside the block. Only in the main thread.
+
+        Args:
+            numbers: The signals.
+            last: The process ends after the block, with a code that is decided: later signals are ignored.
+        """
 
         def note(number: int, frame: FrameType | None) -> None:
             del frame
@@ -48,7 +55,7 @@ class Events:
             yield
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                signal.signal(number, signal.SIG_IGN if last else handler)
 
 
 def stopped_by(number: int) -> ExitCode:
