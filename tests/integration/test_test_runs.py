@@ -72,10 +72,15 @@ def test_both_ranks_tick_and_nothing_is_left(table: Path) -> None:
 @pytest.mark.row("S1-22", "S1-25")
 def test_a_whole_run_on_ranks_has_the_overrides(table: Path, verb: Verb) -> None:
     """Its AUC, computed while two ranks trained, is that of one process that evaluates its checkpoint."""
-    settings = ("run.name=two", "data.batch_size=64", "profile={wait: 1, warmup: 1, active: 3}", "train.staleness=4")
+    settings = (
+        "run.name=two",
+        "data.batch_size=64",
+        "profile={wait: 1, warmup: 1, active: 3}",
+        "train.micro_batch=999",
+    )
     given = [word for each in settings for word in ("--set", each)]
     output = persia(table, "train", "persia.yml", "--nproc", "2", "--profile", *given)
-    assert output.count("training is reproducible, so the staleness is 1") == 1, output
+    assert output.count("a batch has 64 rows, which are in the model together") == 1, output
     profile = output.partition("finished")[2] or output
     assert re.search(r"data wait .* %|forward", profile) and "trace: runs/two/profile/rank-0.pt.trace.json" in profile
     summary = json.loads((table / "runs" / "two" / "summary.json").read_text())

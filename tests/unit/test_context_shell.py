@@ -141,7 +141,7 @@ def test_what_cannot_be_copied_is_named(workspace: Path, docker: Path, verb: Ver
     assert f"warning: not in the container, of {workspace}:" in errors and "\n  and 2 more\n" in errors
     assert "mount it with DATA_DIR" in errors
     (workspace / ".persiaignore").write_text("/rows\n*.parquet\nabsolute.py\ngone\nconfig\npipe\nsocket\n")
-    assert "warning" not in verb(*run, "--", "true")[1], "it is named, so nobody expects it"
+    assert "warning" not in verb(*run, "--", "true")[1], "what the file names is not missed"
 
 
 NOTEBOOK = """#!{python}

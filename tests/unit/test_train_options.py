@@ -37,14 +37,16 @@ def test_verbose_logs_all(tmp_path: Path, verb: Verb, monkeypatch: pytest.Monkey
     assert "DEBUG   persia.mine: a detail of the model" in verb(*test, "--verbose")[1]
 
 
-@pytest.mark.parametrize("options", [["--profile"], ["--nproc", "65"], ["--profile", "--resume", "runs/one"]])
+@pytest.mark.parametrize(
+    "options", [["--profile"], ["--nproc", "2", "--set", f"run.name={'x' * 65}"], ["--profile", "--resume", "runs/one"]]
+)
 def test_a_warning_of_the_configuration_is_shown_once(tmp_path: Path, verb: Verb, options: list[str]) -> None:
     write_clicks(tmp_path / "clicks.parquet", 300)
-    path = str(write_config(tmp_path, train={"reproducible": True, "staleness": 4}))
+    path = str(write_config(tmp_path, train={"micro_batch": 999}))
     if "--resume" in options:
         verb("train", path)
     out, errors = verb("train", path, *options, code=2 if "--nproc" in options else 0)
-    assert (out + errors).count("training is reproducible, so the staleness is 1") == 1
+    assert (out + errors).count("a batch has 128 rows, which are in the model together") == 1
 
 
 # --- next commands

@@ -16,6 +16,7 @@ Parts of a job:
 Processes:
 
 * :mod:`persia.launch.process`: one child process; :mod:`persia.launch.die_with_parent` ties it to its parent
+* :mod:`persia.launch.foreground`: one that has this terminal; :mod:`persia.launch.background`: one that outlives it
 * :mod:`persia.launch.supervision`: events of several processes, and how they are stopped
 * :mod:`persia.launch.logs`: their output
 * :mod:`persia.launch.user_script`: a user's script inside this process
