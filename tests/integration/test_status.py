@@ -16,6 +16,7 @@ import torch
 from conftest import Batches, TinyModel
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from stack import LiveStack, MakeStack, Stack
+from waiting import wait_until
 
 import persia
 from persia.ctx import TrainCtx
@@ -153,15 +154,23 @@ def test_the_vocabulary_of_each_table(make_stack: MakeStack, monkeypatch: pytest
         for batch in DataLoader(Batches(4)):
             output, labels = ctx.forward(batch)
             ctx.backward(torch.nn.functional.binary_cross_entropy_with_logits(output, labels[0]))
+        ctx.engine.drain()
         held = ctx.engine.stats()["tables"]
-        shown = run(env=stack.settings)
+        # A process has 2 s to answer, which is little on a busy machine.
+        shown = wait_until(
+            "the status", lambda: done if "\na " in (done := run(env=stack.settings)).stdout else None, 60
+        )
     for name, table in held.items():
         line = next(line.split() for line in shown.stdout.splitlines() if line.startswith(f"{name} "))
         share = table["lookups"]["hits"] / sum(table["lookups"].values())
         assert line[1] == f"{table['rows']:,}" and table["rows"] > 0
         assert line[4:] == [f"{table['inserted']:,}", "0", "0", f"{share:.1%}", "-", "-"], shown.stdout
-    found = json.loads(run("--json", env=stack.settings).stdout)
-    parts = [part for one in found["processes"] for part in one["tables"]]
+
+    def served() -> list[dict[str, Any]]:
+        processes = json.loads(run("--json", env=stack.settings).stdout)["processes"]
+        return [part for one in processes for part in one["tables"]]
+
+    parts = wait_until("both servers", lambda: found if len(found := served()) == 4 else None, 60)
     assert sum(part["rows"] for part in parts) == sum(table["rows"] for table in held.values())
 
 

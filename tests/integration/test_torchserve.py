@@ -73,7 +73,9 @@ class TorchServe:
         lines = [f"{kind}_address=http://127.0.0.1:{self.port + offset}" for offset, kind in kinds]
         (self.folder / "ts.properties").write_text("\n".join([*lines, "default_workers_per_model=1", ""]))
         store = ["--model-store", str(self.folder), "--models", f"{name}.mar", "--ts-config", "ts.properties"]
-        self.run(self.programs / "torchserve", "--start", "--ncs", "--disable-token-auth", *store)
+        words = [str(self.programs / "torchserve"), "--start", "--ncs", "--disable-token-auth", *store]
+        with (self.folder / "torchserve.log").open("w") as log:  # the server keeps what it inherits
+            subprocess.run(words, env=self.env, cwd=self.folder, check=True, stdout=log, stderr=log, timeout=START)
 
         def is_ready() -> bool:
             done = subprocess.run(
