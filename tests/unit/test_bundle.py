@@ -179,7 +179,8 @@ def test_a_bundle_describes_itself(whole: Path) -> None:
     assert inputs["user"] == ("int64", "INT64", False, ("user",))
     assert inputs["site"] == ("string", "BYTES", False, ("site",))
     assert inputs["shares"][1:3] == ("FP32", True) and inputs["price"][1] == "FP64" and inputs["at"][1] == "BYTES"
-    assert manifest.source.run == "one" and manifest.source.step == 5 and manifest.source.generation > 0
+    assert (manifest.source.run, manifest.source.checkpoint) == ("one", "checkpoints/step-5")
+    assert manifest.source.step == 5 and manifest.source.generation > 0
     assert bundle.identity.startswith("one-5-") and len(bundle.identity) == len("one-5-") + 12
     assert manifest.versions["torch"] == torch.__version__
 
