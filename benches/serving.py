@@ -79,44 +79,41 @@ def train(folder: Path) -> Path:
     with Trainer(persia.load_config(folder / "persia.yml")) as trainer:
         for _ in trainer.fit():
             pass
-        trainer.export(folder / "bundle")
+    with Trainer(persia.load_config(folder / "persia.yml")) as trainer:
+        trainer.resume(folder / "runs" / "one").export(folder / "bundle")
     write_for_peers(folder)
     return folder / "bundle"
+
+
+def rows_with(column: str, values: Any) -> pa.Table:
+    """Return rows with these values in a column, and zeros or empty bags in the others."""
+    count = len(values)
+    columns = {name: pa.array([0] * count) for name in IDS} | {name: pa.array([0.0] * count) for name in FLOATS}
+    columns[BAG] = pa.array([[]] * count, pa.list_(pa.int64()))
+    return pa.table({**columns, column: pa.array(values, columns[column].type)})
 
 
 def write_for_peers(folder: Path) -> None:
     """Write weights, dense model and fitted numbers of a bundle for the peers."""
     weights: dict[str, torch.Tensor] = {}
-    sizes = {**IDS, BAG: BAG_IDS}
     with Bundle.open(folder / "bundle") as bundle:
         slots = list(bundle.manifest.model.slots)
-        for name, size in sizes.items():
-            rows = {each: [0] * size for each in IDS} | {each: [0.0] * size for each in FLOATS}
-            rows |= (
-                {BAG: [[number] for number in range(size)]}
-                if name == BAG
-                else {name: list(range(size)), BAG: [[]] * size}
-            )
-            _, vectors, _ = bundle.vectors_of(
-                bundle.transform(
-                    pa.table(
-                        {
-                            key: pa.array(value, pa.list_(pa.int64()) if key == BAG else None)
-                            for key, value in rows.items()
-                        }
-                    )
-                )
-            )
+        for name, size in {**IDS, BAG: BAG_IDS}.items():
+            values = [[number] for number in range(size)] if name == BAG else range(size)
+            _, vectors, _ = bundle.vectors_of(bundle.transform(rows_with(name, values)))
             weights[name] = vectors[slots.index(name)].clone()
-        fitted = bundle.transform(
-            pa.table({**{each: [0, 0] for each in IDS}, BAG: [[1], [1]], **{each: [0.0, 1.0] for each in FLOATS}})
+        zero, one = (
+            np.concatenate(
+                [bundle.transform(rows_with(name, [value])).dense[0, [place]] for place, name in enumerate(FLOATS)]
+            )
+            for value in (0.0, 1.0)
         )
-        low, high = fitted.dense
-        std = 1 / (high - low)
         (folder / "model.pt2").write_bytes((bundle.path / bundle.manifest.model.file).read_bytes())
     torch.save(weights, folder / "weights.pt")
-    spec = {"ids": slots[:-1], "bag": BAG, "floats": FLOATS, "mean": (-low * std).tolist(), "std": std.tolist()}
-    assert sorted(spec["ids"]) == sorted(IDS) and slots[-1] == BAG  # noqa: S101 - the peers use this order
+    std = 1 / (one - zero)
+    spec = {"ids": slots[:-1], "bag": BAG, "floats": FLOATS, "mean": (-zero * std).tolist(), "std": std.tolist()}
+    if sorted(slots[:-1]) != sorted(IDS) or slots[-1] != BAG:
+        raise RuntimeError(f"the peers take the bag last, the model has {slots}")
     (folder / "spec.json").write_text(json.dumps(spec))
 
 

@@ -51,7 +51,8 @@ def fastapi(folder: Path, port: int) -> None:
 
     ranker = Ranker(folder)
     types: dict[str, Any] = {**dict.fromkeys(ranker.ids, (int, ...)), ranker.bag: (list[int], ...)}
-    record = create_model("Record", **types, **dict.fromkeys(ranker.floats, (float, ...)))
+    types |= dict.fromkeys(ranker.floats, (float, ...))
+    record = create_model("Record", **types)
     app = FastAPI()
 
     def score(records: list[Any]) -> dict[str, list[float]]:
@@ -66,7 +67,7 @@ def litserve(folder: Path, port: int) -> None:
     """Serve by LitServe, with its batching."""
     import litserve as ls
 
-    class Api(ls.LitAPI):  # type: ignore[misc,name-defined]
+    class Api(ls.LitAPI):  # type: ignore[misc]
         """The model."""
 
         def setup(self, device: Any) -> None:
