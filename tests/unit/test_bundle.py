@@ -396,18 +396,15 @@ def test_a_checkpoint_of_another_transform_is_refused(folder: Path, tmp_path: Pa
         pass
 
 
-def test_export_while_training_is_refused(scripts: Path, tmp_path: Path) -> None:
+def test_a_trainer_exports_after_it_is_closed(scripts: Path, tmp_path: Path) -> None:
     config = persia.load_config(scripts / "persia.yml", ["run.name=open"])
     with Trainer(config) as trainer:
-        reports = trainer.fit()
-        next(reports)
-        with pytest.raises(UsageError, match="while training"):
-            trainer.export(tmp_path / "bundle")
-        for _ in reports:
+        for _ in trainer.fit():
             pass
-        trainer.export(tmp_path / "bundle")
-    with Bundle.open(tmp_path / "bundle") as bundle:
-        assert bundle.manifest.source.run == "open"
+        with pytest.raises(UsageError, match="close it first") as refused:
+            trainer.export(tmp_path / "bundle")
+    assert "runs/open').export" in refused.value.hint
+    assert trainer.export(tmp_path / "bundle").manifest.source.run == "open"
 
 
 def test_rows_are_read_from_the_test_part(folder: Path) -> None:

@@ -113,9 +113,9 @@ def test_names_that_say_nothing_are_refused(package: Check) -> None:
 
 
 def test_a_new_package_has_to_be_put_into_its_layer(package: Check) -> None:
-    found = package({"serving/__init__.py": ""})
+    found = package({"gateway/__init__.py": ""})
     assert found == [
-        "persia_py/persia/serving/__init__.py: a new package; say in tools/check_layers.py where it belongs"
+        "persia_py/persia/gateway/__init__.py: a new package; say in tools/check_layers.py where it belongs"
     ]
 
 

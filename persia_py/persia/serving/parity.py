@@ -65,7 +65,7 @@ def read(content: bytes, name: str, labels: Sequence[str]) -> ParityRows:
         CheckpointError: It is something else.
     """
     try:
-        table: Any = pq.read_table(io.BytesIO(content), use_threads=False)
+        table: Any = pq.ParquetFile(io.BytesIO(content)).read()  # read_table would import pyarrow.dataset
         outputs = [np.asarray(table.column(f"{BUNDLE}{label}"), np.float32) for label in labels]
     except (pa.ArrowException, KeyError, OSError) as error:
         raise CheckpointError(f"{name}: {error}; write the bundle again: persia export") from error

@@ -214,7 +214,13 @@ class Trainer:
 
         staging.check_free(Path(folder))
         if self._training is not None and self._training.is_open:
-            raise UsageError("Trainer.export while training: iterate fit() to its end first, or export a checkpoint")
+            error = UsageError(
+                "Trainer.export: this trainer trains, and holds the rows of its last step; close it first"
+            )
+            error.hint = (
+                f"with persia.Trainer(config) as trainer: trainer.resume({self._training.folder.shown!r}).export(...)"
+            )
+            raise error
         with self._evaluating() as (ctx, objective, transform, _):
             found, model = self._resumes, ctx.model
             assert isinstance(found, Found) and model is not None  # noqa: S101 - what is loaded is a checkpoint's
