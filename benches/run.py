@@ -38,6 +38,7 @@ PARTS = {
     "training": ("B5",),
     "startup": ("B9",),
     "data": ("B10",),
+    "serving": ("B11",),
 }
 """The ids that each part measures."""
 
@@ -147,6 +148,11 @@ def data(quick: bool) -> Iterator[Record]:
         yield from lines([*script, "--only", case], "B10")
 
 
+def serving(quick: bool) -> Iterator[Record]:
+    """B11: persia serve beside FastAPI and LitServe."""
+    yield from lines([sys.executable, str(BENCHES / "serving.py"), *(["--quick"] if quick else [])], "B11")
+
+
 def compare(measured: list[Record], dim: int, per_sample: int) -> Iterator[Record]:
     """Convert the rates of one case to ratios; there is none for a rate that was not measured."""
     rates = {(m["system"], m["optimizer"]): m for m in measured}
@@ -218,7 +224,7 @@ def parse() -> argparse.Namespace:
         "--only",
         choices=PARTS,
         help="the store (B1, B2, B6, B7), the step (B3), the step over sockets (B4), training (B5), start-up (B9),"
-        " files (B10)",
+        " files (B10), serving (B11)",
     )
     parser.add_argument(
         "--containers", action="store_true", help="B9 with docker compose too; the images must be built"
@@ -238,6 +244,7 @@ def parts(arguments: argparse.Namespace) -> dict[str, Iterable[Record]]:
         "training": training(arguments.quick),
         "startup": startup(arguments.quick, arguments.containers),
         "data": data(arguments.quick),
+        "serving": serving(arguments.quick),
     }
     return {name: part for name, part in every.items() if arguments.only in (None, name)}
 

@@ -114,6 +114,7 @@ class Load:
         return {
             "rate": rate,
             "throughput": len(found) / took,
+            "answered": len(found),
             **{name: None if value is None else round(1e3 * value, 3) for name, value in at.items()},
             "refused": self.refused,
             "unanswered": self._left,

@@ -1,6 +1,6 @@
-"""B11, the peers' part: a model behind FastAPI or LitServe, as their guides build it, with ``nn.EmbeddingBag``.
+"""B11, the peers' part: a model with ``nn.EmbeddingBag``, and FastAPI in front of it: ``serving_peers.py FOLDER PORT``.
 
-``serving_peers.py fastapi|litserve FOLDER PORT``. The folder has ``model.pt2``, ``weights.pt`` and ``spec.json``, which
+The folder has ``model.pt2``, ``weights.pt`` and ``spec.json``, which
 benches/serving.py writes. It needs torch, and the packages of requirements/serving-peers.in.
 """
 
@@ -10,10 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-BATCH = 64
-"""The requests that LitServe scores together."""
-BATCH_TIMEOUT_S = 0.002
 
 
 class Ranker:
@@ -51,7 +47,8 @@ def fastapi(folder: Path, port: int) -> None:
 
     ranker = Ranker(folder)
     types: dict[str, Any] = {**dict.fromkeys(ranker.ids, (int, ...)), ranker.bag: (list[int], ...)}
-    record = create_model("Record", **types, **dict.fromkeys(ranker.floats, (float, ...)))
+    types |= dict.fromkeys(ranker.floats, (float, ...))
+    record = create_model("Record", **types)
     app = FastAPI()
 
     def score(records: list[Any]) -> dict[str, list[float]]:
@@ -62,47 +59,5 @@ def fastapi(folder: Path, port: int) -> None:
     uvicorn.run(app, host="127.0.0.1", port=port, loop="uvloop", http="httptools", log_level="warning")
 
 
-def litserve(folder: Path, port: int) -> None:
-    """Serve by LitServe, with its batching."""
-    import litserve as ls
-
-    class Api(ls.LitAPI):  # type: ignore[misc,name-defined]
-        """The model."""
-
-        def setup(self, device: Any) -> None:
-            """Load it."""
-            del device
-            self.ranker = Ranker(folder)
-
-        def decode_request(self, request: Any) -> Any:
-            """Return the records of a request."""
-            return request
-
-        def batch(self, inputs: list[Any]) -> Any:
-            """Keep the requests of a batch apart."""
-            return inputs
-
-        def predict(self, inputs: list[list[dict[str, Any]]]) -> list[list[float]]:
-            """Score the requests of a batch together."""
-            scores = self.ranker.score([row for rows in inputs for row in rows])
-            found, at = [], 0
-            for rows in inputs:
-                found.append(scores[at : at + len(rows)])
-                at += len(rows)
-            return found
-
-        def unbatch(self, output: Any) -> Any:
-            """Return the scores of each request."""
-            return output
-
-        def encode_response(self, output: Any) -> Any:
-            """Return the answer."""
-            return {"scores": output}
-
-    api = Api(max_batch_size=BATCH, batch_timeout=BATCH_TIMEOUT_S, api_path="/score")
-    server = ls.LitServer(api, accelerator="cpu", workers_per_device=1)
-    server.run(host="127.0.0.1", port=port, num_api_servers=1, log_level="warning", generate_client_file=False)
-
-
 if __name__ == "__main__":
-    {"fastapi": fastapi, "litserve": litserve}[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3]))
+    fastapi(Path(sys.argv[1]), int(sys.argv[2]))

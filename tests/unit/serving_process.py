@@ -99,8 +99,9 @@ class Serving:
 
     def connect(self) -> socket.socket:
         """Return a connection; it is closed with the process."""
-        self.sockets.append(socket.create_connection(("127.0.0.1", self.port), timeout=30))
-        return self.sockets[-1]
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        self.sockets.append(connection)
+        return connection
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """End it by a signal, and return its exit code."""

@@ -314,6 +314,6 @@ def test_pytest_runs_in_the_folder_of_the_tests(run: Run, packaged: Path) -> Non
 
 def test_launch_scripts_are_short() -> None:
     scripts = sorted(LAUNCH.glob("*.sh"))
-    assert len([path for path in scripts if path.name.startswith("launch_")]) == 5
+    assert len([path for path in scripts if path.name.startswith("launch_")]) == 6
     for path in scripts:
         assert len(path.read_text().splitlines()) <= 50, path

@@ -52,13 +52,23 @@ def with_batcher(test: Callable[[Batcher, Gate], Awaitable[None]], **limits: Any
     return model
 
 
+def decoded(given: Any) -> Callable[[Any], Any]:
+    """Return what decodes a request to these rows."""
+    return lambda model: given
+
+
+def users(count: int) -> Callable[[Any], Any]:
+    """Return what decodes a request of this number of rows."""
+    return lambda model: rows(*range(count))
+
+
 def values(found: Scores) -> list[float]:
     return [float(each) for each in found.values[:, 0]]
 
 
 def test_requests_that_wait_are_one_batch_and_keep_their_order() -> None:
     async def test(batcher: Batcher, model: Gate) -> None:
-        answers = [batcher.submit(lambda model, n=n: rows(*range(n)), 0, 30) for n in range(1, 6)]
+        answers = [batcher.submit(users(n), 0, 30) for n in range(1, 6)]
         model.opened.set()
         found = await asyncio.gather(*answers)
         assert [values(each) for each in found] == [model.scores(rows(*range(n))) for n in range(1, 6)]
@@ -68,7 +78,7 @@ def test_requests_that_wait_are_one_batch_and_keep_their_order() -> None:
 
 def test_a_batch_has_no_more_rows_than_the_limit_but_for_one_request() -> None:
     async def test(batcher: Batcher, model: Gate) -> None:
-        answers = [batcher.submit(lambda model, n=n: rows(*range(n)), 0, 30) for n in (3, 3, 7, 1, 1)]
+        answers = [batcher.submit(users(n), 0, 30) for n in (3, 3, 7, 1, 1)]
         model.opened.set()
         await asyncio.gather(*answers)
 
@@ -78,7 +88,7 @@ def test_a_batch_has_no_more_rows_than_the_limit_but_for_one_request() -> None:
 def test_a_request_that_is_invalid_or_makes_the_model_fail_fails_alone() -> None:
     async def test(batcher: Batcher, model: Gate) -> None:
         given: list[Any] = [rows(1), [1, 2], rows(POISON), rows(2), rows(*range(50))]
-        answers = [batcher.submit(lambda model, each=each: each, 0, 30) for each in given]
+        answers = [batcher.submit(decoded(each), 0, 30) for each in given]
         model.opened.set()
         found = await asyncio.gather(*answers, return_exceptions=True)
         assert [type(each) for each in found] == [Scores, InvalidError, FailedError, Scores, TooLargeError]

@@ -29,6 +29,6 @@ def test_tritonclient(tmp_path: Path) -> None:
     spec = json.dumps({each["name"]: [each["datatype"], each["data"]] for each in INPUTS})
     with serving(write_bundle(tmp_path / "bundle", 2.0), tmp_path / "log", variables) as server:
         places = [f"127.0.0.1:{port}" for port in (server.port, server.grpc_port)]
-        words = [python, CLIENT, *places, "small", TOKEN, spec]
+        words = [str(python), str(CLIENT), *places, "small", TOKEN, spec]
         done = subprocess.run(words, env={}, stdout=subprocess.PIPE, check=True, text=True)
     assert json.loads(done.stdout) == [["small-2", SCORES]] * 3

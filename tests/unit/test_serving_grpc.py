@@ -59,7 +59,8 @@ def request(inputs: list[dict[str, Any]] = INPUTS, *, raw: bool = False, **keys:
 def refusal(call: Any, *arguments: Any, **named: Any) -> tuple[grpc.StatusCode, str]:
     with pytest.raises(grpc.RpcError) as error:
         call(*arguments, **named)
-    return error.value.code(), error.value.details()  # type: ignore[attr-defined]
+    found: Any = error.value
+    return found.code(), found.details()
 
 
 @pytest.mark.parametrize("raw", [False, True], ids=["contents", "raw"])

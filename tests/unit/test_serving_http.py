@@ -202,7 +202,7 @@ def test_a_missing_number_is_null(client: Client) -> None:
 
 
 def test_a_row_that_makes_the_model_fail_fails_alone(client: Client, server: Serving) -> None:
-    bad = {"user": 333, "site": None, "tags": [], "price": 0}
+    bad: dict[str, Any] = {"user": 333, "site": None, "tags": [], "price": 0}
     bad["user"] = 333 - 10 * int(MODEL.transform([bad]).ids("site")[0][0] % 7)  # a score of 666
     status, _, content = client.score([bad])
     assert (status, content["error"]) == (500, "the model failed; the server's log has the cause")

@@ -68,7 +68,8 @@ def serve(
         raise error
     with interruptible():
         try:
-            from persia.serving.server import Limits, Options
+            from persia.serving.limits import Limits
+            from persia.serving.server import Options
             from persia.serving.server import serve as run
         except ModuleNotFoundError as missing:
             error = UsageError(f"persia serve needs the package {missing.name}, which is not installed")

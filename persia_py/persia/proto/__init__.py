@@ -1,4 +1,4 @@
-"""Code generated from ``rust_core/wire/proto/persia/v1``: messages and services of the protocol.
+"""Code generated from ``rust_core/wire/proto/persia/v1``, and from ``inference.proto`` here: messages and services.
 
 A test compares it with the proto files, and prints the command that writes it again.
 """

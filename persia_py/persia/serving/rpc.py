@@ -106,7 +106,7 @@ class _Authorization(grpc.aio.ServerInterceptor):  # type: ignore[misc,name-defi
 
     def __init__(self, expected: bytes | None) -> None:
         self._expected = expected
-        self._refusal = grpc.unary_unary_rpc_method_handler(_refuse)
+        self._refusal: Any = grpc.unary_unary_rpc_method_handler(_refuse)
 
     async def intercept_service(
         self,

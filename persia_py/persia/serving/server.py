@@ -69,23 +69,8 @@ def serve(path: Path, options: Options, load: Callable[[Path], Any]) -> ExitCode
     found = find(path)
     model = load(found.path)
     listening = _listen(addresses)
-    uvloop.install()
-    with asyncio.Runner() if hasattr(asyncio, "Runner") else _OldRunner() as runner:
-        return runner.run(_Process(path, options, load, expected, certificate).run(found, model, listening, rpc))
-
-
-class _OldRunner:
-    """``asyncio.Runner`` for Python 3.10."""
-
-    def __enter__(self) -> "_OldRunner":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return
-
-    def run(self, main: Any) -> Any:
-        """Run a coroutine to its end."""
-        return asyncio.run(main)
+    process = _Process(path, options, load, expected, certificate)
+    return uvloop.run(process.run(found, model, listening, rpc))
 
 
 class _Process:
