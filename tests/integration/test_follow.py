@@ -69,7 +69,7 @@ def test_ctrl_c_asks_and_leaves_it_running(tmp_path: Path, hold: Path) -> None:
     terminal.expect(rf"to end it: kill -INT {pid}\n")
     assert terminal.wait() == 130
     terminal.close()  # as the window is closed
-    assert is_running(pid)
+    assert is_running(pid) and os.getsid(pid) == pid, "the session of the window ends, its own does not"
     hold.unlink()
     words = shlex.split(command)
     output = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
