@@ -208,4 +208,5 @@ def test_the_handler_and_client_of_persiaml_run_unmodified(
     serve.env["EMBEDDING_WORKER_SERVICE"] = ",".join(make_job(checkpoint).middlewares)
     serve.start("adult_income", checkpoint / "jit_dense.pt", scripts / "serve_handler.py")
     served = re.search(r"infer_auc = ([0-9.]+)", serve.run(python, "serve_client.py", cwd=scripts))
+    sys.stdout.write(f"PersiaML: {trained[0]} in training, {served and served[0]} by TorchServe\n")
     assert served and abs(float(served[1]) - float(trained[1])) < 1e-4, "the batch size is the only difference"

@@ -51,7 +51,7 @@ enum Rows {
     /// In the log, if there is one.
     Log(GenerationFile),
     /// In the checkpoint that an infer job serves.
-    Checkpoint(ServableCheckpoint),
+    Checkpoint(Box<ServableCheckpoint>),
 }
 
 /// Resume from the log or load the checkpoint, which may be long, on another thread.
@@ -81,7 +81,7 @@ async fn run(process: Process, health: HealthService, args: ServerArgs) -> Resul
             let dir = checkpoint_dir(infer.checkpoint.as_deref())?;
             let configured = args.common.embedding_if_given()?.map(|config| config.schema);
             let checkpoint = ServableCheckpoint::open(dir, configured)?;
-            (checkpoint.schema().clone(), Rows::Checkpoint(checkpoint))
+            (checkpoint.schema().clone(), Rows::Checkpoint(Box::new(checkpoint)))
         }
     };
     let options = NodeOptions {

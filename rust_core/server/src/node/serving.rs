@@ -184,6 +184,8 @@ mod tests {
 
     use super::*;
 
+    type Change<'a> = &'a dyn Fn(&mut Schema);
+
     fn schema() -> Schema {
         let slot = |name: &str, table| Slot { name: name.into(), table, ..Slot::default() };
         Schema {
@@ -195,7 +197,7 @@ mod tests {
     #[test]
     fn slots_that_give_rows_another_meaning_are_named() {
         let saved = schema();
-        let said = |change: &dyn Fn(&mut Schema)| {
+        let said = |change: Change<'_>| {
             let mut configured = schema();
             change(&mut configured);
             differences(&saved, &configured).join("; ")
@@ -208,7 +210,7 @@ mod tests {
             schema.tables[0].settings.ttl = Some(7);
         };
         assert_eq!(said(&reversed), "");
-        let changes: [(&dyn Fn(&mut Schema), &str); 5] = [
+        let changes: [(Change<'_>, &str); 5] = [
             (&|schema| schema.slots[0].pooling = Pooling::Mean, "slot user is"),
             (
                 &|schema| schema.slots[1].hash_stack = Some(HashStack { rounds: 2, buckets: 9 }),

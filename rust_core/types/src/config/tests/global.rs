@@ -45,6 +45,7 @@ fn a_real_file_is_read_with_one_warning_for_each_key_without_effect() {
             capacity: 1_000_000,
             log: None,
             max_copy_bytes: None,
+            infer: None,
             wire_dtype: Dtype::F32,
         }
     );
@@ -110,6 +111,7 @@ fn absent_keys_have_their_documented_defaults() {
         capacity: 1_000_000_000,
         log: None,
         max_copy_bytes: None,
+        infer: None,
         wire_dtype: Dtype::F32,
     };
     assert_eq!(GlobalConfig::default(), expected);
