@@ -405,7 +405,8 @@ def test_a_trainer_exports_after_it_is_closed(scripts: Path, tmp_path: Path) -> 
         with pytest.raises(UsageError, match="close it first") as refused:
             trainer.export(tmp_path / "bundle")
     assert "runs/open').export" in refused.value.hint
-    assert trainer.export(tmp_path / "bundle").manifest.source.run == "open"
+    with Trainer(config) as other:
+        assert other.resume(scripts / "runs" / "open").export(tmp_path / "bundle").manifest.source.run == "open"
 
 
 def test_rows_are_read_from_the_test_part(folder: Path) -> None:
