@@ -179,7 +179,8 @@ def test_a_bundle_describes_itself(whole: Path) -> None:
     assert inputs["user"] == ("int64", "INT64", False, ("user",))
     assert inputs["site"] == ("string", "BYTES", False, ("site",))
     assert inputs["shares"][1:3] == ("FP32", True) and inputs["price"][1] == "FP64" and inputs["at"][1] == "BYTES"
-    assert manifest.source.run == "one" and manifest.source.step == 5 and manifest.source.generation > 0
+    assert (manifest.source.run, manifest.source.checkpoint) == ("one", "checkpoints/step-5")
+    assert manifest.source.step == 5 and manifest.source.generation > 0
     assert bundle.identity.startswith("one-5-") and len(bundle.identity) == len("one-5-") + 12
     assert manifest.versions["torch"] == torch.__version__
 
@@ -404,7 +405,8 @@ def test_a_trainer_exports_after_it_is_closed(scripts: Path, tmp_path: Path) -> 
         with pytest.raises(UsageError, match="close it first") as refused:
             trainer.export(tmp_path / "bundle")
     assert "runs/open').export" in refused.value.hint
-    assert trainer.export(tmp_path / "bundle").manifest.source.run == "open"
+    with Trainer(config) as other:
+        assert other.resume(scripts / "runs" / "open").export(tmp_path / "bundle").manifest.source.run == "open"
 
 
 def test_rows_are_read_from_the_test_part(folder: Path) -> None:

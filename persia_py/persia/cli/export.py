@@ -44,9 +44,11 @@ def export(
 
     with interruptible():
         from persia.cli.quiet import only_warnings
+        from persia.serving.parity import bound_of
         from persia.trainer.exporting.staging import check_free
 
     only_warnings()
+    bound_of(rows)
     check_free(out)
     is_config = source.suffix in (".yml", ".yaml")
     if checkpoint is None and transform is not None:

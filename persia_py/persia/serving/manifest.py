@@ -78,7 +78,7 @@ class Source:
 
     Attributes:
         run: The name of the run.
-        checkpoint: The path of the checkpoint, in the run.
+        checkpoint: Its checkpoint: the folder and the name.
         generation: The generation of the run that the rows are of.
         step: The last step that was trained.
         transform: The digest of the transform.

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from persia.runtime.errors import CheckpointError
+from persia.runtime.errors import CheckpointError, UsageError
 
 Floats = npt.NDArray[np.float32]
 
@@ -36,6 +36,17 @@ class ParityRows:
 
     rows: pa.Table
     outputs: Floats
+
+
+def bound_of(form: str) -> float:
+    """Return the bound of a form of rows.
+
+    Raises:
+        UsageError: There is no such form.
+    """
+    if form not in BOUNDS:
+        raise UsageError(f"rows {form!r}: want {', '.join(BOUNDS)}")
+    return BOUNDS[form]
 
 
 def difference(outputs: Floats, wanted: Floats) -> float:

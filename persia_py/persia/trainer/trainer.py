@@ -209,9 +209,11 @@ class Trainer:
             UsageError: The folder exists, nothing is trained, the model cannot be exported, or the scores differ.
             StorageError: The folder cannot be written; nothing is left.
         """
+        from persia.serving import parity
         from persia.trainer.exporting import export, staging
         from persia.trainer.exporting import held_out as rows_of
 
+        parity.bound_of(rows)
         staging.check_free(Path(folder))
         if self._training is not None and self._training.is_open:
             error = UsageError(

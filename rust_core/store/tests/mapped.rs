@@ -18,8 +18,10 @@ use persia_types::{Id, Initializer, Mode, Schema, ShardedIds, Table, Tables, Tab
 use sample::{export, grouped, push, run, store_of, token, train};
 
 const DIMS: [usize; 4] = [1, 4, 16, 19];
-const STEPS: u64 = 8;
-const TTL: u32 = 3;
+/// Rounds of pushes, each to every table, one after another.
+const ROUNDS: u64 = 8;
+const LAST_STEP: u64 = ROUNDS * DIMS.len() as u64;
+const TTL: u32 = 12;
 
 /// Tables of all dims and stored types; rows of the last one expire.
 fn schema() -> Schema {
@@ -45,12 +47,11 @@ fn ids(first: u64, count: u64) -> Vec<Id> {
 fn trained() -> Store {
     let run = Run { schema: schema(), initializer: Initializer::Normal { mean: 0.0, std: 1.0 }, ..run(&[]) };
     let store = store_of(&run, 1 << 30);
-    for seq in 1..=STEPS {
-        for table in 0..DIMS.len() {
-            let ids = ids(seq * 100, 900);
-            train(&store, seq, table, &ids);
-            push(&store, seq, table, &ids, 0.125 * seq as f32);
-        }
+    for seq in 1..=LAST_STEP {
+        let (round, table) = (1 + (seq - 1) / DIMS.len() as u64, (seq - 1) as usize % DIMS.len());
+        let ids = ids(round * 100, 900);
+        train(&store, seq, table, &ids);
+        push(&store, seq, table, &ids, 0.125 * round as f32);
     }
     store
 }
@@ -59,7 +60,7 @@ fn targets(dir: &Path, format: RowFormat) -> Vec<Target> {
     let target = |(number, table): (usize, &Table)| Target {
         name: table.name.clone(),
         dim: table.dim,
-        oldest_alive: table.settings.ttl.map_or(0, |ttl| STEPS.saturating_sub(ttl.into())),
+        oldest_alive: table.settings.ttl.map_or(0, |ttl| LAST_STEP.saturating_sub(ttl.into())),
         format,
         ids: dir.join(format!("{number}.ids")),
         rows: dir.join(format!("{number}.rows")),
@@ -73,11 +74,10 @@ fn open(target: &Target) -> Result<MappedTable, TablesError> {
 }
 
 fn mapped(store: &Store, dir: &Path, format: RowFormat) -> (MappedTables, Vec<u64>) {
-    let saved = dir.join("saved");
-    std::fs::create_dir_all(&saved).unwrap();
-    let files = store.write_snapshot(&saved, None).unwrap().files;
+    let saved = tempfile::tempdir().unwrap();
+    let files = store.write_snapshot(saved.path(), None).unwrap().files;
     let targets = targets(dir, format);
-    let written = write_tables(&saved, &files, &targets).unwrap();
+    let written = write_tables(saved.path(), &files, &targets).unwrap();
     let tables = targets.iter().map(|target| open(target).unwrap()).collect();
     (MappedTables::new(schema(), tables).unwrap(), written)
 }
@@ -91,7 +91,8 @@ fn read(tables: &dyn Tables, table: usize, ids: &ShardedIds, by_sample: bool) ->
     let per_sample = by_sample.then_some(PerSample::Gathered(csr));
     let part = [TableIds { table, ids, per_sample }];
     let mut out = vec![f32::NAN; part[0].vectors() * DIMS[table]];
-    let request = LookupRequest { token: token(0, STEPS), step: STEPS, mode: Mode::Eval, tables: &part };
+    let request =
+        LookupRequest { token: token(0, LAST_STEP), step: LAST_STEP, mode: Mode::Eval, tables: &part };
     let report = tables.lookup(&request, &mut [&mut out]).unwrap();
     (report, out)
 }
@@ -204,7 +205,8 @@ fn files_that_do_not_fit_together_are_refused_by_name() {
     }
     open(target).unwrap();
     let other = [Target { dim: 5, ..target.clone() }];
-    let files = store.write_snapshot(&dir.path().join("saved"), None).unwrap().files;
-    let error = write_tables(&dir.path().join("saved"), &files, &other).unwrap_err();
+    let saved = tempfile::tempdir().unwrap();
+    let files = store.write_snapshot(saved.path(), None).unwrap().files;
+    let error = write_tables(saved.path(), &files, &other).unwrap_err();
     assert!(matches!(error, TablesError::Foreign { .. }), "{error}");
 }

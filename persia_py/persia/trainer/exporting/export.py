@@ -13,7 +13,6 @@ import persia_core
 from persia.config import Config
 from persia.ctx import EmbeddingCtx
 from persia.features import Transform, to_batch
-from persia.runtime.errors import UsageError
 from persia.runtime.logging import get_logger
 from persia.serving import parity
 from persia.serving.bundle import Bundle
@@ -94,8 +93,6 @@ def export(
         CheckpointError: A file of the checkpoint is damaged.
         StorageError: The folder cannot be written; nothing is left.
     """
-    if rows not in parity.BOUNDS:
-        raise UsageError(f"rows {rows!r}: want {', '.join(parity.BOUNDS)}")
     threads = len(os.sched_getaffinity(0))
     wanted = compare.evaluated(
         trained.ctx, trained.objective, trained.transform, held_out.rows, trained.config.data.batch_size
@@ -138,7 +135,13 @@ def _write(trained: Trained, rows: pa.Table, staging: Staging, form: str, torchs
             "persia_core": persia_core.__version__,
             "torch": torch.__version__,
         },
-        source=Source(trained.run, trained.checkpoint.name, opened.generation, opened.step, trained.transform.digest),
+        source=Source(
+            trained.run,
+            "/".join(trained.checkpoint.parts[-2:]),
+            opened.generation,
+            opened.step,
+            trained.transform.digest,
+        ),
         inputs=inputs_of(trained.config, rows),
         outputs=tuple(
             Output(name, "probability" if loss == "bce" else "number") for name, _, loss in trained.objective.labels
@@ -147,7 +150,7 @@ def _write(trained: Trained, rows: pa.Table, staging: Staging, form: str, torchs
         model=Model(dense.FILES[kind], kind, slots, torch.get_num_threads()),
         rows=form,
         tables=tuple(Table(name, dims[name], count, ids, weights) for name, count, ids, weights in written),
-        parity=Parity(PARITY, 0, 0, parity.BOUNDS[form], 0.0),
+        parity=Parity(PARITY, 0, 0, parity.bound_of(form), 0.0),
         files=(),
     )
 
