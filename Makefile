@@ -168,7 +168,7 @@ lock: $(INSTALLED) ## Resolve requirements/*.in again
 	for name in serving runtime test persiaml; do lock "$$name" --constraint requirements/dev.txt; done
 
 clean: ## Remove the environment and everything that was built (runs/ stays)
-	rm -rf $(VENV) .venv-peers dist .mypy_cache .ruff_cache .pytest_cache .hypothesis rust_core/target
+	rm -rf $(VENV) .venv-peers .venv-serving-peers dist .mypy_cache .ruff_cache .pytest_cache .hypothesis rust_core/target
 
 $(BIN)/python:
 	@tools/check_machine.sh $(PYTHON)
