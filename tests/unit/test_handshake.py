@@ -14,6 +14,7 @@ from waiting import wait_until
 
 from persia.distributed import control_plane, handshake
 from persia.errors import AuthError, IncompatibleError, RunLostError, UnreachableError, UsageError
+from persia.runtime import clock
 
 
 def test_a_silent_rank_is_named(meet: Meet, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +88,7 @@ def test_ranks_that_do_not_connect_were_told_an_address(
 ) -> None:
     """Seconds are whole. A loopback address is named with the variable that chose it."""
     times = itertools.chain([0.0], itertools.repeat(2.0))
-    monkeypatch.setattr(handshake.clock, "now", lambda: next(times))
+    monkeypatch.setattr(clock, "now", lambda: next(times))
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UnreachableError, match=text):

@@ -17,6 +17,7 @@ from persia.distributed import handshake
 from persia.doctor import gpu, ladder
 from persia.errors import UnreachableError
 from persia.loop import out_of_memory, training
+from persia.runtime import clock
 from persia.testing.__main__ import main as check_model
 
 pytestmark = pytest.mark.clone
@@ -82,7 +83,7 @@ def test_the_page_has_the_symptoms_of_usual_failures(monkeypatch: pytest.MonkeyP
     text = str(out_of_memory.report(RuntimeError("no memory"), 3, 32, []))
     (line,) = (each for each in text.splitlines() if "7x333" in each)
     assert re.sub(r"^.* not named, \d+", "not named, 531", line) in page and kept
-    monkeypatch.setattr(handshake.clock, "now", itertools.count(step=100).__next__)
+    monkeypatch.setattr(clock, "now", itertools.count(step=100).__next__)
     with pytest.raises(UnreachableError) as late:
         handshake.host(handshake.listen("127.0.0.1"), me(0), 60.0, "127.0.0.1:40167")
     assert f"`{str(late.value).partition(': ')[2].partition(';')[0]}`" in page
