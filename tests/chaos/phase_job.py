@@ -90,7 +90,7 @@ class PhaseJob(Job):
     @property
     def gave_up_a_save(self) -> bool:
         """Whether the run has reported that a checkpoint is missing."""
-        return bool(self.said("abandoned, training continues"))
+        return bool(self.said(" abandoned"))
 
     @property
     def summary(self) -> dict[str, Any]:

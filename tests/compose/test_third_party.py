@@ -138,7 +138,7 @@ def test_each_component_has_a_section() -> None:
 def test_the_commands_for_containers(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the page's second table, one after the other, in the folder of the stack."""
     commands = table_commands("With containers")
-    assert len(commands) == 9 and commands[-1] == "docker compose down --volumes"
+    assert len(commands) == 10 and commands[-1] == "docker compose down --volumes"
     persia = f"{sys.executable} -m persia"
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'persia_py'}:{os.environ.get('PYTHONPATH', '')}")
     for command in commands:

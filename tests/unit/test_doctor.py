@@ -274,6 +274,27 @@ def test_free_space_is_compared_with_an_estimate(tmp_path: Path, monkeypatch: py
     assert full.status == "warn" and "97.7 KiB free" in full.found and "--set checkpoint.dir" in full.next
 
 
+@pytest.mark.row("S1-19")
+def test_free_space_is_that_of_the_folder_of_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a job checkpoints are below PERSIA_CKPT_DIR, often on another disk than the files of the run."""
+    write_clicks(tmp_path / "clicks.parquet", 500)
+    saves = tmp_path / "saves"
+    saves.mkdir()
+    usage = shutil.disk_usage(tmp_path)
+    full = usage._replace(free=4 << 20)
+    monkeypatch.setattr("persia.doctor.disk.shutil.disk_usage", lambda path: full if Path(path) == saves else usage)
+    config = load_config(write_config(tmp_path))
+    monkeypatch.setattr("persia.trainer.checkpoint_size.at_most", lambda config: (3 << 20, 500))
+    monkeypatch.setenv("PERSIA_CKPT_DIR", str(saves))
+    alone = disk.space(config)
+    assert alone.status == "ok" and config.run.dir in alone.found, "without a job the run's folder has them"
+    monkeypatch.setenv("PERSIA_NATS_URL", "nats://127.0.0.1:1")
+    in_job = disk.space(config)
+    assert in_job.status == "warn" and f"{saves}: 4.0 MiB free" in in_job.found and "PERSIA_CKPT_DIR" in in_job.next
+    names = [check.name for check in disk.checks(config)]
+    assert "PERSIA_CKPT_DIR" in names and "run.dir" not in names, "a job does not write to run.dir"
+
+
 @pytest.mark.row("S1-10")
 def test_files_that_are_not_visible_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: Verb) -> None:
     (tmp_path / "mine.py").write_text(

@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from persia.doctor import network, ports
+from persia.doctor import network, ports, services
+from persia.doctor.job_status import Process, Status
 from persia.runtime.exit_codes import ExitCode
 
 
@@ -162,3 +163,84 @@ def test_every_address_of_a_name_is_tried(listener: socket.socket, monkeypatch: 
     listener.close()
     found = network.endpoint("nats", "localhost", port, what="NATS", start="start it")
     assert f"localhost:{port}: refused" in found.found and "its other addresses: 127.0.0.1 refused" in found.why
+
+
+# --- Parts that have announced themselves
+
+
+def part(address: str, host: str = "", index: int = 0) -> Process:
+    host = host or socket.gethostname()
+    return Process(
+        "persia-middleware", "j", index, 2, address, "", host, "1", "1", "", "deadline exceeded", None, None, []
+    )
+
+
+@pytest.mark.parametrize(
+    ("outcome", "why", "remedy"),
+    [
+        ("filtered", "filtered: a firewall or another network drops packets to 10.0.0.9:7401", "TCP port 7401 of far"),
+        ("refused", "does not serve", "see its log on host far"),
+        ("reached", "accepts connections, but the process does not answer", "see its log on host far"),
+        ("unreachable", "10.0.0.9 cannot be reached: no route", "ip route get 10.0.0.9"),
+    ],
+)
+def test_why_a_part_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, outcome: network.Outcome, why: str, remedy: str
+) -> None:
+    tried: list[tuple[str, int]] = []
+
+    def reach(host: str, port: int) -> network.Reached:
+        tried.append((host, port))
+        return network.Reached(outcome, host, "no route")
+
+    monkeypatch.setattr(network, "reach", reach)
+    dead = part("10.0.0.9:7401", "far")
+    found = Status([dead], [f"{dead.name} at {dead.address}: {dead.health}"])
+    checks = [check for check in services.services(found, "j") if check.name != "persia-server"]
+    assert tried == [("10.0.0.9", 7401)]
+    (check,) = checks  # and none of the job: what was told of the part is not told again
+    assert (check.status, check.code) == ("fail", ExitCode.UNREACHABLE)
+    assert "persia-middleware 0 at 10.0.0.9:7401" in check.found and why in check.why and remedy in check.next
+    assert "persia status" not in check.next
+
+
+def test_a_loopback_address_of_another_host_is_named(listener: socket.socket) -> None:
+    """What listens here at that address is another program."""
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    here, there = part(address, index=0), part(address, "far", index=1)
+    _, near, far = services.services(Status([here, there], []), "j")
+    assert "accepts connections" in near.why and "loopback" not in near.why
+    assert "loopback address" in far.why and far.next.startswith("on far: unset PERSIA_SOCKET_IFNAME and PERSIA_ADV")
+
+
+@pytest.mark.parametrize(
+    ("problem", "remedy"),
+    [
+        ("persia-server 1 of 2 is missing", "start the missing part"),
+        ("persia-server 0 runs 2 times: a h:1, b h:1", "stop all but one"),
+        ("different values of replicas: 1: persia-server 0; 2: persia-server 1", "same number of replicas"),
+        ("different values of version: 1: persia-server 0; 2: persia-middleware 0", "doctor --only versions"),
+        ("different values of generation: 1: persia-server 0; 2: persia-server 1", "restart the trainers"),
+    ],
+)
+def test_parts_that_do_not_fit_have_a_remedy(problem: str, remedy: str) -> None:
+    (job,) = (check for check in services.services(Status([], [problem]), "j") if check.name == "job")
+    assert job.found == problem and remedy in job.next and "persia status" not in job.next
+
+
+def test_a_loopback_interface_reaches_no_other_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERSIA_SOCKET_IFNAME", "lo")
+    for here in ("nats://127.0.0.1:4222", "nats://no-such-host.invalid:4222"):
+        monkeypatch.setenv("PERSIA_NATS_URL", here)
+        assert network.interfaces().status == "ok"
+    monkeypatch.setenv("PERSIA_NATS_URL", "nats://203.0.113.7:4222")
+    found = network.interfaces()
+    assert (found.status, found.code) == ("fail", ExitCode.UNREACHABLE)
+    assert "PERSIA_SOCKET_IFNAME=lo: 127.0.0.1 is a loopback address" in found.found
+    assert "unset PERSIA_SOCKET_IFNAME" in found.next and "ip route get 203.0.113.7" in found.next
+    monkeypatch.delenv("PERSIA_SOCKET_IFNAME")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=lo")
+    assert network.interfaces().status == "warn", "ranks of one host reach each other"
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "^lo")
+    others = {name for name in psutil.net_if_addrs() if name != "lo"}
+    assert not others or network.interfaces().status == "ok"

@@ -258,7 +258,8 @@ def test_a_run_whose_last_save_is_missing_is_not_finished(
             make(checkpoints=Checkpoints(tmp_path / "run", every=10)) as ctx,
         ):
             train(ctx, DataLoader(Batches(STEPS), reproducible=True))
-        assert "abandoned, training continues" in caplog.text
+        assert "checkpoint of step 25 abandoned: no space left" in caplog.text
+        assert "training continues" not in caplog.text, "no step follows"
         if not saved:
             assert caught is not None and "continues after its newest checkpoint" in caught.value.hint
     assert names(tmp_path / "run")[-1] == ("step-25" if saved else "step-20")

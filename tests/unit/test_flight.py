@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from conftest import Batches, Configure
-from meeting import Meet
+from meeting import LONG, Meet
 from test_training import SLOTS, make, train
 from waiting import wait_until
 
@@ -130,7 +130,7 @@ def test_a_collective_of_torch_that_waits_for_long_is_logged(
     late = known(place(7, "all-reduce"), place(6, "forward"))
     monkeypatch.setattr(lag.Positions, "_known", lambda self, answered: late)
     with second.in_collective(), first.in_collective():
-        wait_until(lambda: "for 4 s\nwaiting: rank 0" in caplog.text)
+        wait_until("the line", lambda: "for 4 s\nwaiting: rank 0" in caplog.text, LONG)
     text = r"in a collective of torch for \d+ s\nlagging: rank 1 \(pid 1 on h\): in forward of step 5"
     assert re.search(text, caplog.text)
     assert first._positions.late() and not second._positions.late()  # rank 1 itself lags

@@ -1,5 +1,6 @@
 """The handshake of ranks: who is refused, and strangers that connect."""
 
+import itertools
 import json
 import socket
 import time
@@ -13,6 +14,7 @@ from waiting import wait_until
 
 from persia.distributed import control_plane, handshake
 from persia.errors import AuthError, IncompatibleError, RunLostError, UnreachableError, UsageError
+from persia.runtime import clock
 
 
 def test_a_silent_rank_is_named(meet: Meet, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,6 +63,36 @@ def test_a_rank_that_does_not_fit_is_refused(
     for each in (right, alone):
         each.leave(None)
     listener.close()
+
+
+@pytest.mark.parametrize(
+    ("variables", "announced", "text"),
+    [
+        (
+            {},
+            "10.0.0.1:7",
+            r"within 1 s \(PERSIA_START_TIMEOUT\) to 10\.0\.0\.1:7, which rank 0 has announced; is WORLD_",
+        ),
+        (
+            {"PERSIA_SOCKET_IFNAME": "lo"},
+            "127.0.0.1:7",
+            "announced; PERSIA_SOCKET_IFNAME=lo names a loopback address, .*; is",
+        ),
+        ({"PERSIA_ADVERTISE": "localhost"}, "localhost:7", "PERSIA_ADVERTISE=localhost names a loopback address"),
+        ({"PERSIA_SOCKET_IFNAME": "eth0"}, "10.0.0.1:7", "has announced; is WORLD_SIZE=2 the number"),
+        ({}, "127.0.0.1:7", "has announced; is WORLD_SIZE=2 the number"),
+    ],
+)
+def test_ranks_that_do_not_connect_were_told_an_address(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], announced: str, text: str
+) -> None:
+    """Seconds are whole. A loopback address is named with the variable that chose it."""
+    times = itertools.chain([0.0], itertools.repeat(2.0))
+    monkeypatch.setattr(clock, "now", lambda: next(times))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UnreachableError, match=text):
+        handshake.host(handshake.listen("127.0.0.1"), me(0), 1.4978, announced)
 
 
 def test_garbage_takes_no_place(pool: ThreadPoolExecutor) -> None:

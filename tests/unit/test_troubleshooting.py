@@ -1,14 +1,23 @@
 """The commands of docs/troubleshooting.md end with 0 where nothing is wrong; the page names what messages say."""
 
+import inspect
+import itertools
 import re
 import shlex
+import signal
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, Verb
+from meeting import me
 from trainer_files import write_clicks, write_config
 
+from persia.distributed import handshake
 from persia.doctor import gpu, ladder
+from persia.errors import UnreachableError
+from persia.loop import out_of_memory, training
+from persia.runtime import clock
 from persia.testing.__main__ import main as check_model
 
 pytestmark = pytest.mark.clone
@@ -65,3 +74,28 @@ def test_the_page_quotes_messages_as_they_are() -> None:
     for facts in (gpu.Facts(wanted=1), gpu.Facts(wanted=1, in_container=True, driver_loaded=True)):
         assert f"`{gpu.device(facts).found.partition(';')[0]}`" in page
     assert f"`{gpu.ranks(5, 1, None).found}`" in page
+
+
+def test_the_page_has_the_symptoms_of_usual_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each quotes the message of the package itself: a message that is changed is changed on the page too."""
+    page = PAGE.read_text()
+    kept = [torch.zeros(7, 333) for _ in range(out_of_memory.MANY)]
+    text = str(out_of_memory.report(RuntimeError("no memory"), 3, 32, []))
+    (line,) = (each for each in text.splitlines() if "7x333" in each)
+    assert re.sub(r"^.* not named, \d+", "not named, 531", line) in page and kept
+    monkeypatch.setattr(clock, "now", itertools.count(step=100).__next__)
+    with pytest.raises(UnreachableError) as late:
+        handshake.host(handshake.listen("127.0.0.1"), me(0), 60.0, "127.0.0.1:40167")
+    assert f"`{str(late.value).partition(': ')[2].partition(';')[0]}`" in page
+    source = inspect.getsource(training)
+    assert "all ranks stop after step %d: the data of rank %s has ended" in source
+    assert "`all ranks stop after step 64: the data of rank 1 has ended`" in page
+
+
+def test_the_pages_have_the_codes_of_signals() -> None:
+    """A shell and an engine of containers report 128 and the number of the signal."""
+    codes = {str(128 + number) for number in (signal.SIGINT, signal.SIGKILL, signal.SIGTERM)}
+    running = (ROOT / "docs" / "running.md").read_text().partition("## Exit codes")[2]
+    assert codes <= {*re.findall(r"^\| (\d+) \|", running, re.MULTILINE)}
+    died = PAGE.read_text().partition("## A container of a rank has died")[2].partition("\n## ")[0]
+    assert codes - {"130"} <= {*re.findall(r"^\| (\d+) \|", died, re.MULTILINE)}

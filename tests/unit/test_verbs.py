@@ -147,10 +147,27 @@ def test_ckpt_takes_a_run(verb: Verb) -> None:
     for run in ("runs/one", "runs/LATEST"):
         out, errors = verb("ckpt", "verify", run)
         assert out.startswith("ok: runs/one/checkpoints/step-4: ") and errors == "runs/one: checkpoints/step-4\n"
-        assert json.loads(verb("ckpt", "show", run)[0])["head"]["step"] == 4
+        assert json.loads(verb("ckpt", "show", run, "--json")[0])["head"]["step"] == 4
         assert "id0  " in verb("ckpt", "rows", run)[0]
     verb("ckpt", "rows", "runs/one", "--table", "id0", "-o", "rows.parquet", "--force")
     assert {"id", "weights"} <= {*pa.parquet.read_table("rows.parquet").column_names}
+
+
+def test_a_checkpoint_is_shown_by_its_tables(verb: Verb) -> None:
+    """Its files of shards are counted; their names and hashes are printed with ``--files`` and in the JSON."""
+    manifest = json.loads(verb("ckpt", "show", "runs/one", "--json")[0])
+    shown = verb("ckpt", "show", "runs/one")[0].splitlines()
+    tables, rest = shown[:3], shown[3:]
+    assert [line.split()[0] for line in tables] == ["id0", "id1", "level"]
+    assert all(" rows  dim " in line and "  optimizer " in line and "  features " in line for line in tables)
+    size = sum(file["bytes"] for file in manifest["files"])
+    count = len(manifest["files"])
+    assert rest == [f"runs/one/checkpoints/step-4: step 4, {count} files, {size:,} bytes"] and count > 100
+    listed = verb("ckpt", "show", "runs/one", "--files")[0].splitlines()
+    assert listed[:4] == shown
+    assert [line.split()[0] for line in listed[4:]] == [file["name"] for file in manifest["files"]]
+    assert all(file["blake3"] in line for file, line in zip(manifest["files"], listed[4:], strict=True))
+    assert "give one of them" in verb("ckpt", "show", "runs/one", "--files", "--json", code=2)[1]
 
 
 # --- a run's files

@@ -63,6 +63,7 @@ class Checkpoints:
         written: The step of the newest checkpoint that is known to be written, on rank 0.
         failed: The number of checkpoints that were abandoned; ranks above 0 count one at the next checkpoint.
         not_uploaded: The number of checkpoints that were written but could not be uploaded, on rank 0.
+        problem: Why the last checkpoint was abandoned, on rank 0; empty if it was written.
         skipped: The number of steps that this process has skipped because their batch always fails; the same on all
             ranks.
 
@@ -110,6 +111,7 @@ class Checkpoints:
         self.saved = self.written = 0
         self.failed = 0
         self.not_uploaded = 0
+        self.problem = ""
         self.skipped = 0
 
     @property

@@ -2,11 +2,15 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from persia.runtime.errors import UsageError
+
+if TYPE_CHECKING:
+    from persia.checkpoint.rows_export import SavedTable
+    from persia_core.checkpoint import Checkpoint
 
 _CHECKPOINT = "A checkpoint, or a run: its best checkpoint, else its newest."
 
@@ -73,15 +77,41 @@ def _is_run(path: str) -> bool:
 def ckpt_show(
     directory: Annotated[str, typer.Argument(help=_CHECKPOINT)],
     tables: Annotated[bool, typer.Option("--tables", help="Print the vocabulary of each table instead.")] = False,
+    files: Annotated[bool, typer.Option("--files", help="List each file with its size and hash too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole manifest instead, which is JSON.")] = False,
 ) -> None:
-    """Print the manifest of a checkpoint, which is JSON."""
+    """Print the tables of a checkpoint, its step and its size."""
     from persia.checkpoint.foreign import open_checkpoint
 
-    opened = open_checkpoint(_checkpoint(directory))
-    if tables:
+    if tables + files + as_json > 1:
+        raise UsageError("--tables, --files and --json: give one of them")
+    folder = _checkpoint(directory)
+    opened = open_checkpoint(folder)
+    if as_json:
+        typer.echo(opened.manifest)
+    elif tables:
         _show_tables(json.loads(opened.manifest)["head"])
     else:
-        typer.echo(opened.manifest)
+        _summarise(folder, opened, files)
+
+
+def _summarise(folder: str, opened: "Checkpoint", with_files: bool) -> None:
+    """Print the tables of a checkpoint, then its step and its files."""
+    from persia.checkpoint.rows_export import saved_tables
+
+    _list_tables(saved_tables(opened))
+    size = sum(file["bytes"] for file in opened.files)
+    typer.echo(f"{folder}: step {opened.step}, {len(opened.files)} files, {size:,} bytes")
+    if with_files:
+        for file in opened.files:
+            typer.echo(f"{file['name']}  {file['bytes']:,} bytes  blake3 {file['blake3']}")
+
+
+def _list_tables(tables: "list[SavedTable]") -> None:
+    """Print a line for each table."""
+    for each in tables:
+        of = f"  features {', '.join(each.slots)}" if each.slots else ""
+        typer.echo(f"{each.name}  {each.rows:,} rows  dim {each.dim}  optimizer {each.optimizer or 'none'}{of}")
 
 
 def _show_tables(head: dict[str, Any]) -> None:
@@ -165,9 +195,7 @@ def ckpt_rows(
     if table is None and out is not None:
         raise UsageError(f"-o {out}: --table is missing; the tables are {', '.join(each.name for each in tables)}")
     if table is None:
-        for each in tables:
-            of = f"  features {', '.join(each.slots)}" if each.slots else ""
-            typer.echo(f"{each.name}  {each.rows:,} rows  dim {each.dim}  optimizer {each.optimizer or 'none'}{of}")
+        _list_tables(tables)
         return
     if out is None:
         raise UsageError(f"--table {table}: give the file to write, such as -o {table}.parquet")

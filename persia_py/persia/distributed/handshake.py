@@ -13,9 +13,11 @@ from dataclasses import asdict, dataclass, fields, replace
 
 from persia.distributed.control_plane import Peers
 from persia.distributed.link import Link, line, names, parsed
+from persia.distributed.network import is_loopback
 from persia.runtime import clock
 from persia.runtime.errors import AuthError, IncompatibleError, PersiaError, UnreachableError, UsageError
 from persia.runtime.logging import get_logger
+from persia.runtime.settings import variable
 from persia.runtime.waits import REMIND_S, SLICE_S
 
 INTRODUCTION_S = 5.0
@@ -67,8 +69,14 @@ def listen(address: str) -> socket.socket:
     return socket.create_server((address, 0), family=family)
 
 
-def host(listener: socket.socket, me: Introduction, timeout_s: float) -> Peers:
+def host(listener: socket.socket, me: Introduction, timeout_s: float, announced: str = "") -> Peers:
     """On rank 0: wait for every other rank of the run. The end of the run, or a failure here, closes the listener.
+
+    Args:
+        listener: The socket that the other ranks connect to.
+        me: This rank.
+        timeout_s: Seconds to wait for all of them.
+        announced: The address that they were told, ``HOST:PORT``, for the message.
 
     Raises:
         UnreachableError: Ranks did not connect in time; the message names all of them.
@@ -82,8 +90,10 @@ def host(listener: socket.socket, me: Introduction, timeout_s: float) -> Peers:
         while missing := [rank for rank in range(1, me.world_size) if rank not in links]:
             if clock.now() > deadline:
                 raise UnreachableError(
-                    f"job {me.job!r}: {names(missing)} of {me.world_size} did not connect within {timeout_s:g} s "
-                    f"(PERSIA_START_TIMEOUT); is WORLD_SIZE={me.world_size} the number of ranks that were started?"
+                    f"job {me.job!r}: {names(missing)} of {me.world_size} did not connect within "
+                    f"{round(timeout_s) if timeout_s >= 1 else timeout_s:g} s (PERSIA_START_TIMEOUT)"
+                    f"{f' to {announced}, which rank 0 has announced' if announced else ''}"
+                    f"{_loopback(announced)}; is WORLD_SIZE={me.world_size} the number of ranks that were started?"
                 )
             if time.monotonic() - reminded > REMIND_S / 3:
                 reminded = time.monotonic()
@@ -98,6 +108,16 @@ def host(listener: socket.socket, me: Introduction, timeout_s: float) -> Peers:
     peers = Peers(me.rank, me.world_size, links)
     threading.Thread(target=_refuse_all, args=(lobby, me, peers, known), name="persia-refuse", daemon=True).start()
     return peers
+
+
+def _loopback(announced: str) -> str:
+    """Return what to say of an announced address if it is a loopback one that a variable has chosen, else nothing."""
+    if not is_loopback(announced.rpartition(":")[0]):
+        return ""
+    for name in ("PERSIA_ADVERTISE", "PERSIA_SOCKET_IFNAME"):
+        if (value := variable(name)) is not None:
+            return f"; {name}={value} names a loopback address, which no other host or container reaches"
+    return ""
 
 
 @dataclass(eq=False)

@@ -1,5 +1,6 @@
 """Check the network interfaces and GPUs that the environment names, before a wrong one makes a collective hang."""
 
+import ipaddress
 import os
 import socket
 
@@ -21,7 +22,7 @@ def check() -> None:
     names = sorted(psutil.net_if_addrs())
     for variable in VARIABLES:
         value = settings.variable(variable)
-        if value is not None and not _matches(variable, value, names):
+        if value is not None and not matching(variable, value, names):
             plural = "interface" if "," not in value else "none of the interfaces"
             verb = "does not exist" if "," not in value else "exists"
             error = UsageError(f"{variable}={value}: {plural} {value.lstrip('=^')} {verb}; have {', '.join(names)}")
@@ -31,8 +32,14 @@ def check() -> None:
     _check_gpus()
 
 
-def _matches(variable: str, value: str, names: list[str]) -> bool:
-    """Whether an interface matches. NCCL takes prefixes, ``=`` for exact names, and ``^`` for names to exclude."""
+def matching(variable: str, value: str, names: list[str]) -> list[str]:
+    """Return the interfaces that match. NCCL takes prefixes, ``=`` for exact names, and ``^`` for names to exclude.
+
+    Args:
+        variable: One of :data:`VARIABLES`.
+        value: Its value.
+        names: The names of the interfaces of this host.
+    """
     nccl = variable == "NCCL_SOCKET_IFNAME"
     avoid, exact = nccl and value.startswith("^"), not nccl or "=" in value[:2]
     wanted = [part.strip() for part in value.lstrip("^=").split(",") if part.strip()]
@@ -40,7 +47,15 @@ def _matches(variable: str, value: str, names: list[str]) -> bool:
     def named(name: str) -> bool:
         return any(name == part if exact else name.startswith(part) for part in wanted)
 
-    return any(named(name) != avoid for name in names)
+    return [name for name in names if named(name) != avoid]
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address, a number, is a loopback address."""
+    try:
+        return ipaddress.ip_address(address.strip("[]")).is_loopback
+    except ValueError:
+        return address == "localhost"
 
 
 def _check_gpus() -> None:

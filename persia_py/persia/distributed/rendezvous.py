@@ -96,7 +96,8 @@ class Rendezvous:
         descriptor = None
         if self._listener is not None and self._store_listener is not None:
             listener, self._listener = self._listener, None  # it belongs to the run from here on
-            peers = handshake.host(listener, me, self.left())
+            announced = f"{self._address}:{listener.getsockname()[1]}"
+            peers = handshake.host(listener, me, self.left(), announced)
             place = self._address, self._store_listener.getsockname()[1]
             descriptor = self._store_listener.detach()
         else:

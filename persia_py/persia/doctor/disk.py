@@ -8,6 +8,7 @@ from pathlib import Path
 from persia.checkpoint import storage
 from persia.config import Config
 from persia.doctor.check import Check
+from persia.runtime import job
 from persia.runtime.errors import PersiaError, StorageError
 from persia.runtime.exit_codes import ExitCode
 from persia.runtime.settings import settings
@@ -30,7 +31,9 @@ def checks(config: Config | None, folders: list[Path] | None = None) -> Iterator
         except StorageError as error:
             yield Check("PERSIA_CKPT_DIR", "fail", str(error), "", error.hint, ExitCode.FAILED)
             return
-        given = [*_of_environment(), *(_of_config(config) if config is not None else ())]
+        # In a job the folders of the environment are used, not those of the configuration.
+        in_job = settings.nats_url is not None
+        given = [*_of_environment(), *(_of_config(config) if config is not None and not in_job else ())]
     for name, folder in given or [("disk", Path.cwd())]:
         yield written(name, folder)
     if config is not None:
@@ -70,14 +73,14 @@ def written(name: str, folder: Path) -> Check:
 
 
 def space(config: Config) -> Check:
-    """Compare the free space with the size that a checkpoint can have at most.
+    """Compare the free space where checkpoints are written with the size that a checkpoint can have at most.
 
     Args:
         config: The configuration.
     """
     from persia.trainer.checkpoint_size import at_most
 
-    folder = Path(config.checkpoint.dir or config.run.dir).expanduser()
+    folder, remedy = _of_checkpoints(config)
     try:
         most, rows = at_most(config)
     except PersiaError as error:
@@ -86,7 +89,7 @@ def space(config: Config) -> Check:
     free = shutil.disk_usage(there).free
     needed = most * (config.checkpoint.keep + 1)
     found = (
-        f"{size(free)} free; a checkpoint takes at most {size(most)} ({rows:,} rows of train, each id new), "
+        f"{folder}: {size(free)} free; a checkpoint takes at most {size(most)} ({rows:,} rows of train, each id new), "
         f"{config.checkpoint.keep + 1} of them {size(needed)}"
     )
     if free < needed:
@@ -96,9 +99,18 @@ def space(config: Config) -> Check:
             "warn",
             found,
             why,
-            "give another folder: --set checkpoint.dir=FOLDER; or fewer: --set checkpoint.keep=1",
+            f"{remedy}; or keep fewer: --set checkpoint.keep=1",
         )
     return Check("free space", "ok", found)
+
+
+def _of_checkpoints(config: Config) -> tuple[Path, str]:
+    """Return the folder below which the checkpoints of a run are written, and how to give another one."""
+    if settings.nats_url is not None:
+        folder = Path(settings.checkpoint_root) if settings.checkpoint_root else job.run_dir()
+        return folder, "give the folder more space, or another one: PERSIA_CKPT_DIR=FOLDER, in all processes of the job"
+    folder = Path(config.checkpoint.dir or config.run.dir).expanduser()
+    return folder, "give another folder: --set checkpoint.dir=FOLDER"
 
 
 def size(count: float) -> str:

@@ -13,7 +13,7 @@ from persia.doctor import ports
 from persia.doctor.check import Check
 from persia.runtime.errors import UsageError
 from persia.runtime.exit_codes import ExitCode
-from persia.runtime.settings import variable
+from persia.runtime.settings import settings, variable
 
 _CONNECT_S = 2.0
 """Seconds in which an address has to answer; a firewall that drops packets lets it pass."""
@@ -133,8 +133,46 @@ def interfaces() -> Check:
     except UsageError as error:
         name = next((each for each in given if str(error).startswith(each)), "CUDA_VISIBLE_DEVICES")
         return Check("interfaces", "fail", str(error), "ranks would wait for each other", f"correct or unset {name}")
+    if (loopback := _loopback(given)) is not None:
+        return loopback
     named = ", ".join(f"{name}={value}" for name, value in given.items())
     return Check("interfaces", "ok", f"{named or 'none is named'}; have {have}")
+
+
+def _loopback(given: dict[str, str]) -> Check | None:
+    """Return the check of the first variable that names a loopback interface although NATS is on another host."""
+    from persia.distributed import network
+
+    nats = _other_host()
+    if nats is None:
+        return None
+    addresses = psutil.net_if_addrs()
+    for name, value in given.items():
+        matched = network.matching(name, value, sorted(addresses))
+        numbers = [each.address for one in matched for each in addresses[one] if each.family == socket.AF_INET]
+        if not numbers or not all(network.is_loopback(number) for number in numbers):
+            continue
+        found = f"{name}={value}: {numbers[0]} is a loopback address, and NATS is on another host, {nats}"
+        if name == "PERSIA_SOCKET_IFNAME":
+            why = "this process would announce an address that other hosts and containers cannot reach"
+            return Check("interfaces", "fail", found, why, _remedy(name, nats), ExitCode.UNREACHABLE)
+        why = "ranks on other hosts and in other containers cannot reach this one; ranks of one host can"
+        return Check("interfaces", "warn", found, why, _remedy(name, nats))
+    return None
+
+
+def _remedy(name: str, nats: str) -> str:
+    return f"unset {name} (in containers: docker compose config), or name the interface of: ip route get {nats}"
+
+
+def _other_host() -> str | None:
+    """Return the host of NATS, if it has an address and is not this host."""
+    try:
+        host, _ = nats_address(settings.nats_url or "")
+        number = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except (ValueError, OSError):
+        return None
+    return None if is_here(host) else number
 
 
 def rendezvous() -> Iterator[Check]:

@@ -44,7 +44,7 @@ class Autosave:
         self._loop: Loop | None = None
         self._tries = 0
         self._retry_at: float | None = None  # the time of the next retry after a failed save; on rank 0
-        self._given_up = ""  # why the last save is missing; on rank 0
+        self._is_last = False  # whether no step follows the save
 
     @property
     def identity(self) -> str:
@@ -85,15 +85,19 @@ class Autosave:
             PersiaError: A push of a rank is not applied, or a rank is lost.
         """
         step = self._backend.trained_step
-        if step != self._checkpoints.saved:
-            self.save(step)
-        while True:
-            settled = self._settled()
-            settled, written = self._backend.all_gather("checkpoint written", [settled, self._checkpoints.written])[0]
-            self._committed(written)
-            if settled is not False:
-                return
-            self.save(step)
+        self._is_last = True
+        try:
+            if step != self._checkpoints.saved:
+                self.save(step)
+            while True:
+                mine = [self._settled(), self._checkpoints.written]
+                settled, written = self._backend.all_gather("checkpoint written", mine)[0]
+                self._committed(written)
+                if settled is not False:
+                    return
+                self.save(step)
+        finally:
+            self._is_last = False
 
     def save(self, step: int) -> None:
         """Save the run after ``step``. Every rank calls this, and continues as soon as the cut is made.
@@ -146,7 +150,7 @@ class Autosave:
         except PersiaError as error:  # a middleware may have died during the save
             self._retry(step, error)
             return
-        self._tries, self._given_up = 0, ""
+        self._tries, self._checkpoints.problem = 0, ""
         self._checkpoints.written = step
         _logger.info(
             "checkpoint %s written in %.1f s, training paused for %.2f s, %d older removed",
@@ -189,8 +193,9 @@ class Autosave:
         if self._tries == len(RETRY_S):
             self._tries = 0
             self._checkpoints.failed += 1
-            self._given_up = str(error)
-            _logger.error("checkpoint of step %d abandoned, training continues: %s", step, error)
+            self._checkpoints.problem = str(error)
+            what = "abandoned" if self._is_last else "abandoned, training continues"
+            _logger.error("checkpoint of step %d %s: %s", step, what, error)
             return
         wait = RETRY_S[self._tries]
         self._tries += 1
@@ -254,7 +259,9 @@ class Autosave:
         self.save(step)
         self.save_last()
         missing = self._last_is_missing()
-        mine = [self._checkpoints.written, self._given_up, str(self._checkpoints.name())] if missing else None
+        mine = (
+            [self._checkpoints.written, self._checkpoints.problem, str(self._checkpoints.name())] if missing else None
+        )
         problem = self._backend.all_gather("last checkpoint", mine)[0]
         if problem is not None:
             written, why, folder = problem

@@ -366,10 +366,10 @@ class Training:
         mine = None
         if self._writes:  # only rank 0 knows what is written, and where
             path = self.folder.saves(self._config) / f"step-{self._ctx.step}"
-            mine = [str(path), self._checkpoints.written == self._ctx.step]
-        saved, is_written = self._gather("saved run", mine)
+            mine = [str(path), self._checkpoints.written == self._ctx.step, self._checkpoints.problem]
+        saved, is_written, problem = self._gather("saved run", mine)
         if not is_written:
-            raise StorageError(f"{saved}: the checkpoint could not be written; see the log of rank 0 for the reason")
+            raise StorageError(f"{saved}: the checkpoint could not be written: {problem}")
         return Path(saved)
 
     def _finish(self) -> Iterator[StepReport | EvaluationReport]:

@@ -68,8 +68,8 @@ class ForeignCheckpointError(CheckpointError):
     """An intact checkpoint whose tables, dims or optimizer are not those of the run."""
 
     hint = (
-        "compare the tables with those of the checkpoint: persia ckpt show FOLDER. Then change the configuration, or load "
-        "a checkpoint of this one"
+        "compare the tables with those of the checkpoint: persia ckpt show FOLDER. Then change the configuration, or "
+        "load a checkpoint of this one"
     )
 
 
