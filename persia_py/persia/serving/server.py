@@ -96,6 +96,8 @@ class _Process:
         """Answer until a signal."""
         limits, metrics = self._options.limits, Metrics()
         batcher = Batcher(model, limits, metrics)
+        metrics.waiting.set_function(lambda: batcher.waiting)
+        metrics.waiting_bytes.set_function(lambda: batcher.waiting_bytes)
         reloader = Reloader(self._path, (found, model), self._load, batcher, metrics)
         name = self._options.name or self._path.absolute().name
         service = Service(name, limits, metrics, batcher, reloader, self._expected)

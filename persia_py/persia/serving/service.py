@@ -72,8 +72,6 @@ class Service:
     def answered(self, api: str, outcome: str, began: float) -> None:
         """Record the end of a request that began at this time of :func:`time.monotonic`."""
         self.metrics.answered(api, outcome, time.monotonic() - began)
-        self.metrics.waiting.set(self.batcher.waiting)
-        self.metrics.waiting_bytes.set(self.batcher.waiting_bytes)
 
 
 @dataclass(frozen=True)
