@@ -199,12 +199,10 @@ def test_tensors_that_something_keeps_of_each_step_share_a_line() -> None:
     kept = [torch.ones(256, 1024) for _ in range(40)]
     alone = torch.ones(3, 1024, 1024)
     text = str(out_of_memory.report(RuntimeError("no memory"), 3, 32, [("weight", alone)]))
-    lines = text.splitlines()[2:]
-    assert " ".join(lines[0].split()) == (
-        "40.0 MiB float32 256x1024 cpu not named, 40 of them: does a list of the model or the script grow with the "
-        "steps?"
-    )
-    assert " ".join(lines[1].split()) == "12.0 MiB float32 3x1024x1024 cpu weight"
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    many = "cpu not named, 40 of them: does a list of the model or the script grow with the steps?"
+    assert f"40.0 MiB float32 256x1024 {many}" in lines
+    assert "12.0 MiB float32 3x1024x1024 cpu weight" in lines
     assert len(kept) == 40
 
 
@@ -236,7 +234,8 @@ def test_a_report_names_step_rows_and_the_largest_tensors(
             text = str(caught.value)
             assert text.startswith(f"step 3, 32 rows at a time: {str(error).splitlines()[0]}\nthe largest tensors:\n")
             assert len(text.splitlines()) <= 2 + out_of_memory.LARGEST
-            assert text.splitlines()[2].split() == ["1.0", "MiB", "float32", "262144", "cpu", "weight", "large"]
+            named = "1.0 MiB float32 262144 cpu weight large"
+            assert named in [" ".join(line.split()) for line in text.splitlines()]
             assert "micro_batches" in caught.value.hint and "precision='bf16'" in caught.value.hint
             assert all(torch.equal(one, other) for one, other in zip(before, state(ctx), strict=True))
             for part in ctx.micro_batches(batch, 16):  # the step can be repeated
