@@ -100,6 +100,15 @@ def log() -> Iterator[list[str]]:
 
 
 @pytest.fixture(autouse=True)
+def log_levels() -> Iterator[None]:
+    """Restore the levels that a verb has set."""
+    levels = {name: logging.getLogger(name).level for name in ("persia", "persia.evaluation")}
+    yield
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+
+
+@pytest.fixture(autouse=True)
 def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run every test outside of any job, even in a container of a job."""
     places = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "REPLICA_INDEX", "REPLICA_SIZE", "GPU_NUM"}
@@ -163,12 +172,11 @@ def any_stack(request: pytest.FixtureRequest) -> Stack | LiveStack:
 
 
 @pytest.fixture
-def verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Verb]:
+def verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Verb:
     """Run a verb in this process: ``verb("eval", "runs/one", code=2)`` returns the output and the errors."""
     from persia.cli.main import main
 
     monkeypatch.chdir(tmp_path)
-    levels = {name: logging.getLogger(name).level for name in ("persia", "persia.evaluation")}
 
     def run(*arguments: str, code: int = 0) -> tuple[str, str]:
         monkeypatch.setattr(sys, "argv", ["persia", *arguments])
@@ -180,9 +188,7 @@ def verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         assert (ended.value.code or 0) == code, captured.err
         return captured.out, captured.err
 
-    yield run
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
+    return run
 
 
 class Batches(IterableDataset):
