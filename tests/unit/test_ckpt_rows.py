@@ -359,5 +359,6 @@ def test_a_trainer_starts_from_imported_rows(tmp_path: Path) -> None:
     with Trainer(third) as trainer, pytest.raises(CheckpointError):
         trainer.fit()
     assert contexts.current() is None, "a context that fails to open is left"
-    with Trainer(third) as trainer, pytest.raises(UsageError, match="has no checkpoint; it failed: ForeignCheckpointError"):
+    refused = "has no checkpoint; it failed: ForeignCheckpointError"
+    with Trainer(third) as trainer, pytest.raises(UsageError, match=refused):
         trainer.resume(tmp_path / "runs" / "three").evaluate()
