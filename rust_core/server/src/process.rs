@@ -187,9 +187,11 @@ impl Process {
         let interface = std::env::var("PERSIA_SOCKET_IFNAME").ok().filter(|name| !name.is_empty());
         match (&self.args.advertise, interface) {
             (Some(host), _) => Ok(Some(host.clone())),
-            (None, Some(name)) => advertised_host(self.args.nats_url.as_deref().unwrap_or_default(), Some(&name))
-                .map(Some)
-                .map_err(|error| Exit::Usage(format!("PERSIA_SOCKET_IFNAME: {error}"))),
+            (None, Some(name)) => {
+                advertised_host(self.args.nats_url.as_deref().unwrap_or_default(), Some(&name))
+                    .map(Some)
+                    .map_err(|error| Exit::Usage(format!("PERSIA_SOCKET_IFNAME: {error}")))
+            }
             (None, None) => Ok(None),
         }
     }

@@ -14,7 +14,10 @@ const NATS_PORT: u16 = 4222;
 pub fn advertised_host(nats_url: &str, ifname: Option<&str>) -> Result<String, DiscoveryError> {
     let Some(name) = ifname else { return towards(nats_url) };
     let address = of_interface(name)?;
-    if !nats_url.is_empty() && is_loopback(&address) && towards(nats_url).is_ok_and(|other| !is_loopback(&other)) {
+    if !nats_url.is_empty()
+        && is_loopback(&address)
+        && towards(nats_url).is_ok_and(|other| !is_loopback(&other))
+    {
         tracing::warn!(
             "PERSIA_SOCKET_IFNAME={name}: this process announces {address}, a loopback address, although NATS is on another \
              host: no other host reaches it"
