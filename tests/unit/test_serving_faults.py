@@ -128,6 +128,7 @@ def test_a_bundle_that_cannot_be_loaded_leaves_the_served_one(tmp_path: Path) ->
         (tmp_path / "1" / "manifest.json").unlink()
         server.process.send_signal(signal.SIGHUP)
         server.says("no bundle")
+        server.says("persia export runs/LATEST -o")
         assert check([server.client().score(BODY)[::2]]) == {"small-2"}
 
 

@@ -56,5 +56,5 @@ def _bundle(folder: Path) -> Found | None:
 
 def _missing(given: Path, why: str) -> CheckpointError:
     error = CheckpointError(f"{given}: no bundle: {why}")
-    error.hint = f"write one: persia export runs/LATEST {given}"
+    error.hint = f"write one: persia export runs/LATEST -o {given}"
     return error
