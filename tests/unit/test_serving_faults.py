@@ -128,7 +128,6 @@ def test_a_bundle_that_cannot_be_loaded_leaves_the_served_one(tmp_path: Path) ->
         (tmp_path / "1" / "manifest.json").unlink()
         server.process.send_signal(signal.SIGHUP)
         server.says("no bundle")
-        server.says("persia export runs/LATEST -o")
         assert check([server.client().score(BODY)[::2]]) == {"small-2"}
 
 
@@ -315,8 +314,9 @@ def test_no_bundle_and_open_addresses_are_refused(tmp_path: Path, monkeypatch: p
 
     (tmp_path / "empty").mkdir()
     for path in (tmp_path / "missing", tmp_path / "empty"):
-        with pytest.raises(CheckpointError, match="no bundle"):
+        with pytest.raises(CheckpointError, match="no bundle") as caught:
             find(path)
+        assert caught.value.hint == f"write one: persia export runs/LATEST -o {path}"
     monkeypatch.delenv("PERSIA_TOKEN_FILE", raising=False)
     assert access.address("localhost:8000", "--http") == ("localhost", 8000)
     assert access.address("[::1]:0", "--http") == ("::1", 0)
