@@ -326,7 +326,7 @@ def test_a_missing_script_is_an_error(script: Script, monkeypatch: pytest.Monkey
 
 
 def test_a_data_context_of_its_own_needs_a_training_script(script: Script) -> None:
-    with pytest.raises(UsageError, match="no training script runs this one"), DataCtx():
+    with pytest.raises(UsageError, match="no training script has started this data script"), DataCtx():
         pass
     with pytest.raises(UsageError, match="outside its `with` block"):
         DataCtx().send_data(Batches(1).batch(0))

@@ -178,7 +178,7 @@ def replaced(index: int, **keys: Any) -> list[dict[str, Any]]:
         (replaced(0, shape=[2], data=[3, 4]), "different numbers of rows: user 2"),
         (replaced(0, data=[3, 4, 5.5]), "user: data is not INT64"),
         (replaced(0, data=[3, 4, 2**63]), "user: data is not INT64"),
-        (replaced(0, data=[[3, 4], 5]), "lists beside values"),
+        (replaced(0, data=[[3, 4], 5]), "user: data mixes lists and values"),
         (replaced(0, datatype="INT65"), "user: datatype 'INT65'"),
         (replaced(0, shape=[-1]), "user: shape [-1]"),
         (replaced(0, shape=[2**60]), "user: shape"),
@@ -218,7 +218,7 @@ def test_metrics(client: Client, server: Serving) -> None:
     assert server.metric("persia_serving_rows_total") == rows + 3
     assert server.metric("persia_serving_ids_total") == 2 * server.metric("persia_serving_unseen_ids_total") > 0
     assert server.metric('persia_serving_bundle{bundle="small-2"}') == 1
-    assert server.metric('persia_serving_request_seconds_count{api="score"}') > before
+    assert server.metric('persia_serving_request_duration_seconds_count{api="score"}') > before
     assert server.metric("persia_serving_waiting_bytes") == 0
     assert server.metric("process_resident_memory_bytes") > 1e6
 

@@ -257,7 +257,7 @@ class Backend(ABC):
     def together(self, what: str) -> Iterator[None]:
         """Run the block on every rank, with a barrier at its end.
 
-        If it fails on one rank, it raises on every rank.
+        If the block fails on one rank, every rank raises an error.
         """
         del what
         yield

@@ -109,7 +109,7 @@ class Evaluation:
             slots[slot] = (before + ids, missing_before + missing)
 
     def end(self) -> None:
-        """Log the report. The next batch begins another one; the report stays until then."""
+        """Log the report. It can be read until the next batch begins another report."""
         report = self.report
         if not self._is_open or not report.batches:
             return

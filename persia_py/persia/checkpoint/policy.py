@@ -91,7 +91,8 @@ class Checkpoints:
         for name, each in (state or {}).items():
             if not isinstance(each, Stateful):
                 raise UsageError(
-                    f"Checkpoints(state={{{name!r}: ...}}): {type(each).__name__} has no state_dict and load_state_dict"
+                    f"Checkpoints(state={{{name!r}: ...}}): want an object with state_dict and load_state_dict, "
+                    f"got {type(each).__name__}"
                 )
         if failing_batches not in {"stop", "skip"}:
             raise UsageError(f"Checkpoints(failing_batches={failing_batches!r}): want 'stop' or 'skip'")

@@ -101,7 +101,7 @@ class Save:
             UsageError: The name is taken or invalid, or the state cannot be pickled.
         """
         self._add(name, lambda file: torch.save(state, file))
-        if name == inputs.FILE:  # servers of an infer job cannot read the file
+        if name == inputs.FILE:  # also for the manifest: servers of an infer job cannot unpickle the file
             self._inputs = json.dumps(state)
 
     def add_module(self, name: str, module: torch.nn.Module) -> None:

@@ -360,7 +360,7 @@ class Config(Block):
         return self.with_blocks(data=self.data.model_copy(update=keys))
 
     def with_blocks(self, **blocks: Any) -> Self:
-        """Return this configuration with other blocks than ``features`` and ``labels``."""
+        """Return this configuration with new values of ``blocks``; ``features`` and ``labels`` cannot be replaced."""
         return self.model_copy(update=blocks).located(self.folder, self.compiled, self.described, self.origin)
 
 

@@ -19,7 +19,7 @@ def sample_ids(encoded: bytes, slot: str, sample: int) -> list[int]:
     """
     magic, _, _, samples, features, _, _, meta = _HEAD.unpack_from(encoded)
     if magic != b"PBAT":
-        raise ValueError("these bytes are no encoded batch")
+        raise ValueError("these bytes are not an encoded batch")
     at = _HEAD.size + meta
     for _ in range(features):
         (length,) = struct.unpack_from("<H", encoded, at)

@@ -176,8 +176,8 @@ def running() -> ScriptFeed:
     """
     if _running is None:
         raise UsageError(
-            "DataCtx: PERSIA_NATS_URL is not set, and no training script runs this one; run the training script: its "
-            "StreamingDataset starts the data script"
+            "DataCtx: PERSIA_NATS_URL is not set, and no training script has started this data script; run the "
+            "training script: its StreamingDataset starts the data script"
         )
     return _running
 

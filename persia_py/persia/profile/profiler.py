@@ -272,6 +272,6 @@ def summary(seconds: list[float], whole: float) -> dict[str, float]:
 
 
 def percentile(values: list[float], share: float) -> float:
-    """Return the smallest value that at least this share of the values do not exceed; 0 of none."""
+    """Return the smallest value that at least this share of the values do not exceed; 0 if there are no values."""
     ordered = sorted(values)
     return ordered[math.ceil(share * len(ordered)) - 1] if ordered else 0.0

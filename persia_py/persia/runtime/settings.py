@@ -2,7 +2,7 @@
 
 :data:`settings` has them, checked, except names of files and interfaces, which their readers take by :func:`variable`.
 ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` follow torchrun's contract; ``REPLICA_INDEX`` and ``REPLICA_SIZE`` number
-the replicas of a service. Unset means a job of one.
+the replicas of a service. If they are not set, there is one rank, or one replica.
 """
 
 import os

@@ -36,7 +36,7 @@ class Metrics:
         name = "persia_serving_"
         self._requests = Counter(f"{name}requests", "Requests by their outcome", ("api", "outcome"), registry=registry)
         seconds = Histogram(
-            f"{name}request_seconds",
+            f"{name}request_duration_seconds",
             "Time from the arrival of a request to its answer",
             ("api",),
             buckets=_SECONDS,

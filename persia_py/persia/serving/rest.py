@@ -147,5 +147,8 @@ def _text(value: Any, what: str) -> str | None:
 
 def _whole(header: bytes, most: int) -> int:
     if not header.isdigit() or len(header) > 12 or int(header) > most:
-        raise InvalidError(f"inference-header-content-length {header.decode('latin-1')}: the body has {most} bytes")
+        raise InvalidError(
+            f"inference-header-content-length {header.decode('latin-1')}: want a whole number of at most {most}, the "
+            "bytes of the body"
+        )
     return int(header)

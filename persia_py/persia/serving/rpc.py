@@ -213,7 +213,7 @@ def _rows(request: Any, model: Any) -> Any:
         values = getattr(given.contents, field)
         others = sum(len(value) for other, value in given.contents.ListFields() if other.name != field)
         if others:
-            raise InvalidError(f"{given.name}: contents of another type than {given.datatype}")
+            raise InvalidError(f"{given.name}: contents has values of another datatype than {given.datatype}")
         found.append(tensors.from_values(given.name, given.datatype, given.shape, [*values]))
     return tensors.to_table(found, model.columns)
 

@@ -81,7 +81,7 @@ def from_values(name: str, datatype: str, shape: Iterable[int], values: Any) -> 
     sizes, count = _count(name, shape)
     while isinstance(values, list) and values and isinstance(values[0], list):
         if not all(isinstance(part, list) for part in values):
-            raise InvalidError(f"{name}: data has lists beside values")
+            raise InvalidError(f"{name}: data mixes lists and values at one level")
         values = [each for part in values for each in part]
     if len(values) != count:
         raise InvalidError(f"{name}: {len(values)} values; shape {[*sizes]} has {count}")
@@ -155,7 +155,7 @@ def _count(name: str, shape: Iterable[int]) -> tuple[tuple[int, ...], int]:
 def _dtype(name: str, datatype: str) -> np.dtype[Any]:
     found = DTYPES.get(datatype) if isinstance(datatype, str) else None
     if found is None:
-        raise InvalidError(f"{name}: datatype {datatype!r}; there are: {', '.join([*DTYPES, 'BYTES'])}")
+        raise InvalidError(f"{name}: datatype {datatype!r}: want one of {', '.join([*DTYPES, 'BYTES'])}")
     return found
 
 

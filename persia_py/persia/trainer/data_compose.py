@@ -65,7 +65,7 @@ def send(path: Path) -> None:
 def _transform_of(config: Config, ctx: DataCtx) -> Transform:
     if not ctx.transform:
         raise UsageError(
-            "the trainers send no transform, with which rows of persia.yml become batches: train with "
+            "the trainers send no transform, and data-compose needs one to make batches of rows: train with "
             "StreamingDataset(transform=...), or give data-compose a script (PERSIA_DATALOADER_ENTRY)"
         )
     return config.compiled.load(ctx.transform)

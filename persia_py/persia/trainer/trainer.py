@@ -203,7 +203,7 @@ class Trainer:
             rows: The form of embedding rows: ``f32``, ``f16`` or ``int8``.
             torchscript: Write the dense model as TorchScript, in place of ``torch.export``.
             held_out: Files with rows on which the scores of the bundle are compared with those of evaluation; they need
-                no labels. None means the test part, else the valid part.
+                no labels. None means the test part, else the valid part, else train.
 
         Raises:
             UsageError: The folder exists, nothing is trained, the model cannot be exported, or the scores differ.
