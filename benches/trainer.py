@@ -2,7 +2,9 @@
 
 Both train the same DLRM (26 slots of dim 16, 13 dense inputs, batch 4,096) on the same rows. The ``trainer`` reads a
 Parquet file, transforms and shuffles it, and reports. The ``loop`` is that of a script: TrainCtx and a DataLoader over
-batches that were transformed before. Each reading is made in a separate process; the two systems take turns.
+batches that were transformed before. ``bare`` is the loop without the safeguards that are always on: the check that loss
+and gradients are finite, the norm of the gradient, and the flight recorder. Each reading is made in a separate process;
+the systems take turns.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import data
 import figures
@@ -30,14 +33,16 @@ from persia.embedding import EmbeddingConfig
 from persia.embedding.data import PersiaBatch
 from persia.embedding.optim import Adagrad
 from persia.features import to_batch
+from persia.loop import backward
 from persia.models import DLRM
+from persia.runtime import flight
 from persia.trainer.models import slots_of
 
 STEPS_A_READING = 8
 WARM_UP = 8
 BOTTOM, TOP = [64, 16], [256, 64, 1]
 TURNS = 3
-SYSTEMS = ("trainer", "loop")
+SYSTEMS = ("trainer", "loop", "bare")
 
 
 def config(folder: Path) -> Path:
@@ -104,11 +109,20 @@ def trainer_steps(config: persia.Config) -> Iterator[None]:
             yield
 
 
+def remove_safeguards() -> None:
+    """Take the safeguards out of this process."""
+    backward.__dict__.update(_first_nonfinite_tensor=lambda *_, **__: None, _total_norm=lambda _: None)
+    call: Any = flight.Call
+    call.__enter__, call.__exit__ = lambda self: self, lambda *_: None
+
+
 def reading(system: str, folder: Path, seconds: float) -> float:
     """Return samples per wall second of one system: the median of its readings."""
     torch.set_num_threads(1)
     loaded = persia.load_config(folder / "persia.yml")
-    if system == "loop":
+    if system == "bare":
+        remove_safeguards()
+    if system != "trainer":
         steps = loop_steps(pa.parquet.read_table(folder / "clicks.parquet"), loaded)
     else:
         steps = trainer_steps(loaded)
@@ -132,7 +146,7 @@ def measured(system: str, folder: Path, seconds: float) -> float:
 
 
 def main() -> None:
-    """Print one JSON line."""
+    """Print two JSON lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=10.0, help="for each reading")
     parser.add_argument("--rows", type=int, default=1 << 18, help="of the file")
@@ -151,19 +165,23 @@ def main() -> None:
         for _ in range(TURNS):
             for system in SYSTEMS:
                 found[system].append(measured(system, folder, arguments.seconds))
-    value, peer = (statistics.median(found[system]) for system in SYSTEMS)
-    figures.write(
-        {
-            "id": "B5",
-            "case": "Criteo-like Parquet file: persia train against a loop over batches in memory",
-            "value": round(value),
-            "unit": "samples/s",
-            "peer": round(peer),
-            "ratio": round(figures.ratio(value, peer), 3),
-            "target": 0.9,
-            "spread": round(figures.spread(found["trainer"]), 3),
-        }
-    )
+    for case, system, reference, target in (
+        ("Criteo-like Parquet file: persia train against a loop over batches in memory", "trainer", "loop", 0.9),
+        ("a loop over batches in memory: with the safeguards against without", "loop", "bare", 0.98),
+    ):
+        value, peer = statistics.median(found[system]), statistics.median(found[reference])
+        figures.write(
+            {
+                "id": "B5",
+                "case": case,
+                "value": round(value),
+                "unit": "samples/s",
+                "peer": round(peer),
+                "ratio": round(figures.ratio(value, peer), 3),
+                "target": target,
+                "spread": round(figures.spread(found[system]), 3),
+            }
+        )
 
 
 if __name__ == "__main__":
