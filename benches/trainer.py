@@ -2,9 +2,9 @@
 
 Both train the same DLRM (26 slots of dim 16, 13 dense inputs, batch 4,096) on the same rows. The ``trainer`` reads a
 Parquet file, transforms and shuffles it, and reports. The ``loop`` is that of a script: TrainCtx and a DataLoader over
-batches that were transformed before. ``bare`` is the loop without the safeguards that are always on: the check that loss
-and gradients are finite, the norm of the gradient, and the flight recorder. Each reading is made in a separate process;
-the systems take turns.
+batches that were transformed before. ``bare`` is the loop without the safeguards that are always on: the check that
+loss and gradients are finite, the norm of the gradient, and the flight recorder. Each reading is made in a separate
+process; the systems take turns.
 """
 
 import argparse
