@@ -115,6 +115,19 @@ def test_another_model_takes_over_between_two_batches() -> None:
     with_batcher(test)
 
 
+def test_a_switch_that_is_cancelled_loses_no_request() -> None:
+    async def test(batcher: Batcher, model: Gate) -> None:
+        other = SmallModel(3.0)
+        assert batcher.switch(other).cancel()
+        after = batcher.submit(lambda model: rows(5), 0, 30)
+        model.opened.set()
+        found = await asyncio.wait_for(after, 30)
+        assert found.model is other and values(found) == other.scores(rows(5))
+        assert model.closed
+
+    with_batcher(test)
+
+
 def test_a_client_that_left_and_a_late_request_are_not_scored() -> None:
     async def test(batcher: Batcher, model: Gate) -> None:
         left = batcher.submit(lambda model: rows(7, 7, 7), 0, 30)

@@ -171,7 +171,10 @@ class Batcher:
                 return
             if isinstance(found, _Switch):
                 before, self._model = self._model, found.model
-                found.done.set_result(before)
+                if found.done.set_running_or_notify_cancel():
+                    found.done.set_result(before)
+                else:  # the process stops: the model before is no longer wanted
+                    before.close()
                 continue
             jobs, ahead, ends = self._collect(found)
             if jobs:
