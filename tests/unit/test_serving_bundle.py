@@ -20,10 +20,12 @@ from typer.testing import CliRunner
 from waiting import wait_until
 
 from persia.cli.main import app
+from persia.errors import DataError
 from persia.proto import inference_pb2 as pb
 from persia.proto import inference_pb2_grpc as services
 from persia.runtime.tokens import role_token
 from persia.serving import Bundle
+from persia.serving.bundled import BundledModel
 
 SECRET = "s" * 40
 TOKEN = role_token(SECRET.encode(), "serving")
@@ -135,6 +137,24 @@ def test_records_and_tensors_have_the_scores_of_the_bundle(
     rest = {each["name"]: each["data"] for each in found["outputs"]}
     np.testing.assert_allclose(rest["score_clicked"], wanted[:, 0], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(rest["score_spent"], wanted[:, 1], rtol=1e-5, atol=1e-5)
+
+
+def test_a_tensor_of_a_wrong_type_is_refused_and_a_null_is_not(bundle: Bundle) -> None:
+    model, rows = BundledModel(bundle), ROWS.slice(0, 3).combine_chunks().to_batches()[0]
+    names = rows.schema.names
+    whole = next(each.name for each in bundle.inputs if each.datatype == "INT64" and not each.is_list)
+    lists = next(each.name for each in bundle.inputs if each.is_list)
+    wrong = {
+        whole: [pa.array([1.0, 2.0, 3.0], pa.float32()), pa.array(["1", "x", "3"]), pa.array([[1], [2], [3]])],
+        lists: [pa.array([1, 2, 3])],
+    }
+    for name, columns in wrong.items():
+        for column in columns:
+            with pytest.raises(DataError, match=f"column `{name}`"):
+                model.transform(rows.set_column(names.index(name), name, column))
+    nulls = rows.set_column(names.index(whole), whole, pa.nulls(3, pa.int64()))
+    assert model.transform(nulls).report.counts[whole]["null"] == 3
+    assert len(model.transform(b'[{"%s": [1]}]' % whole.encode())) == 1
 
 
 def test_grpc_with_tls_has_the_scores_of_the_bundle(bundle: Bundle, served: tuple[int, int, ssl.SSLContext]) -> None:
