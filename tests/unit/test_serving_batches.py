@@ -25,7 +25,18 @@ class Gate(SmallModel):
     def score(self, samples: Any) -> Any:
         self.entered.set()
         assert self.opened.wait(30)
-        return super().score(samples)
+        found = super().score(samples)
+        if (found[0] == PANIC).any():
+            raise PanicError
+        return found
+
+
+class PanicError(BaseException):
+    """A panic of Rust: no Exception."""
+
+
+PANIC = 999
+"""The score with which a gate panics."""
 
 
 def rows(*users: int) -> list[dict[str, Any]]:
@@ -95,6 +106,38 @@ def test_a_request_that_is_invalid_or_makes_the_model_fail_fails_alone() -> None
         assert [values(found[0]), values(found[3])] == [model.scores(rows(1)), model.scores(rows(2))]  # type: ignore[arg-type]
 
     with_batcher(test, request_rows=20)
+
+
+def test_a_panic_fails_its_request_only() -> None:
+    def panic(model: Any) -> Any:
+        raise PanicError
+
+    async def test(batcher: Batcher, model: Gate) -> None:
+        user = PANIC - round(SmallModel().scores(rows(0))[0])
+        answers = [batcher.submit(each, 0, 30) for each in (panic, decoded(rows(user)), users(3))]
+        model.opened.set()
+        found = await asyncio.wait_for(asyncio.gather(*answers, return_exceptions=True), 30)
+        assert [type(each) for each in found] == [FailedError, FailedError, Scores]
+        assert not batcher.broken.is_set()
+
+    with_batcher(test)
+
+
+def test_if_the_thread_ends_all_requests_fail_and_the_batcher_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(batcher: Batcher, model: Gate) -> None:
+        def fail(*_: Any) -> None:
+            raise PanicError
+
+        monkeypatch.setattr(batcher, "_collect", fail)
+        answers = [batcher.submit(users(n), 0, 30) for n in (1, 2)]
+        model.opened.set()
+        found = await asyncio.wait_for(asyncio.gather(*answers, return_exceptions=True), 30)
+        assert [type(each) for each in found] == [FailedError, FailedError]
+        assert batcher.broken.is_set()
+        with pytest.raises(FailedError):
+            await batcher.submit(users(1), 0, 30)
+
+    with_batcher(test)
 
 
 POISON = 666 - round(SmallModel().scores(rows(0))[0])

@@ -141,6 +141,14 @@ def test_killed_while_reloading_it_starts_with_what_is_whole(tmp_path: Path) -> 
         assert check([server.client().score(BODY)[::2]]) == {"small-1"}
 
 
+def test_without_its_thread_for_scores_it_ends(tmp_path: Path) -> None:
+    with serving(version(tmp_path, 1, broken=1), tmp_path / "log") as server:
+        assert server.client().score(BODY)[0] == 500
+        assert server.process.wait(30) == 1
+        server.says("the thread that scores has ended: SystemError: broken")
+        server.says("every request is answered; ending")
+
+
 def test_slow_clients_are_disconnected_and_harm_no_other(tmp_path: Path) -> None:
     with serving(version(tmp_path, 1), tmp_path / "log", timeout_s=1.0, connections=20) as server:
         slow = [server.connect() for _ in range(10)]
