@@ -72,7 +72,7 @@ class HttpApp:
 
     async def _score(self, scope: MutableMapping[str, Any], receive: Receive) -> _Answer:
         body = await self._body(scope, receive)
-        scores = await self._service.score(records.decoder(body), len(body))
+        scores = await self._service.score(records.decoder(body, self._service.limits), len(body))
         model = scores.model
         names = output_names(model)
         values = scores.values
