@@ -1,17 +1,24 @@
 """Requests that wait are scored together, and each gets its own answer."""
 
 import asyncio
+import json
 import threading
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 from serving_model import SmallModel
 
+from persia.proto import inference_pb2 as pb
 from persia.serving.batching import Batcher, Scores
+from persia.serving.http import HttpApp
 from persia.serving.limits import Limits
 from persia.serving.metrics import Metrics
 from persia.serving.refusals import BusyError, FailedError, InvalidError, LateError, TooLargeError
+from persia.serving.rpc import _Inference
+from persia.serving.service import Service
 
 
 class Gate(SmallModel):
@@ -154,6 +161,51 @@ def test_another_model_takes_over_between_two_batches() -> None:
         assert (await before).model is model and values(await before) == model.scores(rows(5))
         assert (await after).model is other and values(await after) == other.scores(rows(5))
         assert await asyncio.wrap_future(switched) is model and not model.closed
+
+    with_batcher(test)
+
+
+class AbortError(Exception):
+    """The end of a call by gRPC."""
+
+
+class Context:
+    """The context of a call by gRPC."""
+
+    def time_remaining(self) -> float:
+        return 30.0
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        raise AbortError(code, details)
+
+
+def test_a_request_for_a_version_is_not_scored_by_the_one_that_took_over() -> None:
+    async def test(batcher: Batcher, model: Gate) -> None:
+        reloader: Any = SimpleNamespace(model=model)  # it has not heard of the switch
+        service = Service("small", Limits(), Metrics(), batcher, reloader)
+        batcher.switch(SmallModel(3.0))
+        body = json.dumps({"inputs": []}).encode()
+        path = "/v2/models/small/versions/small-1/infer"
+        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "headers": []}
+        sent: list[Any] = []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        by_http = HttpApp(service)(scope, receive, send)
+        by_grpc = _Inference(service).ModelInfer(
+            pb.ModelInferRequest(model_name="small", model_version="small-1"), Context()
+        )
+        calls = asyncio.gather(by_http, by_grpc, return_exceptions=True)
+        await asyncio.sleep(0)
+        model.opened.set()
+        _, refused = await asyncio.wait_for(calls, 30)
+        message = "no version 'small-1' of 'small'; this server has 'small-3'"
+        assert (sent[0]["status"], json.loads(sent[1]["body"])) == (404, {"error": message})
+        assert isinstance(refused, AbortError) and refused.args == (grpc.StatusCode.NOT_FOUND, message)
 
     with_batcher(test)
 

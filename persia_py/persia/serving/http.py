@@ -89,7 +89,7 @@ class HttpApp:
         header = _header(scope, b"inference-header-content-length")
         body = await self._body(scope, receive, lambda: self._service.check_model(name, version))
         request = rest.InferRequest(body, header)
-        scores = await self._service.score(request.decode, len(body))
+        scores = await self._service.score(self._service.for_version(version, request.decode), len(body))
         model = scores.model
         content, head = request.answer(self._service.name, scores, output_names(model))
         headers = [(BUNDLE, model.identity.encode())]

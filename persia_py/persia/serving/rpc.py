@@ -184,7 +184,8 @@ class _Inference(services.GRPCInferenceServiceServicer):
             service.check_model(request.model_name, request.model_version)
             size = request.ByteSize()
             service.batcher.reserve(size)
-            scores = await service.score(lambda model: _rows(request, model), size, context.time_remaining())
+            decode = service.for_version(request.model_version, lambda model: _rows(request, model))
+            scores = await service.score(decode, size, context.time_remaining())
             answer = _answer(service.name, request, scores)
             outcome = "ok"
             return answer
