@@ -35,6 +35,7 @@ class Gate(SmallModel):
         found = super().score(samples)
         if (found[0] == PANIC).any():
             raise PanicError
+        found[0][found[0] == NO_NUMBER] = float("nan")
         return found
 
 
@@ -44,6 +45,8 @@ class PanicError(BaseException):
 
 PANIC = 999
 """The score with which a gate panics."""
+NO_NUMBER = 888
+"""The score in whose place a gate gives NaN."""
 
 
 def rows(*users: int) -> list[dict[str, Any]]:
@@ -128,6 +131,19 @@ def test_a_panic_fails_its_request_only() -> None:
         assert not batcher.broken.is_set()
 
     with_batcher(test)
+
+
+def test_a_score_that_is_no_number_fails_its_request_only(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(batcher: Batcher, model: Gate) -> None:
+        user = NO_NUMBER - round(SmallModel().scores(rows(0))[0])
+        answers = [batcher.submit(decoded(each), 0, 30) for each in (rows(1, user), rows(2), rows(user))]
+        model.opened.set()
+        found = await asyncio.wait_for(asyncio.gather(*answers, return_exceptions=True), 30)
+        assert [type(each) for each in found] == [FailedError, Scores, FailedError]
+        assert str(found[0]) == "the model gave a score that is not a finite number"
+
+    with_batcher(test)
+    assert len([each for each in caplog.messages if "bundle small-1 gave a score" in each]) == 1
 
 
 def test_if_the_thread_ends_all_requests_fail_and_the_batcher_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

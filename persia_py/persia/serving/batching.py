@@ -104,6 +104,7 @@ class Batcher:
         self._loop = asyncio.get_running_loop()
         self._waiting = 0
         self._bytes = 0
+        self._not_finite_of: Any = None
         self.broken = asyncio.Event()
         self._answers: set[asyncio.Future[Scores]] = set()
         self._thread = threading.Thread(target=self._run, name="persia-serving", daemon=True)
@@ -296,13 +297,22 @@ class Batcher:
         at = 0
         for job, part in zip(jobs, parts, strict=True):
             unusual = part.report.counts if counts else {}
-            job.result = Scores(self._model, values[at : at + len(part)], unusual)
+            own = values[at : at + len(part)]
+            job.result = Scores(self._model, own, unusual) if np.isfinite(own).all() else self._not_finite()
             at += len(part)
         return at
 
     def _failed(self, error: BaseException) -> FailedError:
         _logger.error("the model failed: %s: %s", type(error).__name__, error, exc_info=error)
         return FailedError("the model failed; the server's log has the cause")
+
+    def _not_finite(self) -> FailedError:
+        if self._not_finite_of is not self._model:  # once for each bundle
+            self._not_finite_of = self._model
+            _logger.error(
+                "bundle %s gave a score that is not a finite number; such requests fail", self._model.identity
+            )
+        return FailedError("the model gave a score that is not a finite number")
 
 
 def _deliver(jobs: list[_Job]) -> None:

@@ -34,8 +34,8 @@ class BundledModel:
         """Return the ids and floats of rows.
 
         Args:
-            data: Records, in which a value of a wrong type counts as missing, or the table of tensors, where a tensor of
-                a wrong type is refused.
+            data: Records, in which a value of a wrong type counts as missing, or the table of tensors, where one of a
+                wrong type is refused.
 
         Raises:
             DataError: The rows are invalid.
