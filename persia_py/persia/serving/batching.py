@@ -309,9 +309,7 @@ class Batcher:
     def _not_finite(self) -> FailedError:
         if self._not_finite_of is not self._model:  # once for each bundle
             self._not_finite_of = self._model
-            _logger.error(
-                "bundle %s gave a score that is not a finite number; such requests fail", self._model.identity
-            )
+            _logger.error("bundle %s gave a score that is not finite; such requests fail", self._model.identity)
         return FailedError("the model gave a score that is not a finite number")
 
 

@@ -198,6 +198,7 @@ class _Inference(services.GRPCInferenceServiceServicer):
 
 def _rows(request: Any, model: Any) -> Any:
     """Return the rows of a request for a model."""
+    tensors.check_outputs(each.name for each in request.outputs)
     raws = request.raw_input_contents
     if raws and len(raws) != len(request.inputs):
         raise InvalidError(f"{len(raws)} raw_input_contents for {len(request.inputs)} inputs")
