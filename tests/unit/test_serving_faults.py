@@ -319,12 +319,22 @@ def test_no_bundle_and_open_addresses_are_refused(tmp_path: Path, monkeypatch: p
     from persia.errors import AuthError, CheckpointError, UsageError
     from persia.serving import access
     from persia.serving.location import find
+    from persia.serving.manifest import Manifest
 
     (tmp_path / "empty").mkdir()
-    for path in (tmp_path / "missing", tmp_path / "empty"):
-        with pytest.raises(CheckpointError, match="no bundle") as caught:
-            find(path)
-        assert caught.value.hint == f"write one: persia export runs/LATEST -o {path}"
+    (tmp_path / "versions" / "7").mkdir(parents=True)
+    hints = [
+        (find, "missing", "missing"),
+        (find, "empty", "empty/1"),  # export refuses a folder that exists
+        (find, "versions", "versions/8"),
+        (Manifest.read, "missing", "missing"),
+        (Manifest.read, "empty", "empty-2"),
+    ]
+    read: Callable[[Path], Any]
+    for read, name, new in hints:
+        with pytest.raises(CheckpointError, match="no bundle|no such folder") as caught:
+            read(tmp_path / name)
+        assert caught.value.hint == f"write one: persia export runs/LATEST -o {tmp_path / new}"
     monkeypatch.delenv("PERSIA_TOKEN_FILE", raising=False)
     assert access.address("localhost:8000", "--http") == ("localhost", 8000)
     assert access.address("[::1]:0", "--http") == ("::1", 0)
