@@ -1,6 +1,7 @@
 """gRPC requests to a serving process: the Open Inference Protocol, tokens, health, reflection."""
 
 import struct
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -117,6 +118,27 @@ def test_calls_without_the_token_are_refused(stub: Any, server: Serving) -> None
     assert server.client().ask("GET", "/v2/models/small")[0] == 401
     assert server.client().ask("GET", "/v2/health/ready")[0] == 200
     assert server.client(TOKEN).score([{"user": 1}])[0] == 200
+
+
+def test_calls_without_the_token_hold_no_place(channel: grpc.Channel) -> None:
+    refused, health = grpc.StatusCode.UNAUTHENTICATED, health_pb2_grpc.HealthStub(channel)
+    watch = health_pb2.HealthCheckRequest(service="")
+    assert refusal(lambda: next(health.Watch(watch, timeout=20)))[0] == refused
+    with_token = health.Watch(watch, metadata=METADATA, timeout=20)
+    assert next(with_token).status == 1
+    with_token.cancel()
+    over = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        """The messages of a call that sends none."""
+        over.wait(60)
+        yield from ()
+
+    try:
+        silent = channel.stream_unary("/inference.GRPCInferenceService/ModelInfer")
+        assert refusal(silent, nothing(), timeout=20)[0] == refused
+    finally:
+        over.set()
 
 
 def test_reflection_describes_the_service(channel: grpc.Channel) -> None:
