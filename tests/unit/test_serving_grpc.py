@@ -135,7 +135,7 @@ def test_calls_without_the_token_hold_no_place(channel: grpc.Channel) -> None:
         yield from ()
 
     try:
-        silent = channel.stream_unary("/inference.GRPCInferenceService/ModelInfer")
+        silent: Any = channel.stream_unary("/inference.GRPCInferenceService/ModelInfer")
         assert refusal(silent, nothing(), timeout=20)[0] == refused
     finally:
         over.set()
