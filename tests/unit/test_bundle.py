@@ -161,11 +161,14 @@ def test_wrong_rows_are_named(whole: Path) -> None:
             ({**columns, "user": 3}, "'user': one value, want a column"),
             ({**columns, "item": [1, "x", 2, 3]}, "input 'item': want one value for each row"),
             ([{**good.to_pylist()[0], "user": "u1"}], "user"),
+            ([{"user": 1}, {"usr": 1}], "no input 'usr'; the inputs are user, site"),
+            ('[{"user": 1}, {"usr": 1}]', "no input 'usr'; the inputs are user, site"),
             ("no json", "JSON"),
             (7, "a table"),
         ):
             with pytest.raises(DataError, match=named):
                 bundle.score(rows)
+        assert bundle.score([{"user": 1}]).shape == bundle.score([{"usr": 1}], strict=False).shape == (1, 2)
         wrong = [{**good.to_pylist()[0], "user": "u1"}]
         samples = bundle.transform(wrong, strict=False)
         assert samples.report.counts["user"] == {"wrong_type": 1} and bundle.score(samples).shape == (1, 2)

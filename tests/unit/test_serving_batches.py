@@ -1,17 +1,24 @@
 """Requests that wait are scored together, and each gets its own answer."""
 
 import asyncio
+import json
 import threading
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 from serving_model import SmallModel
 
+from persia.proto import inference_pb2 as pb
 from persia.serving.batching import Batcher, Scores
+from persia.serving.http import HttpApp
 from persia.serving.limits import Limits
 from persia.serving.metrics import Metrics
 from persia.serving.refusals import BusyError, FailedError, InvalidError, LateError, TooLargeError
+from persia.serving.rpc import _Inference
+from persia.serving.service import Service
 
 
 class Gate(SmallModel):
@@ -25,7 +32,21 @@ class Gate(SmallModel):
     def score(self, samples: Any) -> Any:
         self.entered.set()
         assert self.opened.wait(30)
-        return super().score(samples)
+        found = super().score(samples)
+        if (found[0] == PANIC).any():
+            raise PanicError
+        found[0][found[0] == NO_NUMBER] = float("nan")
+        return found
+
+
+class PanicError(BaseException):
+    """A panic of Rust: no Exception."""
+
+
+PANIC = 999
+"""The score with which a gate panics."""
+NO_NUMBER = 888
+"""The score in whose place a gate gives NaN."""
 
 
 def rows(*users: int) -> list[dict[str, Any]]:
@@ -97,6 +118,51 @@ def test_a_request_that_is_invalid_or_makes_the_model_fail_fails_alone() -> None
     with_batcher(test, request_rows=20)
 
 
+def test_a_panic_fails_its_request_only() -> None:
+    def panic(model: Any) -> Any:
+        raise PanicError
+
+    async def test(batcher: Batcher, model: Gate) -> None:
+        user = PANIC - round(SmallModel().scores(rows(0))[0])
+        answers = [batcher.submit(each, 0, 30) for each in (panic, decoded(rows(user)), users(3))]
+        model.opened.set()
+        found = await asyncio.wait_for(asyncio.gather(*answers, return_exceptions=True), 30)
+        assert [type(each) for each in found] == [FailedError, FailedError, Scores]
+        assert not batcher.broken.is_set()
+
+    with_batcher(test)
+
+
+def test_a_score_that_is_no_number_fails_its_request_only(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(batcher: Batcher, model: Gate) -> None:
+        user = NO_NUMBER - round(SmallModel().scores(rows(0))[0])
+        answers = [batcher.submit(decoded(each), 0, 30) for each in (rows(1, user), rows(2), rows(user))]
+        model.opened.set()
+        found = await asyncio.wait_for(asyncio.gather(*answers, return_exceptions=True), 30)
+        assert [type(each) for each in found] == [FailedError, Scores, FailedError]
+        assert str(found[0]) == "the model gave a score that is not a finite number"
+
+    with_batcher(test)
+    assert len([each for each in caplog.messages if "bundle small-1 gave a score" in each]) == 1
+
+
+def test_if_the_thread_ends_all_requests_fail_and_the_batcher_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(batcher: Batcher, model: Gate) -> None:
+        def fail(*_: Any) -> None:
+            raise PanicError
+
+        monkeypatch.setattr(batcher, "_collect", fail)
+        answers = [batcher.submit(users(n), 0, 30) for n in (1, 2)]
+        model.opened.set()
+        found = await asyncio.wait_for(asyncio.gather(*answers, return_exceptions=True), 30)
+        assert [type(each) for each in found] == [FailedError, FailedError]
+        assert batcher.broken.is_set()
+        with pytest.raises(FailedError):
+            await batcher.submit(users(1), 0, 30)
+
+    with_batcher(test)
+
+
 POISON = 666 - round(SmallModel().scores(rows(0))[0])
 """The user whose row makes the model fail."""
 
@@ -111,6 +177,64 @@ def test_another_model_takes_over_between_two_batches() -> None:
         assert (await before).model is model and values(await before) == model.scores(rows(5))
         assert (await after).model is other and values(await after) == other.scores(rows(5))
         assert await asyncio.wrap_future(switched) is model and not model.closed
+
+    with_batcher(test)
+
+
+class AbortError(Exception):
+    """The end of a call by gRPC."""
+
+
+class Context:
+    """The context of a call by gRPC."""
+
+    def time_remaining(self) -> float:
+        return 30.0
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        raise AbortError(code, details)
+
+
+def test_a_request_for_a_version_is_not_scored_by_the_one_that_took_over() -> None:
+    async def test(batcher: Batcher, model: Gate) -> None:
+        reloader: Any = SimpleNamespace(model=model)  # it has not heard of the switch
+        service = Service("small", Limits(), Metrics(), batcher, reloader)
+        batcher.switch(SmallModel(3.0))
+        body = json.dumps({"inputs": []}).encode()
+        path = "/v2/models/small/versions/small-1/infer"
+        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "headers": []}
+        sent: list[Any] = []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        by_http = HttpApp(service)(scope, receive, send)
+        by_grpc = _Inference(service).ModelInfer(
+            pb.ModelInferRequest(model_name="small", model_version="small-1"), Context()
+        )
+        calls = asyncio.gather(by_http, by_grpc, return_exceptions=True)
+        await asyncio.sleep(0)
+        model.opened.set()
+        _, refused = await asyncio.wait_for(calls, 30)
+        message = "no version 'small-1' of 'small'; this server has 'small-3'"
+        assert (sent[0]["status"], json.loads(sent[1]["body"])) == (404, {"error": message})
+        assert isinstance(refused, AbortError) and refused.args == (grpc.StatusCode.NOT_FOUND, message)
+
+    with_batcher(test)
+
+
+def test_a_switch_that_is_cancelled_loses_no_request() -> None:
+    async def test(batcher: Batcher, model: Gate) -> None:
+        other = SmallModel(3.0)
+        assert batcher.switch(other).cancel()
+        after = batcher.submit(lambda model: rows(5), 0, 30)
+        model.opened.set()
+        found = await asyncio.wait_for(after, 30)
+        assert found.model is other and values(found) == other.scores(rows(5))
+        assert model.closed
 
     with_batcher(test)
 

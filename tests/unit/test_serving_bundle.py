@@ -20,10 +20,13 @@ from typer.testing import CliRunner
 from waiting import wait_until
 
 from persia.cli.main import app
+from persia.errors import ConfigError, DataError
 from persia.proto import inference_pb2 as pb
 from persia.proto import inference_pb2_grpc as services
 from persia.runtime.tokens import role_token
-from persia.serving import Bundle
+from persia.serving import Bundle, access
+from persia.serving.bundled import BundledModel
+from persia.serving.server import Options
 
 SECRET = "s" * 40
 TOKEN = role_token(SECRET.encode(), "serving")
@@ -137,6 +140,24 @@ def test_records_and_tensors_have_the_scores_of_the_bundle(
     np.testing.assert_allclose(rest["score_spent"], wanted[:, 1], rtol=1e-5, atol=1e-5)
 
 
+def test_a_tensor_of_a_wrong_type_is_refused_and_a_null_is_not(bundle: Bundle) -> None:
+    model, rows = BundledModel(bundle), ROWS.slice(0, 3).combine_chunks().to_batches()[0]
+    names = rows.schema.names
+    whole = next(each.name for each in bundle.inputs if each.datatype == "INT64" and not each.is_list)
+    lists = next(each.name for each in bundle.inputs if each.is_list)
+    wrong = {
+        whole: [pa.array([1.0, 2.0, 3.0], pa.float32()), pa.array(["1", "x", "3"]), pa.array([[1], [2], [3]])],
+        lists: [pa.array([1, 2, 3])],
+    }
+    for name, columns in wrong.items():
+        for column in columns:
+            with pytest.raises(DataError, match=f"column `{name}`"):
+                model.transform(rows.set_column(names.index(name), name, column))
+    nulls = rows.set_column(names.index(whole), whole, pa.nulls(3, pa.int64()))
+    assert model.transform(nulls).report.counts[whole]["null"] == 3
+    assert len(model.transform(b'[{"%s": [1]}]' % whole.encode())) == 1
+
+
 def test_grpc_with_tls_has_the_scores_of_the_bundle(bundle: Bundle, served: tuple[int, int, ssl.SSLContext]) -> None:
     rows = [index for index, row in enumerate(ROWS.to_pylist()) if None not in row.values()]
     whole = ROWS.take(rows)
@@ -166,6 +187,37 @@ def test_one_user_and_many_candidates(bundle: Bundle, served: tuple[int, int, ss
     found = ask(served, "/score", {"shared": shared, "candidates": candidates})
     wanted = bundle.score([{**shared, **each} for each in candidates])
     np.testing.assert_allclose(found["scores"]["clicked"], wanted[:, 0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_certificate_and_the_key_of_another_are_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        certificate(tmp_path / name)
+    (tmp_path / "empty").touch()
+    one, two, empty = tmp_path / "one/cert.pem", tmp_path / "two/key.pem", tmp_path / "empty"
+    for file, key in ((one, two), (empty, two), (one, empty)):
+        monkeypatch.setenv("PERSIA_TLS_CERT", str(file))
+        monkeypatch.setenv("PERSIA_TLS_KEY", str(key))
+        with pytest.raises(ConfigError, match=f"PERSIA_TLS_CERT {file}, PERSIA_TLS_KEY {key}: no certificate"):
+            access.certificate()
+    monkeypatch.setenv("PERSIA_TLS_KEY", str(tmp_path / "one/key.pem"))
+    assert access.certificate() == (str(one), str(tmp_path / "one/key.pem"))
+
+
+def test_the_largest_body_may_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Options] = []
+
+    def serve(_path: Path, options: Options, _load: Any) -> int:
+        found.append(options)
+        return 0
+
+    monkeypatch.setattr("persia.serving.server.serve", serve)
+    for size in ("8", "300"):
+        assert CliRunner().invoke(app, ["serve", str(tmp_path), "--max-body-mb", size]).exit_code == 0
+    assert [each.limits.body_bytes >> 20 for each in found] == [8, 300]
+    assert [each.limits.waiting_bytes >> 20 for each in found] == [256, 300]
 
 
 def test_health_and_token_of_the_command(

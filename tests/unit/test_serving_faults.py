@@ -141,6 +141,14 @@ def test_killed_while_reloading_it_starts_with_what_is_whole(tmp_path: Path) -> 
         assert check([server.client().score(BODY)[::2]]) == {"small-1"}
 
 
+def test_without_its_thread_for_scores_it_ends(tmp_path: Path) -> None:
+    with serving(version(tmp_path, 1, broken=1), tmp_path / "log") as server:
+        assert server.client().score(BODY)[0] == 500
+        assert server.process.wait(30) == 1
+        server.says("the thread that scores has ended: SystemError: broken")
+        server.says("every request is answered; ending")
+
+
 def test_slow_clients_are_disconnected_and_harm_no_other(tmp_path: Path) -> None:
     with serving(version(tmp_path, 1), tmp_path / "log", timeout_s=1.0, connections=20) as server:
         slow = [server.connect() for _ in range(10)]
@@ -311,12 +319,22 @@ def test_no_bundle_and_open_addresses_are_refused(tmp_path: Path, monkeypatch: p
     from persia.errors import AuthError, CheckpointError, UsageError
     from persia.serving import access
     from persia.serving.location import find
+    from persia.serving.manifest import Manifest
 
     (tmp_path / "empty").mkdir()
-    for path in (tmp_path / "missing", tmp_path / "empty"):
-        with pytest.raises(CheckpointError, match="no bundle") as caught:
-            find(path)
-        assert caught.value.hint == f"write one: persia export runs/LATEST -o {path}"
+    (tmp_path / "versions" / "7").mkdir(parents=True)
+    hints = [
+        (find, "missing", "missing"),
+        (find, "empty", "empty/1"),  # export refuses a folder that exists
+        (find, "versions", "versions/8"),
+        (Manifest.read, "missing", "missing"),
+        (Manifest.read, "empty", "empty-2"),
+    ]
+    read: Callable[[Path], Any]
+    for read, name, new in hints:
+        with pytest.raises(CheckpointError, match="no bundle|no such folder") as caught:
+            read(tmp_path / name)
+        assert caught.value.hint == f"write one: persia export runs/LATEST -o {tmp_path / new}"
     monkeypatch.delenv("PERSIA_TOKEN_FILE", raising=False)
     assert access.address("localhost:8000", "--http") == ("localhost", 8000)
     assert access.address("[::1]:0", "--http") == ("::1", 0)

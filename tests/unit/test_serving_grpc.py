@@ -1,6 +1,7 @@
 """gRPC requests to a serving process: the Open Inference Protocol, tokens, health, reflection."""
 
 import struct
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -87,6 +88,8 @@ def test_an_invalid_request_is_refused_with_the_reason(stub: Any) -> None:
     other = request(outputs=[pb.ModelInferRequest.InferRequestedOutputTensor(name="x")])
     code, details = refusal(stub.ModelInfer, other, metadata=METADATA)
     assert (code, details) == (grpc.StatusCode.NOT_FOUND, "no output 'x'; there are: score")
+    twice = request(outputs=[pb.ModelInferRequest.InferRequestedOutputTensor(name="score")] * 2)
+    assert refusal(stub.ModelInfer, twice, metadata=METADATA) == (invalid, "outputs: 'score' is named twice")
     code, _ = refusal(stub.ModelInfer, request(model_version="small-9"), metadata=METADATA)
     assert code == grpc.StatusCode.NOT_FOUND
 
@@ -115,6 +118,27 @@ def test_calls_without_the_token_are_refused(stub: Any, server: Serving) -> None
     assert server.client().ask("GET", "/v2/models/small")[0] == 401
     assert server.client().ask("GET", "/v2/health/ready")[0] == 200
     assert server.client(TOKEN).score([{"user": 1}])[0] == 200
+
+
+def test_calls_without_the_token_hold_no_place(channel: grpc.Channel) -> None:
+    refused, health = grpc.StatusCode.UNAUTHENTICATED, health_pb2_grpc.HealthStub(channel)
+    watch = health_pb2.HealthCheckRequest(service="")
+    assert refusal(lambda: next(health.Watch(watch, timeout=20)))[0] == refused
+    with_token = health.Watch(watch, metadata=METADATA, timeout=20)
+    assert next(with_token).status == 1
+    with_token.cancel()
+    over = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        """The messages of a call that sends none."""
+        over.wait(60)
+        yield from ()
+
+    try:
+        silent: Any = channel.stream_unary("/inference.GRPCInferenceService/ModelInfer")
+        assert refusal(silent, nothing(), timeout=20)[0] == refused
+    finally:
+        over.set()
 
 
 def test_reflection_describes_the_service(channel: grpc.Channel) -> None:

@@ -196,6 +196,20 @@ def test_invalid_tensors_are_refused_with_the_reason(client: Client, inputs: Any
     assert status == 400 and message in content["error"], content
 
 
+def test_an_output_that_is_named_twice_is_refused_before_rows_are_scored(client: Client, server: Serving) -> None:
+    rows = server.metric("persia_serving_rows_total")
+    status, _, content = client.ask("POST", INFER, json.dumps({"inputs": INPUTS, "outputs": [{"name": "score"}] * 2}))
+    assert (status, content["error"]) == (400, "outputs: 'score' is named twice")
+    assert server.metric("persia_serving_rows_total") == rows
+
+
+def test_ten_unknown_tensors_are_named(client: Client) -> None:
+    many = [{**INPUTS[0], "name": f"x{number}"} for number in range(30)]
+    status, _, content = client.ask("POST", INFER, json.dumps({"inputs": many}))
+    assert status == 400 and content["error"].count("no such input") == 10, content
+    assert content["error"].endswith("; and 20 more")
+
+
 def test_a_missing_number_is_null(client: Client) -> None:
     _, _, content = client.ask("POST", INFER, json.dumps({"inputs": replaced(4, data=[0.5, None, 2])}))
     assert json.loads(content["parameters"]["unusual"]) == {"price": {"null": 1}}

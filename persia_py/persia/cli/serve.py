@@ -83,6 +83,7 @@ def serve(
         body_bytes=max_body_mb << 20,
         request_rows=max_rows,
         waiting=waiting,
+        waiting_bytes=max(Limits.waiting_bytes, max_body_mb << 20),
         batch_rows=batch_rows,
         batch_delay_s=batch_delay_ms / 1e3,
         timeout_s=timeout_s,

@@ -2,6 +2,7 @@
 
 import hmac
 import ipaddress
+import ssl
 
 from persia.runtime import tokens
 from persia.runtime.errors import AuthError, ConfigError, UsageError
@@ -27,7 +28,7 @@ def certificate() -> tuple[str, str] | None:
     """Return the files that ``PERSIA_TLS_CERT`` and ``PERSIA_TLS_KEY`` name; None if neither is set.
 
     Raises:
-        ConfigError: Only one is set, or a file cannot be read.
+        ConfigError: Only one is set, a file cannot be read, or they are no certificate and its key.
     """
     files = {"PERSIA_TLS_CERT": settings.tls_certificate, "PERSIA_TLS_KEY": settings.tls_key}
     if files == dict.fromkeys(files):
@@ -40,7 +41,16 @@ def certificate() -> tuple[str, str] | None:
                 file.read(1)
         except OSError as error:
             raise ConfigError(f"{name}: {path}: {error.strerror}") from error
-    return str(files["PERSIA_TLS_CERT"]), str(files["PERSIA_TLS_KEY"])
+    certificate, key = str(files["PERSIA_TLS_CERT"]), str(files["PERSIA_TLS_KEY"])
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")  # do not ask for one
+    except (OSError, ValueError) as error:
+        failed = ConfigError(
+            f"PERSIA_TLS_CERT {certificate}, PERSIA_TLS_KEY {key}: no certificate with its key: {error}"
+        )
+        failed.hint = "give a certificate in PEM, and its key in PEM without a password"
+        raise failed from error
+    return certificate, key
 
 
 def address(text: str, option: str) -> tuple[str, int]:

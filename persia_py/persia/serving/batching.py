@@ -26,6 +26,8 @@ from persia.serving.refusals import BusyError, FailedError, InvalidError, LateEr
 
 _logger = get_logger("serving")
 
+_BROKEN = "the server has failed and stops; its log has the cause"
+
 
 class Model(Protocol):
     """What is served: a bundle."""
@@ -88,7 +90,11 @@ class _Switch:
 
 
 class Batcher:
-    """The queue of requests, and the thread that scores them."""
+    """The queue of requests, and the thread that scores them.
+
+    Attributes:
+        broken: Is set if the thread has ended without :meth:`close`. All requests fail then.
+    """
 
     def __init__(self, model: Any, limits: Limits, metrics: Metrics) -> None:
         self._model = model
@@ -98,6 +104,9 @@ class Batcher:
         self._loop = asyncio.get_running_loop()
         self._waiting = 0
         self._bytes = 0
+        self._not_finite_of: Any = None
+        self.broken = asyncio.Event()
+        self._answers: set[asyncio.Future[Scores]] = set()
         self._thread = threading.Thread(target=self._run, name="persia-serving", daemon=True)
         self._thread.start()
 
@@ -147,6 +156,11 @@ class Batcher:
             timeout_s: Seconds after which it is refused if it still waits.
         """
         answer = self._loop.create_future()
+        if self.broken.is_set():
+            answer.set_exception(FailedError(_BROKEN))
+            return answer
+        self._answers.add(answer)
+        answer.add_done_callback(self._answers.discard)
         self._queue.put(_Job(decode, size, time.monotonic() + timeout_s, answer))
         return answer
 
@@ -163,6 +177,21 @@ class Batcher:
         self._model.close()
 
     def _run(self) -> None:
+        try:
+            self._answer_all()
+        except BaseException as error:
+            _logger.critical("the thread that scores has ended: %s: %s", type(error).__name__, error, exc_info=error)
+            self._loop.call_soon_threadsafe(self._break)
+
+    def _break(self) -> None:
+        """Fail all requests, in the event loop."""
+        self.broken.set()
+        for answer in [*self._answers]:
+            if not answer.done():
+                answer.set_exception(FailedError(_BROKEN))
+
+    def _answer_all(self) -> None:
+        """Answer requests until the batcher is closed."""
         ahead: _Job | _Switch | None = None
         while True:
             found = ahead or self._queue.get()
@@ -171,7 +200,10 @@ class Batcher:
                 return
             if isinstance(found, _Switch):
                 before, self._model = self._model, found.model
-                found.done.set_result(before)
+                if found.done.set_running_or_notify_cancel():
+                    found.done.set_result(before)
+                else:  # the process stops: the model before is no longer wanted
+                    before.close()
                 continue
             jobs, ahead, ends = self._collect(found)
             if jobs:
@@ -229,14 +261,14 @@ class Batcher:
                 job.result = error
             except (PersiaError, ValueError, TypeError) as error:
                 job.result = InvalidError(str(error))
-            except Exception as error:
+            except BaseException as error:  # a panic of Rust is no Exception
                 job.result = self._failed(error)
 
     def _score(self, jobs: list[_Job]) -> None:
         began = time.monotonic()
         try:
             rows = self._score_together(jobs)
-        except Exception as error:
+        except BaseException as error:
             rows = 0
             if len(jobs) == 1:
                 jobs[0].result = self._failed(error)
@@ -244,7 +276,7 @@ class Batcher:
                 for job in jobs:
                     try:
                         rows += self._score_together([job])
-                    except Exception as alone:
+                    except BaseException as alone:
                         job.result = self._failed(alone)
         self._loop.call_soon_threadsafe(_deliver, jobs)
         self._metrics.rows.inc(rows)
@@ -265,13 +297,20 @@ class Batcher:
         at = 0
         for job, part in zip(jobs, parts, strict=True):
             unusual = part.report.counts if counts else {}
-            job.result = Scores(self._model, values[at : at + len(part)], unusual)
+            own = values[at : at + len(part)]
+            job.result = Scores(self._model, own, unusual) if np.isfinite(own).all() else self._not_finite()
             at += len(part)
         return at
 
     def _failed(self, error: BaseException) -> FailedError:
         _logger.error("the model failed: %s: %s", type(error).__name__, error, exc_info=error)
         return FailedError("the model failed; the server's log has the cause")
+
+    def _not_finite(self) -> FailedError:
+        if self._not_finite_of is not self._model:  # once for each bundle
+            self._not_finite_of = self._model
+            _logger.error("bundle %s gave a score that is not finite; such requests fail", self._model.identity)
+        return FailedError("the model gave a score that is not a finite number")
 
 
 def _deliver(jobs: list[_Job]) -> None:

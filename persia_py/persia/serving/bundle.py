@@ -131,7 +131,8 @@ class Bundle:
         Args:
             rows: An Arrow table (pyarrow, polars, duckdb, pandas), a list of records, JSON text of them, a dictionary
                 of columns, or the result of :meth:`transform`.
-            strict: Refuse a value of a wrong type; otherwise it counts as missing.
+            strict: Refuse a value of a wrong type, and a key of a record that is no input; otherwise the value counts
+                as missing, and the key is ignored. A key that a record lacks is a missing value.
 
         Returns:
             float32 ``[rows]``; with several outputs ``[rows, outputs]``.
@@ -154,7 +155,7 @@ class Bundle:
         Raises:
             DataError: As in :meth:`score`.
         """
-        return self._transform(as_rows(rows, self.inputs), strict=strict, labels=False)
+        return self._transform(as_rows(rows, self.inputs, strict=strict), strict=strict, labels=False)
 
     def scores_of(self, samples: Samples) -> Floats:
         """Return the scores of transformed rows, float32 ``[rows, outputs]``.

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from persia.features import Samples
 from persia.serving.bundle import Bundle
@@ -30,12 +31,16 @@ class BundledModel:
         self.quoted = tuple(f'"{name}"'.encode() for name in self.columns)
 
     def transform(self, data: object) -> Samples:
-        """Return the ids and floats of rows; a value of a wrong type counts as missing.
+        """Return the ids and floats of rows.
+
+        Args:
+            data: Records, in which a value of a wrong type counts as missing, or the table of tensors, where one of a
+                wrong type is refused.
 
         Raises:
             DataError: The rows are invalid.
         """
-        return self._bundle.transform(data, strict=False)
+        return self._bundle.transform(data, strict=isinstance(data, pa.RecordBatch))
 
     def score(self, samples: Samples) -> tuple[npt.NDArray[np.float32], int, int]:
         """Return the scores, ``[rows, labels]``, the number of unique ids, and how many of them have no row."""

@@ -1,6 +1,7 @@
 """The forms of rows that a bundle accepts: tables, records, and columns."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,26 +11,45 @@ from persia.runtime.errors import DataError
 from persia.serving.manifest import Input
 
 
-def as_rows(data: Any, inputs: Sequence[Input]) -> Any:
+def as_rows(data: Any, inputs: Sequence[Input], *, strict: bool) -> Any:
     """Return rows in a form that a transform reads.
 
     Args:
         data: An Arrow table of any library, a list of records, JSON text of them, or a dictionary of columns.
         inputs: The columns that there are.
+        strict: Refuse records with keys that are no inputs.
 
     Raises:
-        DataError: A dictionary is no dictionary of columns; the message names each mistake.
+        DataError: A dictionary is no dictionary of columns, or a key is no input; the message names each mistake.
     """
-    if not isinstance(data, Mapping):
-        return data
     names = [each.name for each in inputs]
-    if unknown := [name for name in data if name not in names]:
-        raise DataError(f"no input {', '.join(map(repr, unknown))}; the inputs are {', '.join(names)}")
+    if not isinstance(data, Mapping):
+        if strict:
+            _check_keys(_keys(data), names)
+        return data
+    _check_keys(data, names)
     if values := [name for name, column in data.items() if not _is_column(column)]:
         error = DataError(f"{', '.join(map(repr, values))}: one value, want a column: a list or an array with all rows")
         error.hint = "one row as a record is a list of one dictionary: score([{...}])"
         raise error
     return pa.RecordBatch.from_pydict({name: _column(name, column) for name, column in data.items()})
+
+
+def _check_keys(keys: Iterable[Any], names: list[str]) -> None:
+    if unknown := [key for key in keys if key not in names]:
+        raise DataError(f"no input {', '.join(map(repr, unknown))}; the inputs are {', '.join(names)}")
+
+
+def _keys(data: Any) -> Iterable[Any]:
+    """Return the keys of records, each once; none if these are no records: the transform says what they are."""
+    if isinstance(data, str | bytes):
+        try:
+            data = json.loads(data)
+        except (ValueError, RecursionError):
+            return []
+    if not isinstance(data, list | tuple):
+        return []
+    return dict.fromkeys(key for record in data if isinstance(record, Mapping) for key in record)
 
 
 def _is_column(column: Any) -> bool:

@@ -72,7 +72,7 @@ class HttpApp:
 
     async def _score(self, scope: MutableMapping[str, Any], receive: Receive) -> _Answer:
         body = await self._body(scope, receive)
-        scores = await self._service.score(records.decoder(body), len(body))
+        scores = await self._service.score(records.decoder(body, self._service.limits), len(body))
         model = scores.model
         names = output_names(model)
         values = scores.values
@@ -89,7 +89,7 @@ class HttpApp:
         header = _header(scope, b"inference-header-content-length")
         body = await self._body(scope, receive, lambda: self._service.check_model(name, version))
         request = rest.InferRequest(body, header)
-        scores = await self._service.score(request.decode, len(body))
+        scores = await self._service.score(self._service.for_version(version, request.decode), len(body))
         model = scores.model
         content, head = request.answer(self._service.name, scores, output_names(model))
         headers = [(BUNDLE, model.identity.encode())]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from persia.runtime.errors import CheckpointError
-from persia.serving.manifest import MANIFEST
+from persia.serving.manifest import MANIFEST, new_folder
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,13 @@ def find(given: Path) -> Found:
     try:
         versions = sorted((each.name for each in given.iterdir() if each.name.isdecimal()), key=int, reverse=True)
     except OSError as error:
-        raise _missing(given, error.strerror or str(error)) from error
+        raise _missing(given, error.strerror or str(error), new_folder(given)) from error
     for version in versions:
         found = _bundle(given / version)
         if found is not None:
             return found
-    raise _missing(given, f"the folder has neither {MANIFEST} nor a version such as 1/{MANIFEST}")
+    new = given / str(int(versions[0]) + 1 if versions else 1)
+    raise _missing(given, f"the folder has neither {MANIFEST} nor a version such as 1/{MANIFEST}", new)
 
 
 def _bundle(folder: Path) -> Found | None:
@@ -54,7 +55,7 @@ def _bundle(folder: Path) -> Found | None:
     return Found(path, (manifest.st_ino, manifest.st_mtime_ns, manifest.st_size))
 
 
-def _missing(given: Path, why: str) -> CheckpointError:
+def _missing(given: Path, why: str, new: Path) -> CheckpointError:
     error = CheckpointError(f"{given}: no bundle: {why}")
-    error.hint = f"write one: persia export runs/LATEST -o {given}"
+    error.hint = f"write one: persia export runs/LATEST -o {new}"
     return error

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -296,6 +297,15 @@ def damaged(path: Path, what: str) -> CheckpointError:
     return error
 
 
+def new_folder(path: Path) -> Path:
+    """Return a path at which an export can write a bundle: this one, or a new one beside it if it exists."""
+    found, number = path, 1
+    while os.path.lexists(found):
+        number += 1
+        found = path.absolute().parent / f"{path.absolute().name}-{number}"
+    return found
+
+
 def _missing(folder: Path) -> CheckpointError:
     if not folder.exists():
         error = CheckpointError(f"{folder}: there is no such folder")
@@ -303,5 +313,5 @@ def _missing(folder: Path) -> CheckpointError:
         error = CheckpointError(f"{folder}: want the folder of a bundle, found a file")
     else:
         error = CheckpointError(f"{folder}: no bundle here, or one that was not completely written: no {MANIFEST}")
-    error.hint = f"write one: persia export runs/LATEST -o {folder}"
+    error.hint = f"write one: persia export runs/LATEST -o {new_folder(folder)}"
     return error

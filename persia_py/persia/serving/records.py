@@ -4,7 +4,8 @@ from typing import Any
 
 from persia.serving import rest
 from persia.serving.batching import Decode
-from persia.serving.refusals import InvalidError
+from persia.serving.limits import Limits
+from persia.serving.refusals import InvalidError, TooLargeError
 
 _FORMS = (
     'want a list of records, {"records": [...]}, or {"shared": {...}, "candidates": [{...}, ...]}; '
@@ -12,34 +13,43 @@ _FORMS = (
 )
 
 
-def decoder(body: bytes) -> Decode:
+def decoder(body: bytes, limits: Limits) -> Decode:
     """Return the function that reads the rows of a body.
 
     A list of records is read by the transform itself. An object is ``{"records": [...]}``, or ``{"shared": record,
-    "candidates": [record, ...]}``, where each candidate is a row with the columns of ``shared`` and its own.
+    "candidates": [record, ...]}``, where each candidate is a row with the columns of ``shared`` and its own. The limits
+    are checked before candidates become rows, and before the transform.
     """
     if body[:64].lstrip()[:1] == b"[":
-        return lambda model: _records(body, model)
-    return lambda model: _object(body, model)
+        return lambda model: _records(body, model, limits)
+    return lambda model: _object(body, model, limits)
 
 
-def _records(body: bytes, model: Any) -> bytes:
+def _records(body: bytes, model: Any, limits: Limits) -> bytes:
     """Return the body, if it is certain to have a column of the model."""
-    if not any(name in body for name in model.quoted):
-        _check(rest.loads(body), model)
+    if body.count(b"{") > limits.request_rows or not any(name in body for name in model.quoted):
+        rows = rest.loads(body)
+        _check(rows, model)
+        _check_count(rows, limits)
     return body
 
 
-def _object(body: bytes, model: Any) -> bytes:
+def _object(body: bytes, model: Any, limits: Limits) -> bytes:
     content = rest.loads(body)
     if not isinstance(content, dict):
         raise InvalidError(_FORMS)
     if content.keys() == {"records"}:
         rows = content["records"]
+        _check_count(rows, limits)
     elif content.keys() == {"shared", "candidates"}:
         shared, rows = content["shared"], content["candidates"]
         if not isinstance(shared, dict) or not isinstance(rows, list):
             raise InvalidError(_FORMS)
+        _check_count(rows, limits)
+        if (size := len(rest.dumps(shared)) * len(rows)) > limits.waiting_bytes:
+            raise TooLargeError(
+                f"shared in each of {len(rows)} rows is {size} bytes; a request may have {limits.waiting_bytes}"
+            )
         if both := sorted({*shared} & {key for row in rows if isinstance(row, dict) for key in row}):
             raise InvalidError(f"columns of both shared and a candidate: {', '.join(both)}")
         rows = [{**shared, **row} if isinstance(row, dict) else row for row in rows]
@@ -47,6 +57,11 @@ def _object(body: bytes, model: Any) -> bytes:
         raise InvalidError(f"keys {', '.join(content) or 'none'}: {_FORMS}")
     _check(rows, model)
     return rest.dumps(rows)
+
+
+def _check_count(rows: Any, limits: Limits) -> None:
+    if isinstance(rows, list) and len(rows) > limits.request_rows:
+        raise TooLargeError(f"{len(rows)} rows; a request may have {limits.request_rows}")
 
 
 def _check(rows: Any, model: Any) -> None:

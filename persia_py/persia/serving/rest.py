@@ -44,6 +44,7 @@ class InferRequest:
         outputs = content.get("outputs") or None
         if outputs is not None:
             self._outputs = [self._output(each) for each in _objects(outputs, "outputs")]
+            tensors.check_outputs(name for name, _ in self._outputs)
         rest = memoryview(self._body)[head:]
         found, at = [], 0
         for each in _objects(content["inputs"], "inputs"):

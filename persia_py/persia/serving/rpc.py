@@ -19,7 +19,7 @@ from persia.serving.refusals import InvalidError, RefusedError, UnknownError
 from persia.serving.service import Service, inputs, output_names, outputs
 
 _SERVICE = "inference.GRPCInferenceService"
-_OPEN_TO_ALL = ("/grpc.health.v1.Health/", f"/{_SERVICE}/ServerLive", f"/{_SERVICE}/ServerReady")
+_OPEN_TO_ALL = ("/grpc.health.v1.Health/Check", f"/{_SERVICE}/ServerLive", f"/{_SERVICE}/ServerReady")
 
 _CONTENTS = {
     "BOOL": "bool_contents",
@@ -102,11 +102,14 @@ def _options(limits: Limits) -> list[tuple[str, Any]]:
 
 
 class _Authorization(grpc.aio.ServerInterceptor):  # type: ignore[misc,name-defined,unused-ignore]
-    """Refuse calls without the token, except those about health."""
+    """Refuse calls without the token, except those that ask once about health.
+
+    A refused call ends at once, and does not wait for its message: it would take the place of another call until then.
+    """
 
     def __init__(self, expected: bytes | None) -> None:
         self._expected = expected
-        self._refusal: Any = grpc.unary_unary_rpc_method_handler(_refuse)
+        self._refusal: Any = grpc.stream_stream_rpc_method_handler(_refuse)
 
     async def intercept_service(
         self,
@@ -115,24 +118,18 @@ class _Authorization(grpc.aio.ServerInterceptor):  # type: ignore[misc,name-defi
     ) -> Any:
         """Return the handler of a call, or one that refuses it."""
         handler = await continuation(handler_call_details)
-        if handler is None or self._expected is None or handler_call_details.method.startswith(_OPEN_TO_ALL):
+        if handler is None or self._expected is None or handler_call_details.method in _OPEN_TO_ALL:
             return handler
         for name, value in handler_call_details.invocation_metadata or ():
             if name == "authorization":
                 given = value if isinstance(value, bytes) else value.encode()
                 if access.allowed(self._expected, given):
                     return handler
-        if handler.request_streaming:
-            return grpc.stream_stream_rpc_method_handler(_refuse_stream)
         return self._refusal
 
 
-async def _refuse(_request: Any, context: Any) -> None:
+async def _refuse(_requests: Any, context: Any) -> None:
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no valid token: send authorization: Bearer TOKEN")
-
-
-async def _refuse_stream(_requests: Any, context: Any) -> None:
-    await _refuse(None, context)
 
 
 class _Inference(services.GRPCInferenceServiceServicer):
@@ -184,7 +181,8 @@ class _Inference(services.GRPCInferenceServiceServicer):
             service.check_model(request.model_name, request.model_version)
             size = request.ByteSize()
             service.batcher.reserve(size)
-            scores = await service.score(lambda model: _rows(request, model), size, context.time_remaining())
+            decode = service.for_version(request.model_version, lambda model: _rows(request, model))
+            scores = await service.score(decode, size, context.time_remaining())
             answer = _answer(service.name, request, scores)
             outcome = "ok"
             return answer
@@ -197,6 +195,7 @@ class _Inference(services.GRPCInferenceServiceServicer):
 
 def _rows(request: Any, model: Any) -> Any:
     """Return the rows of a request for a model."""
+    tensors.check_outputs(each.name for each in request.outputs)
     raws = request.raw_input_contents
     if raws and len(raws) != len(request.inputs):
         raise InvalidError(f"{len(raws)} raw_input_contents for {len(request.inputs)} inputs")

@@ -112,8 +112,11 @@ class _Process:
             watching = asyncio.create_task(reloader.run())
             self._say(service, listening, remote, rpc)
             stopping = asyncio.create_task(self._stop.wait())
-            await asyncio.wait({answering, watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            broken = asyncio.create_task(batcher.broken.wait())
+            await asyncio.wait({answering, watching, stopping, broken}, return_when=asyncio.FIRST_COMPLETED)
             service.stopping = True
+            if batcher.broken.is_set():
+                self._code = ExitCode.FAILED
             watching.cancel()
             if remote is not None:
                 await remote.leave()

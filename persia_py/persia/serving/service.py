@@ -47,8 +47,25 @@ class Service:
         """
         if name != self.name:
             raise UnknownError(f"no model {name!r}; this server has {self.name!r}")
-        if version and version != self.model.identity:
-            raise UnknownError(f"no version {version!r} of {name!r}; this server has {self.model.identity!r}")
+        self._check_version(version, self.model)
+
+    def for_version(self, version: str | None, decode: Decode) -> Decode:
+        """Return a decode that refuses another version than this: a newer bundle may take over while a request waits.
+
+        Args:
+            version: The version that the request names; None or empty for any.
+            decode: Returns the rows of the request for a model.
+        """
+
+        def checked(model: Any) -> Any:
+            self._check_version(version, model)
+            return decode(model)
+
+        return checked
+
+    def _check_version(self, version: str | None, model: Any) -> None:
+        if version and version != model.identity:
+            raise UnknownError(f"no version {version!r} of {self.name!r}; this server has {model.identity!r}")
 
     async def score(self, decode: Decode, size: int, timeout_s: float | None = None) -> Scores:
         """Return the scores of a request that the batcher has accepted, and release it.

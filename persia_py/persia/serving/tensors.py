@@ -35,6 +35,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 """The NumPy type of each datatype but BYTES."""
 
+_NAMED = 10
+"""The most unknown tensors that a refusal names."""
 _LENGTH = struct.Struct("<I")
 
 
@@ -108,7 +110,8 @@ def to_table(tensors: Iterable[Tensor], columns: Mapping[str, str]) -> pa.Record
         given[tensor.name] = tensor
     unknown = [name for name in given if name.removesuffix(OFFSETS) not in columns]
     if unknown:
-        raise InvalidError("; ".join(_unknown(name, columns) for name in unknown))
+        more = [f"and {len(unknown) - _NAMED} more"] if len(unknown) > _NAMED else []
+        raise InvalidError("; ".join([*(_unknown(name, columns) for name in unknown[:_NAMED]), *more]))
     if missing := [name for name in columns if name not in given]:
         raise InvalidError(f"inputs are missing: {', '.join(missing)}; the model takes {', '.join(columns)}")
     arrays = {name: _column(given[name], given.get(f"{name}{OFFSETS}")) for name in columns}
@@ -116,6 +119,19 @@ def to_table(tensors: Iterable[Tensor], columns: Mapping[str, str]) -> pa.Record
     if len({*counts.values()}) > 1:
         raise InvalidError(f"inputs have different numbers of rows: {', '.join(f'{n} {c}' for n, c in counts.items())}")
     return pa.RecordBatch.from_arrays([*arrays.values()], names=[*arrays])
+
+
+def check_outputs(names: Iterable[str]) -> None:
+    """Check that a request names each output once, so that its answer is bounded.
+
+    Raises:
+        InvalidError: It names one twice.
+    """
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise InvalidError(f"outputs: {name!r} is named twice")
+        seen.add(name)
 
 
 def _column(tensor: Tensor, offsets: Tensor | None) -> pa.Array:
