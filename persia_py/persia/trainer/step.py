@@ -129,19 +129,8 @@ class Steps:
         assert loss is not None  # noqa: S101 - it has not failed
         if len(parts) > 1:
             return loss + self._divided(batch, [last])
-        self._average(last)
+        self._ctx.average_gradients(last)
         return loss
-
-    def _average(self, whole: MicroBatch) -> None:
-        """Let the ranks average the gradients of a whole batch, by a forward of a row of it, whose loss is 0."""
-        row = slice(0, 1)
-        dense, embeddings, labels = (
-            [each[row] for each in tensors] for tensors in (whole.dense, whole.embeddings, whole.labels or [])
-        )
-        devices = [] if self._ctx.device_id is None else [self._ctx.device_id]
-        with torch.random.fork_rng(devices):  # dropout draws the same numbers as without it
-            output, _ = self._ctx.forward(MicroBatch(whole.batch, row, 0.0, True, dense, embeddings, labels))
-        self._ctx.backward(sum((each.sum() for each in self._objective.outputs(output)), torch.tensor(0.0)) * 0.0)
 
     def _divided(self, batch: TrainingBatch, parts: Sequence[MicroBatch]) -> torch.Tensor:
         total: torch.Tensor | None = None
