@@ -122,9 +122,9 @@ class Steps:
         found = backend.all_gather("memory of a step", failed)
         for rank, each in enumerate(found):
             if each is not None:
-                can_repeat, self._agreed_rows, text = each
+                _, self._agreed_rows, text = each
                 other = OutOfMemoryError(f"rank {rank}: {text}")
-                other.can_repeat = can_repeat
+                other.can_repeat = all(repeats for repeats, *_ in filter(None, found))
                 raise other
         assert loss is not None  # noqa: S101 - it has not failed
         if len(parts) > 1:
