@@ -160,9 +160,12 @@ class Steps:
         agreed, self._agreed_rows = self._agreed_rows, None
         rows = rows if agreed is None else agreed
         half = math.ceil(rows / 2)
-        error.hint = f"less memory: {_FEWER.format(rows=half) if half < rows else ''}{_KNOBS}"
-        cannot = rows == 1 or not error.can_repeat or bool(batch_normalisations(self._ctx.model))
-        if get_world_size() > 1 and agreed is None:
+        norms = batch_normalisations(self._ctx.model)
+        error.hint = f"less memory: {_FEWER.format(rows=half) if half < rows and not norms else ''}{_KNOBS}"
+        cannot = rows == 1 or not error.can_repeat or bool(norms)
+        if norms:
+            error.hint += f"; rows were not halved, because {norms[0]} normalises over them"
+        elif get_world_size() > 1 and agreed is None:
             cannot = True
             error.hint += "; rows were not halved, because the other ranks may have begun to average gradients"
         if cannot:
