@@ -193,7 +193,7 @@ class StepCtx(EmbeddingCtx):
 
     def _drop_step(self) -> None:
         """Drop what is left of a step that the script, or an error, has ended in its middle."""
-        if self._micro is not None:
+        if self._micro is not None or self._outputs:  # also a whole batch whose forward had no backward
             self._micro = None
             drop_step(self.model)
         self._backward.begin()
