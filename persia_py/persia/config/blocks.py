@@ -134,7 +134,7 @@ class TrainBlock(Block):
     batch of ``accumulate * data.batch_size`` rows, except for rounding. Only one batch at a time is in the model."""
     micro_batch: Annotated[int, Field(ge=1)] | None = None
     """The number of rows that a rank gives the model at a time, to save memory; gradients are added up over the batch.
-    None: the whole batch. If memory runs out, one rank alone halves it by itself."""
+    None: the whole batch. If memory runs out, all ranks halve it together."""
     nonfinite: Literal["raise", "skip"] = "raise"
     """What happens at NaN or infinity in the loss or a gradient: training ends, or all ranks skip the step. Model and
     rows stay as they are. With ``precision: fp16``, gradients that overflow always skip the step."""
