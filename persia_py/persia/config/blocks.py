@@ -187,8 +187,9 @@ class DistBlock(Block):
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """``auto``: ``nccl`` with GPUs, ``gloo`` without; the log says which."""
     timeout_s: Annotated[float, Field(gt=0, le=86_400)] | None = None
-    """Seconds that a collective may take; then the rank that the others wait for is named, and the run ends with 70.
-    The time at a breakpoint does not count. None: a day, since ``PERSIA_HANG_TIMEOUT`` finds a hang sooner."""
+    """Seconds that a rank may wait for others in a collective; then the rank that is waited for is named, and the run
+    ends with 70. The time in which all ranks compute, and that at a breakpoint, do not count. None: a day, since
+    ``PERSIA_HANG_TIMEOUT`` finds a hang sooner."""
     interface: str | None = None
     """The network interface of each host, such as ``eth0``. None: that of the address of the host."""
 
