@@ -50,6 +50,31 @@ def test_a_step_that_is_left_in_its_middle_leaves_no_gradient(sharded: ShardedMo
         torch.testing.assert_close(2 * one, other)
 
 
+def test_a_step_whose_weights_were_gathered_gathers_none(sharded: ShardedModel) -> None:
+    """A rank without memory in its forward would leave the others in the all-gather."""
+
+    def sharded_weights() -> list[bool]:
+        return [hasattr(each, "to_local") for each in sharded.module.parameters()]
+
+    for _ in range(2):
+        assert all(sharded_weights())
+        sharded.gather_weights()
+        assert not any(sharded_weights())
+        sharded.synchronise_gradients(False)
+        for _ in range(2):
+            sharded(*INPUTS).sum().backward()
+            assert not any(sharded_weights())
+        sharded.synchronise_gradients(True)
+        zero_loss(sharded, INPUTS).backward()  # type: ignore[no-untyped-call]
+        whole = [each.grad.full_tensor() for each in sharded.module.parameters()]  # type: ignore[union-attr]
+        expected = torch.autograd.grad(2 * sharded.whole(*INPUTS).sum(), [*sharded.whole.parameters()])
+        torch.testing.assert_close(whole, [*expected])
+        sharded.module.zero_grad()
+    sharded.gather_weights()
+    sharded.drop_step()  # another rank had no memory
+    assert all(sharded_weights())
+
+
 @pytest.mark.parametrize("wrapped", ["ddp", "fsdp"])
 def test_gradients_are_averaged_without_a_forward_of_the_model(sharded: ShardedModel, wrapped: str) -> None:
     """The model's forward would give NaN for few rows."""

@@ -14,7 +14,14 @@ from persia.ctx.base import PreprocessMode
 from persia.ctx.checks import titled
 from persia.ctx.embedding import EmbeddingCtx
 from persia.ctx.micro_batch import MicroBatch, check_splits
-from persia.distributed.wrapped import can_drop_step, drop_step, synchronise_gradients, trained_module, zero_loss
+from persia.distributed.wrapped import (
+    can_drop_step,
+    drop_step,
+    gather_weights,
+    synchronise_gradients,
+    trained_module,
+    zero_loss,
+)
 from persia.embedding.data import PersiaBatch
 from persia.embedding.encoded import sample_ids
 from persia.embedding.inputs import arranged
@@ -172,6 +179,16 @@ class StepCtx(EmbeddingCtx):
         self._micro = batch
         synchronise_gradients(self.model, batch.is_last)
         return self._run_model(batch.batch, batch.dense, batch.embeddings, batch.labels)
+
+    def gather_weights(self, batch: TrainingBatch) -> None:
+        """Gather the weights of a model that is sharded (FSDP) for a step; every rank calls this.
+
+        Raises:
+            OutOfMemoryError: There is no memory for them. The other ranks may wait in this, so it cannot be repeated.
+        """
+        watchdog.progress()
+        with self._reporting_memory(batch), self._backend.collective(), flight.Call(flight.FORWARD, batch.step):
+            gather_weights(self.model)
 
     def average_gradients(self, last: MicroBatch) -> None:
         """Let the ranks average the gradients that they have added up, and make the step, without another forward.

@@ -67,6 +67,12 @@ def zero_loss(model: torch.nn.Module, inputs: tuple[Any, ...]) -> torch.Tensor:
     return output.sum()
 
 
+def gather_weights(model: torch.nn.Module | None) -> None:
+    """Gather the weights of a sharded model for the forwards and backwards of a step; every rank calls this."""
+    if isinstance(model, ShardedModel):
+        model.gather_weights()
+
+
 def can_drop_step(model: torch.nn.Module | None) -> bool:
     """Whether :func:`drop_step` may follow an error in the middle of a backward."""
     return not isinstance(model, ShardedModel) or model.can_reset

@@ -113,6 +113,7 @@ class Steps:
         parts = [*self._ctx.micro_batches(batch, rows)]
         first, last = parts[:-1] or [dataclasses.replace(parts[0], is_last=False)], parts[-1]
         failed = loss = None
+        self._ctx.gather_weights(batch)  # a rank that fails in a part must not leave the others in an all-gather
         try:
             loss = self._divided(batch, first)
         except OutOfMemoryError as error:
