@@ -213,6 +213,7 @@ def test_a_step_is_repeated_only_if_all_ranks_that_failed_can() -> None:
     steps = object.__new__(Steps)
     steps._ctx = SimpleNamespace(  # type: ignore[assignment]
         micro_batches=lambda batch, rows: [part, part],
+        gather_weights=lambda batch: None,
         common_context=SimpleNamespace(all_gather=lambda topic, mine: failures),
     )
     steps._divided = lambda batch, parts: torch.tensor(0.0)  # type: ignore[method-assign]
