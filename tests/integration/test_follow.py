@@ -103,3 +103,20 @@ def test_without_a_terminal_a_signal_leaves_it_running(tmp_path: Path, hold: Pat
     os.kill(int(found[1]), signal.SIGINT)
     wait_until("its end", lambda: not is_running(int(found[1])), 60)
     assert status(tmp_path) == "interrupted"
+
+
+@pytest.mark.row("S1-20")
+def test_a_reader_that_ends_leaves_it_running(tmp_path: Path, hold: Path) -> None:
+    """As in ``persia train --follow | head``."""
+    words = [sys.executable, *WORDS]
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as follower:
+        assert follower.stderr is not None and follower.stdout is not None
+        follower.stdout.close()
+        found = re.search(STARTED, follower.stderr.readline())
+        assert found is not None
+        hold.unlink()
+        assert follower.wait(60) == 130
+        said = follower.stderr.read()
+    assert f"training runs on: pid {found[1]}" in said and "BrokenPipe" not in said
+    wait_until("its end", lambda: not is_running(int(found[1])), 60)
+    assert status(tmp_path) == "finished"

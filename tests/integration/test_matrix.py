@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,6 +114,10 @@ def test_outcomes_of_connections_are_told_apart() -> None:
         ({"RANK": "2"}, "index 2 must be below size 2"),
         ({"RANK": "1", "WORLD_SIZE": "4"}, "found WORLD_SIZE=4; give all ranks, --matrix 4"),
         ({"RANK": "1"}, "neither PERSIA_NATS_URL nor MASTER_ADDR and MASTER_PORT"),
+        (
+            {"RANK": "0", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1234"},
+            "rank 0 listens at MASTER_ADDR=192.0.2.1, which is not an address of this host",
+        ),
     ],
 )
 def test_variables_that_are_wrong(
@@ -121,3 +126,18 @@ def test_variables_that_are_wrong(
     for name, value in {"WORLD_SIZE": "2", **env}.items():
         monkeypatch.setenv(name, value)
     assert text in verb("doctor", "--matrix", "2", code=2)[1]
+
+
+def test_a_rank_that_fails_leaves_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[str | None] = []
+
+    def all_gather(topic: str, mine: object) -> list[object]:
+        if topic == "doctor: connections":
+            raise OSError("too many open files")
+        return [mine]
+
+    monkeypatch.setattr(matrix, "_met", lambda *_: SimpleNamespace(all_gather=all_gather, leave=left.append))
+    monkeypatch.setattr(matrix, "address", lambda: "127.0.0.1")
+    with pytest.raises(OSError, match="too many"):
+        matrix.connected(0, 1)
+    assert left == ["OSError: too many open files"]

@@ -1,5 +1,6 @@
 """What is refused: damaged bundles, wrong rows, and exports that would not be right. Nothing incomplete looks whole."""
 
+import errno
 import os
 import random
 import resource
@@ -241,6 +242,18 @@ def test_a_full_disk_leaves_nothing(folder: Path, tmp_path: Path) -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert not any(tmp_path.iterdir())
+
+
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    before = len([*Path("/proc/self/fd").iterdir()])
+    with pytest.raises(StorageError, match="it cannot be locked"), staging.Staging(tmp_path / "bundle"):
+        pass
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
+    assert not any(tmp_path.iterdir())
 
 
 def test_two_exports_to_one_folder(tmp_path: Path) -> None:

@@ -131,9 +131,38 @@ def test_a_collective_of_torch_that_waits_for_long_is_logged(
     monkeypatch.setattr(lag.Positions, "_known", lambda self, answered: late)
     with second.in_collective(), first.in_collective():
         wait_until("the line", lambda: "for 4 s\nwaiting: rank 0" in caplog.text, LONG)
-    text = r"in a collective of torch for \d+ s\nlagging: rank 1 \(pid 1 on h\): in forward of step 5"
+    text = (
+        r"waiting in a forward, backward or collective for \d+ s\nlagging: rank 1 \(pid 1 on h\): in forward of step 5"
+    )
     assert re.search(text, caplog.text)
     assert first._positions.late() and not second._positions.late()  # rank 1 itself lags
+    late = known(place(6, "forward"), place(6, "forward"))
+    assert not first._positions.late()  # both compile, for example
+    late = known(place(7), place(7))
+    assert "see the network" in first._positions.late()
+
+
+@pytest.mark.row("S3-12")
+def test_the_limit_of_a_collective_is_for_a_rank_that_waits(meet: Meet, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = meet(2)
+    ranks = known(place(6, "forward"), place(6, "forward"))
+    monkeypatch.setattr(lag.Positions, "_known", lambda self, answered: ranks)
+    waited = [each._positions.waited_s for each in (first, second)]
+    assert [each(90.0) for each in waited] == [0.0, 0.0]  # both compute
+    ranks = known(place(7, "all-reduce"), place(6, "backward"))
+    assert [each(90.0) for each in waited] == [3.0, 0.0]  # rank 0 waits for 3 s, after its own backward
+    ranks = known(place(6, "forward"), place(5, "push", is_open=False))
+    assert [each(90.0) for each in waited] == [90.0, 0.0]  # its forward gathers weights or buffers
+
+    ended: list[str] = []
+    monkeypatch.setattr("persia.runtime.watchdog.end", lambda reason, *_: ended.append(reason))
+    first.limit_s = 1.0
+    for together, ends in ((6, False), (5, True)):
+        ranks = known(place(6, "forward"), place(together, "forward"))
+        first._collective_since = -90.0
+        first._end_if_late()
+        assert bool(ended) is ends
+    first._collective_since = first.limit_s = None
 
 
 def test_the_report_says_where_each_rank_is() -> None:

@@ -17,6 +17,7 @@ import pytest
 from waiting import is_running, wait_until
 
 from persia.errors import AuthError
+from persia.launch import foreground
 from persia.launch.data_loader import wait_for_new_trainers
 from persia.launch.local_job import private_folder
 from persia.launch.logs import Logs
@@ -434,3 +435,14 @@ def test_waiting_for_trainers_outlives_nats(monkeypatch: pytest.MonkeyPatch) -> 
     with events.signals():
         os.kill(os.getpid(), signal.SIGTERM)  # received after the first query, which fails
         assert not wait_for_new_trainers(events, served="127.0.0.1:2")
+
+
+def test_a_hang_up_that_is_ignored_stays_ignored() -> None:
+    """As in ``nohup persia doctor``."""
+    code = "import signal, sys; sys.exit(signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN)"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert foreground.run([sys.executable, "-c", code], env=os.environ) == 0
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

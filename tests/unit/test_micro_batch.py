@@ -88,6 +88,23 @@ def test_a_step_that_was_left_in_its_middle_is_forgotten(configure: Configure) -
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
+def test_a_forward_of_a_whole_batch_without_a_backward_is_dropped(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DDP would wait for its backward."""
+    configure(SLOTS)
+    dropped: list[object] = []
+    monkeypatch.setattr("persia.ctx.step.drop_step", dropped.append)
+    with make() as ctx:
+        for batch in DataLoader(Batches(2), reproducible=True):
+            if batch.step == 1:
+                ctx.forward(batch)
+            for part in ctx.micro_batches(batch, 8):
+                output, labels = ctx.forward(part)
+                ctx.backward(loss_fn(output, labels[0]) * part.share)
+            assert dropped == [ctx.model]
+
+
 def test_what_would_differ_is_refused(configure: Configure) -> None:
     configure(SLOTS)
     with make() as ctx:

@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from trainer_files import config_of, write_clicks
+from trainer_files import config_of, write_clicks, write_config
 
 from persia.errors import CheckpointError, DataError, UsageError
 from persia.launch import up
@@ -140,3 +141,31 @@ def test_a_job_does_not_overwrite_a_run_of_one_process(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="a job would overwrite it"):
         up.run_job(config.model_copy(update={"run_dir": str(one)}), tmp_path / "persia.yml")
     assert {path: path.read_bytes() for path in one.iterdir() if path.is_file()} == kept
+
+
+def test_a_profile_that_cannot_be_shown_does_not_fail_a_finished_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That of an earlier start of the run is not shown."""
+    write_config(tmp_path)
+    config = read_job_config(tmp_path / "persia.yml", Sizes(name="one"))
+    profile = tmp_path / "runs" / "one" / "profile" / "rank-0.json"
+    profile.parent.mkdir(parents=True)
+    profile.write_text("of an earlier start")
+    written: list[str] = []
+
+    class Run(SimpleNamespace):
+        def __init__(self, *_: object) -> None:
+            super().__init__(stop=lambda: None)
+
+        def run(self) -> int:
+            for text in written:
+                profile.write_text(text)
+            return 0
+
+    monkeypatch.setattr(up, "_Run", Run)
+    config = config.model_copy(update={"run_dir": str(profile.parent.parent)})
+    for text, told in (([], 0), (["damaged"], 1)):
+        written[:] = text
+        assert up.run_job(config, tmp_path / "persia.yml") == 0
+        assert caplog.text.count("the profile is not shown") == told

@@ -15,6 +15,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # it is e
 from persia.checkpoint.run_state import RunState
 from persia.ctx import eval_ctx
 from persia.distributed.sharded import ShardedModel
+from persia.distributed.wrapped import synchronise_gradients, trained_module, zero_loss
 from persia.embedding.optim import SGD
 from persia.errors import UsageError
 from persia.loop.gather_model import GatherModel
@@ -47,6 +48,56 @@ def test_a_step_that_is_left_in_its_middle_leaves_no_gradient(sharded: ShardedMo
         torch.testing.assert_close(one, other)
     for one, other in zip(whole, gradients(2), strict=True):
         torch.testing.assert_close(2 * one, other)
+
+
+def test_a_step_whose_weights_were_gathered_gathers_none(sharded: ShardedModel) -> None:
+    """A rank without memory in its forward would leave the others in the all-gather."""
+
+    def sharded_weights() -> list[bool]:
+        return [hasattr(each, "to_local") for each in sharded.module.parameters()]
+
+    for _ in range(2):
+        assert all(sharded_weights())
+        sharded.gather_weights()
+        assert not any(sharded_weights())
+        sharded.synchronise_gradients(False)
+        for _ in range(2):
+            sharded(*INPUTS).sum().backward()
+            assert not any(sharded_weights())
+        sharded.synchronise_gradients(True)
+        zero_loss(sharded, INPUTS).backward()  # type: ignore[no-untyped-call]
+        whole = [each.grad.full_tensor() for each in sharded.module.parameters()]  # type: ignore[union-attr]
+        expected = torch.autograd.grad(2 * sharded.whole(*INPUTS).sum(), [*sharded.whole.parameters()])
+        torch.testing.assert_close(whole, [*expected])
+        sharded.module.zero_grad()
+    sharded.gather_weights()
+    sharded.drop_step()  # another rank had no memory
+    assert all(sharded_weights())
+
+
+@pytest.mark.parametrize("wrapped", ["ddp", "fsdp"])
+def test_gradients_are_averaged_without_a_forward_of_the_model(sharded: ShardedModel, wrapped: str) -> None:
+    """The model's forward would give NaN for few rows."""
+    ddp = torch.nn.parallel.DistributedDataParallel(sharded.whole, find_unused_parameters=True)
+    model: torch.nn.Module = sharded if wrapped == "fsdp" else ddp
+    module = trained_module(model)
+    synchronise_gradients(model, False)
+    for factor in (1.0, 2.0):
+        (factor * model(*INPUTS).sum()).backward()
+    output = 3 * sharded.whole(*INPUTS).sum()
+    expected = torch.autograd.grad(output, [*sharded.whole.parameters()])
+    module.forward = lambda *_: torch.full((2, 1), torch.nan, requires_grad=True)
+    given = module.forward
+    synchronise_gradients(model, True)
+    loss = zero_loss(model, INPUTS)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert loss.item() == 0 and loss.shape == () and module.forward is given
+    for weight, want in zip(module.parameters(), expected, strict=True):
+        assert weight.grad is not None
+        full = getattr(weight.grad, "full_tensor", lambda weight=weight: weight.grad)()
+        torch.testing.assert_close(full, want)
+    del module.forward
+    model(*INPUTS).sum().backward()  # the reducer waits for nothing
 
 
 def test_a_backward_that_has_failed_is_dropped(sharded: ShardedModel) -> None:

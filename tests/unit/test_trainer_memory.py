@@ -4,6 +4,7 @@ import gc
 import itertools
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from trainer_files import config_of, fit, write_clicks
 from persia.config import Config
 from persia.errors import ConfigError, OutOfMemoryError
 from persia.trainer import StepReport, Trainer, models
-from persia.trainer.step import rows_at_a_time
+from persia.trainer.step import Steps, rows_at_a_time
 
 _numbers = itertools.count()
 SMALL: dict[str, Any] = {"data": {"batch_size": 100}, "run": {"log_every": 1}}
@@ -184,8 +185,10 @@ def test_a_model_that_normalises_over_a_batch_is_never_divided(tmp_path: Path) -
     for key in ("accumulate", "micro_batch"):
         with pytest.raises(ConfigError, match=rf"train\.{key}: BatchNorm1d 'norm' of the model normalises"):
             fit(small(tmp_path, train={key: 2}), model=Normalising([]))
-    with pytest.raises(OutOfMemoryError):
+    with pytest.raises(OutOfMemoryError) as caught:
         fit(small(tmp_path), model=Normalising([RuntimeError(CPU_TEXT)]))
+    assert "micro_batch" not in caught.value.hint
+    assert caught.value.hint.endswith("rows were not halved, because BatchNorm1d 'norm' normalises over them")
 
 
 @pytest.mark.row("S3-07")
@@ -202,3 +205,20 @@ def test_a_second_run_of_a_process_finds_the_memory_of_the_first(tmp_path: Path)
     torch.manual_seed(second.train.seed)
     again = results(second, models.build(second))
     assert [each.loss for each in first[0]] == [each.loss for each in again[0]]
+
+
+def test_a_step_is_repeated_only_if_all_ranks_that_failed_can() -> None:
+    part = SimpleNamespace(batch_size=4)
+    failures = [None, [True, 4, "first"], [False, 4, "second"]]
+    steps = object.__new__(Steps)
+    steps._ctx = SimpleNamespace(  # type: ignore[assignment]
+        micro_batches=lambda batch, rows: [part, part],
+        gather_weights=lambda batch: None,
+        common_context=SimpleNamespace(all_gather=lambda topic, mine: failures),
+    )
+    steps._divided = lambda batch, parts: torch.tensor(0.0)  # type: ignore[method-assign]
+    for repeats in (False, True):
+        failures[2] = [repeats, 4, "second"]
+        with pytest.raises(OutOfMemoryError, match="rank 1: first") as caught:
+            steps._in_agreement(part, 4)  # type: ignore[arg-type]
+        assert caught.value.can_repeat is repeats

@@ -47,6 +47,13 @@ class ServingBackend(Backend):
             )
         except PersiaError as error:
             raise _hinted(error) from None
+        try:
+            self._serve(engine, addresses, device)
+        except BaseException:
+            engine.close(abandon=True)
+            raise
+
+    def _serve(self, engine: Engine, addresses: Sequence[str], device: Device | None) -> None:
         served = engine.served
         if served is None:
             raise UsageError(f"{', '.join(addresses)}: no checkpoint is served there")

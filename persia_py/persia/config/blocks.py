@@ -134,7 +134,7 @@ class TrainBlock(Block):
     batch of ``accumulate * data.batch_size`` rows, except for rounding. Only one batch at a time is in the model."""
     micro_batch: Annotated[int, Field(ge=1)] | None = None
     """The number of rows that a rank gives the model at a time, to save memory; gradients are added up over the batch.
-    None: the whole batch. If memory runs out, one rank alone halves it by itself."""
+    None: the whole batch. If memory runs out, all ranks halve it together."""
     nonfinite: Literal["raise", "skip"] = "raise"
     """What happens at NaN or infinity in the loss or a gradient: training ends, or all ranks skip the step. Model and
     rows stay as they are. With ``precision: fp16``, gradients that overflow always skip the step."""
@@ -187,8 +187,9 @@ class DistBlock(Block):
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """``auto``: ``nccl`` with GPUs, ``gloo`` without; the log says which."""
     timeout_s: Annotated[float, Field(gt=0, le=86_400)] | None = None
-    """Seconds that a collective may take; then the rank that the others wait for is named, and the run ends with 70.
-    The time at a breakpoint does not count. None: a day, since ``PERSIA_HANG_TIMEOUT`` finds a hang sooner."""
+    """Seconds that a rank may wait for others in a collective; then the rank that is waited for is named, and the run
+    ends with 70. The time in which all ranks compute, and that at a breakpoint, do not count. None: a day, since
+    ``PERSIA_HANG_TIMEOUT`` finds a hang sooner."""
     interface: str | None = None
     """The network interface of each host, such as ``eth0``. None: that of the address of the host."""
 

@@ -1,5 +1,6 @@
 """Look-ups of an infer job, for serving."""
 
+import threading
 from typing import Any
 
 from typing_extensions import Self
@@ -41,6 +42,7 @@ class InferCtx(EmbeddingCtx):
         given: Any = embedding_worker_address_list  # a string would be a list of characters
         self._addresses = [] if isinstance(given, str) else ["".join(str(each).split()) for each in given]
         self._ended = False
+        self._connecting = threading.RLock()  # threads of a server share this context
         if not all(self._addresses) or not self._addresses:
             raise UsageError(
                 f"InferCtx({given!r}): want a list of the addresses of middlewares, such as ['embedding_worker:8887']"
@@ -53,13 +55,14 @@ class InferCtx(EmbeddingCtx):
             UnreachableError: A part makes no progress for ``PERSIA_START_TIMEOUT`` seconds; the message names it.
             IncompatibleError: The servers serve no checkpoint, or different ones.
         """
-        old, self.common_context = self.common_context, self._connected()
-        if old is None:
-            self._on_enter()
-            return
-        old.closed = True
-        old.close(None)
-        self._evaluation = Evaluation(self._backend, _LOADS)
+        with self._connecting:
+            old, self.common_context = self.common_context, self._connected()
+            if old is None:
+                self._on_enter()
+                return
+            old.closed = True
+            old.close(None)
+            self._evaluation = Evaluation(self._backend, _LOADS)
 
     def __enter__(self) -> Self:
         """Make this the current context."""
@@ -87,8 +90,10 @@ class InferCtx(EmbeddingCtx):
 
     @property
     def _backend(self) -> Backend:
-        if self.common_context is None and not self._ended:
-            self.wait_for_serving()
+        if self._evaluation is None and not self._ended:  # else look-ups do not wait while another thread reconnects
+            with self._connecting:
+                if self.common_context is None:
+                    self.wait_for_serving()
         return super()._backend
 
     def _arrange(self, batch: "_forward.TrainingBatch", *, whole: bool) -> Arrangement:

@@ -1,6 +1,7 @@
 """The steps of training: forward, backward, and what is known of a step while it is open."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +14,14 @@ from persia.ctx.base import PreprocessMode
 from persia.ctx.checks import titled
 from persia.ctx.embedding import EmbeddingCtx
 from persia.ctx.micro_batch import MicroBatch, check_splits
-from persia.distributed.wrapped import can_drop_step, drop_step, synchronise_gradients, trained_module
+from persia.distributed.wrapped import (
+    can_drop_step,
+    drop_step,
+    gather_weights,
+    synchronise_gradients,
+    trained_module,
+    zero_loss,
+)
 from persia.embedding.data import PersiaBatch
 from persia.embedding.encoded import sample_ids
 from persia.embedding.inputs import arranged
@@ -24,7 +32,7 @@ from persia.loop.loss_scale import LossScale
 from persia.loop.precision import Precision
 from persia.loop.trained import TrainedBatches
 from persia.loop.training import TrainingLoop
-from persia.runtime import watchdog
+from persia.runtime import flight, watchdog
 from persia.runtime.errors import NonFiniteError, OutOfMemoryError, UsageError
 from persia.runtime.logging import get_logger
 from persia_core.forward import TrainingBatch
@@ -172,9 +180,37 @@ class StepCtx(EmbeddingCtx):
         synchronise_gradients(self.model, batch.is_last)
         return self._run_model(batch.batch, batch.dense, batch.embeddings, batch.labels)
 
+    def gather_weights(self, batch: TrainingBatch) -> None:
+        """Gather the weights of a model that is sharded (FSDP) for a step; every rank calls this.
+
+        Raises:
+            OutOfMemoryError: There is no memory for them. The other ranks may wait in this, so it cannot be repeated.
+        """
+        watchdog.progress()
+        with self._reporting_memory(batch), self._backend.collective(), flight.Call(flight.FORWARD, batch.step):
+            gather_weights(self.model)
+
+    def average_gradients(self, last: MicroBatch) -> None:
+        """Let the ranks average the gradients that they have added up, and make the step, without another forward.
+
+        Args:
+            last: The last part of the step, of which the script made the forward and the backward with ``is_last``
+                false.
+
+        Raises:
+            NonFiniteError, OutOfMemoryError: As in :meth:`backward`.
+        """
+        assert self.model is not None  # noqa: S101 - it has made the forwards
+        watchdog.progress()
+        self._micro = dataclasses.replace(last, is_last=True)
+        synchronise_gradients(self.model, True)
+        with self._backend.collective(), flight.Call(flight.FORWARD, last.batch.step):
+            loss = zero_loss(self.model, (last.dense, [each.detach() for each in last.embeddings]))
+        self.backward(loss)
+
     def _drop_step(self) -> None:
         """Drop what is left of a step that the script, or an error, has ended in its middle."""
-        if self._micro is not None:
+        if self._micro is not None or self._outputs:  # also a whole batch whose forward had no backward
             self._micro = None
             drop_step(self.model)
         self._backward.begin()

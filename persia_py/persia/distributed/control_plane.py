@@ -59,7 +59,7 @@ class Peers:
 
     Attributes:
         loops: The number of training loops that this rank has begun, in all contexts of its process; for :meth:`note`.
-        limit_s: Seconds that a collective of torch may take, by the clock that a debugger stops; None is no limit.
+        limit_s: Seconds that a rank may wait in a collective, by the clock that a debugger stops; None is no limit.
     """
 
     def __init__(self, rank: int, world_size: int, links: dict[int, Link]) -> None:
@@ -149,7 +149,11 @@ class Peers:
 
     @contextlib.contextmanager
     def in_collective(self) -> Iterator[None]:
-        """Enclose a collective of torch, which may take ``limit_s``, and waits in vain for a rank that has ended."""
+        """Enclose a collective of torch, or a forward or backward with one.
+
+        This rank may wait ``limit_s`` for others in it; what it computes has no limit here. It waits in vain for a rank
+        that has ended.
+        """
         self._collective_since = clock.now()
         try:
             yield
@@ -441,19 +445,21 @@ class Peers:
         self._end()
 
     def _end_if_late(self) -> None:
-        """End all ranks if the main thread of this one is in a collective for longer than its limit."""
+        """End all ranks if the main thread of this one waits for others for longer than the limit of a collective."""
         since, limit = self._collective_since, self.limit_s
-        if since is not None and limit is not None and clock.now() - since > limit:
+        if since is None or limit is None or clock.now() - since <= limit:
+            return
+        if self._positions.waited_s(clock.now() - since) > limit:
             watchdog.end(f"rank {self.rank}: {_LATE} of {limit:g} s {_LATE_KEYS}", self.hung, self.verdict)
 
     def _remind(self) -> None:
-        """Log which rank lags, if the main thread of this one is in a collective of torch for long."""
+        """Log which rank lags, if the main thread of this one waits for it in a step for long."""
         since, now = self._collective_since, clock.now()
         if since is None or now - max(since, self._reminded) <= REMIND_S:
             return
         if late := self._positions.late():
             self._reminded = now
-            _logger.warning("in a collective of torch for %.0f s\n%s", now - since, late)
+            _logger.warning("waiting in a forward, backward or collective for %.0f s\n%s", now - since, late)
 
     def _end(self) -> None:
         """End the process from a thread, because its main thread waits in a collective that never returns."""

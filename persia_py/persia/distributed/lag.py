@@ -65,10 +65,21 @@ class Positions:
         return report(self._known(answered=answered))
 
     def late(self) -> str:
-        """Return the report of the ranks, if one other than this is known to lag, or on rank 0 if none is."""
+        """Return the report of the ranks, if one other than this is known to lag, or on rank 0 if all wait."""
         known = self._known(answered=False)
-        others = [rank for rank in lagging(known) if rank != self._rank]
-        return report(known) if others or (self._rank == 0 and not lagging(known)) else ""
+        stuck = self._rank == 0 and all(map(_is_waiting, known.values()))  # the network, for example
+        return report(known) if self._others_lag(known) or stuck else ""
+
+    def waited_s(self, seconds: float) -> float:
+        """Return how many of the last ``seconds`` this rank has waited for others; 0 while it computes as they do."""
+        known = self._known(answered=False)
+        mine = known[self._rank].position
+        if mine is not None and _waits(mine):
+            return min(seconds, float(mine["seconds"]))
+        return seconds if self._others_lag(known) else 0.0
+
+    def _others_lag(self, known: Mapping[int, Known]) -> bool:
+        return any(rank != self._rank for rank in lagging(known))
 
     def of(self, ranks: list[int]) -> str:
         """Return where some ranks are, as the end of a message about a wait for them."""

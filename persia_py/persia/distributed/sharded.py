@@ -124,6 +124,10 @@ class ShardedModel(torch.nn.Module):
         """Whether this torch can make a step after an error in the middle of a backward."""
         return hasattr(self._fsdp, "reset_iter_state")
 
+    def gather_weights(self) -> None:
+        """Gather the weights for the next forward; every rank calls this."""
+        self._fsdp.unshard()
+
     def synchronise_gradients(self, on: bool) -> None:
         """Whether the next backward reduces gradients over the ranks, or adds them up here.
 

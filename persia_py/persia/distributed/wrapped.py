@@ -41,6 +41,38 @@ def synchronise_gradients(model: torch.nn.Module | None, on: bool) -> None:
         model.synchronise_gradients(on)
 
 
+def zero_loss(model: torch.nn.Module, inputs: tuple[Any, ...]) -> torch.Tensor:
+    """Return a loss of 0 whose backward averages the gradients that the ranks have added up.
+
+    It depends on the weights that have a gradient here, and on nothing that the model computes: a NaN of the model
+    cannot enter the gradients, and no buffer changes. Only the wrapper runs, and hooks of the whole model, which get
+    the inputs and an output ``[1, 1]`` of 0.
+    """
+    module = trained_module(model)
+
+    def zero(*_: Any) -> torch.Tensor:
+        weights = [each for each in module.parameters() if each.requires_grad]
+        used = [each for each in weights if each.grad is not None] or weights
+        return torch.stack([(each * 0).sum().float() for each in used])[:, None].sum(0, keepdim=True)
+
+    attributes, instead = vars(module), {"forward": zero, "_compiled_call_impl": None}
+    own = {name: attributes[name] for name in instead if name in attributes}
+    attributes.update(instead)
+    try:
+        output: torch.Tensor = model(*inputs)
+    finally:
+        for name in instead:
+            del attributes[name]
+        attributes.update(own)
+    return output.sum()
+
+
+def gather_weights(model: torch.nn.Module | None) -> None:
+    """Gather the weights of a sharded model for the forwards and backwards of a step; every rank calls this."""
+    if isinstance(model, ShardedModel):
+        model.gather_weights()
+
+
 def can_drop_step(model: torch.nn.Module | None) -> bool:
     """Whether :func:`drop_step` may follow an error in the middle of a backward."""
     return not isinstance(model, ShardedModel) or model.can_reset

@@ -116,6 +116,11 @@ def _rendezvous() -> Iterator[Check]:
     Raises:
         UsageError: It cannot.
     """
+    host = variable("MASTER_ADDR")
+    if host is not None and not network.is_here(host):
+        error = UsageError(f"--matrix: rank 0 listens at MASTER_ADDR={host}, which is not an address of this host")
+        error.hint = "give all ranks the address of the host of rank 0 as MASTER_ADDR; or run RANK=0 on that host"
+        raise error
     for check in network.rendezvous():
         yield check
         if check.status == "fail" or "in use" in check.found:
@@ -137,7 +142,7 @@ def connected(rank: int, size: int) -> Matrix:
     """
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
-    with socket.create_server(("", 0), family=family, dualstack_ipv6=dual) as server:
+    with socket.create_server(("", 0), family=family, backlog=max(128, size), dualstack_ipv6=dual) as server:
         peers = _met(rank, size)
         try:
             mine = [socket.gethostname(), address(), server.getsockname()[1]]
@@ -145,8 +150,10 @@ def connected(rank: int, size: int) -> Matrix:
             row = [_outcome(seat) if other != rank else ["", ""] for other, seat in enumerate(seats)]
             rows = peers.all_gather("doctor: connections", row)
             peers.all_gather("doctor: end", None)  # no rank stops listening before
-        finally:
-            peers.leave(None)
+        except BaseException as error:
+            peers.leave(f"{type(error).__name__}: {error}")
+            raise
+        peers.leave(None)
     return Matrix(seats, [[(str(one), str(why)) for one, why in row] for row in rows])
 
 

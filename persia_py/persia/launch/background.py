@@ -36,7 +36,8 @@ class Background:
     def follow(self) -> int:
         """Write its output to standard output until it ends, and return its exit code.
 
-        Ctrl-C asks on a terminal whether to end it; otherwise, and elsewhere, it runs on, and the result is 130.
+        Ctrl-C asks on a terminal whether to end it; otherwise, and elsewhere, it runs on, and the result is 130. It is
+        also 130 if the reader of standard output has ended.
         """
         while True:
             try:
@@ -46,6 +47,11 @@ class Background:
                     self._say_detached()
                     return ExitCode.INTERRUPTED
                 self.process.send_signal(signal.SIGINT)
+            except BrokenPipeError:  # the reader of `persia train --follow | head` has ended
+                with Path(os.devnull).open("wb") as nowhere:  # for the flush at the end of Python
+                    os.dup2(nowhere.fileno(), sys.stdout.fileno())
+                self._say_detached()
+                return ExitCode.INTERRUPTED
 
     def _follow(self) -> int:
         if self._shown < 0:
@@ -56,8 +62,8 @@ class Background:
                 code = self.process.poll()  # first: what it wrote before its end is in the file then
                 file.seek(self._shown)
                 while piece := file.read(_PIECE):
-                    self._shown += len(piece)
                     sys.stdout.buffer.write(piece)
+                    self._shown += len(piece)
                 sys.stdout.buffer.flush()
                 if code is not None:
                     return code if code >= 0 else 128 - code

@@ -45,7 +45,9 @@ def run(
         if process is not None and (number != signal.SIGINT or ends_at_interrupt):
             process.terminate()
 
-    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, handle) for number in numbers}
     try:
         process = subprocess.Popen(words, env=env, stdout=output, stderr=None if output is None else subprocess.STDOUT)
@@ -56,7 +58,7 @@ def run(
         code = process.wait()
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
     if received:
         raise SystemExit(AGAIN)
     return code

@@ -14,10 +14,13 @@ from persia.launch.logs import Logs
 from persia.launch.process import Process
 from persia.launch.supervision import SAVING_GRACE, Events, stop, stopped_by
 from persia.runtime import job as jobs
-from persia.runtime.errors import UsageError
+from persia.runtime.errors import PersiaError, UsageError
 from persia.runtime.exit_codes import AGAIN, ExitCode
-from persia.trainer.profiling import show_profile
+from persia.runtime.logging import get_logger
+from persia.trainer.profiling import profile_of, show_profile
 from persia.trainer.run_folder import RunFolder, of_one_process
+
+_logger = get_logger("up")
 
 _NATS = "nats"
 _PERMANENT = {
@@ -80,7 +83,7 @@ def _options(sizes: Sizes) -> str:
 def run_job(config: JobConfig, path: Path, commands: Commands | None = None) -> int:
     """Run a job until its trainer ends, or until a signal. See :func:`up`.
 
-    The profile of a run that has one is shown at its end.
+    The profile that it has recorded is shown at its end.
 
     Args:
         config: The job.
@@ -100,6 +103,7 @@ def run_job(config: JobConfig, path: Path, commands: Commands | None = None) -> 
         alone = f"persia train {path}" if commands is None else commands.alone
         error.hint = f"continue it: {alone} --resume {folder}; or give the new run another name"
         raise error
+    profile_before = profile_of(folder)
     with private_folder() as private_dir, Logs(folder / "logs") as logs:
         own = {"PERSIA_RUN_DIR": str(folder)} | ({} if makes_token(config) else {"PERSIA_TOKEN_FILE": config.token})
         local = LocalJob(
@@ -123,8 +127,11 @@ def run_job(config: JobConfig, path: Path, commands: Commands | None = None) -> 
                 run.stop()
         if code in (AGAIN, ExitCode.HUNG, ExitCode.INTERRUPTED) and commands is not None:
             run.say(f"next: {commands.again}")
-    if code == 0:
-        show_profile(RunFolder(folder))
+    if code == 0 and profile_of(folder) != profile_before:
+        try:
+            show_profile(RunFolder(folder))
+        except (PersiaError, OSError, ValueError) as error:
+            _logger.warning("the profile is not shown: %s", error)
     return code
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+from pathlib import Path
 
 from persia.config import Config
 from persia.ctx import TrainCtx
@@ -26,6 +27,14 @@ def profiler_of(
     }
     schedule = profiler.Schedule(block.wait, block.warmup, block.active, block.stack)
     return profiler.Profiler(folder.path / profiler.FOLDER, ctx, schedule, facts=facts)
+
+
+def profile_of(folder: Path) -> int | None:
+    """Return when the profile of a run was written, in ns of its file system; None if there is none."""
+    try:
+        return (folder / profiler.FOLDER / "rank-0.json").stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 def show_profile(folder: RunFolder) -> None:

@@ -113,6 +113,7 @@ class Steps:
         parts = [*self._ctx.micro_batches(batch, rows)]
         first, last = parts[:-1] or [dataclasses.replace(parts[0], is_last=False)], parts[-1]
         failed = loss = None
+        self._ctx.gather_weights(batch)  # a rank that fails in a part must not leave the others in an all-gather
         try:
             loss = self._divided(batch, first)
         except OutOfMemoryError as error:
@@ -122,26 +123,15 @@ class Steps:
         found = backend.all_gather("memory of a step", failed)
         for rank, each in enumerate(found):
             if each is not None:
-                can_repeat, self._agreed_rows, text = each
+                _, self._agreed_rows, text = each
                 other = OutOfMemoryError(f"rank {rank}: {text}")
-                other.can_repeat = can_repeat
+                other.can_repeat = all(repeats for repeats, *_ in filter(None, found))
                 raise other
         assert loss is not None  # noqa: S101 - it has not failed
         if len(parts) > 1:
             return loss + self._divided(batch, [last])
-        self._average(last)
+        self._ctx.average_gradients(last)
         return loss
-
-    def _average(self, whole: MicroBatch) -> None:
-        """Let the ranks average the gradients of a whole batch, by a forward of a row of it, whose loss is 0."""
-        row = slice(0, 1)
-        dense, embeddings, labels = (
-            [each[row] for each in tensors] for tensors in (whole.dense, whole.embeddings, whole.labels or [])
-        )
-        devices = [] if self._ctx.device_id is None else [self._ctx.device_id]
-        with torch.random.fork_rng(devices):  # dropout draws the same numbers as without it
-            output, _ = self._ctx.forward(MicroBatch(whole.batch, row, 0.0, True, dense, embeddings, labels))
-        self._ctx.backward(sum((each.sum() for each in self._objective.outputs(output)), torch.tensor(0.0)) * 0.0)
 
     def _divided(self, batch: TrainingBatch, parts: Sequence[MicroBatch]) -> torch.Tensor:
         total: torch.Tensor | None = None
@@ -171,9 +161,12 @@ class Steps:
         agreed, self._agreed_rows = self._agreed_rows, None
         rows = rows if agreed is None else agreed
         half = math.ceil(rows / 2)
-        error.hint = f"less memory: {_FEWER.format(rows=half) if half < rows else ''}{_KNOBS}"
-        cannot = rows == 1 or not error.can_repeat or bool(batch_normalisations(self._ctx.model))
-        if get_world_size() > 1 and agreed is None:
+        norms = batch_normalisations(self._ctx.model)
+        error.hint = f"less memory: {_FEWER.format(rows=half) if half < rows and not norms else ''}{_KNOBS}"
+        cannot = rows == 1 or not error.can_repeat or bool(norms)
+        if norms:
+            error.hint += f"; rows were not halved, because {norms[0]} normalises over them"
+        elif get_world_size() > 1 and agreed is None:
             cannot = True
             error.hint += "; rows were not halved, because the other ranks may have begun to average gradients"
         if cannot:

@@ -63,9 +63,16 @@ class Staging:
             busy = UsageError(f"{self._folder}: another process exports to this folder now")
             busy.hint = "wait for it, or give another folder"
             raise busy from error
-        with self._naming():
-            for left in self.path.iterdir():  # of a process that was killed
-                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+        except OSError as error:  # a file system without locks
+            self.__exit__(None, None, None)
+            raise StorageError(f"{self.path}: it cannot be locked: {error.strerror or error}") from error
+        try:
+            with self._naming():
+                for left in self.path.iterdir():  # of a process that was killed
+                    shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+        except StorageError:
+            os.close(self._lock)
+            raise
         return self
 
     def __exit__(
