@@ -19,8 +19,8 @@ pub fn advertised_host(nats_url: &str, ifname: Option<&str>) -> Result<String, D
         && towards(nats_url).is_ok_and(|other| !is_loopback(&other))
     {
         tracing::warn!(
-            "PERSIA_SOCKET_IFNAME={name}: this process announces {address}, a loopback address, although NATS is on \
-             another host: no other host reaches it"
+            "PERSIA_SOCKET_IFNAME={name}: this process announces {address}, a loopback address, although NATS is on another \
+             host: no other host reaches it"
         );
     }
     Ok(address)
