@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, Batches, Configure, ReplayWarnings
-from test_loops import persia_threads
+from test_loops import persia_threads, threads_before  # noqa: F401  # the second is a fixture
 from test_training import SLOTS, everything, leave_loops, loss_fn, make, train
 
 from persia.checkpoint.run_state import RunState
