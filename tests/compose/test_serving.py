@@ -89,9 +89,10 @@ def test_the_service_gives_the_scores_of_the_bundle_and_ends_with_zero(image: st
 
 
 def test_a_folder_without_a_bundle_is_named(image: str, tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)  # the container has another user
     run = ("run", "--rm", "--volume", f"{tmp_path}:/bundle:ro", "--env", "PERSIA_BUNDLE=/bundle", image)
     result = docker(*run, "launch_serving.sh", check=False)
-    assert result.returncode == 4
+    assert result.returncode == 4, result.stderr
     assert "/bundle: no bundle" in result.stderr and "persia export" in result.stderr
 
 
