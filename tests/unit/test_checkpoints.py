@@ -247,7 +247,7 @@ def test_what_makes_no_sense_is_refused(configure: Configure, tmp_path: Path) ->
         ({"every": 0}, "every=0"),
         ({"keep_last": 0}, "keep_last=0"),
         ({"every": 2.5}, r"every=2\.5"),
-        ({"state": {"loss": 3.0}}, "float has no state_dict"),
+        ({"state": {"loss": 3.0}}, "want an object with state_dict and load_state_dict, got float"),
     ):
         with pytest.raises(UsageError, match=named):
             Checkpoints(tmp_path, **options)
