@@ -27,6 +27,7 @@ import pyarrow.parquet
 import torch
 
 import persia
+from persia.config import Config
 from persia.ctx import TrainCtx
 from persia.data import DataLoader, IterableDataset
 from persia.embedding import EmbeddingConfig
@@ -79,7 +80,7 @@ class Cycle(IterableDataset):
         yield from itertools.cycle(self.batches)
 
 
-def loop_steps(table: pa.Table, config: persia.Config) -> Iterator[None]:
+def loop_steps(table: pa.Table, config: Config) -> Iterator[None]:
     """Train as a script does, yielding at each reading."""
     transform = config.compiled.fit(table)
     starts = range(0, len(table) - data.BATCH + 1, data.BATCH)
@@ -102,7 +103,7 @@ def loop_steps(table: pa.Table, config: persia.Config) -> Iterator[None]:
                 yield
 
 
-def trainer_steps(config: persia.Config) -> Iterator[None]:
+def trainer_steps(config: Config) -> Iterator[None]:
     """Train as ``persia train`` does, yielding at each report."""
     with persia.Trainer(config) as trainer:
         for _ in trainer.fit():
