@@ -59,7 +59,7 @@ def with_batcher(test: Callable[[Batcher, Gate], Awaitable[None]], **limits: Any
 
     async def main() -> None:
         batcher = Batcher(model, Limits(**limits), Metrics())
-        first = batcher.submit(lambda model: rows(1), 0, 30)
+        first = batcher.submit(lambda model: rows(1), 30)
         await asyncio.to_thread(model.entered.wait, 30)
         try:
             await test(batcher, model)
@@ -89,7 +89,7 @@ def values(found: Scores) -> list[float]:
 
 def test_requests_that_wait_are_one_batch_and_keep_their_order() -> None:
     async def test(batcher: Batcher, model: Gate) -> None:
-        answers = [batcher.submit(users(n), 0, 30) for n in range(1, 6)]
+        answers = [batcher.submit(users(n), 30) for n in range(1, 6)]
         model.opened.set()
         found = await asyncio.gather(*answers)
         assert [values(each) for each in found] == [model.scores(rows(*range(n))) for n in range(1, 6)]
@@ -99,7 +99,7 @@ def test_requests_that_wait_are_one_batch_and_keep_their_order() -> None:
 
 def test_a_batch_has_no_more_rows_than_the_limit_but_for_one_request() -> None:
     async def test(batcher: Batcher, model: Gate) -> None:
-        answers = [batcher.submit(users(n), 0, 30) for n in (3, 3, 7, 1, 1)]
+        answers = [batcher.submit(users(n), 30) for n in (3, 3, 7, 1, 1)]
         model.opened.set()
         await asyncio.gather(*answers)
 
@@ -109,7 +109,7 @@ def test_a_batch_has_no_more_rows_than_the_limit_but_for_one_request() -> None:
 def test_a_request_that_is_invalid_or_makes_the_model_fail_fails_alone() -> None:
     async def test(batcher: Batcher, model: Gate) -> None:
         given: list[Any] = [rows(1), [1, 2], rows(POISON), rows(2), rows(*range(50))]
-        answers = [batcher.submit(decoded(each), 0, 30) for each in given]
+        answers = [batcher.submit(decoded(each), 30) for each in given]
         model.opened.set()
         found = await asyncio.gather(*answers, return_exceptions=True)
         assert [type(each) for each in found] == [Scores, InvalidError, FailedError, Scores, TooLargeError]
@@ -124,7 +124,7 @@ def test_a_panic_fails_its_request_only() -> None:
 
     async def test(batcher: Batcher, model: Gate) -> None:
         user = PANIC - round(SmallModel().scores(rows(0))[0])
-        answers = [batcher.submit(each, 0, 30) for each in (panic, decoded(rows(user)), users(3))]
+        answers = [batcher.submit(each, 30) for each in (panic, decoded(rows(user)), users(3))]
         model.opened.set()
         found = await asyncio.wait_for(asyncio.gather(*answers, return_exceptions=True), 30)
         assert [type(each) for each in found] == [FailedError, FailedError, Scores]
@@ -136,7 +136,7 @@ def test_a_panic_fails_its_request_only() -> None:
 def test_a_score_that_is_no_number_fails_its_request_only(caplog: pytest.LogCaptureFixture) -> None:
     async def test(batcher: Batcher, model: Gate) -> None:
         user = NO_NUMBER - round(SmallModel().scores(rows(0))[0])
-        answers = [batcher.submit(decoded(each), 0, 30) for each in (rows(1, user), rows(2), rows(user))]
+        answers = [batcher.submit(decoded(each), 30) for each in (rows(1, user), rows(2), rows(user))]
         model.opened.set()
         found = await asyncio.wait_for(asyncio.gather(*answers, return_exceptions=True), 30)
         assert [type(each) for each in found] == [FailedError, Scores, FailedError]
@@ -152,13 +152,13 @@ def test_if_the_thread_ends_all_requests_fail_and_the_batcher_says_so(monkeypatc
             raise PanicError
 
         monkeypatch.setattr(batcher, "_collect", fail)
-        answers = [batcher.submit(users(n), 0, 30) for n in (1, 2)]
+        answers = [batcher.submit(users(n), 30) for n in (1, 2)]
         model.opened.set()
         found = await asyncio.wait_for(asyncio.gather(*answers, return_exceptions=True), 30)
         assert [type(each) for each in found] == [FailedError, FailedError]
         assert batcher.broken.is_set()
         with pytest.raises(FailedError):
-            await batcher.submit(users(1), 0, 30)
+            await batcher.submit(users(1), 30)
 
     with_batcher(test)
 
@@ -169,10 +169,10 @@ POISON = 666 - round(SmallModel().scores(rows(0))[0])
 
 def test_another_model_takes_over_between_two_batches() -> None:
     async def test(batcher: Batcher, model: Gate) -> None:
-        before = batcher.submit(lambda model: rows(5), 0, 30)
+        before = batcher.submit(lambda model: rows(5), 30)
         other = SmallModel(3.0)
         switched = batcher.switch(other)
-        after = batcher.submit(lambda model: rows(5), 0, 30)
+        after = batcher.submit(lambda model: rows(5), 30)
         model.opened.set()
         assert (await before).model is model and values(await before) == model.scores(rows(5))
         assert (await after).model is other and values(await after) == other.scores(rows(5))
@@ -230,7 +230,7 @@ def test_a_switch_that_is_cancelled_loses_no_request() -> None:
     async def test(batcher: Batcher, model: Gate) -> None:
         other = SmallModel(3.0)
         assert batcher.switch(other).cancel()
-        after = batcher.submit(lambda model: rows(5), 0, 30)
+        after = batcher.submit(lambda model: rows(5), 30)
         model.opened.set()
         found = await asyncio.wait_for(after, 30)
         assert found.model is other and values(found) == other.scores(rows(5))
@@ -241,9 +241,9 @@ def test_a_switch_that_is_cancelled_loses_no_request() -> None:
 
 def test_a_client_that_left_and_a_late_request_are_not_scored() -> None:
     async def test(batcher: Batcher, model: Gate) -> None:
-        left = batcher.submit(lambda model: rows(7, 7, 7), 0, 30)
-        late = batcher.submit(lambda model: rows(8, 8), 0, 0.0)
-        good = batcher.submit(lambda model: rows(9), 0, 30)
+        left = batcher.submit(lambda model: rows(7, 7, 7), 30)
+        late = batcher.submit(lambda model: rows(8, 8), 0.0)
+        good = batcher.submit(lambda model: rows(9), 30)
         left.cancel()
         model.opened.set()
         with pytest.raises(LateError):
@@ -274,9 +274,9 @@ def test_requests_and_their_bytes_are_bounded() -> None:
 def test_a_batch_waits_for_more_rows_if_it_shall() -> None:
     async def test(batcher: Batcher, model: Gate) -> None:
         model.opened.set()
-        first = batcher.submit(lambda model: rows(1), 0, 30)
+        first = batcher.submit(lambda model: rows(1), 30)
         await asyncio.sleep(0.05)
-        second = batcher.submit(lambda model: rows(2), 0, 30)
+        second = batcher.submit(lambda model: rows(2), 30)
         await asyncio.gather(first, second)
 
     assert with_batcher(test, batch_delay_s=2.0, batch_rows=2).batches[1] == 2

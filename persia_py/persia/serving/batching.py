@@ -71,10 +71,9 @@ class Scores:
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """A request: its rows, their size in bytes, the latest time of its answer, and the future of its answer."""
+    """A request: its rows, the latest time of its answer, and the future of its answer."""
 
     decode: Decode
-    size: int
     deadline: float
     answer: "asyncio.Future[Scores]"
     samples: Samples | None = None
@@ -147,12 +146,11 @@ class Batcher:
         self._waiting -= 1
         self._bytes -= size
 
-    def submit(self, decode: Decode, size: int, timeout_s: float) -> "asyncio.Future[Scores]":
+    def submit(self, decode: Decode, timeout_s: float) -> "asyncio.Future[Scores]":
         """Return the future scores of an accepted request.
 
         Args:
             decode: Returns its rows; called in the thread of the batcher.
-            size: Its size in bytes.
             timeout_s: Seconds after which it is refused if it still waits.
         """
         answer = self._loop.create_future()
@@ -161,7 +159,7 @@ class Batcher:
             return answer
         self._answers.add(answer)
         answer.add_done_callback(self._answers.discard)
-        self._queue.put(_Job(decode, size, time.monotonic() + timeout_s, answer))
+        self._queue.put(_Job(decode, time.monotonic() + timeout_s, answer))
         return answer
 
     def switch(self, model: Any) -> "Future[Any]":

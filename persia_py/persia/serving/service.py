@@ -82,7 +82,7 @@ class Service:
             if self.stopping:
                 raise StoppingError("the server stops; ask another one")
             timeout = self.limits.timeout_s if timeout_s is None else min(timeout_s, self.limits.timeout_s)
-            return await self.batcher.submit(decode, size, timeout)
+            return await self.batcher.submit(decode, timeout)
         finally:
             self.batcher.release(size)
 
