@@ -1,4 +1,4 @@
-# Everything a contributor runs. `make` alone lists it. Targets set up what they need, in .venv and rust_core/target.
+# The commands of a contributor. `make` lists them. Targets set up what they need, in .venv and rust_core/target.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -15,12 +15,13 @@ BIN := $(VENV)/bin
 CARGO := PYO3_NO_PYTHON=1 PYO3_BUILD_EXTENSION_MODULE=1 cargo
 MANIFEST := rust_core/Cargo.toml
 
-# Where cargo builds. With CARGO_TARGET_DIR it is outside the clone, so that a fresh clone reuses the build.
+# Where cargo builds. With CARGO_TARGET_DIR it is outside the clone, and a fresh clone reuses the build.
 TARGET := $(abspath $(or $(CARGO_TARGET_DIR),rust_core/target))
 
 # Options of a test run: skip the tests listed in PASSED, write JUNIT, run one part (SHARD=2/4), include the long tests
-# (ALL=1).
-PYTEST = PATH="$(abspath $(CHECKED)):$(abspath $(BIN)):$$PATH" PYTHONPATH=$(abspath $(CHECKED)) $(BIN)/python -m pytest \
+# (ALL=1). Torch uses one thread: on a busy machine, more threads spend most of their processor time waiting for each other.
+PYTEST = PATH="$(abspath $(CHECKED)):$(abspath $(BIN)):$$PATH" PYTHONPATH=$(abspath $(CHECKED)) OMP_NUM_THREADS=1 \
+	$(BIN)/python -m pytest \
 	$(if $(JUNIT),--junitxml=$(JUNIT) -o junit_duration_report=total) $(if $(SHARD),--shard $(SHARD)) \
 	$(if $(PASSED),--resume-from $(PASSED)) $(if $(ALL),,-m "not nightly")
 RUN_TESTS = $(PYTHON) tools/run_tests.py $(if $(RESUME),--resume) $(if $(LINT),--lint) $(if $(SHARD),--shard $(SHARD))
@@ -34,11 +35,13 @@ NVRTC := $(VENV)/nvrtc/.installed
 # What the Python tests run: the build that the Rust tests share, with debug assertions.
 CHECKED := $(VENV)/checked
 PEERS := .venv-peers/.installed
+RELEASING := .venv-release/.installed
 RUST := $(shell find rust_core \( -name target -o -name fuzz \) -prune -o -type f \
 	\( -name '*.rs' -o -name '*.toml' -o -name '*.py' -o -name '*.pyi' -o -name Cargo.lock -o -name '*.ptx' \) -print)
 
 .PHONY: help setup demo up down images third-party test test-all test-build test-images test-rust test-python test-compose test-cold \
-	test-flaky test-gpu chaos chaos-all chaos-phases fuzz lint lint-rust lint-python format bench bench-gpu wheels lock clean
+	test-flaky test-gpu chaos chaos-all chaos-phases clean-hour fuzz lint lint-rust lint-python format bench bench-gpu wheels release \
+	next-version upgrade-data lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -48,11 +51,11 @@ setup: $(INSTALLED) $(NVRTC) $(CORE) $(BINARIES) $(PACKAGE) ## Build and install
 demo: setup ## Train a DLRM on Census-Income and draw its curves
 	$(BIN)/python examples/dlrm/train.py
 
-up: ## Start the stack in containers and show its logs (images are built when they are missing)
+up: ## Start the stack in containers and show its logs (missing images are built)
 	@tools/compose_plugin.sh && tools/base_image.sh
 	docker compose up
 
-down: ## Stop and remove the stack's containers; its volumes stay
+down: ## Stop and remove the stack's containers; its volumes remain
 	docker compose down
 
 images: ## Build the images of the stack
@@ -93,23 +96,24 @@ test-rust: test-build ## Run the Rust tests (T=name for some)
 test-python: test-build ## Run the Python tests (T=path or T="-k name" for some)
 	$(PYTEST) $(or $(T),tests) --ignore=tests/compose --numprocesses $(PROCESSES) --dist worksteal
 
-test-compose: test-build ## Run the tests of the stack in containers (skipped where no Docker engine answers)
+test-compose: test-build ## Run the tests of the stack in containers (skipped without a Docker engine)
 	$(PYTEST) $(or $(T),tests/compose)
 
-# Every row of the checklist that this version claims was shown.
+# Check that every row of the checklist that this version claims is shown by a test.
 test-checklist:
 	$(BIN)/python tools/checklist.py S0 S2
 
-# The same tests with trainers that start as a user's do.
+# The same tests with trainers that are started as users start them, and with torch's own number of threads.
+COLD := $(addprefix tests/unit/test_,checkpoints.py example.py one_batch.py serving_faults.py watchdog.py)
 test-cold: test-build
-	PERSIA_TEST_FORK=0 $(PYTEST) tests/integration --numprocesses $(PROCESSES) --dist worksteal
+	PERSIA_TEST_FORK=0 $(subst OMP_NUM_THREADS=1,,$(PYTEST)) tests/integration $(COLD) --numprocesses $(PROCESSES) --dist worksteal
 
 test-flaky: test-build ## Run tests N times with all processors busy (T=tests/unit/test_peers.py, or T=rust:name; N=20)
 	$(BIN)/python tools/busy.py $(if $(filter rust:%,$(T)),\
 		$(CARGO) nextest run --manifest-path $(MANIFEST) --workspace --all-features --locked --stress-count $(or $(N),20) $(T:rust:%=%),\
 		env $(PYTEST) -m "" --repeat $(or $(N),20) $(or $(T),$(error name tests: T=tests/unit/test_peers.py)) --numprocesses $(PROCESSES) --dist worksteal)
 
-test-gpu: setup ## Run the tests that need a CUDA device; refused where there is none
+test-gpu: setup ## Run the tests that need a CUDA device; fails without one
 	tools/test_gpu.sh
 
 chaos: setup ## Inject one fault into a running job and check the rows afterwards (F=F3 SEED=7; F=F26 SECONDS=600 is a storm)
@@ -120,6 +124,9 @@ chaos-all: setup ## Inject every fault, one after another, and add the results t
 
 chaos-phases: setup ## Inject faults into each phase of a run, by seed (SEEDS=17 repeats a case; SEEDS=1-300 SHARD=2/4; SEEDS=table)
 	PYTHONPATH=tests $(BIN)/python tests/chaos/run_phases.py $(or $(SEEDS),--help) $(if $(SHARD),--shard $(SHARD))
+
+clean-hour: setup ## Train a job without a fault, with all alerts and the search for leaks; any alarm is a failure (MINUTES=60)
+	PYTHONPATH=tests:tests/integration $(BIN)/python tests/integration/clean_job.py $(if $(MINUTES),--minutes $(MINUTES))
 
 fuzz: ## Fuzz the code that parses untrusted input (T=manifest SECONDS=60; without T all targets, one after another)
 	tools/fuzz.sh $(or $(SECONDS),60) $(T)
@@ -158,17 +165,37 @@ wheels: $(INSTALLED) ## Build the wheels of persia_core and persia into dist/ (o
 	cd rust_core/core && $(CURDIR)/$(BIN)/maturin build --release --locked --out $(abspath $(DIST))
 	cd persia_py && $(CURDIR)/$(BIN)/hatchling build --target wheel --directory $(abspath $(DIST))
 
-# The images get the versions that are developed against.
-lock: $(INSTALLED) ## Resolve requirements/*.in again
+.PHONY: site
+SITE := .venv-site/.installed
+# Every page is read again: warnings about pages that are read from a cache would be lost.
+site: $(SITE) ## Build the documentation site into site/ (a warning is an error; open site/index.html)
+	@rm -rf site
+	.venv-site/bin/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet --conf-dir docs --doctree-dir .venv-site/doctrees . site
+	$(PYTHON) tools/check_site.py site
+
+# IMAGES=0: without images. REHEARSE=1: from any sources, in dist/rehearsal; BORROW=.venv then tests without a download. LTO=false: build faster.
+release: $(RELEASING) ## Build a release from a clean clone and verify it: wheels, images, bills of materials, checksums (IMAGES=0, REHEARSE=1)
+	.venv-release/bin/python tools/release.py $(if $(filter 0,$(IMAGES)),--no-images) $(if $(REHEARSE),--rehearse) \
+		$(if $(BORROW),--borrow $(abspath $(BORROW))) $(if $(LTO),--lto $(LTO))
+
+next-version: ## Set the version of the next release in all files and close its section of the changelog (V=0.2.0)
+	@$(PYTHON) tools/release_source.py $(V)
+
+upgrade-data: test-build ## Write the checkpoint and the log of this version, once, for the tests of later versions
+	PATH="$(abspath $(CHECKED)):$(abspath $(BIN)):$$PATH" PYTHONPATH=$(abspath $(CHECKED)) $(BIN)/python tests/upgrade_job.py
+
+# The images get the versions that are used in development.
+lock: $(INSTALLED) ## Update the lock files from requirements/*.in
 	lock() { \
 		$(BIN)/uv pip compile --universal --python-version 3.10 --generate-hashes --upgrade --quiet \
 			--no-header --no-annotate --no-emit-index-url "requirements/$$1.in" -o "requirements/$$1.txt" "$${@:2}"; \
 	}; \
-	lock dev; lock peers; lock serving-peers; lock serving-clients; \
-	for name in serving runtime test persiaml; do lock "$$name" --constraint requirements/dev.txt; done
+	lock dev; lock peers; lock site; lock serving-peers; lock serving-clients; \
+	for name in serving runtime test persiaml release; do lock "$$name" --constraint requirements/dev.txt; done
 
-clean: ## Remove the environment and everything that was built (runs/ stays)
-	rm -rf $(VENV) .venv-peers .venv-serving-peers dist .mypy_cache .ruff_cache .pytest_cache .hypothesis rust_core/target
+clean: ## Remove the environment and everything that was built (runs/ remains)
+	rm -rf $(VENV) .venv-peers .venv-release .venv-serving-peers .venv-site docs/reference/api site dist \
+		.mypy_cache .ruff_cache .pytest_cache .hypothesis rust_core/target
 
 $(BIN)/python:
 	@tools/check_machine.sh $(PYTHON)
@@ -180,7 +207,7 @@ $(INSTALLED): requirements/dev.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/dev.txt
 	@touch $@
 
-# The compiler of the CUDA kernels, apart: PyTorch brings a newer one.
+# The compiler of the CUDA kernels is installed separately, because PyTorch contains a newer one.
 $(NVRTC): requirements/nvrtc.txt $(INSTALLED)
 	@mkdir -p $(@D)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --upgrade --target $(@D) -r $<
@@ -192,13 +219,23 @@ $(PEERS): requirements/peers.txt | $(BIN)/python
 	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/peers.txt
 	@touch $@
 
-# The stamp has the time at which the build starts, so that a file saved during the build is built next time.
+$(SITE): requirements/site.txt
+	$(PYTHON) -m venv .venv-site
+	.venv-site/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/site.txt
+	@touch $@
+
+$(RELEASING): requirements/release.txt | $(BIN)/python
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/release.txt
+	@touch $@
+
+# The stamp has the time at which the build starts, so that a file saved during the build is rebuilt next time.
 $(CORE): $(RUST) $(INSTALLED)
 	@start=$$(mktemp) && trap 'rm -f "$$start"' EXIT && \
 		(cd rust_core/core && VIRTUAL_ENV=$(CURDIR)/$(VENV) $(CURDIR)/$(BIN)/maturin develop --release --locked) && \
 		touch -r "$$start" $@
 
-# Linked, so that .venv/bin holds every command of the project.
+# The binaries are linked, so that .venv/bin has every command of the project.
 $(BINARIES): $(RUST) | $(CORE)
 	@start=$$(mktemp) && trap 'rm -f "$$start"' EXIT && \
 		$(CARGO) build --manifest-path $(MANIFEST) --package persia-embedding-sharded-server --release --locked \

@@ -5,10 +5,13 @@ systems read the same file alternately:
 
 * ``scan``: pyarrow.dataset alone, the limit
 * ``persia``: RecordReader, transform, batches of 4,096, ready for training
-* ``batches``: torch's DataLoader over an IterableDataset that makes whole batches with pyarrow and numpy
-* ``rows``: the same, but the DataLoader collates single rows, as with a data set by index
+* ``batches``: torch's DataLoader over an IterableDataset that builds whole batches with pyarrow and numpy
+* ``rows``: the same, but the DataLoader collates single rows, as with a map-style dataset
 
 ``memory`` reads a file of 20 times the window in which rows are shuffled; each peak is that of a separate process.
+
+``workers`` measures in wall time what the keys of `data` gain: workers against one worker, threads that stay against
+threads that end with each epoch, and a training with batches ready ahead against one with a single batch.
 """
 
 import argparse
@@ -20,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,8 +38,12 @@ import pyarrow.parquet as pq
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from persia.config import load_config
+from persia.config.blocks import Origin
 from persia.data.records import Files, RecordReader, open_files
 from persia.features import Features, Transform, to_batch
+from persia.trainer.batches import TrainingBatches
+from persia.trainer.parts import Part
 
 DENSE, SPARSE, BATCH = 13, 26, 4_096
 NUMBERS = [f"I{index + 1}" for index in range(DENSE)]
@@ -63,13 +70,18 @@ def criteo_like(rows: int, seed: int) -> pa.Table:
 
 def declared() -> Features:
     """Return the features over the columns of the table."""
+    return Features.parse(declared_text(), "bench")
+
+
+def declared_text() -> str:
+    """Return the features over the columns of the table, as YAML."""
     lines = ["features:", *(f"  {name}: {{type: id, dim: 16}}" for name in STRINGS)]
     lines += [f"  {name}: {{type: dense, log1p: true, standardise: true}}" for name in NUMBERS]
-    return Features.parse("\n".join([*lines, "labels:", "  label:"]), "bench")
+    return "\n".join([*lines, "labels:", "  label:"])
 
 
 def write(table: pa.Table, path: Path, times: int = 1) -> Path:
-    """Write a table, several times over, as a file of the format that its ending names; TSV has no header."""
+    """Write a table, several times over, as a file in the format of its suffix; TSV has no header."""
     if path.suffix == ".parquet":
         with pq.ParquetWriter(path, table.schema) as writer:
             for _ in range(times):
@@ -116,7 +128,7 @@ def persia(path: Path, transform: Transform, *, shuffle: bool = False, window: i
 
 
 class Tensors(IterableDataset[Any]):
-    """A data set without Persia: whole batches by pyarrow and numpy, or their rows one by one."""
+    """A dataset without Persia: whole batches by pyarrow and numpy, or their rows one by one."""
 
     def __init__(self, path: Path, *, single: bool) -> None:
         self.path, self.single = path, single
@@ -135,7 +147,7 @@ class Tensors(IterableDataset[Any]):
 
     @staticmethod
     def numbers(column: pa.Array) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Return the hexadecimal strings as numbers, each different one converted once; null is 0."""
+        """Return the hexadecimal strings as numbers, each distinct one converted once; null is 0."""
         coded = pc.fill_null(column, "0").dictionary_encode()
         unique = np.array([int(text, 16) for text in coded.dictionary.to_pylist()], np.int64)
         found: np.ndarray[Any, np.dtype[np.int64]] = unique[coded.indices.to_numpy()]
@@ -149,7 +161,7 @@ def collated(path: Path, *, single: bool) -> int:
 
 
 def rates(systems: dict[str, Read], seconds: float) -> dict[str, list[float]]:
-    """Return rows per CPU-second, of all threads, of each system, measured alternately at least three times."""
+    """Return the rows per CPU-second (all threads) of each system, measured alternately at least three times."""
     found: dict[str, list[float]] = {name: [] for name in systems}
     end = time.perf_counter() + seconds
     for turn in itertools.count():
@@ -169,7 +181,7 @@ def record(case: str, unit: str, value: float, peer: float, target: float, sprea
 
 
 def in_memory(table: pa.Table, transform: Transform, seconds: float) -> None:
-    """Compare the transform with what pyarrow needs to cast numbers and to encode strings as a dictionary."""
+    """Compare the transform with pyarrow, which casts numbers and encodes strings as a dictionary."""
 
     def cast() -> int:
         for name in NUMBERS:
@@ -207,7 +219,7 @@ def files(table: pa.Table, transform: Transform, folder: Path, seconds: float) -
 
 def against_training(path: Path, transform: Transform, seconds: float) -> None:
     """Compare the wall time with that of B5's training on batches in memory: 26 slots of dim 16."""
-    import training  # it needs the example's requirements
+    import training  # imported here, because it needs the example's requirements
 
     case = training.criteo_case(16)
     with tempfile.TemporaryDirectory(prefix="persia-") as folder:
@@ -227,6 +239,68 @@ def against_training(path: Path, transform: Transform, seconds: float) -> None:
     record("parquet: persia against training (B5)", "rows/s", value, trained, 3, spread, figures.ratio(value, trained))
 
 
+def ahead(table: pa.Table, transform: Transform, folder: Path, seconds: float) -> None:
+    """Compare several workers with one, and threads that stay with threads that end with each epoch."""
+    path = write(table, folder / "ahead.parquet")
+    small = write(table.slice(0, 4 * BATCH), folder / "small.parquet")
+
+    def read(file: Path, workers: int, *, persistent: bool = True, epochs: int = 1) -> int:
+        part = Part(opened(file), None, "train", Origin())
+        reader = part.reader(BATCH, epochs=epochs)
+        rows = TrainingBatches(part, reader, transform, None, workers=workers, persistent=persistent)
+        return sum(batch.batch_size for batch in rows)
+
+    workers = max(2, os.cpu_count() or 2)
+    for file_format in ("parquet", "tsv"):
+        file = path if file_format == "parquet" else write(table, folder / "ahead.tsv")
+        systems: dict[str, Read] = {f"workers: {count}": partial(read, file, count) for count in (1, workers)}
+        compare(f"{file_format}: workers {workers} against 1", systems, seconds)
+    epochs = {str(each): partial(read, small, 2, persistent=each, epochs=20) for each in (False, True)}
+    compare("parquet: persistent true against false, epochs of 4 batches", epochs, seconds)
+    path = write(table.slice(0, 1 << 16), path)
+    compare("training: prefetch 64 against 1", trainings(path, folder), seconds)
+
+
+def trainings(path: Path, folder: Path) -> dict[str, Read]:
+    """Return trainings of one epoch with 1 and 64 batches ready ahead; every window of rows is read at once."""
+    import persia.trainer  # imported here, because only these need it
+    from persia.logger import get_default_logger
+
+    get_default_logger().setLevel("WARNING")
+
+    def train(prefetch: int) -> int:
+        text = "\n".join(
+            [
+                f"data: {{train: {path}, batch_size: {BATCH}, window_rows: {8 * BATCH}, prefetch: {prefetch},",
+                "  split: {fractions: [1, 0, 0]}}",
+                declared_text(),
+                "model: {name: dcnv2, cross_layers: 1, deep_mlp: [16]}",
+                "checkpoint: {every: 1000000}",
+                f"run: {{dir: {folder}/runs, name: {prefetch}-{time.monotonic_ns()}}}",
+            ]
+        )
+        (folder / "persia.yml").write_text(text, encoding="utf-8")
+        with persia.trainer.Trainer(load_config(folder / "persia.yml")) as trainer:
+            for _ in trainer.fit():
+                pass
+        return pq.read_metadata(path).num_rows  # type: ignore[no-any-return]
+
+    return {str(prefetch): partial(train, prefetch) for prefetch in (1, 64)}
+
+
+def compare(case: str, systems: Mapping[str, Read], seconds: float) -> None:
+    """Print rows per second of wall time of the last system, against those of the first, measured alternately."""
+    found: dict[str, list[float]] = {name: [] for name in systems}
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or any(len(each) < 3 for each in found.values()):
+        for name, read in systems.items():
+            start = time.perf_counter()
+            rows = read()
+            found[name].append(figures.ratio(rows, time.perf_counter() - start))
+    peer, value = (statistics.median(each) for each in found.values())
+    record(case, "rows/s", value, peer, 1, figures.spread([*found.values()][-1]), figures.ratio(value, peer))
+
+
 def memory(table: pa.Table, folder: Path) -> None:
     """Compare the peak for a file of 20 windows with that for a file of 4 windows."""
     window = len(table)
@@ -243,7 +317,7 @@ def memory(table: pa.Table, folder: Path) -> None:
 
 
 def peak(path: Path, window: int) -> float:
-    """Read and shuffle a file, and return by how many MB the peak of this process was above its memory before."""
+    """Read and shuffle a file. Return the increase of the peak memory of this process, in MB."""
     transform = declared().fit(criteo_like(1_000, seed=7))
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is now the current use
     before = resident("VmRSS")
@@ -262,7 +336,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1 << 18, help="of the file, and of a window")
     parser.add_argument("--seconds", type=float, default=20.0, help="for each format")
-    parser.add_argument("--only", choices=("files", "training", "memory"))
+    parser.add_argument("--only", choices=("files", "training", "memory", "workers"))
     parser.add_argument("--memory-of", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.environ["LOG_LEVEL"] = "WARNING"
@@ -278,6 +352,8 @@ def main() -> None:
             files(table, transform, folder, arguments.seconds)
         if arguments.only in (None, "training"):
             against_training(write(table, folder / "clicks.parquet"), transform, arguments.seconds / 4)
+        if arguments.only in (None, "workers"):
+            ahead(table, transform, folder, arguments.seconds / 4)
         if arguments.only in (None, "memory"):
             memory(table, folder)
 

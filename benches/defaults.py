@@ -1,12 +1,13 @@
-"""Quality of optimizers and initial ranges: the AUC of a small model on a table of data, one line per setting.
+"""Quality of optimizers and initial ranges: the AUC of a small model on one dataset, one line per setting.
 
-The file is Parquet or CSV with a label of 0 and 1. Columns of ``--ids`` are features with one id a sample, those of
-``--bags`` are lists of ids. 70 % of the samples train, 15 % are the validation part, 15 % the test part, chosen by a
-hash of the row number or of ``--group``; ``--samples`` bounds those that train. Score the test part (``--test``) once.
+The file is Parquet or CSV with a label of 0 and 1. The columns of ``--ids`` are features with one id per sample, those
+of ``--bags`` are lists of ids. 70 % of the samples are the training set, 15 % the validation set and 15 % the test set,
+chosen by a hash of the row number or of ``--group``; ``--samples`` limits the training set. Use the test set
+(``--test``) only once.
 
 A setting is ``SYSTEM,OPTIMIZER,LR,ACCUMULATOR,INIT``: ``persia`` is EmbeddingCollection, ``torch`` is sparse
-nn.EmbeddingBag with torch's optimizers; ``adagrad``, ``rowwise`` (Adagrad with one accumulator a row) or ``adam``;
-new weights are uniform in ±INIT, ``dim`` means 1/√dim, ``default`` means that of the system. ``--grid`` adds a grid.
+nn.EmbeddingBag with torch's optimizers; ``adagrad``, ``rowwise`` (Adagrad with one accumulator per row) or ``adam``;
+new weights are uniform in ±INIT, ``dim`` means 1/√dim, ``default`` means the system's default. ``--grid`` adds a grid.
 """
 
 import argparse
@@ -40,8 +41,8 @@ GRID += [f"persia,adam,{lr / 10:g},0,{init}" for init in INITS for lr in RATES]
 class Data:
     """Samples: their labels, dense inputs in standard units, and ids.
 
-    All features use one table, in which no two features have an id in common. This is equivalent to a table for each
-    feature, and faster. With F features, bag ``n * F + f``, the ids between two offsets, is feature f of sample n.
+    All features use one table. No two features have an id in common. This is equivalent to a table for each feature,
+    and faster. With F features, bag ``n * F + f``, the ids between two offsets, is feature f of sample n.
     """
 
     labels: torch.Tensor
@@ -102,7 +103,7 @@ def read(options: argparse.Namespace) -> Data:
 
 
 class Model(torch.nn.Module):
-    """An MLP over dense inputs and pooled embeddings; as ``dlrm`` also over the dot products of all pairs."""
+    """An MLP over dense inputs and pooled embeddings; with ``dlrm`` also over the dot products of all pairs."""
 
     def __init__(self, features: int, dense: int, dim: int, pairs: bool) -> None:
         super().__init__()
@@ -135,7 +136,7 @@ def open_table(data: Data, setting: str, dim: int) -> tuple[Lookup, list[torch.o
 
 
 def auc(labels: npt.NDArray[np.float32], scores: npt.NDArray[np.float32]) -> float:
-    """Return the area under the ROC curve; equal scores count a half."""
+    """Return the area under the ROC curve; equal scores count as one half."""
     _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
     ranks = (counts.cumsum() - (counts - 1) / 2)[inverse]
     positives = labels.sum()
@@ -143,7 +144,7 @@ def auc(labels: npt.NDArray[np.float32], scores: npt.NDArray[np.float32]) -> flo
 
 
 def aucs(data: Data, setting: str, seed: int, options: argparse.Namespace) -> list[float]:
-    """Train one model, and return the AUC after each epoch on the validation part, or on the test part."""
+    """Train one model. Return the AUC after each epoch on the validation set or the test set."""
     torch.manual_seed(seed)
     model = Model(data.features, data.dense.shape[1], options.dim, options.model == "dlrm")
     lookup, optimizers, close = open_table(data, setting, options.dim)
@@ -171,7 +172,7 @@ def aucs(data: Data, setting: str, seed: int, options: argparse.Namespace) -> li
 
 
 def main() -> None:
-    """Print the mean and the standard deviation over seeds of the AUC after every epoch, for each setting."""
+    """For each setting, print the mean and the standard deviation over seeds of the AUC after every epoch."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--label", default="label")

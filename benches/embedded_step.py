@@ -1,4 +1,4 @@
-"""B3, Persia's part, one JSON line per case: deduplicate, look up, pool; then segment sum and update."""
+"""B3, Persia's measurement, one JSON line per case: deduplicate, look up, pool; then segment sum and update."""
 
 import argparse
 import os
@@ -19,7 +19,7 @@ from persia_core.data import Batch, BatchBuilder
 
 
 def make_batches(per_sample: int, zipf: bool) -> list[list[np.ndarray]]:
-    """Return for each batch and feature the flat ids."""
+    """Return the flat ids of each batch and feature."""
     return [
         [np.ascontiguousarray(feature.reshape(-1).astype(np.uint64)) for feature in batch]
         for batch in workload.make_ids(per_sample, zipf)
@@ -27,7 +27,7 @@ def make_batches(per_sample: int, zipf: bool) -> list[list[np.ndarray]]:
 
 
 def build(ids: list[np.ndarray], per_sample: int) -> Batch:
-    """Deduplicate: what a data loader does for each batch."""
+    """Deduplicate the ids, as a data loader does for each batch."""
     builder = BatchBuilder(workload.BATCH, True, None)
     offsets = np.arange(0, workload.BATCH * per_sample + 1, per_sample, dtype=np.int64)
     for feature, values in enumerate(ids):
@@ -42,7 +42,7 @@ def build(ids: list[np.ndarray], per_sample: int) -> Batch:
 def stepper(
     context: Backend, dim: int, per_sample: int, *, zipf: bool, rowwise: bool
 ) -> Iterator[Callable[[int], None]]:
-    """Begin a run, give its step, and end its loop."""
+    """Begin a run, yield its step, and end its loop."""
     optimizer = Adagrad(workload.LEARNING_RATE, vectorwise_shared=rowwise)
     context.begin(optimizer=optimizer, config=EmbeddingConfig((-0.05, 0.05), weight_bound=0))
     pipeline = context.open_loop(1, False, 2)

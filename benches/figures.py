@@ -1,7 +1,7 @@
-"""Figures: the record of one case, and the conditions under which it is not a result. It needs only Python.
+"""Figures: the record of one case, and the conditions under which it is not a result. This module needs only Python.
 
-A record has a ``ratio``, of which higher is better, or the reason why it is not a result: ``invalid`` if the
-measurement cannot be true, ``failed`` if nothing was measured.
+A record has a ``ratio`` (higher is better), or the reason why it is not a result: ``invalid`` if the measurement cannot
+be true, ``failed`` if nothing was measured.
 """
 
 import json
@@ -57,7 +57,7 @@ def checked(record: Record) -> Record:
 
 
 def plain(record: Record) -> Record:
-    """Return the record for JSON, with None in place of numbers that are not finite."""
+    """Return the record for JSON, with None instead of numbers that are not finite."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
     }

@@ -1,8 +1,8 @@
 """B4: B3's step through a middleware and a server on this host, compared with the embedded step and plain sockets.
 
-The CPU time is that of all processes concerned. The limit of a step is the time of the embedded step plus the time to
-send ids, rows and gradients over the same two hops with plain sockets. If samples have many ids, the middleware pools
-them, and fewer bytes are sent between it and the trainer.
+The CPU time is the sum over all processes of the step. The limit of a step is the time of the embedded step plus the
+time to send ids, rows and gradients over the same two hops with plain sockets. If samples have many ids, the middleware
+pools them, and fewer bytes are sent between it and the trainer.
 """
 
 import argparse
@@ -34,7 +34,7 @@ WIRE_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 
 @contextmanager
 def job(folder: Path, *, tcp: bool, servers: int = 1, general: str = "{}") -> Iterator[list[int]]:
-    """Start NATS, servers and a middleware, point the environment at them, and give the pids of all but NATS.
+    """Start NATS, servers and a middleware, set the environment to them, and yield the pids of all but NATS.
 
     ``general`` is the text of their ``global_config.yml``.
     """
@@ -74,7 +74,7 @@ def job(folder: Path, *, tcp: bool, servers: int = 1, general: str = "{}") -> It
 
 
 def cpu_seconds(pids: list[int]) -> float:
-    """Return the CPU seconds that this process and those of ``pids`` have used."""
+    """Return the CPU seconds of this process and of ``pids``."""
     return time.process_time() + sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
 
@@ -85,7 +85,7 @@ def cost(step: Callable[[int], None], pids: list[int], seconds: float) -> tuple[
     cpu: list[float] = []
     wall: list[float] = []
     end = time.perf_counter() + seconds
-    # The clock of other processes ticks every 10 ms: several steps a reading.
+    # The clock of other processes ticks every 10 ms, so a reading covers several steps.
     while time.perf_counter() < end or len(cpu) < 7:
         start, before = time.perf_counter(), cpu_seconds(pids)
         for number in range(4):
@@ -139,7 +139,7 @@ def scale(folder: Path, servers: int, seconds: float) -> tuple[float, float, flo
 
 
 def slots(folder: Path, dim: int) -> None:
-    """Write the slots to the place where contexts find them."""
+    """Write the slots to the file from which contexts read them."""
     path = folder / "embedding_config.yml"
     os.environ["PERSIA_EMBEDDING_CONFIG"] = str(path)
     lines = "".join(f"  f{feature}: {{dim: {dim}}}\n" for feature in range(workload.FEATURES))

@@ -1,6 +1,6 @@
 """B8 on a CUDA device: kernels, embedding steps and training, compared with a plain copy, the CPU and FBGEMM.
 
-Every line on stdout is JSON, and ``runs/bench-gpu.json`` has them all with their machine. FBGEMM is measured if
+Every line on stdout is JSON, and ``runs/bench-gpu.json`` has all of them and the machine. FBGEMM is measured if
 ``fbgemm_gpu`` can be imported; its tables are fixed arrays on the device, Persia's grow in host memory.
 """
 
@@ -48,14 +48,14 @@ Record = dict[str, Any]
 def refuse() -> str:
     """Return the reason why nothing can be measured; empty if there is none."""
     if not torch.cuda.is_available():
-        return "no CUDA device here; check with: nvidia-smi"
+        return "no CUDA device on this host; check with: nvidia-smi"
     if "cuda" not in persia_core.FEATURES:
         return f"{persia_core.__file__} was built without the feature cuda; run: make setup"
     return ""
 
 
 def kernels() -> Iterator[Record]:
-    """Measure the kernels alone, and the copy with which they are compared."""
+    """Measure the kernels alone, and the copy that they are compared with."""
     command = ["cargo", "run", "--quiet", "--release", "--locked", "--manifest-path", "rust_core/Cargo.toml"]
     command += ["-p", "persia-cuda", "--example", "bench_kernels"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
@@ -64,7 +64,7 @@ def kernels() -> Iterator[Record]:
 
 @contextmanager
 def stepper(dim: int, per_sample: int, device: int | None) -> Iterator[tuple[Backend, Callable[[int], None]]]:
-    """Give a whole step: deduplicate, look up, pool, sum gradients by id, update; batches are looked up ahead."""
+    """Yield a complete step: deduplicate, look up, pool, sum gradients by id, update. Batches are looked up ahead."""
     context = LocalBackend(device=None if device is None else Device(device))
     context.begin(optimizer=Adagrad(workload.LEARNING_RATE), config=EmbeddingConfig((-0.05, 0.05), weight_bound=0))
     pipeline = context.open_loop(4, False, 4)
@@ -87,7 +87,7 @@ def stepper(dim: int, per_sample: int, device: int | None) -> Iterator[tuple[Bac
             looked.push(gradients, 1.0)
         else:
             sums = looked.sum(gradients, 1.0)
-            from_dlpack(sums.nonfinite).item()  # the step's one wait
+            from_dlpack(sums.nonfinite).item()  # the only wait of the step
             looked.push_sums(sums, 1.0)
 
     yield context, step
@@ -112,7 +112,7 @@ def timed(step: Callable[[int], object], seconds: float) -> float:
 
 
 def fbgemm(dim: int, per_sample: int) -> Callable[[int], object] | None:
-    """Return a training step of FBGEMM's tables on the device; None where it is not installed."""
+    """Return a training step of FBGEMM's tables on the device; None if FBGEMM is not installed."""
     if find_spec("fbgemm_gpu") is None:
         return None
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -137,7 +137,7 @@ def fbgemm(dim: int, per_sample: int) -> Callable[[int], object] | None:
 
 
 def embedding_steps(seconds: float) -> Iterator[Record]:
-    """Measure the embedding step on the device, on the CPU, and of FBGEMM."""
+    """Measure the embedding step on the device, on the CPU, and with FBGEMM."""
     for dim in (32, 64, 128):
         configure(dim)
         for per_sample in (1, 10):
@@ -154,7 +154,7 @@ def embedding_steps(seconds: float) -> Iterator[Record]:
 
 
 def configure(dim: int) -> None:
-    """Write the slots of the workload to the place where the configuration is searched."""
+    """Write the slots of the workload to the file from which the configuration is read."""
     slots = "".join(f"  f{feature}: {{dim: {dim}}}\n" for feature in range(workload.FEATURES))
     Path(os.environ["PERSIA_EMBEDDING_CONFIG"]).write_text(f"feature_index_prefix_bit: 0\nslots_config:\n{slots}")
 

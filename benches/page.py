@@ -1,7 +1,7 @@
-"""Write the tables and plots of docs/performance.md from records of a whole run.
+"""Write the tables and plots of docs/performance.md from the records of a complete run.
 
-A table is between ``<!-- table ID -->`` and ``<!-- end -->``, with the machine of its figures. The rest of the page is
-written by hand. A table with a failed part, or without a valid case, is not changed.
+A table is between ``<!-- table ID -->`` and ``<!-- end -->``, with the machine that was measured. The rest of the page
+is written by hand. A table with a failed part, or without a valid case, is not changed.
 """
 
 import re
@@ -19,7 +19,7 @@ def write(records: list[Record], machine: str) -> list[str]:
     """Replace the tables of docs/performance.md that these records belong to, and the plots.
 
     Returns:
-        The tables that are not changed although there are records of them.
+        The tables that have records but were not changed.
     """
     path = DOCS / "performance.md"
     text = path.read_text(encoding="utf-8")
@@ -44,7 +44,7 @@ def of(records: Iterable[Record], name: str) -> list[Record]:
 
 
 def results(records: Iterable[Record]) -> list[Record]:
-    """Return those that are results."""
+    """Return the records that are results."""
     return [record for record in records if problem(record) is None]
 
 

@@ -1,4 +1,4 @@
-"""B3, the peers' part, in a separate environment: FBGEMM on the CPU and torch's EmbeddingBag, same workload.
+"""B3, the peers' measurement, in a separate environment: FBGEMM on the CPU and torch's EmbeddingBag, same workload.
 
 FBGEMM's tables are fixed arrays: no hashing, no admission, no eviction. Its Adagrad and row-wise Adagrad are fused.
 """

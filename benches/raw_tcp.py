@@ -59,7 +59,7 @@ def _relay(pipe: Connection, port: int, up: int, down: int) -> None:
 
 
 def _move(total: int, piece: Callable[[int], bool]) -> bool:
-    """Call ``piece(size)`` for ``total`` bytes; return False as soon as it does."""
+    """Call ``piece(size)`` for ``total`` bytes; return False as soon as a call returns False."""
     left = total
     while left > 0:
         if not piece(min(left, PIECE)):
@@ -69,7 +69,7 @@ def _move(total: int, piece: Callable[[int], bool]) -> bool:
 
 
 def cpu_seconds(up: int, down: int, rounds: int) -> float:
-    """Return the CPU seconds of all three processes for one round of ``up`` bytes there and ``down`` bytes back."""
+    """Return the CPU seconds of all three processes for one round trip: ``up`` bytes sent, ``down`` bytes returned."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     server = context.Process(target=_serve, args=(there, up, down), daemon=True)

@@ -47,8 +47,8 @@ def lines(command: list[str], *ids: str) -> Iterator[Record]:
     """Run ``command`` from the root and yield the JSON lines it prints; stderr is shown.
 
     Args:
-        command: A program that measures, in its own process: if it dies, the others continue.
-        ids: The ids that it measures. If it dies, each gets a record that says so, after those of the cases before.
+        command: A program that measures, in a separate process: if it dies, the other programs continue.
+        ids: The ids that it measures. If it dies, each id gets a record of the failure, after those of earlier cases.
     """
     shown = " ".join(command).replace(f"{ROOT}/", "")
     sys.stderr.write(f"$ {shown}\n")
@@ -98,6 +98,12 @@ def store(quick: bool) -> Iterator[Record]:
         yield from lines([*example, "B1", "B2", str(dim)], "B1", "B2")
     for name in ("B6", "B7"):
         yield from lines([*example, name], name)
+    script = [
+        sys.executable,
+        str(BENCHES / "object_save.py"),
+        *(["--rows", str(1 << 18), "--repeat", "3"] if quick else []),
+    ]
+    yield from lines(script, "B6")
 
 
 def embedded_step(quick: bool) -> Iterator[Record]:
@@ -154,7 +160,7 @@ def serving(quick: bool) -> Iterator[Record]:
 
 
 def compare(measured: list[Record], dim: int, per_sample: int) -> Iterator[Record]:
-    """Convert the rates of one case to ratios; there is none for a rate that was not measured."""
+    """Convert the rates of one case to ratios. A rate that was not measured has no ratio."""
     rates = {(m["system"], m["optimizer"]): m for m in measured}
     for optimizer, peer in itertools.product(("adagrad", "rowwise"), ("fbgemm", "embedding_bag")):
         own, other = rates.get(("persia", optimizer)), rates.get((peer, optimizer))
@@ -184,7 +190,7 @@ def machine() -> str:
 
 
 def collect(name: str, part: Iterable[Record]) -> list[Record]:
-    """Return the records of a part; if it fails, those so far and a failed record for each of its ids."""
+    """Return the records of a part; if it fails, the records until then and a failed record for each of its ids."""
     begun, records = time.monotonic(), list[Record]()
     try:
         for record in part:
@@ -236,7 +242,7 @@ def parse() -> argparse.Namespace:
 
 
 def parts(arguments: argparse.Namespace) -> dict[str, Iterable[Record]]:
-    """Return the measurement of each part, by name; nothing runs before it is iterated."""
+    """Return the measurement of each part, by name; nothing runs until it is iterated."""
     every: dict[str, Iterable[Record]] = {
         "store": store(arguments.quick),
         "step": embedded_step(arguments.quick),

@@ -2,12 +2,12 @@
 
 A DCN-v2 over seven id columns, a bag and four floats is trained, exported, and served by each system in turn:
 ``persia serve`` serves the bundle, the peers serve the same weights in ``nn.EmbeddingBag``. Each serves on processor 0.
-Requests come from processor 1, at a rate that rises until the system is too slow. The scores of all three are compared
-before anything is measured.
+Requests come from processor 1, at a rate that increases until the system is too slow. The scores of all three are
+compared before anything is measured.
 
-A system's throughput is the highest rate at which 99% of the requests are answered within ``--p99-ms``, and all of them
-with scores. ``cpu_us`` is the processor time of the system for a request; it is less sensitive to other load. The
-packages of the peers are installed into ``.venv-serving-peers``.
+A system's throughput is the highest rate at which all requests get scores, 99% of them within ``--p99-ms``. ``cpu_us``
+is the processor time of the system for a request; it depends less on other load. The packages of the peers are
+installed into ``.venv-serving-peers``.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def table(rows: int, seed: int) -> pa.Table:
 
 
 def train(folder: Path) -> Path:
-    """Train the model, export it, and write what the peers load; return the bundle."""
+    """Train the model, export it, write the files that the peers load, and return the bundle."""
     pq.write_table(table(ROWS, 1), folder / "train.parquet")
     features = "\n".join(
         [f"  {name}: {{type: id, dim: {DIM}}}" for name in IDS]
@@ -171,7 +171,7 @@ def served(system: str, folder: Path, pinned: bool) -> Iterator[tuple[int, int]]
 
 
 def scores(port: int, body: bytes) -> list[float]:
-    """Ask for scores, and wait for a system that starts."""
+    """Request scores, and wait while the system starts."""
     for attempt in itertools.count():
         try:
             request = urllib.request.Request(
@@ -187,7 +187,7 @@ def scores(port: int, body: bytes) -> list[float]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the processor time of a process and those that it has started."""
+    """Return the processor time of a process and its child processes."""
     process = psutil.Process(pid)
     return sum(sum(each.cpu_times()[:2]) for each in [process, *process.children(recursive=True)])
 
@@ -195,7 +195,7 @@ def cpu_seconds(pid: int) -> float:
 def load(
     served: tuple[int, int], files: list[Path], rate: float, seconds: float, folder: Path, pinned: bool
 ) -> dict[str, Any]:
-    """Return what a load of this rate measures."""
+    """Return the measurements of a load at this rate."""
     spec = folder / "load.json"
     spec.write_text(
         json.dumps({"port": served[0], "path": "/score", "rate": rate, "seconds": seconds, "connections": CONNECTIONS,
@@ -212,7 +212,7 @@ def load(
 def rising(
     served: tuple[int, int], files: list[Path], rows: int, options: argparse.Namespace, folder: Path, pinned: bool
 ) -> list[dict[str, Any]]:
-    """Return what rising rates measure, until one is not kept up with twice."""
+    """Return the measurements at increasing rates, until the system is too slow twice."""
     load(served, files, FIRST[rows], 1.0, folder, pinned)
     found, failures, rate = [], 0, FIRST[rows]
     while failures < 2:
@@ -280,7 +280,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[figures.Recor
 
 
 def best(curve: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the point of a curve with the highest throughput that is good."""
+    """Return the point with the highest throughput among the good points of a curve."""
     good = [point for point in curve if point["good"]]
     return (
         max(good, key=lambda point: point["throughput"])
@@ -290,7 +290,7 @@ def best(curve: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def install_peers() -> None:
-    """Make the environment of the peers, once. It takes torch from this environment."""
+    """Create the environment of the peers, once. Its torch is that of this environment."""
     if (PEERS / ".installed").exists():
         return
     subprocess.run([sys.executable, "-m", "venv", str(PEERS)], check=True)

@@ -1,4 +1,4 @@
-"""B11, the peers' part: the model of serving_peers.py behind LitServe: ``serving_litserve.py FOLDER PORT``."""
+"""B11, a peer: the model of serving_peers.py behind LitServe: ``serving_litserve.py FOLDER PORT``."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from fastapi import Request
 from serving_peers import Ranker
 
 BATCH = 64
-"""The most requests that are scored together."""
+"""The maximum number of requests that are scored together."""
 BATCH_TIMEOUT_S = 0.002
 
 
@@ -18,7 +18,7 @@ class Api(litserve.LitAPI):  # type: ignore[misc]
     """The model, with LitServe's batching."""
 
     def setup(self, device: Any) -> None:
-        """Load it, in the worker."""
+        """Load the model, in the worker."""
         del device
         self.ranker = Ranker(Path(os.environ["MODEL_FOLDER"]))
 
@@ -44,7 +44,7 @@ class Api(litserve.LitAPI):  # type: ignore[misc]
         return output
 
     def encode_response(self, output: Any) -> Any:
-        """Return the answer."""
+        """Return the response."""
         return {"scores": output}
 
 

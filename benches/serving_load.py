@@ -1,7 +1,7 @@
 """Send HTTP requests at a rate, and measure their latency: ``serving_load.py SPEC.json`` prints one JSON object.
 
-Requests begin at random times whose mean distance is 1 / rate, whether earlier ones are answered or not. The latency of
-a request counts from the time at which it should have begun, so that a server that is slow cannot hide it.
+Requests begin at random times whose mean interval is 1 / rate, even if earlier requests have no response yet. The
+latency of a request counts from the time at which it should have begun, so a slow server cannot hide it.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class Connection(asyncio.Protocol):
         self.transport.write(request)
 
     def data_received(self, data: bytes) -> None:
-        """Take a part of an answer."""
+        """Receive data of a response."""
         self._buffer += data
         end = self._buffer.find(b"\r\n\r\n")
         if end < 0:
@@ -72,7 +72,7 @@ class Load:
         ]
 
     def answered(self, connection: Connection, ok: bool, begun: float) -> None:
-        """Record an answer, and send what waits."""
+        """Record a response, and send the next waiting request."""
         if ok:
             self.latencies.append(time.perf_counter() - begun)
         else:
@@ -84,7 +84,7 @@ class Load:
             self.free.append(connection)
 
     async def run(self) -> dict[str, Any]:
-        """Return what was measured."""
+        """Return the measurements."""
         spec, loop = self._spec, asyncio.get_running_loop()
         for _ in range(spec["connections"]):
             await loop.create_connection(lambda: Connection(self), "127.0.0.1", spec["port"])

@@ -1,7 +1,7 @@
-"""B11, the peers' part: a model with ``nn.EmbeddingBag``, and FastAPI in front of it: ``serving_peers.py FOLDER PORT``.
+"""B11, a peer: a model with ``nn.EmbeddingBag``, and FastAPI in front of it: ``serving_peers.py FOLDER PORT``.
 
-The folder has ``model.pt2``, ``weights.pt`` and ``spec.json``, which
-benches/serving.py writes. It needs torch, and the packages of requirements/serving-peers.in.
+benches/serving.py writes ``model.pt2``, ``weights.pt`` and ``spec.json`` to the folder. This program needs torch, and
+the packages of requirements/serving-peers.in.
 """
 
 import json
@@ -40,7 +40,7 @@ class Ranker:
 
 
 def fastapi(folder: Path, port: int) -> None:
-    """Serve by FastAPI and uvicorn, with records declared by pydantic."""
+    """Serve with FastAPI and uvicorn, with records declared by pydantic."""
     import uvicorn
     from fastapi import FastAPI
     from pydantic import create_model

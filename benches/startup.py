@@ -1,4 +1,4 @@
-"""B9: from a start command to the first training step of the DLRM example, and how long ``persia --help`` takes.
+"""B9: the time from a start command to the first training step of the DLRM example, and the time of ``persia --help``.
 
 ``--cases containers`` is the stack in containers, whose images must be built (`make images`).
 """
@@ -26,7 +26,7 @@ def first_step(command: list[str]) -> float:
     """Start ``command``, return the seconds to its first training step, and stop it.
 
     Raises:
-        SystemExit: It ended, or two minutes passed, without a step; the message has its output.
+        SystemExit: The command ended without a step, or two minutes passed; the message has its output.
     """
     start = time.perf_counter()
     env = {**os.environ, "LOG_LEVEL": "INFO"}
@@ -83,7 +83,7 @@ CASES: dict[str, tuple[str, Callable[[], float], str, float]] = {
 
 
 def main() -> None:
-    """Measure, one JSON line each."""
+    """Measure the cases, and print one JSON line each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", choices=CASES, nargs="+", default=["up", "help"])
     parser.add_argument("--repeat", type=int, default=3)

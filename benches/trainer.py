@@ -1,13 +1,16 @@
 """B5 through ``persia train``: samples per second of a Trainer that reads a file, and of a loop over batches in memory.
 
 Both train the same DLRM (26 slots of dim 16, 13 dense inputs, batch 4,096) on the same rows. The ``trainer`` reads a
-Parquet file, transforms and shuffles it, and reports. The ``loop`` is that of a script: TrainCtx and a DataLoader over
-batches that were transformed before. ``bare`` is the loop without the safeguards that are always on: the check that
-loss and gradients are finite, the norm of the gradient, and the flight recorder. Each reading is made in a separate
-process; the systems take turns.
+Parquet file, transforms and shuffles it, and reports. The ``loop`` is a script: TrainCtx and a DataLoader over batches
+that were transformed before. ``bare`` is the loop without the safeguards that are always on: the check that loss and
+gradients are finite, the norm of the gradient, and the flight recorder. ``observed`` is the loop with what an operator
+sees: its metrics are served, another process reads them as often as Prometheus does, and its log is kept as JSON, with
+a line for each reading. Traces are off in all of them, as by default. Each reading is made in a separate process; the
+systems take turns.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -36,14 +39,36 @@ from persia.embedding.optim import Adagrad
 from persia.features import to_batch
 from persia.loop import backward
 from persia.models import DLRM
-from persia.runtime import flight
+from persia.runtime import flight, log_files
+from persia.runtime.logging import REPORTS, get_logger
 from persia.trainer.models import slots_of
+from persia.utils import find_free_port
 
 STEPS_A_READING = 8
 WARM_UP = 8
 BOTTOM, TOP = [64, 16], [256, 64, 1]
-TURNS = 3
-SYSTEMS = ("trainer", "loop", "bare")
+SYSTEMS = ("trainer", "loop", "bare", "observed")
+CASES = {
+    "trainer": ("Criteo-like Parquet file: persia train against a loop over batches in memory", "trainer", "loop", 0.9),
+    "safeguards": ("a loop over batches in memory: with the safeguards against without", "loop", "bare", 0.98),
+    "observed": ("a loop over batches in memory: with metrics and logs against without", "observed", "loop", 0.99),
+}
+"""Each case by its name: the title, the system, the one that it is compared with, and the ratio to be reached."""
+
+SCRAPE_S = 5.0
+"""Seconds between two scrapes, as ``services/monitor/prometheus.yml`` has it."""
+SCRAPES = """
+import sys, time, urllib.request
+while True:
+    try:
+        with urllib.request.urlopen(sys.argv[1], timeout=5) as answer, open(sys.argv[2], "ab") as file:
+            file.write(b"1" if b"persia_trainer_steps_total" in answer.read() else b"")
+        time.sleep(float(sys.argv[3]))
+    except OSError:  # the port is not open yet
+        time.sleep(0.1)
+"""
+"""Another process that reads the metrics. It writes a byte to a file for each scrape."""
+_reports = get_logger(REPORTS)
 
 
 def config(folder: Path) -> Path:
@@ -98,8 +123,10 @@ def loop_steps(table: pa.Table, config: Config) -> Iterator[None]:
     ) as ctx:
         for step, batch in enumerate(DataLoader(Cycle(batches), embedding_staleness=4), start=1):
             output, labels = ctx.forward(batch)
-            ctx.backward(loss_fn(output, labels[0]))
+            loss = loss_fn(output, labels[0])
+            ctx.backward(loss)
             if step % STEPS_A_READING == 0:
+                _reports.info("step", extra={"step": step, "loss": round(loss.item(), 6), "rank": 0})
                 yield
 
 
@@ -111,14 +138,42 @@ def trainer_steps(config: Config) -> Iterator[None]:
 
 
 def remove_safeguards() -> None:
-    """Take the safeguards out of this process."""
+    """Disable the safeguards in this process."""
     backward.__dict__.update(_first_nonfinite_tensor=lambda *_, **__: None, _total_norm=lambda _: None)
     call: Any = flight.Call
     call.__enter__, call.__exit__ = lambda self: self, lambda *_: None
 
 
+@contextlib.contextmanager
+def observed(folder: Path) -> Iterator[None]:
+    """Serve the metrics of contexts in the block, let another process read them, and keep the log as JSON.
+
+    Raises:
+        RuntimeError: No scrape has had the metrics of a context.
+    """
+    seen, address = folder / "scrapes", f"127.0.0.1:{find_free_port()}"
+    os.environ["PERSIA_METRICS_LISTEN"] = address
+    words = [sys.executable, "-c", SCRAPES, f"http://{address}/metrics", str(seen), str(SCRAPE_S)]
+    with tempfile.TemporaryDirectory(dir=folder) as run, log_files.kept(Path(run)) as log:
+        reader = subprocess.Popen(words)
+        try:
+            yield
+        finally:
+            reader.kill()
+            reader.wait()
+        if not log.read_text(encoding="utf-8") or not seen.exists() or not seen.read_bytes():
+            raise RuntimeError(f"{address}: no scrape has had the metrics, or {log} is empty: nothing was observed")
+    seen.unlink()
+
+
 def reading(system: str, folder: Path, seconds: float) -> float:
     """Return samples per wall second of one system: the median of its readings."""
+    with observed(folder) if system == "observed" else contextlib.nullcontext():
+        return rate_of(system, folder, seconds)
+
+
+def rate_of(system: str, folder: Path, seconds: float) -> float:
+    """Return samples per wall second of one system in the environment as it is."""
     torch.set_num_threads(1)
     loaded = persia.load_config(folder / "persia.yml")
     if system == "bare":
@@ -147,9 +202,11 @@ def measured(system: str, folder: Path, seconds: float) -> float:
 
 
 def main() -> None:
-    """Print two JSON lines."""
+    """Print a JSON line for each case, and the ratio of each turn to standard error."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=10.0, help="for each reading")
+    parser.add_argument("--turns", type=int, default=3, help="readings of each system")
+    parser.add_argument("--only", choices=CASES, help="this case")
     parser.add_argument("--rows", type=int, default=1 << 18, help="of the file")
     parser.add_argument("--system", choices=SYSTEMS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -158,18 +215,20 @@ def main() -> None:
     if arguments.system is not None:
         print(json.dumps(reading(arguments.system, arguments.folder, arguments.seconds)))
         return
+    cases = [case for name, case in CASES.items() if arguments.only in (None, name)]
+    systems = [system for system in SYSTEMS if any(system in case for case in cases)]
     with tempfile.TemporaryDirectory(prefix="persia-") as name:
         folder = Path(name)
         data.write(data.criteo_like(arguments.rows, seed=7), folder / "clicks.parquet")
         config(folder)
-        found: dict[str, list[float]] = {system: [] for system in SYSTEMS}
-        for _ in range(TURNS):
-            for system in SYSTEMS:
+        found: dict[str, list[float]] = {system: [] for system in systems}
+        for _ in range(arguments.turns):
+            for system in systems:
                 found[system].append(measured(system, folder, arguments.seconds))
-    for case, system, reference, target in (
-        ("Criteo-like Parquet file: persia train against a loop over batches in memory", "trainer", "loop", 0.9),
-        ("a loop over batches in memory: with the safeguards against without", "loop", "bare", 0.98),
-    ):
+    for case, system, reference, target in cases:
+        ratios = [figures.ratio(one, other) for one, other in zip(found[system], found[reference], strict=True)]
+        listed = ", ".join(f"{each:.3f}" for each in ratios)
+        sys.stderr.write(f"{case}: ratio of each turn {listed}; median {statistics.median(ratios):.3f}\n")
         value, peer = statistics.median(found[system]), statistics.median(found[reference])
         figures.write(
             {

@@ -1,9 +1,9 @@
-"""B5: samples per second of a whole DLRM training loop, one JSON line per case.
+"""B5: samples per second of a complete DLRM training loop, one JSON line per case.
 
-The same model and batches in four systems: ``persia`` (rows in this process), ``stack`` (rows behind one middleware and
-one server on this host), ``plain`` (``torch.nn.EmbeddingBag(sparse=True)``, ids numbered beforehand) and ``dense``
+The same model and batches run in four systems: ``persia`` (rows in this process), ``stack`` (rows behind one middleware
+and one server on this host), ``plain`` (``torch.nn.EmbeddingBag(sparse=True)``, ids numbered beforehand) and ``dense``
 (every embedding a constant, the upper bound of any embedding system). Adagrad for rows, Adam for the model. Each system
-is measured with one torch thread and with as many as there are cores; its better result counts.
+is measured with one torch thread and with as many as there are cores; the better result counts.
 """
 
 import argparse
@@ -43,11 +43,11 @@ class Case:
     """A model and its data.
 
     Attributes:
-        name: Its name in the figures.
-        dim: Of every embedding.
+        name: The name in the figures.
+        dim: The dim of every embedding.
         mlp: The hidden layers of the top MLP.
         dense: ``[batches, batch, columns]``.
-        ids: ``[batches, slots, batch]``, of each slot numbered from 0.
+        ids: ``[batches, slots, batch]``, numbered from 0 in each slot.
         labels: ``[batches, batch, 1]``.
     """
 
@@ -71,7 +71,7 @@ class Case:
 
 
 def census_case() -> Case:
-    """Return the case of the example: 45 slots of few ids each, batch 1,024."""
+    """Return the case of the example: 45 slots with few ids each, batch 1,024."""
     samples, _ = census.training_data(census.DATA)
     rows = np.random.default_rng(0).permutation(len(samples))[: BATCHES * census.BATCH_SIZE]
     numbered = [np.unique(column, return_inverse=True)[1] for column in samples.ids[:, rows]]
@@ -125,7 +125,7 @@ class Cycle(IterableDataset):
 
 
 def persia_steps(case: Case) -> Iterator[None]:
-    """Train, a step at a time."""
+    """Train, one step at a time."""
     model, loss_fn = case.model(), torch.nn.BCEWithLogitsLoss()
     dense_optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     with TrainCtx(Adagrad(LEARNING_RATE), dense_optimizer, mixed_precision=False, model=model) as ctx:
@@ -136,7 +136,7 @@ def persia_steps(case: Case) -> Iterator[None]:
 
 
 def torch_steps(case: Case, *, sparse: bool) -> Iterator[None]:
-    """Train with torch alone, or its dense part alone."""
+    """Train with torch alone, or only the dense part of the model."""
     model, loss_fn = case.model(), torch.nn.BCEWithLogitsLoss()
     dense_optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     bags = torch.nn.ModuleList(
@@ -161,7 +161,7 @@ def torch_steps(case: Case, *, sparse: bool) -> Iterator[None]:
 
 def rate(steps: Iterator[None], samples: int, seconds: float) -> tuple[float, float]:
     """Return samples per wall second, as the median of readings, and half of their interquartile range over it."""
-    for _ in range(2 * STEPS_A_READING):
+    for _ in range(2 * BATCHES):  # so that every row exists
         next(steps)
     rates: list[float] = []
     end = time.perf_counter() + seconds
@@ -174,7 +174,7 @@ def rate(steps: Iterator[None], samples: int, seconds: float) -> tuple[float, fl
 
 
 def config(folder: Path, case: Case) -> None:
-    """Write the slots to the place where the contexts find them."""
+    """Write the slots to the file from which contexts read them."""
     path = folder / "embedding_config.yml"
     slots = "".join(f"  s{slot}: {{dim: {case.dim}}}\n" for slot in range(case.slots))
     path.write_text(f"feature_index_prefix_bit: 0\nslots_config:\n{slots}", encoding="utf-8")
@@ -182,7 +182,7 @@ def config(folder: Path, case: Case) -> None:
 
 
 def run(case: Case, seconds: float, threads: int) -> None:
-    """Measure one case in all systems, alternately, so that all run under the same conditions."""
+    """Measure one case in all systems, alternately, so all run under the same conditions."""
     samples = case.labels.shape[1]
     rates: dict[str, list[tuple[float, float]]] = {}
     systems: dict[str, Callable[[], Iterator[None]]] = {

@@ -1,13 +1,12 @@
-# Run a launch script of several ranks under the debugger: one rank in the foreground, which stops at breakpoint_().
+# Run a launch script of several ranks under the debugger. One rank is in the foreground and stops at breakpoint_().
 # In the script, after its variables and before its launch line:
 #
 #     run_pretrain() { python pretrain.py $GPT_ARGS; }   # the command and its arguments, unchanged
 #     source dist_debug.sh
 #     exit
-#
-# Without run_pretrain and `exit`, the launch line below (torchrun, or python -m torch.distributed.run) runs there.
-# RANK_TO_DEBUG is the rank that stops (0). NPUS_PER_NODE or GPU_NUM is the number of ranks of this host; NNODES,
-# NODE_RANK, MASTER_ADDR and MASTER_PORT name the hosts. The output of the other ranks is in logs/rank-N.log.
+# Without run_pretrain and `exit`, the launch line after it (torchrun, or python -m torch.distributed.run) runs under the debugger.
+# RANK_TO_DEBUG is the rank that stops (default 0). NPUS_PER_NODE or GPU_NUM is the number of ranks on this host. NNODES,
+# NODE_RANK, MASTER_ADDR and MASTER_PORT describe the hosts. The output of the other ranks is in logs/rank-N.log.
 
 _persia_ranks=${NPUS_PER_NODE:-${GPU_NUM:-}}
 

@@ -1,2 +1,2 @@
-# MindSpeed's name of dist_debug.sh for PyTorch: there is one file for both.
+# MindSpeed's name of dist_debug.sh for PyTorch. Both scripts do the same.
 . "$(dirname "${BASH_SOURCE:-$0}")/dist_debug.sh"

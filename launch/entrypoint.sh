@@ -1,8 +1,8 @@
 #!/bin/sh -eu
-# Entry point of every image: set paths, replica index and configuration files, make the secret if there is none, log which build runs, and run
-# the command. This shell reads each part from a file of its own.
+# Entry point of every image: set paths, replica index and configuration files, create the secret if it does not exist, log the
+# build that runs, and run the command. Each part is in a separate file.
 
-# A container that is stopped during its start exits with 75, unless its run is finished already.
+# A container that is stopped during its start exits with 75, unless its run is already finished.
 trap 'run_finished.sh && exit 0; exit 75' TERM
 
 fail() { # CODE WHAT NEXT
@@ -12,7 +12,7 @@ fail() { # CODE WHAT NEXT
 
 command=${1:-}
 command=${command##*/}
-[ -n "$command" ] || fail 2 "no command was given" "name one, for example launch_server.sh"
+[ -n "$command" ] || fail 2 "no command was given" "specify one, for example launch_server.sh"
 
 # The file of the command, which third_party/ can override.
 case $command in

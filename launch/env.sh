@@ -1,6 +1,6 @@
 # Set the paths and the replica index. entrypoint.sh reads this file after it has set `command` and `runs`.
 
-# --- Paths: overrides come first; binaries are found by PATH, persia_core.so by PYTHONPATH.
+# --- Paths. Overrides precede packaged files: binaries on PATH, persia_core.so on PYTHONPATH.
 overrides=${THIRD_PARTY_PATH:-}
 overrides=${overrides%/}
 if [ -n "$overrides" ] && [ -d "$overrides" ]; then
@@ -8,15 +8,16 @@ if [ -n "$overrides" ] && [ -d "$overrides" ]; then
     PYTHONPATH="$overrides${PYTHONPATH:+:$PYTHONPATH}"
     export PATH PYTHONPATH
     if [ "$runs" != persia_core.so ] && [ -f "$overrides/$runs" ] && [ ! -x "$overrides/$runs" ]; then
-        fail 2 "$overrides/$runs cannot be executed, so the packaged one would run instead" "chmod +x $runs, or remove it"
+        fail 2 "$overrides/$runs is not executable, so the packaged file would run instead" "chmod +x $runs, or remove it"
     fi
 fi
 
-# --- Replica index. Swarm sets REPLICA_INDEX to the task slot, counted from 1. Compose leaves the template as it is; there
-# the number is the end of the container's name, which Docker's DNS returns for its address. REPLICA_INDEX is exported
-# counted from 0.
+# --- Replica index. A swarm sets REPLICA_INDEX to the task slot, from 1. Compose does not replace the template; the number is then
+# at the end of the container's name, which Docker's DNS returns for its address. Pods have POD_INDEX, from 0. The exported index
+# also counts from 0.
 slot=${REPLICA_INDEX:-}
 unset REPLICA_INDEX
+case ${POD_INDEX:-} in '' | *[!0-9]*) ;; *) slot=$((POD_INDEX + 1)) ;; esac
 case $slot in
 '{{'*)
     address=$(hostname -i)
@@ -25,16 +26,19 @@ case $slot in
     slot=${name##*[-_]}
     case ${name%"$slot"} in
     '' | *[-_]run[-_]) slot= ;; # `compose run` starts no replica, but the name may end in digits
+    # Compose runs all replicas on this host, so they share the processors.
+    *) export PERSIA_HOST_REPLICAS="${REPLICA_SIZE:-1}" ;;
     esac
     asked="the container's name, ${name:-which Docker's DNS does not know}"
     ;;
-*) asked="REPLICA_INDEX, $slot" ;;
+*) asked="REPLICA_INDEX, $slot${POD_INDEX+, and POD_INDEX, $POD_INDEX}" ;;
 esac
 case $slot in
 '' | *[!0-9]* | 0*)
-    case $command in
-    launch_nats.sh | launch_serving.sh) ;;
-    launch_*) fail 2 "the replica index cannot be determined from $asked" "set REPLICA_INDEX to its number, counted from 1" ;;
+    case ${POD_INDEX+pod}:$command in
+    *:launch_nats.sh | *:launch_serving.sh) ;;
+    *:launch_* | pod:persia-launcher) # as in pods of data-compose
+        fail 2 "the replica index cannot be determined from $asked" "set REPLICA_INDEX to its number, counted from 1" ;;
     esac
     ;;
 *)

@@ -1,3 +1,3 @@
 #!/bin/sh -eu
-# Serve the bundle that PERSIA_BUNDLE names, or the first argument: launch_serving.sh [BUNDLE] [OPTION...].
+# Serve the bundle in PERSIA_BUNDLE or in the first argument: launch_serving.sh [BUNDLE] [OPTION...].
 exec persia serve "$@"

@@ -1,4 +1,4 @@
-# Write the first line of every log: which file runs, whether it is an override, its hash and its build. entrypoint.sh
+# Write the first line of every log: the file that runs, whether it is an override, its hash and its build. entrypoint.sh
 # reads this file.
 file=$(command -v "$runs" || true)
 if [ "$runs" = persia_core.so ]; then

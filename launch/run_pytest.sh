@@ -1,6 +1,6 @@
 #!/bin/sh -eu
-# The tests in the image, against the running stack: run_pytest.sh [ARGUMENT...]. pytest names each test when it starts, and
-# counts it when it ends. Temporary files go to a volume, because /tmp is mounted noexec.
+# Run the tests in the image, against the running stack: run_pytest.sh [ARGUMENT...]. pytest prints the name of each test when
+# it starts, and counts it when it ends. Temporary files go to a volume, because /tmp is mounted noexec.
 echo "collecting tests; the first import of PyTorch may take a minute" >&2
 cd /opt/persia
 export PERSIA_TEST_LIVE="${PERSIA_TEST_LIVE-1}"

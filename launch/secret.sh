@@ -1,5 +1,5 @@
-# Make the secret of the stack if there is none. All parts derive their tokens from it. entrypoint.sh reads this file.
-# Several containers may do this at once: `ln` creates the whole file, or fails because it exists.
+# Create the secret of the stack if it does not exist. All processes derive their tokens from it. entrypoint.sh reads this file.
+# Several containers may do this at the same time: `ln` creates the complete file, or fails because it exists.
 token=${PERSIA_TOKEN_FILE:-}
 if [ -n "$token" ] && [ ! -s "$token" ]; then
     new=$(mktemp "$token.XXXXXX") || fail 5 "$token is missing, and user $(id -u):$(id -g) cannot create it" \
@@ -7,6 +7,6 @@ if [ -n "$token" ] && [ ! -s "$token" ]; then
     od -A n -N 32 -t x1 /dev/urandom | tr -d ' \n' >"$new"
     chmod 0444 "$new"
     sync "$new"
-    ln "$new" "$token" 2>/dev/null || [ -s "$token" ] || fail 5 "$token is empty" "remove it; a new one is made at the next start"
+    ln "$new" "$token" 2>/dev/null || [ -s "$token" ] || fail 5 "$token is empty" "remove it; a new one is created at the next start"
     rm -f "$new"
 fi

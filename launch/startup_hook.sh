@@ -1,6 +1,6 @@
-# Run startup-hook.sh of the working directory, if there is one, before training. launch_persia.sh reads this file. If the
-# hook fails, the container ends with its exit code, after its output. The hook runs in a shell of its own: it
-# installs or checks something, and cannot set variables.
+# Before training, run startup-hook.sh in the working directory if it exists. launch_persia.sh reads this file. If the
+# hook fails, the container prints the output of the hook and ends with its exit code. The hook runs in a separate shell, so it
+# can install or check something, but cannot set variables.
 if [ -f startup-hook.sh ]; then
     echo "running $PWD/startup-hook.sh" >&2
     sh -eu startup-hook.sh || {

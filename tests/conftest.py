@@ -5,13 +5,16 @@ import json
 import logging
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import forking
 import numpy as np
 import pytest
 import torch
@@ -28,6 +31,7 @@ from persia.embedding.data import (
     PersiaBatch,
 )
 from persia.logger import get_default_logger
+from persia.runtime.settings import settings
 
 torch.set_num_threads(1)  # the models of tests are too small to divide among threads
 # A shell makes its background jobs ignore it; the processes that tests start must not.
@@ -42,7 +46,7 @@ CHOSEN = "live or stack"
 REQUIREMENTS = ("flask", "flask_cors", "moto", "mypy", "xdist")
 """Packages that `--all` needs in addition to the runtime image."""
 
-pytest_plugins = ["selection", "meeting"]
+pytest_plugins = ["selection", "meeting", "object_server", "up_jobs"]
 
 Configure = Callable[..., Path]
 ReplayWarnings = Callable[[], list[str]]
@@ -115,6 +119,7 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [*os.environ]:
         if name.startswith("PERSIA_") or name in {*places, "REPRODUCIBLE", "EMBEDDING_STALENESS"}:
             monkeypatch.delenv(name)
+    settings.reload_place()  # a test may have read that of its own variables
 
 
 @pytest.fixture
@@ -131,6 +136,27 @@ def replay_warnings() -> Iterator[ReplayWarnings]:
     get_default_logger().addHandler(handler)
     yield lambda: found
     get_default_logger().removeHandler(handler)
+
+
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the Python processes of a test be forks of one that has imported torch: see ``forking.py``."""
+    if forking.WANTED:
+        forking.fork_server()  # the kernel ties it to the thread that starts it
+    monkeypatch.setattr(subprocess, "Popen", forking.Popen)
+
+
+@pytest.fixture
+def commands(forks: None) -> Iterator[str]:
+    """Return a ``PATH`` whose Python commands are forks also in the scripts of a shell."""
+    here = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    if not forking.WANTED:
+        yield here
+        return
+    with tempfile.TemporaryDirectory(prefix="persia-") as folder:
+        made = forking.Commands(Path(folder))
+        yield os.pathsep.join([folder, here])
+        made.close()
 
 
 @pytest.fixture

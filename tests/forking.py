@@ -1,8 +1,8 @@
 """Starting the Python processes of tests as forks of a process that has imported torch: see ``forkserver.py``.
 
-``with forked_children():`` lets ``persia.launch.process.Process`` start them so. Other processes start as usual: other
-programs, and those whose environment differs in variables that are read before a script runs. ``PERSIA_TEST_FORK=0``
-starts all of them in the usual way.
+``with forked_children():`` lets ``persia.launch.process.Process`` start them so, and the fixture ``forks`` everything
+that starts a process with ``subprocess``. Other processes start as usual: other programs, and those whose environment
+differs in variables that are read before a script runs. ``PERSIA_TEST_FORK=0`` starts all of them in the usual way.
 """
 
 import atexit
@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 from unittest import mock
 
 from forkserver import PADDING
-from forkwork import Work, read_at_start, send, streams, tied_command, with_popen
+from forkwork import Work, python_command, read_at_start, receive, send, spares_of, streams, tied_command, with_popen
 
 from persia.launch import process
 
@@ -32,8 +32,6 @@ WANTED = os.environ.get("PERSIA_TEST_FORK", "") != "0"
 PADDING_BYTES = 100_000
 _ENVIRON = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 """The server's environment, without later changes of tests, so that most of their processes can be forks."""
-_DATA_SPARES = 2
-"""The number of runs of its script that a data-compose starts from a fork: the first, and one after a restart."""
 
 
 class Forked:
@@ -88,6 +86,12 @@ class ForkServer:
         self._gone = False
         threading.Thread(target=self._listen, name="fork server", daemon=True).start()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it cannot fork any more. What it had forked has ended with it."""
+        with self._lock:
+            return self._gone
+
     def can(self, env: dict[str, str]) -> bool:
         """Whether a process of this environment can be a fork."""
         return read_at_start(env) == self._read_at_start
@@ -141,19 +145,10 @@ _server: ForkServer | None = None
 def fork_server() -> ForkServer:
     """Return the fork server of this process, started when it is first needed."""
     global _server
-    if _server is None:
+    if _server is None or _server.has_ended:
         _server = ForkServer()
         atexit.register(_server.close)
     return _server
-
-
-def _spares(argv: Sequence[str]) -> int:
-    """Return how many processes a launcher will start."""
-    if list(argv[:2]) != ["-m", "persia.launch.cli"]:
-        return 0
-    if "data-loader" in argv:
-        return _DATA_SPARES
-    return int(argv[argv.index("--nproc-per-node") + 1]) if "--nproc-per-node" in argv else 1
 
 
 def _popen(words: Sequence[str], **options: Any) -> Any:
@@ -162,7 +157,7 @@ def _popen(words: Sequence[str], **options: Any) -> Any:
         return subprocess.Popen(words, **options)
     fds, opened, output = streams(options["stdin"], options["stdout"], options["stderr"])
     try:
-        child = server.start(argv, options["env"], str(options["cwd"] or Path.cwd()), fds, spares=_spares(argv))
+        child = server.start(argv, options["env"], str(options["cwd"] or Path.cwd()), fds, spares=spares_of(argv))
     finally:
         for fd in opened:
             os.close(fd)
@@ -175,3 +170,120 @@ def forked_children() -> Iterator[None]:
     """Let ``Process`` fork Python processes inside the block."""
     with mock.patch.object(process, "subprocess", with_popen(_popen)):
         yield
+
+
+class Popen(subprocess.Popen[Any]):
+    """``subprocess.Popen``, whose Python processes are forks. A fork always leads a session."""
+
+    _fork: Forked | None = None
+
+    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, *rest: Any) -> None:
+        """Start the process, as ``subprocess.Popen`` requires it: the arguments are those of its own method."""
+        pass_fds, cwd, env, _, _, shell, *pipes = rest[:12]
+        env = dict(os.environ if env is None else env)
+        listed = isinstance(args, list | tuple) and not (shell or executable or preexec_fn or pass_fds)
+        argv = python_command([os.fspath(word) for word in args], env) if listed and WANTED else None
+        if argv is None or not (server := fork_server()).can(env):
+            super()._execute_child(args, executable, preexec_fn, close_fds, *rest)  # type: ignore[misc]
+            return
+        given = (pipes[0], pipes[3], pipes[5])
+        fds = [number if fd == -1 else fd for number, fd in enumerate(given)]
+        try:
+            self._fork = server.start(argv, env, str(cwd or Path.cwd()), fds, spares=spares_of(argv))
+        finally:
+            self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+        self.pid = self._fork.pid
+        self._child_created = True
+
+    def _internal_poll(self, *args: Any, **options: Any) -> int | None:
+        if self._fork is None:
+            return super()._internal_poll(*args, **options)  # type: ignore[misc, no-any-return]
+        self.returncode = self._fork.code
+        return self.returncode
+
+    def _wait(self, timeout: float | None) -> int:
+        if self._fork is None:
+            return super()._wait(timeout)  # type: ignore[misc, no-any-return]
+        if not self._fork.ended.wait(timeout):
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        self.returncode = self._fork.wait()
+        return self.returncode
+
+
+class Commands:
+    """A folder for ``PATH``: its ``python``, ``persia`` and ``persia-launcher`` run as forks in the scripts of a shell.
+
+    Args:
+        folder: Gets the commands and their socket.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        address = str(folder / "socket")
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(address)
+        self._listener.listen()
+        here, installed = str(Path(__file__).parent), Path(sys.executable).parent
+        for name in ("python", "persia", "persia-launcher"):
+            command = [] if name == "python" else [str(installed / name)]
+            (folder / name).write_text(
+                f"#!{sys.executable} -IS\nimport sys\nsys.path.append({here!r})\n"
+                f"from forkclient import main\nmain({address!r}, {command!r})\n"
+            )
+            (folder / name).chmod(0o755)
+        self._running: list[Forked] = []
+        threading.Thread(target=self._accept, name="commands", daemon=True).start()
+
+    def close(self) -> None:
+        """Accept no more commands, and kill those that run."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for fork in [*self._running]:
+            _kill(fork)
+            fork.wait()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                control, _ = self._listener.accept()
+            except OSError:  # it is closed
+                return
+            threading.Thread(target=self._run, args=(control,), name="command", daemon=True).start()
+
+    def _run(self, control: socket.socket) -> None:
+        """Run one command. Its client waits for the process id, 0 if it is to run the command itself, and the code."""
+        with control, contextlib.suppress(OSError):
+            work = receive(control)
+            if work is None:
+                return
+            words = [sys.executable, *work.argv]
+            try:
+                server = fork_server()
+                argv = python_command(words, work.env) if server.can(work.env) else None
+                if argv is None:
+                    control.send(b"0")
+                    return
+                fork = server.start(argv, work.env, work.cwd, work.fds, spares=spares_of(argv))
+            finally:
+                for fd in work.fds:
+                    os.close(fd)
+            self._running.append(fork)
+            threading.Thread(target=_kill_with, args=(control, fork), name="client", daemon=True).start()
+            control.send(str(fork.pid).encode())
+            code = fork.wait()
+            self._running.remove(fork)
+            control.send(str(code).encode())
+            control.shutdown(socket.SHUT_RDWR)
+
+
+def _kill_with(control: socket.socket, fork: Forked) -> None:
+    """Kill a fork when its client ends."""
+    with contextlib.suppress(OSError):
+        control.recv(1)
+    _kill(fork)
+
+
+def _kill(fork: Forked) -> None:
+    if fork.code is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(fork.pid, signal.SIGKILL)

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from forkwork import Work, become, read_at_start, receive, run, send, streams, tied_command, with_popen
+from forkwork import Work, become, read_at_start, receive, run, send, spares_of, streams, tied_command, with_popen
 
 PRELOADED = ("numpy", "torch", "torch._dynamo", "pytest", "typer", "psutil", "yaml", "pynats")
 """Modules that most ranks import. Constructing the first optimizer imports ``torch._dynamo``, which takes as long as
@@ -169,7 +169,7 @@ def fork_spares(work: Work) -> tuple[Work, list[Spare]]:
         if own is None:
             os._exit(0)
         theirs.close()
-        return own, []
+        return fork_spares(own)
     return work, spares
 
 
@@ -185,7 +185,8 @@ def use_spares(spares: list[Spare]) -> None:
         fds, opened, output = streams(options["stdin"], options["stdout"], options["stderr"])
         spare = spares.pop()
         with spare.control as control:
-            send(control, Work(argv, options["env"], str(options["cwd"] or Path.cwd()), fds=tuple(fds)))
+            cwd = str(options["cwd"] or Path.cwd())
+            send(control, Work(argv, options["env"], cwd, spares_of(argv), fds=tuple(fds)))
         for fd in opened:
             os.close(fd)
         spare.stdout = output

@@ -5,9 +5,11 @@ import importlib
 import json
 import os
 import runpy
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +23,12 @@ _READ_AT_START = (
     *("LD_", "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "NPY_", "NUMPY_", "TORCH", "PYTORCH_"),
     *("ATEN_", "TRITON_", "CUDA_", "KINETO_", "MALLOC_", "GLIBC_", "LC_", "LANG", "TZ", "GRPC_"),
 )
+_CONSOLE_SCRIPTS = {"persia", "persia-launcher"}
+_DATA_SPARES = 2
+"""The number of runs of its script that a data-compose starts from a fork: the first, and one after a restart."""
+_JOB_SPARES = 9
+"""The number of launchers that a job starts from a fork: two data-composes, a trainer, and each after two restarts."""
+_OF_JOBS = {"--nproc", "--ranks", "--servers"}
 _READ_LATER = {"PYTHONPATH", "PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR"}
 
 
@@ -94,6 +102,40 @@ def tied_command(words: Sequence[str]) -> list[str] | None:
     return list(words[6:])
 
 
+def python_command(words: Sequence[str], env: Mapping[str, str]) -> list[str] | None:
+    """Return the Python arguments of a command; None for another program, or if the interpreter has options.
+
+    A console script such as ``persia`` is a Python command if its first line names this interpreter.
+    """
+    if words[0] == sys.executable:
+        if (argv := tied_command(words)) is not None:
+            return argv
+        argv = list(words[1:])
+        return argv if argv and (not argv[0].startswith("-") or argv[0] in {"-m", "-c"}) else None
+    if Path(words[0]).name not in _CONSOLE_SCRIPTS:
+        return None
+    script = shutil.which(words[0], path=env.get("PATH"))
+    if script is None or Path(script).read_bytes().partition(b"\n")[0] != b"#!" + os.fsencode(sys.executable):
+        return None
+    return [script, *words[1:]]
+
+
+def spares_of(argv: Sequence[str]) -> int:
+    """Return how many Python processes a command starts: the ranks of a launcher, the launchers of a job."""
+    if list(argv[:2]) == ["-m", "persia.launch.cli"] or Path(argv[0]).name == "persia-launcher":
+        if "data-loader" in argv:
+            return _DATA_SPARES
+        return int(argv[argv.index("--nproc-per-node") + 1]) if "--nproc-per-node" in argv else 1
+    verb = python_verb(argv)
+    return _JOB_SPARES if verb == "up" or (verb == "train" and _OF_JOBS & {*argv}) else 0
+
+
+def python_verb(argv: Sequence[str]) -> str:
+    """Return the verb of a ``persia`` command; an empty string for another one."""
+    words = list(argv[1:] if argv[0] == "-m" else argv)
+    return words[1] if len(words) > 1 and Path(words[0]).name == "persia" else ""
+
+
 def with_popen(popen: Any) -> types.ModuleType:
     """Return the module ``subprocess`` with another ``Popen``."""
     module = types.ModuleType("subprocess")
@@ -127,6 +169,7 @@ def become(work: Work, site: Sequence[str]) -> None:
     sys.path_importer_cache.clear()
     importlib.invalidate_caches()
     sys.orig_argv[:] = [sys.executable, *work.argv]
+    tempfile.tempdir = None  # of TMPDIR in the server's environment
     sys.modules["numpy"].random.seed()  # each process has its own state; random and torch reseed themselves
 
 

@@ -291,7 +291,8 @@ class LiveStack:
 
         def ready() -> bool:
             try:
-                problems[:] = job_status.status(self.nats_url, job.job_name()).problems
+                found = job_status.status(self.nats_url, job.job_name())
+                problems[:] = [one.text for one in found.problems]
             except UnreachableError as error:
                 problems[:] = [str(error)]
             return not problems

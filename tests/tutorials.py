@@ -119,8 +119,7 @@ def run(block: Block, folder: Path, environment: Mapping[str, str]) -> str:
     Raises:
         PageError: It fails.
     """
-    path = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", os.defpath)])
-    settings = {**environment, "PATH": path, "COLUMNS": "120"}
+    settings = {**environment, "COLUMNS": "120"}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(block.command or [], cwd=folder, env=settings, start_new_session=True, **pipes) as process:
         try:

@@ -1,4 +1,4 @@
-"""Check licences and sources of all crates by rust_core/deny.toml, where cargo-deny is not installed to do more."""
+"""Check licences and sources of all crates by rust_core/deny.toml, if cargo-deny is not installed."""
 
 import json
 import re
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def is_allowed(expression: str, allowed: set[str]) -> bool:
-    """Whether an SPDX expression, in which ``/`` is an old way to say ``OR``, can be met by these licences."""
+    """Whether these licences satisfy an SPDX expression, in which ``/`` is an old form of ``OR``."""
     words = re.findall(r"\(|\)|[^\s()]+", expression.replace("/", " OR "))
 
     def either() -> bool:
@@ -47,13 +47,13 @@ def problems(packages: list[dict[str, Any]], allowed: set[str]) -> Iterator[str]
     for package in packages:
         name, source = f"{package['name']} {package['version']}", package["source"]
         if not package["license"] or not is_allowed(package["license"], allowed):
-            yield f"{name}: its licence, {package['license']}, is not among those of rust_core/deny.toml"
+            yield f"{name}: the licence {package['license']} is not allowed in rust_core/deny.toml"
         if source is not None and not source.startswith("registry+"):
-            yield f"{name}: it comes from {source}, and not from the registry"
+            yield f"{name}: the source is {source}, not the registry"
         if source is None:
             for dependency in package["dependencies"]:
                 if dependency["req"] == "*" and dependency.get("path") is None:
-                    yield f"{name}: it takes any version of {dependency['name']}"
+                    yield f"{name}: any version of {dependency['name']} is accepted"
 
 
 def main() -> int:

@@ -1,8 +1,8 @@
-"""Check that dependencies point one way only: the layers of the architecture, for crates and for Python.
+"""Check that dependencies have one direction only: the layers of the architecture, for crates and for Python.
 
 examples -> persia -> persia_core -> cuda -> engine; persia_core -> features, engine, store, wire -> types -> kernels;
-server -> store, wire.
-Inside the package ``persia``, each layer imports only those below it, without cycles. No dependency points back.
+server -> store, wire; store -> objects -> types.
+Inside the package ``persia``, each layer imports only layers below it, without cycles.
 """
 
 import ast
@@ -19,8 +19,9 @@ CRATES: dict[str, set[str]] = {
     "persia-types": {"persia-kernels"},
     "persia-contract": {"persia-kernels", "persia-types"},
     "persia-features": {"persia-types"},
+    "persia-objects": {"persia-types"},
     "persia-engine": {"persia-kernels", "persia-types"},
-    "persia-store": {"persia-kernels", "persia-types"},
+    "persia-store": {"persia-kernels", "persia-types", "persia-objects"},
     "persia-wire": {"persia-kernels", "persia-types"},
     "persia-embedding-sharded-server": {"persia-kernels", "persia-types", "persia-store", "persia-wire"},
     "persia-cuda": {"persia-kernels", "persia-types", "persia-engine"},
@@ -40,12 +41,13 @@ FORBIDDEN_CRATES: dict[str, set[str]] = {
     "persia-types": {"tokio", "tonic", "pyo3"},
     "persia-features": {"tokio", "tonic", "pyo3"},
     "persia-engine": {"tokio", "tonic", "pyo3"},
-    "persia-store": {"tokio", "tonic", "pyo3"},
+    "persia-objects": {"tonic", "pyo3"},
+    "persia-store": {"tokio", "tonic", "pyo3", "object_store", "reqwest"},
     "persia-wire": {"pyo3"},
     "persia-cuda": {"tokio", "tonic", "pyo3"},
     "persia-embedding-sharded-server": {"pyo3"},
 }
-"""Crates that must work without the network and Python may not depend on them."""
+"""The crates for the network and for Python on which each crate may not depend."""
 
 FORBIDDEN_STD: dict[str, tuple[str, ...]] = {
     "kernels": ("std::fs", "std::net", "std::thread"),
@@ -84,6 +86,7 @@ LAYERS = (
     "checkpoint",
     "loop",
     "profile",
+    "monitor",
     "models",
     "nn",
     "ctx",
@@ -96,26 +99,26 @@ LAYERS = (
     "doctor",
     "cli",
 )
-"""The packages below ``persia``, lowest first: each imports only those before it. All may import ``persia`` itself."""
+"""The packages below ``persia``, lowest first. Each imports only those before it. All may import ``persia`` itself."""
 
 PATHS = ("__main__", "env", "errors", "helper", "launcher", "logger", "prelude", "service", "utils")
 """PersiaML's import paths, and ``python -m persia``: they import from every layer, and no layer imports them."""
 
 MOVED = {("persia.embedding", "persia.nn")}
-"""Modules that import a name from its new module when it is requested by its old path."""
+"""Modules that provide a name under its old path."""
 
 FORBIDDEN_NAMES = {"common", "helper", "misc", "copies", "meeting", "stopping", "interfaces", "peers"}
-"""Names without meaning, or for which the glossary has another word."""
+"""Names without meaning, or for which the glossary has a different word."""
 
 
 def crate_errors() -> Iterator[str]:
-    """Yield each dependency between crates that points the wrong way."""
+    """Yield each dependency between crates in the wrong direction."""
     command = ["cargo", "metadata", "--format-version", "1", "--no-deps", "--locked", "--offline"]
     done = subprocess.run(command, cwd=ROOT / "rust_core", check=True, stdout=subprocess.PIPE)
     for package in json.loads(done.stdout)["packages"]:
         name = package["name"]
         if name not in CRATES:
-            yield f"{name}: a new crate; say in tools/check_layers.py what it may depend on"
+            yield f"{name}: a new crate; add its allowed dependencies to tools/check_layers.py"
             continue
         for dependency in (found["name"] for found in package["dependencies"] if found["kind"] is None):
             own = dependency.startswith("persia-")
@@ -145,7 +148,7 @@ def imports(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def python_errors() -> Iterator[str]:
-    """Yield each import that points the wrong way."""
+    """Yield each import in the wrong direction."""
     for folder, allowed in PYTHON.items():
         for file in sorted((ROOT / folder).rglob("*.py*")):
             if file.suffix not in {".py", ".pyi"}:
@@ -191,10 +194,10 @@ def package_errors() -> Iterator[str]:
         place = file.relative_to(ROOT)
         for part in {*file.relative_to(ROOT / PACKAGE).with_suffix("").parts} & FORBIDDEN_NAMES:
             if place != Path(PACKAGE, "helper.py"):
-                yield f"{place}: no module is called {part}: say what it holds"
+                yield f"{place}: no module may be called {part}; name its content"
         layer = layer_of(name)
         if layer is None:
-            yield f"{place}: a new package; say in tools/check_layers.py where it belongs"
+            yield f"{place}: a new package; add it to the layers in tools/check_layers.py"
             continue
         graph[name] = set()
         for line, module in imported(file, set(files)):
@@ -216,7 +219,7 @@ def layer_of(module: str) -> int | None:
 
 
 def circles(graph: dict[str, set[str]]) -> Iterator[list[str]]:
-    """Yield one path for each module from which imports lead back to it, each cycle once."""
+    """Yield each import cycle once, as a path of modules."""
     seen: set[str] = set()
     for start in sorted(graph):
         if start in seen:

@@ -1,5 +1,5 @@
 #!/bin/sh -u
-# Name everything this machine lacks to build and test Persia, and how to get it. Exit code 2 when something is.
+# List everything that this machine lacks to build and test Persia, and how to get it. The exit code is 2 if anything is missing.
 # Usage: tools/check_machine.sh PYTHON
 python=$1
 wrong=0
@@ -10,9 +10,9 @@ lacks() {
 }
 
 if ! command -v "$python" >/dev/null; then
-    lacks "$python" "install Python 3.10 or later (Debian: apt-get install python3 python3-venv), or name one: make PYTHON=/path/to/python"
+    lacks "$python" "install Python 3.10 or later (Debian: apt-get install python3 python3-venv), or select one: make PYTHON=/path/to/python"
 elif ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
-    lacks "Python 3.10 or later ($python is $("$python" -V 2>&1))" "name a newer one: make PYTHON=/path/to/python"
+    lacks "Python 3.10 or later ($python is $("$python" -V 2>&1))" "select a newer one: make PYTHON=/path/to/python"
 elif ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
     lacks "the venv module of $python" "Debian: apt-get install python3-venv"
 fi

@@ -1,5 +1,5 @@
 #!/bin/sh -eu
-# Make sure that `docker compose` exists: where it is missing, take the plugin out of Debian's package for this user.
+# Make sure that `docker compose` exists. If it is missing, extract the plugin from Debian's package for this user.
 if docker compose version >/dev/null 2>&1; then
     exit 0
 fi

@@ -40,40 +40,39 @@ labels:
 ```
 
 ```sh
-persia config check persia.yml                            # every mistake, with line and column
+persia config check persia.yml                            # every error, with line and column
 persia config show persia.yml --set train.seed=7          # all keys with defaults, and the source of each value
 ```
 
 ```python
-config = persia.load_config("persia.yml", ["train.seed=7"])  # a ConfigError has all mistakes
+config = persia.load_config("persia.yml", ["train.seed=7"])  # a ConfigError lists all errors
 is_valid, errors = persia.config.validate_config("persia.yml")
 ```
 
 * **`--set KEY=VALUE`** changes or adds a key. `KEY` is a path such as `train.dense_optimizer.lr`; `VALUE` is YAML. The
   option can be repeated. If a key is set twice, the last value is used.
-* **`persia config check`** accepts `persia.yml`, `embedding_config.yml` and `global_config.yml` together, in any order,
-  and recognises each by its blocks. It compares the slots of the first two. Without arguments, it checks the files that
-  a job in this folder would read. It also checks that the data of `persia.yml` has the columns that are read, in types
-  that fit; it reads no rows. `--no-data` omits this check.
+* **`persia config check`** accepts `persia.yml`, `embedding_config.yml` and `global_config.yml` together, in any
+  order, and recognizes each by its blocks. It compares the slots of the first two files. Without arguments, it checks
+  the files that a job in this folder would read. It also checks that the data of `persia.yml` has the columns that
+  are read, with suitable types. It reads no rows. `--no-data` omits this check.
 * **Slots.** A script takes its slots from `PERSIA_CONFIG=persia.yml` or from
-  `PERSIA_EMBEDDING_CONFIG=embedding_config.yml`. Setting both variables is an error. Capacity and other limits of a job
-  are in [`global_config.yml`](running.md).
-* **Values.** Numbers may be written `1000000`, `1_000_000` or `1e6`. Booleans are `true` and `false`; `yes` and `on`
-  are strings. A string needs quotes only if it looks like a number, `true`, `false` or `null`. `null`, or no value,
-  means "not set". An alias (`*name`) repeats the value of its anchor (`&name`); merge keys (`<<`) and tags (`!name`)
-  are refused.
+  `PERSIA_EMBEDDING_CONFIG=embedding_config.yml`. Setting both variables is an error. Capacity and other limits of a
+  job are in [`global_config.yml`](running.md).
+* **Values.** A number may be written as `1000000`, `1_000_000` or `1e6`. Booleans are `true` and `false`; `yes` and
+  `on` are strings. A string needs quotes only if it looks like a number, `true`, `false` or `null`. `null`, or no
+  value, means "not set". An alias (`*name`) repeats the value of its anchor (`&name`); merge keys (`<<`) and tags
+  (`!name`) are refused.
 * **Features and labels.** `config show` prints them as they are in the file, without defaults.
   [transforms.md](transforms.md) describes their keys and defaults.
-* **The column of a label** cannot be the column of a feature, a weight, a group or a split. The model would be trained
-  on the label.
+* **The column of a label** cannot be the column of a feature, a weight, a group or a split, because the model would
+  then be trained on the label.
 """
 
 TAIL = """## Not in this version
 
-These blocks are refused by name: {reserved}.
+The following blocks are refused, and the error names them: {reserved}.
 
-These keys are refused, with a message that names the alternative: `data.workers` (Arrow reads with all threads;
-data-compose has replicas), `train.baseline` (an option of `persia train`).
+The key `train.baseline` is refused. The error names the alternative, an option of `persia train`.
 """
 
 

@@ -72,7 +72,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="replace the committed PTX")
     parser.add_argument("--print", action="store_true", help="only print it")
     parser.add_argument("--nvrtc", type=Path, default=NVRTC, help="a folder with libnvrtc.so.12 below it")
-    parser.add_argument("--architecture", default=ARCHITECTURE, help=f"{ARCHITECTURE} where it is committed")
+    parser.add_argument("--architecture", default=ARCHITECTURE, help=f"{ARCHITECTURE} for the committed PTX")
     arguments = parser.parse_args()
     try:
         ptx = compile_ptx(library(arguments.nvrtc), arguments.architecture)
@@ -84,7 +84,7 @@ def main() -> int:
     elif arguments.write:
         PTX.write_text(ptx)
     elif not PTX.exists() or PTX.read_text() != ptx:
-        print(f"error: {PTX.relative_to(ROOT)} is not current: {SOURCE.name} compiles to another one", file=sys.stderr)
+        print(f"error: {PTX.relative_to(ROOT)} is not current: {SOURCE.name} compiles to other PTX", file=sys.stderr)
         print("  next: python tools/cuda_ptx.py --write", file=sys.stderr)
         return 1
     return 0

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Fuzz a target of rust_core/fuzz (or all of them, in turn) with libFuzzer: tools/fuzz.sh SECONDS [TARGET ...]
-# What is found lies in rust_core/fuzz/artifacts/, new inputs of the corpus in rust_core/fuzz/target/corpus/.
+# Findings are in rust_core/fuzz/artifacts/, new inputs of the corpus in rust_core/fuzz/target/corpus/.
 set -euo pipefail
 cd "$(dirname "$0")/../rust_core/fuzz"
 
@@ -18,7 +18,7 @@ for option in -sanitizer-coverage-level=4 -sanitizer-coverage-trace-compares -sa
 done
 bins=()
 for target in "$@"; do
-    [ -d "corpus/$target" ] || { echo "no target $target; there are: $(cd corpus && echo *)" >&2; exit 2; }
+    [ -d "corpus/$target" ] || { echo "no target $target; expected one of: $(cd corpus && echo *)" >&2; exit 2; }
     bins+=(--bin "$target")
 done
 RUSTFLAGS="$flags --cfg fuzzing" cargo build --release --locked --target "$host" --target-dir target "${bins[@]}"

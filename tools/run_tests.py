@@ -2,12 +2,13 @@
 
 The steps run one after another; images are built while the first ones run. A failing step does not end the run. A step
 writes its output to ``runs/tests/STEP.log`` and its JUnit file to ``runs/junit/``. ``runs/tests/slowest.txt`` has the
-30 slowest tests. The last lines name every failing test with the end of its output.
+30 slowest tests. The last lines list every failing test with the end of its output.
 
-``--resume`` continues a run that was interrupted: tests that passed on the same sources do not run again. After ``make
-test`` it lets ``make test-all`` run the rest only. ``--shard 2/4`` runs the second quarter of each suite.
+``--resume`` continues an interrupted run: tests that passed on the same sources are not repeated. After ``make
+test``, ``make test-all`` with it runs only the remaining tests. ``--shard 2/4`` runs the second quarter of each suite.
 
-One run at a time uses a ``CARGO_TARGET_DIR``: another clone that builds into it would replace the binaries under test.
+Only one run at a time uses a ``CARGO_TARGET_DIR``, because another clone that builds into it would replace the binaries
+under test.
 """
 
 import argparse
@@ -43,10 +44,10 @@ class Step:
         make: The target that runs it.
         suite: Whether it writes a JUnit file.
         grows: Whether the long run includes more of its tests.
-        needs: The concurrent step that has to end first.
-        beside: Whether the next steps start while it runs.
+        needs: The concurrent step that must end first.
+        beside: Whether the next steps start while this one runs.
         nightly: Whether only the long run includes it.
-        variables: For make.
+        variables: The variables of make.
     """
 
     name: str
@@ -99,7 +100,7 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
             for path in () if self.resume else folder.glob("*.*"):
                 path.unlink()
-        for path in JUNIT.glob("*.xml"):  # of this part of the run only
+        for path in JUNIT.glob("*.xml"):  # of this shard only
             path.unlink()
         if not self.resume:
             (ROOT / "runs" / "checklist.json").unlink(missing_ok=True)
@@ -163,7 +164,7 @@ class Run:
         return code
 
     def interrupt(self, number: int, _: object) -> NoReturn:
-        """End the processes of the steps and report the results so far."""
+        """End the processes of the steps and report the results until now."""
         for process in self.running.values():
             os.killpg(process.pid, signal.SIGTERM)
         tell(f"interrupted by {signal.Signals(number).name}; make test RESUME=1 continues")
@@ -200,7 +201,7 @@ def fingerprint() -> str:
 
 
 def claim(target: Path) -> IO[bytes]:
-    """Return the lock of a target directory, held; wait while another run holds it."""
+    """Acquire the lock of a target directory and return it; wait while another run holds it."""
     target.mkdir(parents=True, exist_ok=True)
     lock = (target / ".test-run.lock").open("ab")
     try:
@@ -225,13 +226,13 @@ def tell(line: str) -> None:
 def main() -> int:
     """Run the requested steps and return 0 if all of them passed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="the long tests, too")
-    parser.add_argument("--lint", action="store_true", help="the lints, too")
-    parser.add_argument("--resume", action="store_true", help="without what passed on the same sources")
-    parser.add_argument("--shard", default="", metavar="K/N", help="one part of N of each suite")
+    parser.add_argument("--all", action="store_true", help="run the long tests too")
+    parser.add_argument("--lint", action="store_true", help="run the lints too")
+    parser.add_argument("--resume", action="store_true", help="skip the tests that passed on the same sources")
+    parser.add_argument("--shard", default="", metavar="K/N", help="run the K-th of N parts of each suite")
     arguments = parser.parse_args()
     if arguments.shard and not re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", arguments.shard):
-        parser.error(f"--shard {arguments.shard}: want K/N, for example 2/4")
+        parser.error(f"--shard {arguments.shard}: expected K/N, for example 2/4")
     steps = [s for s in STEPS if (arguments.all or not s.nightly) and (arguments.lint or s.name != "lint")]
     if arguments.shard:
         part, parts = map(int, arguments.shard.split("/"))
@@ -239,7 +240,7 @@ def main() -> int:
             parser.error(f"--shard {arguments.shard}: there is no shard {part} of {parts}")
         alone = [s.name for s in steps if s.nightly and not s.suite]  # steps that cannot be divided
         steps = [s for s in steps if s.name not in alone or alone.index(s.name) % parts == part - 1]
-        steps = [s for s in steps if s.name != "checklist"]  # no part shows every row
+        steps = [s for s in steps if s.name != "checklist"]  # no shard shows every row
     run = Run(steps, everything=arguments.all, shard=arguments.shard, resume=arguments.resume)
     with claim(Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "rust_core" / "target")):
         run.prepare()

@@ -1,9 +1,14 @@
-"""Print linked crates, and with ``--python`` Python packages, as a bill of materials (CycloneDX 1.5).
+"""Print linked crates, Python packages with ``--python``, and Debian's, as a bill of materials (CycloneDX 1.5).
 
-Usage: tools/sbom.py [--crate PACKAGE[:FEATURES]]... [--python] [--add BILL.json]
+Usage: tools/sbom.py [--crate PACKAGE[:FEATURES]]... [--python] [--add BILL.json] [--debian LIST]
+    [--of TYPE:NAME@VERSION] [--file FILE]
+
+``--debian`` reads lines of package, version and architecture, with tabs between them. ``--of`` names what the bill is
+of, and ``--file`` its file, whose hash is then in the bill.
 """
 
 import argparse
+import hashlib
 import json
 import re
 import subprocess
@@ -16,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def component(ecosystem: str, name: str, version: str, licence: str) -> dict[str, Any]:
-    """Return one library; ``licence`` is an SPDX expression, or empty where none is known."""
+    """Return one library; ``licence`` is an SPDX expression, or empty if it is unknown."""
     found: dict[str, Any] = {
         "type": "library",
         "name": name,
@@ -51,12 +56,35 @@ def installed() -> list[dict[str, Any]]:
     return found
 
 
+def debian(lines: str) -> list[dict[str, Any]]:
+    """Return Debian packages from lines of package, version and architecture."""
+    found = []
+    for line in lines.splitlines():
+        name, version, architecture = line.split("\t")
+        each = component("deb/debian", name, version, "")
+        found.append(each | {"purl": f"{each['purl'].replace('+', '%2B')}?arch={architecture}"})
+    return found
+
+
+def subject(text: str, file: Path | None) -> dict[str, Any]:
+    """Return what a bill is of, from ``TYPE:NAME@VERSION``."""
+    kind, _, named = text.partition(":")
+    name, _, version = named.rpartition("@")
+    found: dict[str, Any] = {"type": kind, "name": name, "version": version}
+    if file is not None:
+        found["hashes"] = [{"alg": "SHA-256", "content": hashlib.sha256(file.read_bytes()).hexdigest()}]
+    return found
+
+
 def main() -> None:
     """Print the bill; equal inputs give equal output."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--crate", action="append", default=[])
     parser.add_argument("--python", action="store_true")
     parser.add_argument("--add", type=Path)
+    parser.add_argument("--debian", type=Path)
+    parser.add_argument("--of")
+    parser.add_argument("--file", type=Path)
     options = parser.parse_args()
     found = json.loads(options.add.read_text())["components"] if options.add else []
     for crate in options.crate:
@@ -64,8 +92,12 @@ def main() -> None:
         found += crates(package, features)
     if options.python:
         found += installed()
+    if options.debian:
+        found += debian(options.debian.read_text())
     by_name = {each["purl"]: each for each in found}
-    bill = {"bomFormat": "CycloneDX", "specVersion": "1.5", "version": 1}
+    bill: dict[str, Any] = {"bomFormat": "CycloneDX", "specVersion": "1.5", "version": 1}
+    if options.of:
+        bill["metadata"] = {"component": subject(options.of, options.file)}
     json.dump(bill | {"components": [by_name[name] for name in sorted(by_name)]}, sys.stdout, indent=1)
 
 

@@ -1,6 +1,6 @@
 #!/bin/bash
-# The tests that need a CUDA device: kernels, training, and the kernels under compute-sanitizer if it is installed. Run
-# it by: make test-gpu
+# Run the tests that need a CUDA device: kernels, training, and the kernels under compute-sanitizer if it is installed.
+# Run this script with: make test-gpu
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=.venv/bin/python
@@ -21,5 +21,5 @@ if sanitizer=$(command -v compute-sanitizer); then
             --skip a_million_times --skip used_again
     done
 else
-    echo "compute-sanitizer is not installed: left out (it comes with the CUDA toolkit)"
+    echo "compute-sanitizer is not installed and was skipped (it is part of the CUDA toolkit)"
 fi

@@ -9,12 +9,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 TAIL = 36
-"""The number of last lines in which a failed run names every failing test; with the lines of make, it is 40."""
+"""The maximum number of lines in which a failed run lists its failing tests; with the lines of make, it is 40."""
 SLOWEST = 30
 EXAMPLE = 8
-"""The number of lines of one of many failures whose output is shown, with its heading."""
+"""The number of lines for one failure if there are many, heading included."""
 KEPT = 40
-"""The number of lines of each output in the file of failures."""
+"""The maximum number of lines of each output in the file of failures."""
 WIDTH = 160
 _BACKTRACE = re.compile(r"^stack backtrace:\n(?:\s+.*\n)*(?:note: .*)?", re.MULTILINE)
 """The backtrace of a Rust panic, which follows its message."""
@@ -45,8 +45,8 @@ class Failure:
     """A failing test, or a step that failed without one.
 
     Attributes:
-        heading: The line that names it.
-        output: What it wrote.
+        heading: Its first line, which contains its name.
+        output: The output of the test or the step.
     """
 
     heading: str
@@ -149,7 +149,7 @@ def _problem(
     if step not in results or resumed.get(step):
         return None
     outcomes = {test.outcome for test in results[step]}
-    # If no Docker engine answers, all tests in containers are skipped.
+    # Without a Docker engine, all tests in containers are skipped.
     return "no test ran" if not outcomes or (outcomes == {"skipped"} and step != "compose") else None
 
 
@@ -160,8 +160,8 @@ def _text(path: Path) -> str:
 def _within(found: Sequence[Failure], room: int) -> list[str]:
     """Return the failures in at most ``room`` lines.
 
-    With few failures, each has a heading and the end of its output. With many, their names come first, by file, and
-    then, where there is room, the output of the first ones: many failures often have one cause. With very many, each
+    With few failures, each has a heading and the end of its output. With many, their names come first, by file. The
+    output of the first ones follows if there is room, because many failures often have one cause. With very many, each
     file has the number of its failures.
     """
     each = room // max(1, len(found)) - 1

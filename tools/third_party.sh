@@ -1,6 +1,6 @@
 #!/bin/sh -eu
-# Build what overrides the packaged files, into third_party/. Runs in the development image: make third-party.
-# PROFILE=release|dev FEATURES=... BUILD=what these sources are called
+# Build the overrides of the packaged files into third_party/. `make third-party` runs this script in the development image.
+# PROFILE=release|dev FEATURES=... BUILD=a description of these sources
 cd "$(dirname "$0")/../rust_core"
 profile=${PROFILE:-release}
 features=${FEATURES:-}
@@ -11,7 +11,7 @@ cargo build --profile "$profile" --locked --package persia-core --features "$fea
 
 built=${CARGO_TARGET_DIR:-target}/$profile
 [ "$profile" != dev ] || built=${CARGO_TARGET_DIR:-target}/debug
-# Copied next to the target and renamed, so that a running process keeps its file.
+# The file is copied next to the target and renamed, so that a running process keeps its file.
 put() {
     cp "$built/$1" "$out/.$2"
     mv "$out/.$2" "$out/$2"

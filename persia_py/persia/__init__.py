@@ -5,18 +5,18 @@ Layout, from the top; a layer imports only what is below it:
 * :mod:`persia.cli`: the ``persia`` command
 * :mod:`persia.doctor`: checks of a machine, a job and a configuration
 * :mod:`persia.launch`: the processes of a job
-* :mod:`persia.testing`: a model checked step by step
-* :mod:`persia.trainer`: training by a configuration
+* :mod:`persia.testing`: checks of a model against a reference, step by step
+* :mod:`persia.trainer`: training from a configuration file
 * :mod:`persia.config`: ``persia.yml``
 * :mod:`persia.debug`: breakpoints, digests and stacks of several ranks
 * :mod:`persia.data`, :mod:`persia.ctx`, :mod:`persia.nn`, :mod:`persia.models`: what a script imports
 * :mod:`persia.loop`: a pass over the data
 * :mod:`persia.checkpoint`: checkpoints of a run, and their replicas
 * :mod:`persia.backend`: rows in this process, or on embedding servers
-* :mod:`persia.distributed`: several ranks
-* :mod:`persia.feed`: batches from data-compose
+* :mod:`persia.distributed`: communication between ranks
+* :mod:`persia.feed`: transport of batches from data-compose
 * :mod:`persia.discovery`: the parts of a job find each other through NATS
-* :mod:`persia.serving`: a trained model as a bundle, and its scores
+* :mod:`persia.serving`: export of a trained model as a bundle, and the scoring server
 * :mod:`persia.embedding`: features, batches, tables and optimizers of embeddings
 * :mod:`persia.runtime`: settings, errors, exit codes, logging, signals
 * :mod:`persia.proto`: code that is generated from the proto files
@@ -36,11 +36,11 @@ _MODULES = {
 }
 """The modules that a script imports."""
 _NAMES = {"Trainer": "trainer", "load_config": "config"}
-"""Names that a script can use without the name of their module."""
+"""Names that are available as ``persia.NAME``, without the name of their module."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import a module of this package, or a name of one."""
+    """Import a module of this package, or return one of the names in ``_NAMES``."""
     if name in _NAMES:
         return getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
     if name not in _MODULES:
@@ -49,10 +49,10 @@ def __getattr__(name: str) -> Any:
 
 
 def _check_core(version: str) -> None:
-    """Refuse a missing or stale ``persia_core``.
+    """Refuse a missing or outdated ``persia_core``.
 
     Raises:
-        ImportError: It is not installed, or is of another version than these Python sources (``StaleCoreError``).
+        ImportError: The package is not installed, or of a different version than these sources (``StaleCoreError``).
     """
     try:
         core = importlib.import_module("persia_core")

@@ -1,4 +1,4 @@
-"""PersiaML's path: this process's place in its job, from :mod:`persia.runtime.settings`."""
+"""The import path of PersiaML for the position of this process in its job, from :mod:`persia.runtime.settings`."""
 
 from persia.runtime.settings import (
     checkpoint_root,

@@ -1,4 +1,4 @@
-"""PersiaML's import path of :mod:`persia.launch.service_ctx`."""
+"""The import path of PersiaML for :mod:`persia.launch.service_ctx`."""
 
 from persia.launch.service_ctx import PersiaServiceCtx, ensure_persia_service
 

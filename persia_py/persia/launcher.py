@@ -1,4 +1,4 @@
-"""PersiaML's import path of ``persia-launcher``: ``python -m persia.launcher nn-worker FILE``."""
+"""The import path of PersiaML for ``persia-launcher``: ``python -m persia.launcher nn-worker FILE``."""
 
 from persia.launch.cli import app, main
 

@@ -1,4 +1,4 @@
-"""PersiaML's path of :mod:`persia.runtime.logging`."""
+"""The import path of PersiaML for :mod:`persia.runtime.logging`."""
 
 from persia.runtime.logging import get_default_logger, get_logger, setLogger
 

@@ -14,7 +14,7 @@ def check_pyarray_dtype_valid(array: npt.NDArray[np.generic], dtype: npt.DTypeLi
     """Check that a dense input or a label may be ``array``.
 
     Raises:
-        FeatureTypeError: It has a dtype that a batch cannot hold, or another one than ``dtype``.
+        FeatureTypeError: The array has a dtype that a batch cannot hold, or its dtype is not ``dtype``.
     """
     if NdarrayDataBase(array).data.dtype != np.dtype(dtype):
         raise FeatureTypeError(f"dtype {np.dtype(dtype)}: the array has {array.dtype}")

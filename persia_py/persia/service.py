@@ -1,4 +1,4 @@
-"""PersiaML's import path of :mod:`persia.discovery.services`."""
+"""The import path of PersiaML for :mod:`persia.discovery.services`."""
 
 from persia.discovery.services import get_embedding_worker_services
 

@@ -1,4 +1,4 @@
-"""PersiaML's import path of small functions that its scripts use."""
+"""The import path of PersiaML for small functions that its scripts use."""
 
 from persia.embedding.data import split_mask
 from persia.launch.binaries import resolve_binary_execute_path

@@ -187,7 +187,7 @@ def hang(job: Job, rng: random.Random) -> None:
     process.resume()
     job.wait("the old rank to end", lambda: not old.process.running)
     assert old.process.code != 0, old.output
-    assert "belongs to another run" in old.output, old.output
+    assert "does not belong to the current generation" in old.output, old.output
 
 
 def data(job: Job, rng: random.Random) -> None:
@@ -218,6 +218,7 @@ def reset(job: Job, rng: random.Random) -> None:
 
 
 def disk_full(job: Job, rng: random.Random) -> None:
+    job.wait("the first save", lambda: (saves := job.saves()) is not None and checkpoint.latest(saves) is not None)
     some_step(job, rng)
     filler = job.checkpoints / "filler"
     job.note_fault()

@@ -18,11 +18,11 @@ PHASES = ("before", "restored", "loop", "between", "evaluation", "save", "publis
 """Before the first loop; between a restore and a loop; in a loop; between two loops; in an evaluation; in a save and
 its commit; while a model is published; while it is served and reloaded; after the last step."""
 
-NOT_BUILT = {
-    "publish": "there is no publishing yet: a save is the only thing that is published, which is the phase `save`",
-    "serving": "there is no serving and no reload yet",
+ELSEWHERE = {
+    "publish": "a process that is no part of the job exports a bundle: tests/unit/test_bundle.py",
+    "serving": "a process that is no part of the job serves a bundle: tests/unit/test_serving_faults.py",
 }
-"""Phases without cells, with the reason."""
+"""Phases without cells: why, and where their faults are tested."""
 
 MOMENTS: dict[str, tuple[str, ...]] = {
     "before": ("start", "entered"),
@@ -35,7 +35,7 @@ MOMENTS: dict[str, tuple[str, ...]] = {
 }
 """The moments of a phase, in the order of the run."""
 
-CELLS = [(fault, phase) for fault in FAULTS for phase in PHASES if phase not in NOT_BUILT]
+CELLS = [(fault, phase) for fault in FAULTS for phase in PHASES if phase not in ELSEWHERE]
 """The cells of the table, without exception."""
 
 
@@ -243,7 +243,7 @@ def table() -> list[tuple[str, str, str]]:
     """Return each cell of fault and phase with what is done in it: ``seed``s, or the reason why nothing is."""
     first = {cell_of(seed): seed for seed in range(len(CELLS), 0, -1)}
     return [
-        (fault, phase, NOT_BUILT.get(phase) or f"seed {first[fault, phase]} and every {len(CELLS)}th after it")
+        (fault, phase, ELSEWHERE.get(phase) or f"seed {first[fault, phase]} and every {len(CELLS)}th after it")
         for fault in FAULTS
         for phase in PHASES
     ]

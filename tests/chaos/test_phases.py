@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import Configure
 from ledger_data import Sum
-from phase_cases import BIG, CELLS, NOT_BUILT, PHASES, case_of, cell_of, table
+from phase_cases import BIG, CELLS, ELSEWHERE, PHASES, case_of, cell_of, table
 from phase_data import Data
 from phase_faults import FAULTS
 from phase_run import run
@@ -79,7 +79,7 @@ def test_every_cell_has_seeds_or_a_reason() -> None:
     assert cells.keys() == {(fault, phase) for fault in FAULTS for phase in PHASES}
     assert {cell_of(seed) for seed in range(1, len(CELLS) + 1)} == set(CELLS)
     for (_, phase), what in cells.items():
-        assert what.startswith("seed ") or (phase in NOT_BUILT and what == NOT_BUILT[phase])
+        assert what.startswith("seed ") or (phase in ELSEWHERE and what == ELSEWHERE[phase])
 
 
 def test_a_seed_is_always_the_same_case() -> None:

@@ -73,7 +73,12 @@ def test_trainer(services: dict[str, Any]) -> None:
     assert "NCCL_SOCKET_IFNAME" in services["trainer"]["environment"]
 
 
-@pytest.mark.row("S0-14")
+def test_all_variables_of_tls_reach_the_services(services: dict[str, Any]) -> None:
+    for name in REPLICAS:
+        assert {f"PERSIA_TLS_{part}" for part in ("CERT", "KEY", "CA", "NAME")} <= set(services[name]["environment"])
+
+
+@pytest.mark.row("S0-14", "S0-15")
 def test_what_is_chosen_reaches_the_services() -> None:
     folders = {"CUR_DIR": "/one", "DATA_DIR": "/two", "THIRD_PARTY": "/three", "PERSIA_DIR": "/four"}
     files = {"COMPOSE_FILE": "docker-compose.yaml:docker-compose.source.yaml"}
@@ -82,15 +87,18 @@ def test_what_is_chosen_reaches_the_services() -> None:
     for name in REPLICAS:
         assert services[name]["deploy"]["replicas"] == 5
         assert services[name]["environment"]["REPLICA_SIZE"] == "5"
-    sources = {volume["target"]: volume["source"] for volume in services["trainer"]["volumes"] if "source" in volume}
-    assert {sources[target] for target in ("/workspace", "/data", "/third_party", "/persia")} == set(folders.values())
+    for name in ("trainer", "data_compose"):  # what runs Python
+        sources = {volume["target"]: volume["source"] for volume in services[name]["volumes"] if "source" in volume}
+        chosen = [sources[target] for target in ("/workspace", "/data", "/third_party", "/persia")]
+        assert chosen == [*folders.values()], name
+        assert services[name]["environment"]["PYTHONPATH"] == "/persia"
 
 
 @pytest.mark.row("S0-14")
 def test_every_variable_has_a_default_and_a_line_in_env(services: dict[str, Any]) -> None:
     text = (ROOT / ".env").read_text()
-    explained = set(re.findall(r"^#?([A-Z_]+)=", text, re.MULTILINE))
-    with_default = dict(re.findall(r"^([A-Z_]+)=(.*)$", text, re.MULTILINE))
+    explained = set(re.findall(r"^#?([A-Z0-9_]+)=", text, re.MULTILINE))
+    with_default = dict(re.findall(r"^([A-Z0-9_]+)=(.*)$", text, re.MULTILINE))
     used: set[str] = set()
     for path in ROOT.glob("docker-compose*.yaml"):
         content = re.sub(r"^\s*#.*$", "", path.read_text(), flags=re.MULTILINE)
@@ -101,6 +109,13 @@ def test_every_variable_has_a_default_and_a_line_in_env(services: dict[str, Any]
                 assert with_default[name] == default, name
     passed = {name for name, value in services["trainer"]["environment"].items() if value is None}
     assert used | passed | {"COMPOSE_FILE"} == explained
+
+
+def test_the_address_of_a_collector_reaches_every_process_of_a_step(services: dict[str, Any]) -> None:
+    for name in REPLICAS:
+        passed = services[name]["environment"]
+        wanted = {"OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_HEADERS", "PERSIA_TRACE_EVERY"}
+        assert wanted <= {*passed} and all(passed[each] is None for each in wanted), name
 
 
 def test_services_are_hardened(services: dict[str, Any]) -> None:
@@ -149,6 +164,24 @@ def test_overlays(services: dict[str, Any]) -> None:
             assert port["host_ip"] == "127.0.0.1"
 
 
+@pytest.mark.row("S4-43")
+def test_monitoring_overlays(services: dict[str, Any]) -> None:
+    names = ("docker-compose.yaml", "docker-compose.monitor.yaml", "docker-compose.grafana.yaml")
+    both = Project("persia-files", EXAMPLE, COMPOSE_FILE=":".join(names)).config()["services"]
+    assert both.keys() == SERVICES | {"prometheus", "pushgateway", "grafana"}
+    for name in ("prometheus", "pushgateway"):
+        for key in ("read_only", "init", "cap_drop", "security_opt", "user", "stop_grace_period", "logging"):
+            assert both[name].get(key) == services["emb_server"].get(key), key
+        assert both[name]["build"]["target"] == "monitor"
+    for name in ("prometheus", "pushgateway", "grafana"):
+        assert [port["host_ip"] for port in both[name]["ports"]] == ["127.0.0.1"], name
+    gateway = {"PERSIA_METRICS_GATEWAY_ADDR": "http://pushgateway:9091"}
+    for name in SERVICES:
+        more = gateway if name in ("trainer", "data_compose") else {}
+        assert both[name]["environment"] == services[name].get("environment", {}) | more, name
+    docker("stack", "config", *(word for name in names for word in ("--compose-file", str(ROOT / name))))
+
+
 def test_compose_1_29_reads_it() -> None:
     command = shutil.which("docker-compose")
     if command is None:
@@ -176,3 +209,59 @@ def test_images_are_shared(services: dict[str, Any]) -> None:
     assert services["emb_server"]["image"] == services["middleware"]["image"]
     assert services["trainer"]["image"] == services["data_compose"]["image"]
     assert json.dumps(services["emb_server"]["build"]) == json.dumps(services["middleware"]["build"])
+
+
+SWARM = ("docker-compose.yaml", "docker-compose.swarm.yaml")
+SERVING = ("docker-compose.serving.yaml", "docker-compose.swarm-serving.yaml")
+
+
+def on_a_swarm(*names: str, **variables: str) -> dict[str, Any]:
+    """Return the stack as `docker stack deploy` reads it."""
+    files = [word for name in names for word in ("--compose-file", str(ROOT / name))]
+    result: dict[str, Any] = yaml.safe_load(docker("stack", "config", *files, env=variables).stdout)
+    return result
+
+
+@pytest.mark.parametrize("files", [SWARM, SWARM + SERVING, SERVING], ids=["job", "job and serving", "serving"])
+def test_the_overlay_of_a_swarm_has_one_secret_and_no_volume_for_it(files: tuple[str, ...]) -> None:
+    stack = on_a_swarm(*files, TOKEN_SECRET="persia_token_2")  # noqa: S106
+    assert stack["secrets"] == {"token": {"name": "persia_token_2", "external": True}}
+    job, serving = SERVICES if SWARM[0] in files else set(), {"serving"} if SERVING[0] in files else set()
+    assert set(stack["services"]) == job | serving
+    for name, service in stack["services"].items():
+        mounted = {volume["target"]: volume for volume in service["volumes"]}
+        assert mounted["/run/persia"]["type"] == "tmpfs", name
+        assert service["secrets"] == [{"source": "token"}]
+        assert service["environment"]["PERSIA_TOKEN_FILE"] == "/run/secrets/token"  # noqa: S105
+        assert service["deploy"]["placement"]["preferences"] == [{"spread": "node.labels.zone"}]
+        assert service["stop_grace_period"] == "1m0s" and service["read_only"] and service["cap_drop"] == ["ALL"]
+
+
+def test_the_overlay_of_a_swarm_shares_checkpoints_and_spreads() -> None:
+    plain = on_a_swarm("docker-compose.yaml")["services"]
+    shared = {"SHARED_TYPE": "nfs", "SHARED_OPTIONS": "addr=10.0.0.9,nfsvers=4", "SHARED_DIR": ":/export/persia"}
+    stack = on_a_swarm(*SWARM, **shared, SERVERS_PER_NODE="1")
+    services = stack["services"]
+    for name, folder in (("checkpoints", "checkpoints"), ("runs", "runs")):
+        options = {"type": "nfs", "o": "addr=10.0.0.9,nfsvers=4", "device": f":/export/persia/{folder}"}
+        assert stack["volumes"][name] == {"driver_opts": options}
+    for name, service in services.items():
+        assert targets(service) - targets(plain[name]) <= {"/run/persia", "/dev/shm"}  # noqa: S108
+        assert targets(plain[name]) <= targets(service)
+        mounted = {volume["target"]: volume for volume in service["volumes"]}
+        for target in {"/checkpoints", "/runs"} & set(mounted):
+            assert mounted[target] == {
+                "type": "volume", "source": target[1:], "target": target, "volume": {"nocopy": True},
+            }  # fmt: skip
+        for key in ("image", "command", "healthcheck", "networks"):
+            assert service.get(key) == plain[name].get(key), (name, key)
+        assert service["deploy"]["restart_policy"] == plain[name]["deploy"]["restart_policy"]
+    orders = {name: service["deploy"]["update_config"]["order"] for name, service in services.items()}
+    assert orders == dict.fromkeys(SERVICES, "stop-first") | {"middleware": "start-first"}
+    steps = {name: service["deploy"]["update_config"].get("parallelism") for name, service in services.items()}
+    assert steps == {"persia_nats_service": None, "emb_server": 1, "middleware": 1, "data_compose": 0, "trainer": 0}
+    assert services["emb_server"]["deploy"]["placement"]["max_replicas_per_node"] == 1
+    assert services["emb_server"]["deploy"]["placement"]["constraints"] == ["node.labels.persia.server != false"]
+    assert services["trainer"]["deploy"]["placement"]["constraints"] == ["node.labels.persia.trainer != false"]
+    serving = on_a_swarm(*SERVING, SERVING_REPLICA="3")["services"]["serving"]
+    assert serving["deploy"]["replicas"] == 3 and serving["deploy"]["update_config"]["order"] == "start-first"

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,8 +34,8 @@ def size(image: str) -> int:
 def probe(tmp_path: Path) -> Iterator[dict[str, str]]:
     """Variables that build tests/compose/probe.Dockerfile in place of the server image."""
     overlay = tmp_path / "overlay.yaml"
-    build = {"build": {"dockerfile": "tests/compose/probe.Dockerfile", "target": ""}}
-    overlay.write_text(json.dumps({"version": "3.8", "services": {"emb_server": build}}))
+    build = {"dockerfile": "tests/compose/probe.Dockerfile", "target": "", "args": {"BUILD_ID": str(uuid.uuid4())}}
+    overlay.write_text(json.dumps({"version": "3.8", "services": {"emb_server": {"build": build}}}))
     variables = {
         "COMPOSE_FILE": f"{ROOT}/docker-compose.yaml:{overlay}",
         "COMPOSE_PROJECT_NAME": f"persia-probe-{os.getpid()}",

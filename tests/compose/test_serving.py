@@ -80,7 +80,7 @@ def test_the_service_gives_the_scores_of_the_bundle_and_ends_with_zero(image: st
         assert ask(port, "/v2/models/bundle", None, token)["versions"] == [identity]
         project("stop", "serving")
         assert project.states("serving") == [("exited", 0)]
-        assert "every request is answered" in project.logs("serving")
+        assert "every request has its response" in project.logs("serving")
     except BaseException:
         print(project.logs())  # noqa: T201
         raise

@@ -2,9 +2,12 @@
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -148,7 +151,7 @@ def serving(images: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     project.remove()
 
 
-@pytest.mark.row("S0-11", "S0-13", "S0-14")
+@pytest.mark.row("S0-10", "S0-11", "S0-13", "S0-14")
 def test_counts_come_from_env(serving: Project) -> None:
     project = serving
     assert len(project.containers("emb_server")) == 3
@@ -164,6 +167,68 @@ def test_counts_come_from_env(serving: Project) -> None:
     project.up("--scale", "middleware=2", "middleware")
     project.wait("two middlewares", lambda: {state for state, _ in project.states("middleware")} == {"running"})
     assert len(project.containers("middleware")) == 2
+
+
+def persia(project: Project, *words: str) -> "subprocess.CompletedProcess[str]":
+    """Run a verb on this host, in the folder of the stack."""
+    environment = {**os.environ, **project.variables, "LOG_LEVEL": "", "COLUMNS": "200"}
+    command = [sys.executable, "-m", "persia", *words]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=400)
+
+
+@pytest.mark.row("S4-01", "S4-06")
+def test_each_container_connects_to_its_peers(serving: Project) -> None:
+    serving.healthy("persia_nats_service", "emb_server", "middleware")
+    done = persia(serving, "doctor", "--stack")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {line.split()[0] for line in done.stdout.splitlines() if re.search(r"\d ms", line)}
+    assert {"emb_server-1", "emb_server-2", "emb_server-3", "persia_nats_service-1"} <= rows, done.stdout
+    assert "connections are open" in done.stdout and "DNS 127.0.0.11: " in done.stdout
+
+
+@pytest.mark.row("S4-05")
+def test_packets_that_are_dropped_are_named_with_their_direction(serving: Project) -> None:
+    serving.healthy("persia_nats_service", "emb_server", "middleware")
+    pid = serving.inspect("middleware", "{{.State.Pid}}")[0]
+    address = serving.inspect("emb_server", "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}")[0]
+    inside = ["nsenter", "--target", pid, "--net", "iptables"]
+    rule = ["OUTPUT", "--destination", address, "--protocol", "tcp", "--dport", "8888", "--jump", "DROP"]
+    if shutil.which("nsenter") is None or subprocess.run([*inside, "-L"], capture_output=True, check=False).returncode:
+        pytest.skip("packets of a container cannot be dropped here: no root, nsenter or iptables")
+    subprocess.run([*inside, "-I", *rule], check=True)
+    try:
+        done = persia(serving, "doctor", "--stack")
+    finally:
+        subprocess.run([*inside, "-D", *rule], check=True)
+    assert done.returncode == 3, done.stdout
+    assert "DNS ok, TCP filtered (timeout) middleware-1 -> emb_server-1:8888" in done.stdout
+    failed = [line for line in done.stdout.splitlines() if line.startswith("fail  connection ")]
+    assert len(failed) == 1, "in this direction only"
+
+
+@pytest.mark.row("S4-46", "S4-58", "S4-59")
+def test_logs_and_a_dump_of_the_stack(serving: Project, tmp_path: Path) -> None:
+    serving.healthy("persia_nats_service", "emb_server", "middleware")
+    done = persia(serving, "logs", "--json", "--tail", "1000")
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    sources = {each["source"] for each in found}
+    assert {"emb_server-1", "emb_server-3", "middleware-1", "persia_nats_service-1"} <= sources
+    times = [each["ts"][:23] for each in found if "run_id" not in each]
+    assert times == sorted(times) and any(each.get("run_id") for each in found)
+    path = tmp_path / "dump.tar.gz"
+    done = persia(serving, "dump", "-o", str(path))
+    assert done.returncode == 0, done.stderr
+    assert path.stat().st_size < 20_000_000
+    with tarfile.open(path) as tar:
+        files = {each.name.partition("/")[2]: tar.extractfile(each) for each in tar.getmembers() if each.isfile()}
+        texts = {name: file.read().decode() for name, file in files.items() if file is not None}
+    token = serving("exec", "--no-TTY", "emb_server", "cat", "/run/persia/token").stdout.strip()
+    password = hashlib.sha256(f"persia role nats {token}".encode()).hexdigest()
+    assert not [name for name, text in texts.items() if token in text or password in text]
+    wanted = ["stack/config.json", "stack/doctor.txt", "stack/nats-varz.json", "logs/emb_server-2.log", "SUMMARY.md"]
+    wanted += ["inside/status.json", "inside/metrics/persia-server-2.txt", "inside/versions.txt"]
+    assert [name for name in wanted if name not in texts] == [], texts["MANIFEST.json"]
+    assert json.loads(texts["inside/status.json"])["problems"] == []
 
 
 @pytest.mark.row("S0-12", "S0-14")
@@ -186,6 +251,9 @@ def test_an_edit_of_the_python_sources_counts_at_the_next_start(stacks: Stacks) 
     with (project.folder / "persia" / "env.py").open("a") as file:
         file.write('print("edited")\n')
     assert project.run(*command).stdout == "edited\n/persia/persia/__init__.py\n"
+    # An engine in third_party/ still comes first.
+    path = project.run("python", "-c", "import sys; print(sys.path[1:3])").stdout
+    assert path.splitlines()[-1] == "['/third_party', '/persia']"
 
 
 @pytest.mark.row("S0-03", "S0-21")

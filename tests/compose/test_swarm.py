@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,6 +69,41 @@ def test_the_stack_trains_on_a_swarm(tmp_path: Path) -> None:
     volume = ["--volume", f"{NAME}_runs:/runs", "--entrypoint", "cat", "persia/runtime:dev", "/runs/summary.json"]
     assert json.loads(docker("run", "--rm", *volume).stdout)["status"] == "finished"
     assert "packaged sha256=" in logs("emb_server")
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.usefixtures("swarm")
+def test_the_overlay_of_several_machines_trains_on_one(tmp_path: Path) -> None:
+    """With the secret and the folders that docs/three-machines.md creates; the stack has no volume with a secret."""
+    workspace = tmp_path / "workspace"
+    shutil.copytree(EXAMPLE, workspace)
+    for name in ("checkpoints", "runs"):
+        (tmp_path / "shared" / name).mkdir(parents=True)
+    for path in (workspace, *workspace.rglob("*"), *(tmp_path / "shared").rglob("*")):
+        path.chmod(0o777 if path.is_dir() else 0o666)
+    secret = subprocess.run(
+        ["docker", "secret", "create", NAME, "-"], input="s" * 64, capture_output=True, text=True, check=True
+    )
+    chosen = {"CUR_DIR": str(workspace), "SHARED_DIR": str(tmp_path / "shared"), "TOKEN_SECRET": NAME}
+    files = ["--compose-file=docker-compose.yaml", "--compose-file=docker-compose.swarm.yaml"]
+    try:
+        docker("stack", "deploy", "--resolve-image", "never", *files, NAME, env=SHORT | chosen)
+        summary = tmp_path / "shared" / "runs" / "summary.json"
+        wait_until(
+            "the run to finish",
+            lambda: summary.exists() and json.loads(summary.read_text())["status"] == "finished",
+            600,
+            evidence=lambda: logs("trainer") + logs("emb_server"),
+            interval=1,
+        )
+        assert json.loads(summary.read_text())["world_size"] == 2
+        assert [*(tmp_path / "shared" / "checkpoints").rglob("MANIFEST.json")]
+        assert f"{NAME}_token" not in docker("volume", "ls", "--quiet").stdout.split()
+    finally:
+        docker("stack", "rm", NAME)
+        remove = ("secret", "rm", secret.stdout.strip())
+        wait_until("the secret to be free", lambda: docker(*remove, check=False).returncode == 0, 90)
 
 
 @pytest.mark.nightly

@@ -130,6 +130,7 @@ def test_training_gives_the_rows_of_the_cpu(configure: Configure) -> None:
         torch.testing.assert_close(other, one, rtol=1e-3 if name == "half" else 1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.row("S3-06/G")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_vectors_of_sixteen_bits_are_those_of_the_cpu_rounded(configure: Configure, dtype: torch.dtype) -> None:
     configure(SLOTS, groups=GROUPS)
@@ -140,6 +141,7 @@ def test_vectors_of_sixteen_bits_are_those_of_the_cpu_rounded(configure: Configu
         torch.testing.assert_close(other.float(), one, rtol=0.05, atol=0.02)
 
 
+@pytest.mark.row("S3-06/G", "S3-32/G")
 def test_mixed_precision_scales_dense_and_embedding_gradients_together(configure: Configure) -> None:
     configure(SLOTS, groups=GROUPS)
     losses, rows = results(0)
@@ -149,6 +151,7 @@ def test_mixed_precision_scales_dense_and_embedding_gradients_together(configure
         torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.row("S3-32/G")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", ["loss", "embedding", "dense"])
 def test_a_step_that_is_not_finite_changes_nothing(

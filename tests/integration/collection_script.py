@@ -140,7 +140,7 @@ class Loop:
                 del os.environ["PERSIA_CKPT_DIR"]
             self.tables.load(folder)
         self.train(STEPS + 1, STEPS + 2)  # and the ranks continue in the same loop
-        with fails(CheckpointError, "the state dict belongs to other rows"):
+        with fails(CheckpointError, "the state dict does not belong to the rows"):
             everything.load_state_dict(state)
         with waits_for(STEPS + 2):
             loaded = self.tables.load(folder)

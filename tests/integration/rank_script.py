@@ -4,6 +4,7 @@ Every rank trains on its part of the same global batches. At the end rank 0 writ
 weights to ``out``.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -24,7 +25,7 @@ from conftest import TinyModel
 from waiting import wait_until
 
 from persia import distributed, env
-from persia.ctx import TrainCtx, eval_ctx
+from persia.ctx import Checkpoints, TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset, StreamingDataset
 from persia.debug.breakpoint import session as debugger
 from persia.distributed import control_plane
@@ -32,6 +33,7 @@ from persia.distributed.wrapped import unwrap_model
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, Label, NonIDTypeFeature, PersiaBatch
 from persia.embedding.optim import SGD, Adagrad, Adam, Optimizer
+from persia.runtime.spot import SpotWatch
 from persia_core.forward import TrainingBatch
 
 PLAN: dict[str, Any] = {
@@ -51,6 +53,10 @@ PLAN: dict[str, Any] = {
     "parts": {},  # rows in the model at a time, by rank
     "leave": [],  # steps of which the last part is not back-propagated
     "gather": False,  # gather weights and evaluate on rank 0, between a load and the first loop
+    "regions": None,
+    "compression": None,  # arguments of Compression
+    "checkpoints": None,  # arguments of Checkpoints
+    "spot": None,  # the address that the first rank of each host polls
     "kinds": False,  # a weighted, a raw and a hash-stacked slot instead of two plain ones
     **json.loads(sys.argv[1] if len(sys.argv) > 1 else "{}"),
 }
@@ -174,6 +180,12 @@ class Late(distributed.DDPOption):
         super().initialize(*arguments)
 
 
+def averaged() -> distributed.DDPOption:
+    """Return DDP with what the plan has of regions and compression."""
+    compression = None if PLAN["compression"] is None else distributed.Compression(**PLAN["compression"])
+    return Late("tcp", "gloo", regions=PLAN["regions"], compression=compression)
+
+
 def evaluate(model: torch.nn.Module | None) -> None:
     """Run the model on this rank alone, as the others wait at their next step."""
     with eval_ctx(model=model) as ctx:
@@ -243,18 +255,25 @@ def main() -> None:
     dense = DENSE[PLAN["dense"]](model.parameters(), lr=0.1)
     config = EmbeddingConfig((-0.1, 0.1))
     optimizer = OPTIMIZERS[PLAN["optimizer"]]
-    option = distributed.FSDPOption() if PLAN["parallel"] == "fsdp" else Late("tcp", "gloo")
-    with TrainCtx(
-        optimizer,
-        dense,
-        mixed_precision=False,
-        distributed_option=option,
-        model=model,
-        embedding_config=config,
-        nonfinite=PLAN["nonfinite"],
-        clip_norm=PLAN["clip"],
-        precision=PLAN.get("precision"),
-    ) as ctx:
+    option = distributed.FSDPOption() if PLAN["parallel"] == "fsdp" else averaged()
+    checkpoints = None if PLAN["checkpoints"] is None else Checkpoints(**PLAN["checkpoints"])
+    polls = PLAN["spot"] is not None and env.get_local_rank() == 0
+    watch = SpotWatch(PLAN["spot"], every_s=0.05) if polls else contextlib.nullcontext()
+    with (
+        watch,
+        TrainCtx(
+            optimizer,
+            dense,
+            mixed_precision=False,
+            distributed_option=option,
+            model=model,
+            embedding_config=config,
+            nonfinite=PLAN["nonfinite"],
+            clip_norm=PLAN["clip"],
+            precision=PLAN.get("precision"),
+            checkpoints=checkpoints,
+        ) as ctx,
+    ):
         if (load := PLAN.get("load")) and (RANK == 0 or load["all"]):
             ctx.load_checkpoint(load["dir"])
         if PLAN["gather"]:
@@ -272,7 +291,9 @@ def main() -> None:
         weights = sha256(b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())).hexdigest()
         peers = distributed.peers()
         all_weights = [weights] if peers is None else peers.all_gather("weights", weights)  # no rank leaves before this
-        distributed.report({"equal_weights": len(set(all_weights)) == 1})
+        distributed.report({"equal_weights": len(set(all_weights)) == 1, "skipped": ctx.skipped_steps})
+        sent = ctx.comm_stats()["dense_bytes"]
+        distributed.report({"dense_bytes": [sent] if peers is None else peers.all_gather("bytes", sent)})
 
 
 if __name__ == "__main__":

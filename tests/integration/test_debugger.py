@@ -157,7 +157,7 @@ def continuing_clears(terminal: Terminal, folder: Path) -> None:
     says(folder, 0, "debug_counter")
     assert "[0] three" not in log_of(folder, 0)
     terminal.type("c\n")
-    terminal.expect(r"clear_\(\) was not called; the other ranks, which wait at debug_script\.py:\d+, go on now")
+    terminal.expect(r"clear_\(\) was not called; the other ranks, which wait at debug_script\.py:\d+, continue now")
     says(folder, 0, "[0] three")
 
 
@@ -316,11 +316,11 @@ def test_with_servers_no_limit_of_persia_ends_a_rank(make_stack: MakeStack, star
     terminal = start(*("-m", "persia", "debug", "run", "--rank", 1, "--nproc", 2, "--", SERVED), spares=2, env=env)
     stops(terminal, 0)
     began = time.monotonic()
-    says(tmp_path, 0, "rank 0 holds the permits of 4 steps that are looked up and not pushed, as many as staleness 4")
+    says(tmp_path, 0, "rank 0 has 4 steps in flight, the limit of staleness 4")
     wait_until("the limit of a step in a collective, which is doubled", lambda: time.monotonic() - began > 5, 20)
     terminal.type("c\n")
     stops(terminal, 1)  # reproducible: the server keeps the turn of this rank
-    says(tmp_path, 0, "as many as staleness 1 allows")
+    says(tmp_path, 0, "the limit of staleness 1")
     terminal.type("c\n")
     assert terminal.wait() == 0, f"{terminal.content}\n{log_of(tmp_path, 0)}"
     ended_well(stack)

@@ -53,7 +53,7 @@ def test_a_trainer_that_leaves_its_loop_ends_the_data(pair: Stack) -> None:
     trainer = train(pair, ranks=2, STOP_AT=20)
     assert trainer.wait(180) == 0, trainer.output
     assert summary(pair)["steps"] == 20
-    sender.says("the trainers accept no more batches: training is over")
+    sender.says("the trainers stopped accepting batches: training is over")
     assert pair.stop(sender.process.name) == 0
 
 
@@ -116,7 +116,7 @@ def test_restarted_trainers_get_the_data_from_the_start(pair: Stack) -> None:
     sender.says("restarting the script")
     assert summary(pair)["steps"] == 30
     assert int(str(summary(pair)["generation"])) > 1
-    sender.says("the trainers accept no more batches")
+    sender.says("the trainers stopped accepting batches")
 
 
 SENDS = (
@@ -156,7 +156,7 @@ def test_trainers_that_are_back_before_the_script_ends_get_the_data_too(pair: St
     again.says("of job test, rank 0 of 1")
     go.touch()
     assert again.wait(180) == 0, again.output
-    sender.says("the trainers accept no more batches")
+    sender.says("the trainers stopped accepting batches")
 
 
 def test_every_context_of_a_trainer_gets_the_data_from_the_start(pair: Stack, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_every_context_of_a_trainer_gets_the_data_from_the_start(pair: Stack, tm
     )
     sender, trainer = send(pair, BATCHES=60), pair.trainer(again)
     assert trainer.wait(180) == 0, trainer.output
-    assert len([line for line in sender.lines if "the trainers accept no more batches" in line]) == 2
+    assert len([line for line in sender.lines if "the trainers stopped accepting batches" in line]) == 2
 
 
 def test_data_compose_outlives_nats(pair: Stack) -> None:

@@ -22,6 +22,9 @@ WORDS = ("-m", "persia", "train", "persia.yml", "-f")
 STARTED = r"training in the background: pid (\d+), output in (\S+)"
 
 
+pytestmark = pytest.mark.usefixtures("forks")
+
+
 @pytest.fixture
 def hold(tmp_path: Path) -> Iterator[Path]:
     """A file; while it exists, training waits in its first step."""
@@ -63,7 +66,7 @@ def test_ctrl_c_asks_and_leaves_it_running(tmp_path: Path, hold: Path) -> None:
     pid = int(terminal.expect(STARTED)[1])
     wait_until("the first step", (tmp_path / "held").exists, 90, evidence=lambda: terminal.content)
     os.kill(terminal.process.pid, signal.SIGINT)  # as the terminal does at Ctrl-C: to the follower alone
-    terminal.expect(r"training runs on in the background\. End it\? \[y/N\] ")
+    terminal.expect(r"training continues in the background\. End it\? \[y/N\] ")
     terminal.type("\n")
     command = terminal.expect(r"to follow it: (tail .*\.log)\n")[1]
     terminal.expect(rf"to end it: kill -INT {pid}\n")
@@ -117,6 +120,6 @@ def test_a_reader_that_ends_leaves_it_running(tmp_path: Path, hold: Path) -> Non
         hold.unlink()
         assert follower.wait(60) == 130
         said = follower.stderr.read()
-    assert f"training runs on: pid {found[1]}" in said and "BrokenPipe" not in said
+    assert f"training continues: pid {found[1]}" in said and "BrokenPipe" not in said
     wait_until("its end", lambda: not is_running(int(found[1])), 60)
     assert status(tmp_path) == "finished"

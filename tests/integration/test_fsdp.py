@@ -1,4 +1,4 @@
-"""A model that is sharded over two ranks: its checkpoints are those of DDP. See also ``test_up.py``."""
+"""A model that is sharded over two ranks: its checkpoints are those of DDP. See also ``test_up_table.py``."""
 
 import json
 from pathlib import Path

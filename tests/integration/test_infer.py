@@ -176,7 +176,7 @@ def test_another_checkpoint_is_not_mixed_in(trained: Trained, make_job: MakeJob)
     job.serve(trained.path[20])
     job.kill("server-0")
     job.start_server(0).says("serving a checkpoint")
-    with pytest.raises(IncompatibleError, match=r"step 20 of .*another checkpoint"):
+    with pytest.raises(IncompatibleError, match=r"step 20 of .*not the checkpoint"):
         values(ctx, trained.model[10], as_bytes=True)
     with pytest.raises(IncompatibleError, match="step 10 of .*server 0 serves step 20"):
         ctx.wait_for_serving()
@@ -246,7 +246,7 @@ def test_a_checkpoint_that_cannot_be_served(trained: Trained, make_job: MakeJob,
 
 def test_addresses_of_nothing(no_job: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for given in ([], [""], "localhost:1"):
-        with pytest.raises(UsageError, match="want a list of the addresses of middlewares"):
+        with pytest.raises(UsageError, match="expected a list of the addresses of middlewares"):
             InferCtx(given)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="a middleware's address"):
         InferCtx(["localhost"]).wait_for_serving()

@@ -2,9 +2,12 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +17,9 @@ import pytest
 from conftest import Verb
 from stack import MakeStack
 
-from persia.doctor import matrix
+from persia.doctor import link_speed, matrix
+
+pytestmark = pytest.mark.usefixtures("forks")
 
 
 def rank(number: int, size: int, env: Mapping[str, str]) -> "subprocess.Popen[str]":
@@ -52,6 +57,48 @@ def test_ranks_of_this_host(tmp_path: Path) -> None:
     assert lines and lines[0][-2:] == ["-", "ok"], done.stdout
 
 
+@pytest.mark.row("S4-19")
+def test_connections_are_measured(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "persia", "doctor", "--matrix", "2", "--measure"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    cells = re.findall(r"(\d+\.\d\d) ms (\d+\.\d\d) Gbit/s", done.stdout)
+    assert len(cells) == 2, done.stdout
+    assert all(float(ms) < 1000 and float(speed) > 0.1 for ms, speed in cells), "loopback"
+
+
+@pytest.mark.row("S4-19")
+def test_a_slow_link_is_measured_as_slow() -> None:
+    """The other end waits 20 ms before each answer, and 1 s before it confirms what it has read."""
+    read: list[int] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=slow, args=(server, read), daemon=True)
+        thread.start()
+        found = link_speed.measure("127.0.0.1", server.getsockname()[1])
+        thread.join(60)
+    assert 0.02 <= found.round_trip_s < 0.5
+    assert 0 < found.bytes_per_s < read[0], "bytes that are on their way take time, too"
+    with pytest.raises(OSError, match="refused"):
+        link_speed.measure("127.0.0.1", free_port())
+
+
+def slow(server: socket.socket, read: list[int]) -> None:
+    echo, _ = server.accept()
+    with echo:
+        echo.recv(1)
+        while byte := echo.recv(1):
+            time.sleep(0.02)
+            echo.sendall(byte)
+    sink, _ = server.accept()
+    with sink:
+        count = -1
+        while part := sink.recv(1 << 16):
+            count += len(part)
+        time.sleep(1.0)
+        read.append(count)
+        sink.sendall(count.to_bytes(8, "big"))
+
+
 @pytest.mark.row("S3-11")
 def test_a_connection_that_fails_is_named_on_every_rank(make_stack: MakeStack) -> None:
     """Ranks that find each other by NATS; the address that rank 1 announces leads nowhere."""
@@ -84,7 +131,7 @@ def test_a_port_of_the_rendezvous_in_use_is_named() -> None:
         port = server.getsockname()[1]
         ((code, _, errors),) = results([rank(0, 2, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})])
     assert code == 2 and f"rank 0 cannot listen: port {port} in use by pid {os.getpid()} (" in errors
-    assert "give MASTER_PORT another port" in errors
+    assert "set MASTER_PORT to another port" in errors
 
 
 @pytest.mark.row("S3-11")
@@ -112,8 +159,9 @@ def test_outcomes_of_connections_are_told_apart() -> None:
     ("env", "text"),
     [
         ({"RANK": "2"}, "index 2 must be below size 2"),
-        ({"RANK": "1", "WORLD_SIZE": "4"}, "found WORLD_SIZE=4; give all ranks, --matrix 4"),
+        ({"RANK": "1", "WORLD_SIZE": "4"}, "found WORLD_SIZE=4; specify all ranks, --matrix 4"),
         ({"RANK": "1"}, "neither PERSIA_NATS_URL nor MASTER_ADDR and MASTER_PORT"),
+        ({"RANK": "1"}, "torchrun sets MASTER_ADDR and MASTER_PORT on every rank"),
     ],
 )
 def test_variables_that_are_wrong(

@@ -15,6 +15,8 @@ from stack import missing
 
 from persia.launch.local_job import free_ports
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 PAIR = ROOT / "tests" / "persiaml_style"
 DEADLINE = 180.0
 RUN = {"BATCHES": "60", "STOP_AT": "40", "REPRODUCIBLE": "1"}
@@ -32,17 +34,16 @@ def folder(no_job: None, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(folder: Path) -> Iterator[Start]:
+def start(folder: Path, commands: str) -> Iterator[Start]:
     """Run a command line in the folder, in a new session."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(line: str, env: Mapping[str, str]) -> "subprocess.Popen[str]":
-        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         with (folder / f"{len(started)}.log").open("w") as log:
             process = subprocess.Popen(
                 ["/bin/sh", "-c", line],
                 cwd=folder,
-                env={**os.environ, "PATH": path, **env},
+                env={**os.environ, "PATH": commands, **env},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -118,5 +119,5 @@ def test_up_gives_the_same_numbers(folder: Path, start: Start, embedded: tuple[s
         "embedding_config: config/embedding_config.yml\nglobal_config: config/global_config.yml\n"
         "servers: 2\nmiddlewares: 2\ndata_compose: {entry: data_loader.py}\ntrainer: {entry: train.py}\n"
     )
-    assert start(f"{sys.executable} -m persia up job.yml", RUN).wait(DEADLINE) == 0
+    assert start("persia up job.yml", RUN).wait(DEADLINE) == 0
     assert read(folder) == [embedded]

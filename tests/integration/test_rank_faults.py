@@ -86,7 +86,7 @@ def test_where_one_rank_hangs_all_show_where_they_are_and_end(make_stack: MakeSt
         part.says("has made no progress after step 4")
         part.says(f"threads of rank {rank}:")
         assert re.search(
-            r"^lagging: rank 2 .*: in the code of its script, behind look-up of step 5, for", part.output, re.M
+            r"^lagging: rank 2 .*: in the code of its script, after look-up of step 5, for", part.output, re.M
         )
         assert len(re.findall(r"^waiting: rank [01] .*: in all-reduce of step 5 for", part.output, re.M)) == 2
         (main,) = (stack for stack in part.output.split("\n\n") if "in train_once" in stack)  # the main thread
@@ -147,7 +147,7 @@ def test_the_time_limit_of_a_collective_reaches_torch_and_names_the_rank(make_st
     )
     first.says("a collective of torch exceeded its time limit of 5 s")
     first.says("lagging: rank 1 (pid")
-    assert re.search(r"in the code of its script, behind look-up of step 5, for \d+ s", first.output), first.output
+    assert re.search(r"in the code of its script, after look-up of step 5, for \d+ s", first.output), first.output
 
 
 @pytest.mark.row("S3-16")

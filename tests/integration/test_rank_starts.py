@@ -36,7 +36,7 @@ def test_a_second_rank_of_the_same_number_is_refused(make_stack: MakeStack, tmp_
         env = {"PERSIA_RUN_DIR": str(tmp_path / "twin")}
         twin = stack.trainer(SCRIPT, json.dumps({"steps": 5}), node=rank, nodes=2, env=env)
         assert twin.wait(30) == 2, twin.output
-        line = twin.says(f"rank {rank} of job 'test' is running already: pid ")
+        line = twin.says(f"rank {rank} of job 'test' is already running: pid ")
         both = re.search(r"pid (\d+) on \S+; pid (\d+) on \S+ has the same RANK", line)
         assert both is not None and both[1] != both[2], line
     (tmp_path / "until").touch()
@@ -79,7 +79,7 @@ def test_rank_0_that_does_not_come_is_named(make_stack: MakeStack) -> None:
     stack = make_stack()
     second = stack.trainer(SCRIPT, "{}", node=1, nodes=2, env={"PERSIA_START_TIMEOUT": "4"})
     assert second.wait(40) == 3, second.output
-    second.says("rank 0 of job 'test' is not there")
+    second.says("rank 0 of job 'test' was not found")
 
 
 @pytest.mark.row("S0-19")

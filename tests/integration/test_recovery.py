@@ -79,12 +79,12 @@ def test_sigterm_to_one_rank_lets_all_save_behind_one_step(ledger: Stack, victim
 @pytest.mark.parametrize(
     ("where", "evaluating", "victims"),
     [
-        ("in", [1], [1]),
+        pytest.param("in", [1], [1], marks=pytest.mark.nightly),
         ("in", [0], [1]),  # the victim waits for the other rank at its next step
         ("in", [0, 1], [0, 1]),
-        ("behind", [0], [0]),
+        pytest.param("behind", [0], [0], marks=pytest.mark.nightly),
         ("behind", [0], [1]),  # the victim waits for the other rank at the start of its next loop
-        ("behind", [0, 1], [0, 1]),
+        pytest.param("behind", [0, 1], [0, 1], marks=pytest.mark.nightly),
         ("before", [0, 1], [1]),
     ],
 )
@@ -176,6 +176,7 @@ def test_rows_that_a_server_lost_are_missed_wherever_they_are_needed(
 ) -> None:
     stack = make_stack(servers=2)
     stack.use(monkeypatch)
+    monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "15")  # after it the loss of rows is reported
     model = TinyModel()
     with (
         pytest.raises(RunLostError, match=r"server 1 of 2 .* lost"),
@@ -270,6 +271,7 @@ with TrainCtx(Adam(0.1), torch.optim.SGD(model.parameters(), 0.1), mixed_precisi
 """
 
 
+@pytest.mark.row("S4-30")
 def test_a_checkpoint_of_two_servers_loads_on_any_number(make_stack: MakeStack, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ANY_NUMBER)

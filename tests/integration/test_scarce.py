@@ -16,7 +16,10 @@ from stack import missing
 sys.path.insert(0, str(ROOT / "tests" / "unit"))
 from trainer_files import write_clicks, write_config
 
-pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+pytestmark = [
+    pytest.mark.skipif(missing() is not None, reason=str(missing())),
+    pytest.mark.usefixtures("forks"),
+]
 
 MODEL = """\
 import os

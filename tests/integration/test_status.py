@@ -94,11 +94,12 @@ def test_what_is_missing_and_what_disagrees(make_stack: MakeStack, healthy: str)
             ("persia-middleware", said(0, 1, healthy)),
             ("persia-data", said(0, 1)),
             ("persia-data", said(0, 1)),
-            ("persia-trainer", said(0, 2, healthy, job="other")),
+            ("persia-trainer", said(0, 2, healthy, job="other", threads="13")),
         ],
     )
     done = run(env=stack.settings)
     assert done.returncode == 1, done.stderr
+    assert "threads" not in done.stdout, "there is no rank"
     assert "persia-server 1 of 3 is missing" in done.stdout
     assert "persia-server 2 at 127.0.0.1:1: unavailable" in done.stdout
     assert f"different values of version: 0.0.9: persia-server 2; {persia.__version__}: " in done.stdout
@@ -108,6 +109,9 @@ def test_what_is_missing_and_what_disagrees(make_stack: MakeStack, healthy: str)
     every = json.loads(run("--all", "--json", env=stack.settings).stdout)
     assert {one["job"] for one in every["processes"]} == {"test", "other"}
     assert "job other: persia-trainer 1 of 2 is missing" in every["problems"]
+    assert {one["threads"] for one in every["processes"] if one["service"] == "persia-trainer"} == {13}
+    head, *lines = run("--all", env=stack.settings).stdout.splitlines()
+    assert head.split()[-1] == "threads" and [line.split()[-1] for line in lines if "-trainer" in line][:1] == ["13"]
     announced.close()
 
 
@@ -148,6 +152,7 @@ def test_a_stack_that_serves(any_stack: Stack | LiveStack) -> None:
 def test_the_vocabulary_of_each_table(make_stack: MakeStack, monkeypatch: pytest.MonkeyPatch) -> None:
     stack = make_stack(servers=2)
     stack.use(monkeypatch)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 17)
     model = TinyModel()
     dense = torch.optim.SGD(model.parameters(), 0.1)
     with TrainCtx(SGD(0.1), dense, mixed_precision=False, model=model) as ctx:
@@ -160,6 +165,8 @@ def test_the_vocabulary_of_each_table(make_stack: MakeStack, monkeypatch: pytest
         shown = wait_until(
             "the status", lambda: done if "\na " in (done := run(env=stack.settings)).stdout else None, 60
         )
+    rank = next(line for line in shown.stdout.splitlines() if line.startswith("persia-trainer"))
+    assert rank.split()[-1] == "17", "its torch threads"
     for name, table in held.items():
         line = next(line.split() for line in shown.stdout.splitlines() if line.startswith(f"{name} "))
         share = table["lookups"]["hits"] / sum(table["lookups"].values())

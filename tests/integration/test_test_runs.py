@@ -20,7 +20,10 @@ from persia.doctor import diagnosis, job_status, ladder
 sys.path.insert(0, str(ROOT / "tests" / "unit"))
 from trainer_files import write_clicks, write_config
 
-pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+pytestmark = [
+    pytest.mark.skipif(missing() is not None, reason=str(missing())),
+    pytest.mark.usefixtures("forks"),
+]
 
 CHECKED = ("build", "batch", "evaluate", "checkpoint")
 
@@ -221,7 +224,7 @@ def test_skipped_steps_are_summed_up(table: Path, verb: Verb, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("code", "output", "texts"),
     [
-        (3, "", ["a part of the job is not there", "nats: 127.0.0.1:1: refused", "next: docker compose up"]),
+        (3, "", ["a process of the job is missing", "nats: 127.0.0.1:1: refused", "next: docker compose up"]),
         (5, "", ["its version, or the slots of this file are not theirs", "PERSIA_TOKEN_FILE"]),
         (2, "error: job one: the servers hold 7 rows", ["was refused before it trained"]),
         (1, "rank 0: ✓ evaluate\nrank 0: ✗ checkpoint: could not", ["the same folder as PERSIA_CKPT_DIR"]),

@@ -18,6 +18,8 @@ from persia.errors import StorageError
 sys.path.insert(0, str(ROOT / "tests" / "unit"))
 from trainer_files import write_clicks, write_config
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 RUN: dict[str, Any] = {
     "data": {"batch_size": 64, "epochs": 3},
     "train": {"early_stop": {"patience": 99}, "evaluate_every": 50, "lr_schedule": "linear"},
@@ -113,7 +115,7 @@ def test_a_run_whose_end_cannot_be_saved_fails(tmp_path: Path, verb: Verb) -> No
         (["train", "persia.yml", "--set", "features.x={type: id, dim: 4}"], "no column 'x'"),
         (["train", "persia.yml", "--resume"], "no run"),
         (["train", "persia.yml", "runs/one"], "persia train persia.yml --resume runs/one"),
-        (["train", "persia.yml", "--baseline", "xgboost"], "want lightgbm"),
+        (["train", "persia.yml", "--baseline", "xgboost"], "expected lightgbm"),
         (["eval", "runs/LATEST"], "no run"),
         (["predict", "runs/one", "clicks.parquet", "-o", "out.parquet"], "no run"),
         (["predict", "runs/one", "clicks.parquet", "-o", "nowhere/out.parquet"], "there is no folder nowhere"),

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,10 @@ EXAMPLES = [ROOT / "examples" / name for name in ("collection", "table")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_runs_as_it_stands(page: Path, tmp_path: Path) -> None:
+def test_a_page_runs_as_it_stands(page: Path, tmp_path: Path, commands: str) -> None:
     if "persia up" in page.read_text() and (reason := missing()):
         pytest.skip(reason)
-    run_page(page, tmp_path, os.environ)
+    run_page(page, tmp_path, {**os.environ, "PATH": commands})
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
@@ -30,11 +31,11 @@ def test_an_example_is_short(example: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
-def test_an_example_does_what_its_page_says(example: Path, tmp_path: Path) -> None:
+def test_an_example_does_what_its_page_says(example: Path, tmp_path: Path, commands: str) -> None:
     made = shutil.ignore_patterns("runs", "checkpoint", "*.parquet", "proposed.yml", "__pycache__")
     copy = shutil.copytree(example, tmp_path / example.name, ignore=made)
     (tmp_path / "dlrm").symlink_to(ROOT / "examples" / "dlrm")  # this folder has the data
-    run_page(example / "README.md", copy, os.environ)
+    run_page(example / "README.md", copy, {**os.environ, "PATH": commands})
 
 
 GOOD = """Write a file:
@@ -59,7 +60,8 @@ sum 0.33…
 def check(text: str, folder: Path) -> None:
     page = folder / "page.md"
     page.write_text(text)
-    run_page(page, folder, os.environ)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    run_page(page, folder, {**os.environ, "PATH": path})
 
 
 def test_a_page_that_is_true_passes(tmp_path: Path) -> None:

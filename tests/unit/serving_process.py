@@ -3,6 +3,7 @@
 The manifest of its bundle is ``{"scale": 2.0, "delay_s": 0}``. As a script: ``serving_process.py PATH [OPTION=VALUE]``.
 """
 
+import hashlib
 import json
 import os
 import signal
@@ -36,10 +37,18 @@ def write_bundle(folder: Path, scale: float, **keys: Any) -> Path:
 
 
 def load(path: Path) -> SmallModel:
-    """Load a bundle of the small model; one with the key ``damaged`` cannot be loaded, ``broken`` ends the scores."""
+    """Load a bundle of the small model.
+
+    One with the key ``damaged`` cannot be loaded. One with ``broken`` ends the scores. One with ``slow`` says that it
+    is loading, and takes minutes in native code.
+    """
     content = json.loads((path / "manifest.json").read_text())
     if content.pop("damaged", None):
         raise CheckpointError(f"{path}: damaged")
+    if content.pop("slow", None):
+        sys.stdout.write("loading\n")
+        sys.stdout.flush()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 30)
     if content.pop("die", None):
         os.kill(os.getpid(), signal.SIGKILL)
     if content.pop("broken", None):
@@ -134,19 +143,18 @@ class Serving:
 
 
 @contextmanager
-def serving(path: Path, log: Path, environment: dict[str, str] | None = None, **limits: Any) -> Iterator[Serving]:
-    """Serve a bundle of the small model by a process, until the end of the block."""
+def started(path: Path, log: Path, environment: dict[str, str] | None = None, **limits: Any) -> Iterator[Serving]:
+    """Start a process that serves a bundle of the small model, and end it with the block."""
+    from forking import Popen  # not in the process that serves
+
     settings = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
     words = [sys.executable, __file__, str(path), *(f"{name}={value}" for name, value in limits.items())]
     with log.open("w") as file:
-        process = subprocess.Popen(
+        process = Popen(
             words, env={**settings, **(environment or {})}, stdout=file, stderr=subprocess.STDOUT, text=True
         )
     found = Serving(process, log)
     try:
-        line = found.says(": http", START_S)
-        found.port = int(line.split("127.0.0.1:")[1].split(",")[0])
-        found.grpc_port = int(line.split("127.0.0.1:")[2])
         yield found
     finally:
         for each in found.sockets:
@@ -154,6 +162,16 @@ def serving(path: Path, log: Path, environment: dict[str, str] | None = None, **
         if process.poll() is None:
             process.kill()
         process.wait()
+
+
+@contextmanager
+def serving(path: Path, log: Path, environment: dict[str, str] | None = None, **limits: Any) -> Iterator[Serving]:
+    """Serve a bundle of the small model by a process, until the end of the block."""
+    with started(path, log, environment, **limits) as found:
+        line = found.says(": http", START_S)
+        found.port = int(line.split("127.0.0.1:")[1].split(",")[0])
+        found.grpc_port = int(line.split("127.0.0.1:")[2])
+        yield found
 
 
 def _main(path: str, *words: str) -> int:

@@ -91,11 +91,11 @@ def test_ids_are_what_they_are_in_any_dtype() -> None:
         (lambda: IDTypeFeatureWithSingleID("a", [True, False]), FeatureTypeError, "'a'.*1-d bool list"),
         (lambda: IDTypeFeatureWithSingleID("a", [1, FLOAT]), FeatureTypeError, "'a'.*1-d float64 list"),
         (lambda: IDTypeFeatureWithSingleID("a", np.array([3, 1, -1])), DataError, "'a', ids, row 2: -1 is negative"),
-        (lambda: IDTypeFeatureWithSingleID("a", [2**64]), DataError, r"'a'.*2\^64 - 1, got \[18446744073709551616\]"),
-        (lambda: IDTypeFeatureWithSingleID("a", [-1, 2**63]), DataError, r"'a'.*got \[-1"),
+        (lambda: IDTypeFeatureWithSingleID("a", [2**64]), DataError, r"'a'.*2\^64 - 1, found \[18446744073709551616\]"),
+        (lambda: IDTypeFeatureWithSingleID("a", [-1, 2**63]), DataError, r"'a'.*found \[-1"),
         (lambda: IDTypeFeature("a", [ids(2**63), [1], np.array([4, -7])]), DataError, "'a', sample 2: -7 is negative"),
-        (lambda: IDTypeFeature("a", ANY["one array"]), FeatureTypeError, "'a', sample 0.*got uint64"),
-        (lambda: IDTypeFeature("a", ANY["number"]), FeatureTypeError, "'a'.*ids of each sample, got int"),
+        (lambda: IDTypeFeature("a", ANY["one array"]), FeatureTypeError, "'a', sample 0.*found uint64"),
+        (lambda: IDTypeFeature("a", ANY["number"]), FeatureTypeError, "'a'.*ids of each sample, found int"),
         (lambda: IDTypeFeature.from_offsets("a", [-2, 1], [0, 2]), DataError, "'a', ids, row 0: -2 is negative"),
         (lambda: IDTypeFeature("a", [ids(1), np.array([1.0])]), FeatureTypeError, "sample 1"),
         (lambda: IDTypeFeature.from_offsets("a", ids(1, 2), np.array([0, 3])), DataError, "ascend"),
@@ -126,11 +126,11 @@ def test_a_bad_batch_is_refused_with_its_place() -> None:
         PersiaBatch([IDTypeFeatureWithSingleID("a", ids())], labels=[Label(np.zeros((0, 1), np.float32))])
     with pytest.raises(TypeError, match=r"id_type_features\[0\]"):
         PersiaBatch([ids(1, 2)], labels=LABEL)  # type: ignore[list-item]
-    with pytest.raises(FeatureTypeError, match="want a list of"):
+    with pytest.raises(FeatureTypeError, match="expected a list of"):
         PersiaBatch(a, labels=LABEL)  # type: ignore[arg-type]
-    with pytest.raises(FeatureTypeError, match=r"labels=.*want a list of Label, got Label"):
+    with pytest.raises(FeatureTypeError, match=r"labels=.*expected a list of Label, found Label"):
         PersiaBatch([a], labels=LABEL[0])  # type: ignore[arg-type]
-    with pytest.raises(FeatureTypeError, match=r"non_id_type_features=.*got ndarray"):
+    with pytest.raises(FeatureTypeError, match=r"non_id_type_features=.*found ndarray"):
         PersiaBatch([a], np.zeros(2), LABEL)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="more than once.*a"):
         PersiaBatch([a, a], labels=LABEL)

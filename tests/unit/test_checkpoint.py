@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -116,7 +117,7 @@ def test_servers_have_one_folder_for_checkpoints(tmp_path: Path, monkeypatch: py
     (tmp_path / "all").mkdir()
     (tmp_path / "all" / "link").symlink_to(tmp_path)
     for outside in ("../other", tmp_path / "other", "a/../../other", "link/other"):
-        with pytest.raises(UsageError, match="want a folder below PERSIA_CKPT_DIR"):
+        with pytest.raises(UsageError, match="expected a folder below PERSIA_CKPT_DIR"):
             context.checkpoint_dir(outside)
 
 
@@ -180,6 +181,7 @@ def remove_manifest(path: Path) -> str:
     return r"MANIFEST\.json"
 
 
+@pytest.mark.row("S4-26")
 @pytest.mark.stack
 @pytest.mark.parametrize("damage", [corrupt_dense, truncate_shard, remove_shard, damage_manifest, remove_manifest])
 def test_a_damaged_checkpoint_is_refused_and_nothing_changes(saved: Path, damage: Callable[[Path], str]) -> None:
@@ -199,7 +201,7 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_changes(saved: Path, damage
         check=False,
     )
     assert done.returncode == 4, done.stderr
-    assert done.stderr.startswith("error: ")
+    assert done.stderr.startswith("error: ") and re.search(text, done.stderr)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +243,8 @@ def test_a_checkpoint_of_another_optimizer_or_model_is_refused(saved: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("missing", "lr", "text"), [(None, 0.0, "made with lr=0"), ("embedding_lr", 0.1, "KeyError"), ("cuda", 0.1, "cuda")]
+    ("missing", "lr", "text"),
+    [(None, 0.0, "created with lr=0"), ("embedding_lr", 0.1, "KeyError"), ("cuda", 0.1, "cuda")],
 )
 def test_a_random_state_or_learning_rate_that_does_not_fit_changes_nothing(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str | None, lr: float, text: str

@@ -61,6 +61,7 @@ def test_a_run_goes_on_behind_its_newest_save_with_equal_bits(configure: Configu
         assert everything(ctx) == expected
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_run_that_is_killed_goes_on(tmp_path: Path) -> None:
     config = tmp_path / "embedding_config.yml"
     config.write_text("slots_config:\n  a: {dim: 4}\n  b: {dim: 4}\n")
@@ -154,8 +155,10 @@ def test_a_damaged_newest_save_is_never_passed_over_unasked(configure: Configure
     folder = tmp_path / "run"
     expected = whole(configure, folder, 23)
     flip(next((folder / "step-20").glob(damaged)))
-    with pytest.raises(CheckpointError, match=r"(?s)step-20.*step-10 is intact: to resume from it"):
+    with pytest.raises(CheckpointError, match=r"(?s)step-20.*step-10 is intact$") as refused:
         whole(configure, folder)
+    assert "--set checkpoint.allow_previous=true" in refused.value.hint
+    assert refused.value.hint.endswith(f"rm -r {folder / 'step-20'}")
     with make(checkpoints=Checkpoints(folder, every=10, allow_previous=True)) as ctx:
         assert ctx.step == 10
         train(ctx, DataLoader(Batches(STEPS), reproducible=True), 23 - 10)
@@ -168,6 +171,7 @@ def test_a_damaged_newest_save_is_never_passed_over_unasked(configure: Configure
         whole(configure, folder, allow_previous=True)
 
 
+@pytest.mark.row("S4-29")
 def test_training_goes_on_while_a_save_is_written(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,13 +251,13 @@ def test_what_makes_no_sense_is_refused(configure: Configure, tmp_path: Path) ->
         ({"every": 0}, "every=0"),
         ({"keep_last": 0}, "keep_last=0"),
         ({"every": 2.5}, r"every=2\.5"),
-        ({"state": {"loss": 3.0}}, "want an object with state_dict and load_state_dict, got float"),
+        ({"state": {"loss": 3.0}}, "expected an object with state_dict and load_state_dict, found float"),
     ):
         with pytest.raises(UsageError, match=named):
             Checkpoints(tmp_path, **options)
-    with pytest.raises(UsageError, match="give a folder"):
+    with pytest.raises(UsageError, match="pass a folder"):
         Checkpoints()
-    with pytest.raises(UsageError, match=r"want persia\.ctx\.Checkpoints, got str"):
+    with pytest.raises(UsageError, match=r"expected persia\.ctx\.Checkpoints, found str"):
         make(checkpoints="run")
     (tmp_path / "file").write_text("")
     with pytest.raises(PersiaError, match="file"), make(checkpoints=Checkpoints(tmp_path / "file")):

@@ -214,7 +214,7 @@ def test_rows_that_are_no_rows_are_named_all_at_once(tmp_path: Path, monkeypatch
     for text in (
         "column 'id' is null in 2 rows: 3, 28",
         "column 'weights' is null, or has a null, in 2 rows: 10, 14",
-        "has another length than 2, that of the first vector, in 2 rows: 6 (1), 15 (3)",
+        "does not have the length of the first vector, 2, in 2 rows: 6 (1), 15 (3)",
         "has NaN, infinity, or a number beyond float32 in 3 rows: 21, 32, 39",
         "Correct or remove these rows",
     ):
@@ -236,22 +236,22 @@ def test_files_that_are_no_rows_are_refused(tmp_path: Path) -> None:
 
     text = tmp_path / "text.parquet"
     text.write_text("no Parquet")
-    assert "not a Parquet file" in error(text)
+    assert "not a readable Parquet file" in error(text)
     assert "no such file" in error(tmp_path / "none.parquet")
-    assert "got a folder" in error(tmp_path)
+    assert "found a folder" in error(tmp_path)
     assert "no rows" in error(
         write(tmp_path / "e.parquet", pa.array([], pa.int64()), pa.array([], pa.list_(pa.float32())))
     )
     good = write(tmp_path / "good.parquet", pa.array([1, 2]), vectors(2), ("user", "vector"))
-    assert "no column 'id', but user, vector; give --id-column" in error(good)
+    assert "no column 'id'; its columns are user, vector; use --id-column" in error(good)
     assert "--weights-column" in error(good, "--id-column", "user")
-    assert "is double: want integers or strings" in error(
+    assert "is double: expected integers or strings" in error(
         write(tmp_path / "f.parquet", pa.array([1.0, 2.0]), vectors(2))
     )
-    assert "want a list of floats" in error(write(tmp_path / "i.parquet", pa.array([1, 2]), pa.array([1.0, 2.0])))
+    assert "expected a list of floats" in error(write(tmp_path / "i.parquet", pa.array([1, 2]), pa.array([1.0, 2.0])))
     assert "2 files and 1 --table" in error(good, good)
     twice: list[str | Path] = ["ckpt", "import", good, good, "--table", "t", "--table", "t", "-o", tmp_path / "made"]
-    assert "give each file its own table" in str(refused(*twice))
+    assert "specify a separate table for each file" in str(refused(*twice))
     assert not (tmp_path / "made").exists()
 
 
@@ -319,7 +319,7 @@ def test_a_checkpoint_of_persiaml_is_refused_by_name(configure: Configure, tmp_p
     (folder / at).mkdir(parents=True)
     (folder / at / "embedding_dump_done").write_text("num_shards: 1\n")
     (folder / at / "replica_0_shard_0.emb").write_bytes(b"\0" * 20)
-    text = r"persiaml: it is a checkpoint of PersiaML .*cannot be loaded or converted"
+    text = r"persiaml is a PersiaML checkpoint .*cannot be loaded or converted"
     configure(SLOTS)
     with make() as ctx:
         for load in (ctx.load_checkpoint, ctx.load_embedding):
@@ -330,8 +330,8 @@ def test_a_checkpoint_of_persiaml_is_refused_by_name(configure: Configure, tmp_p
     with pytest.raises(CheckpointError, match=text):
         tables.load(folder)
     for verb in ("show", "verify", "rows", "list"):
-        assert "of PersiaML" in str(refused("ckpt", verb, folder)), verb
-    assert "of PersiaML" in str(refused("ckpt", "import", folder, "--table", "a", "-o", tmp_path / "made"))
+        assert "a PersiaML checkpoint" in str(refused("ckpt", verb, folder)), verb
+    assert "a PersiaML checkpoint" in str(refused("ckpt", "import", folder, "--table", "a", "-o", tmp_path / "made"))
 
 
 def test_a_trainer_starts_from_imported_rows(tmp_path: Path) -> None:
@@ -345,14 +345,15 @@ def test_a_trainer_starts_from_imported_rows(tmp_path: Path) -> None:
         last = [*trainer.fit()][-1].step
         assert trainer.folder is not None
         save = trainer.folder.saves(config) / f"step-{last}"
-    said("ckpt", "rows", save, "--table", "id0", "-o", tmp_path / "after.parquet")
+    said("ckpt", "rows", str(save), "--table", "id0", "-o", tmp_path / "after.parquet")
     found = read(tmp_path / "after.parquet")
     assert found[far] == [1.0, 1.125, 1.25, 1.375] and len(found) == len(ids) + 1
     assert found[ids[1]] != [0.5, 0.625, 0.75, 0.875]
-    other = config_of(tmp_path, train={"start_from": str(save)}, run={"name": "two"})
-    with pytest.raises(ConfigError, match="is a checkpoint of a run, not of") as caught:
-        Trainer(other).fit()
-    assert "persia ckpt import" in caught.value.hint
+    for start, kind in ((save, "checkpoint of a run"), (trainer.folder.path, "run")):
+        other = config_of(tmp_path, train={"start_from": str(start)}, run={"name": "two"})
+        with pytest.raises(ConfigError, match=f"{start} is a {kind}, not a checkpoint of") as caught:
+            Trainer(other).fit()
+        assert f"persia ckpt rows {start} " in caught.value.hint and "persia ckpt import" in caught.value.hint
     assert not (tmp_path / "runs" / "two").exists(), "nothing is made"
     import_rows([(source, "nope")], tmp_path / "other")
     third = config_of(tmp_path, train={"start_from": "other"}, run={"name": "three"})

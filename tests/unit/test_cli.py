@@ -64,6 +64,7 @@ def test_every_mistake_is_listed_at_once(tmp_path: Path, option: list[str]) -> N
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.row("S4-25", "S4-26")
 def test_checkpoints(configure: Configure, tmp_path: Path) -> None:
     configure(SLOTS)
     with make() as ctx:

@@ -209,7 +209,7 @@ def test_saving_and_loading_goes_on_bit_for_bit(tmp_path: Path, optimizer: Optim
         step(model, tables, dense_optimizer, number)
     assert bits(tables, model) == expected
     waiting = tables(arrays(0)[0])
-    with pytest.raises(UsageError, match="1 forwards wait"):
+    with pytest.raises(UsageError, match="1 forward passes have no backward pass yet"):
         tables.load(tmp_path / "ckpt")
     del waiting
     with pytest.raises(CheckpointError):
@@ -231,7 +231,7 @@ def test_a_learning_rate_that_does_not_fit_changes_nothing(tmp_path: Path) -> No
     other = collection(SGD(0.0))
     other(arrays(1)[0])["a"].sum().backward()
     before = rows(other)
-    with pytest.raises(CheckpointError, match="collection.state.*made with lr=0"):
+    with pytest.raises(CheckpointError, match="collection.state.*created with lr=0"):
         other.load(tmp_path / "ckpt")
     assert all(torch.equal(after, before[name]) for name, after in rows(other).items())
     assert other.step == 1

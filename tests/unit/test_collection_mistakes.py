@@ -28,7 +28,7 @@ def test_more_forwards_than_the_staleness_are_refused() -> None:
     tables = collection(staleness=2)
     features = arrays(0)[0]
     first, second = tables(features), tables(features)
-    with pytest.raises(UsageError, match="2 forwards wait for their backward.*staleness=2"):
+    with pytest.raises(UsageError, match="2 forward passes have no backward pass yet.*staleness=2"):
         tables(features)
     with torch.no_grad():
         tables(features)
@@ -79,10 +79,10 @@ def test_mistakes_are_named() -> None:
         (
             {"a": ids.float(), "b": ids},
             FeatureTypeError,
-            "'a', ids: want a 1-d array or list of whole numbers.*got a 1-d float32 Tensor",
+            "'a', ids: expected a 1-d array or list of integers.*found a 1-d float32 Tensor",
         ),
-        ({"a": ids.reshape(1, 2), "b": ids}, FeatureTypeError, "got a 2-d int64 Tensor"),
-        ({"a": [1.0, 2.0], "b": ids}, FeatureTypeError, "'a'.*got float"),
+        ({"a": ids.reshape(1, 2), "b": ids}, FeatureTypeError, "found a 2-d int64 Tensor"),
+        ({"a": [1.0, 2.0], "b": ids}, FeatureTypeError, "'a'.*found float"),
         ({"a": torch.tensor([4, -1]), "b": ids}, DataError, "'a', ids, row 1: -1 is negative"),
         ({"a": [[4], [5, -1]], "b": ids}, DataError, "'a', sample 1: -1 is negative"),
         ({"a": (ids, torch.tensor([0, 1])), "b": ids}, DataError, "include_last_offset=True"),
@@ -94,7 +94,7 @@ def test_mistakes_are_named() -> None:
         (
             {"a": (ids, torch.tensor([0, 1, 2]), torch.ones(2, dtype=torch.bfloat16)), "b": ids},
             FeatureTypeError,
-            "'a', weights: want 1-d float32, got 1-d bfloat16",
+            "'a', weights: expected 1-d float32, found 1-d bfloat16",
         ),
     ]:
         with pytest.raises(error, match=text):
@@ -130,11 +130,11 @@ def test_wrong_tables_are_refused_at_once() -> None:
 
 def test_it_is_made_outside_of_contexts_and_not_copied(configure: Configure) -> None:
     configure(SLOTS)
-    with eval_ctx(), pytest.raises(UsageError, match="make it outside"):
+    with eval_ctx(), pytest.raises(UsageError, match="create it outside"):
         collection()
     tables = collection()
     for spoil in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(UsageError, match=r"save\(\) them instead"):
+        with pytest.raises(UsageError, match=r"because it does not contain its rows; use save\(\)"):
             spoil(tables)
     tables.close()
     tables.close()

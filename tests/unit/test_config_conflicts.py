@@ -7,19 +7,21 @@ from config_files import GOOD, mistakes
 
 import persia
 from persia.config import Config, validate_config
+from persia.config.operations import DistBlock, FsdpBlock
+from persia.config.show import to_yaml
 
 
 def test_dlrm_needs_equal_dims(persia_yml: Path) -> None:
     text = GOOD + "model: {name: dlrm}\n"
     persia_yml.write_text(text)
-    assert persia.load_config(persia_yml).model.arguments == {"dropout": 0.0}
+    assert persia.load_config(persia_yml).model.arguments == {"dropout": 0.0, "activation_checkpointing": False}
     text = text.replace(
         "labels:",
         "  item: {type: id, dim: 8}\n  day: {type: date, part: day, dim: 0}\n"
         "  both: {type: cross, features: [day, item], dim: 16}\nlabels:",
     )
     assert mistakes(persia_yml, text) == [
-        "11:15: model.name: `dlrm` needs features of one dim, found user 16, item 8, both 16; give all the same, or "
+        "11:15: model.name: `dlrm` needs features of one dim, found user 16, item 8, both 16; set the same for all, or "
         "use `name: dcnv2`"
     ]
 
@@ -52,7 +54,7 @@ def test_rows_at_a_time_that_are_no_fewer_than_a_batch_are_a_warning(
 def test_the_early_stop_needs_rows_and_a_metric(persia_yml: Path) -> None:
     text = GOOD.replace("clicks.parquet", "a\n  split: {fractions: [0.9, 0, 0.1]}") + "train: {early_stop: {}}\n"
     assert mistakes(persia_yml, text) == [
-        "9:21: train.early_stop: there is no valid part to evaluate on: give data.valid, or a share of it"
+        "9:21: train.early_stop: there is no validation set to evaluate on: set data.valid, or its share in data.split"
     ]
     persia_yml.write_text(text.replace("  split", "  valid: b\n  split"))
     assert persia.load_config(persia_yml).train.early_stop is not None
@@ -79,7 +81,11 @@ def test_the_arguments_of_a_class_of_the_users_own_are_checked_without_importing
     assert persia.load_config(persia_yml).model.arguments == {"any": [1, "x"]}
     for model, message in [
         ("class: my_model:Towr", "8:16: model.class: my_model.py has no class `Towr`, did you mean `Tower`?"),
-        ("class: my_modell:Tower", "8:16: model.class: no module `my_modell` in . nor among the installed packages"),
+        (
+            "class: my_modell:Tower",
+            "8:16: model.class: no module `my_modell` in . nor among the installed packages; move it there, add its "
+            "folder to PYTHONPATH, or install it: pip install -e FOLDER",
+        ),
         ("name: dlrm, class: my_model:Free", "8:15: model.name: found together with `class`; allowed: one of the two"),
         (
             "class: my_model:Free, any: [{a: 1, a: 2}]",
@@ -132,3 +138,76 @@ def test_a_program_can_ask_whether_a_configuration_is_valid(persia_yml: Path) ->
         False,
         ["the configuration: features.user.dim: found `four`, allowed: a whole number from 0 to 4096"],
     )
+
+
+def test_regions_hold_each_rank_once(persia_yml: Path) -> None:
+    text = GOOD + "parallel: ddp\ndist: {regions: {east: [0, 1, 0], west: [1, -2], none: []}}\n"
+    assert mistakes(persia_yml, text) == [
+        "9:24: dist.regions.east: rank 0 is twice; allowed: one region for each rank",
+        "9:41: dist.regions.west: rank 1 is in region `east` too; allowed: one region for each rank",
+        "9:41: dist.regions.west: found rank -2; ranks are counted from 0",
+        "9:56: dist.regions.none: found no ranks; allowed: at least one",
+    ]
+    sharded = text.replace("[0, 1, 0], west: [1, -2], none: []", "[0, 1]").replace("ddp", "fsdp")
+    assert mistakes(persia_yml, sharded) == [
+        "9:17: dist.regions: found together with `parallel: fsdp`, whose gradients are never whole"
+    ]
+    assert mistakes(persia_yml, GOOD + "dist: {regions: {}}\n") == [
+        "8:17: dist.regions: found no regions; allowed: at least one, such as `{east: [0, 1]}`"
+    ]
+
+
+@pytest.mark.row("S4-24")
+def test_compression_that_would_not_work_is_refused(persia_yml: Path) -> None:
+    text = GOOD + "dist: {compression: {name: powersgd, start_iter: 1}}\n"
+    assert mistakes(persia_yml, text) == [
+        "8:50: dist.compression.start_iter: found `1`, allowed: a whole number of at least 2"
+    ]
+    text = GOOD + "dist: {compression: {name: powersgd}, regions: {east: [0], west: [1]}}\n"
+    assert mistakes(persia_yml, text) == [
+        "8:21: dist.compression: found `powersgd` together with dist.regions; allowed: one of them, or fp16, bf16"
+    ]
+    text = GOOD + "parallel: fsdp\ndist: {compression: {name: bf16}}\n"
+    assert mistakes(persia_yml, text) == [
+        "9:21: dist.compression: found together with `parallel: fsdp`, whose gradients are never whole"
+    ]
+
+
+def test_keys_for_operators_without_an_effect_are_a_warning(persia_yml: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = "fsdp: {reshard_after_forward: true}\nmemory: {limit_mb: 5}\ndist: {compression: {name: fp16, rank: 2}}\n"
+    persia_yml.write_text(GOOD + text)
+    config = persia.load_config(persia_yml)
+    for told in (
+        "fsdp.reshard_after_forward: has no effect without `parallel: fsdp`",
+        "memory.limit_mb: has no effect without `leaks: true`",
+        "dist.compression.rank: has no effect without `name: powersgd`",
+    ):
+        assert told in caplog.text
+    caplog.clear()
+    persia_yml.write_text(to_yaml(config.with_blocks(fsdp=FsdpBlock(), memory=None, dist=DistBlock())))
+    persia.load_config(persia_yml)  # all keys with their defaults
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("days", ["0", ".inf", "40000"])
+def test_an_age_of_checkpoints_is_at_most_a_hundred_years(persia_yml: Path, days: str) -> None:
+    (found,) = mistakes(persia_yml, GOOD + f"checkpoint: {{keep_days: {days}}}\n")
+    assert found.endswith("allowed: a number above 0 and at most 36500")
+
+
+def test_an_address_of_a_notice_is_one_of_http(persia_yml: Path) -> None:
+    assert mistakes(persia_yml, GOOD + "spot: {url: 169.254.169.254/latest}\n") == [
+        "8:13: spot.url: found `169.254.169.254/latest`, allowed: an address such as http://169.254.169.254/path"
+    ]
+    for wrong in (
+        "http://[::1",
+        "http://h:port/",
+        "http://h:0/",
+        "http://h/a b",
+        "http://h/\xe9",
+        "http://:secret@/?a=secret",
+    ):
+        (found,) = mistakes(persia_yml, GOOD + f"spot: {{url: '{wrong}'}}\n")
+        assert "spot.url: found `http:/" in found and "secret" not in found
+    persia_yml.write_text(GOOD + "spot: {url: 'http://169.254.169.254/latest'}\n")
+    assert persia.load_config(persia_yml, ["spot=null"]).spot is None

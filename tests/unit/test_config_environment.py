@@ -5,7 +5,9 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from config_files import GOOD
+from trainer_files import config_of, fit
 
 import persia
 from persia.config.document import open_document
@@ -44,6 +46,28 @@ def test_the_blocks_are_variables_of_the_ranks(persia_yml: Path, monkeypatch: py
     with applied(variables_of(config)):
         assert {name: os.environ[name] for name in expected} == expected
     assert not any(name in os.environ for name in expected)
+
+
+@pytest.mark.row("S3-09")
+def test_they_are_set_while_a_run_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("NCCL_DEBUG", "NCCL_IB_DISABLE", "NCCL_SOCKET_IFNAME")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    seen: list[list[str | None]] = []
+
+    class Notes(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+
+        def forward(self, dense: list[torch.Tensor], embeddings: list[torch.Tensor]) -> torch.Tensor:
+            seen.append([os.environ.get(name) for name in names])
+            output: torch.Tensor = self.layer(embeddings[0])
+            return output
+
+    fit(config_of(tmp_path, nccl={"debug": "WARN", "ib_disable": True, "socket_ifname": "=lo"}), model=Notes())
+    assert seen and all(each == ["WARN", "1", "=lo"] for each in seen)
+    assert not any(name in os.environ for name in names)
 
 
 def test_the_environment_wins_with_a_warning(

@@ -63,9 +63,9 @@ def test_overrides_change_and_add_keys(persia_yml: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.seed", ": want KEY=VALUE, such as train.seed=7"),
-        ("=7", ": want KEY=VALUE, such as train.seed=7"),
-        ("train..seed=7", ": want KEY=VALUE, such as train.seed=7"),
+        ("train.seed", ": expected KEY=VALUE, such as train.seed=7"),
+        ("=7", ": expected KEY=VALUE, such as train.seed=7"),
+        ("train..seed=7", ": expected KEY=VALUE, such as train.seed=7"),
         (
             "run.nam=x",
             ": run.nam: unknown key, did you mean `name`?; allowed: dir, name, log_every, tensorboard",
@@ -80,7 +80,7 @@ def test_overrides_change_and_add_keys(persia_yml: Path) -> None:
             "train.metrics=[auc",
             ": train.metrics: not valid YAML: while parsing a flow sequence, did not find expected ',' or ']'",
         ),
-        ("train=!!set {}", ": train: the tag `tag:yaml.org,2002:set` is not understood here: remove it"),
+        ("train=!!set {}", ": train: the tag `tag:yaml.org,2002:set` is not supported: remove it"),
         ("data.train.x=1", ": data.train: the file has `clicks.parquet` here, which has no key `x`"),
         (
             "features.usr.dim=4",
@@ -98,7 +98,7 @@ def test_overrides_change_and_add_keys(persia_yml: Path) -> None:
         (
             "features.user.column=clicked",
             ": features.user.column: reads `clicked`, the column of `labels.clicked`: the "
-            "label would be known; give another column, or remove it",
+            "label would be known; choose another column, or remove it",
         ),
     ],
 )

@@ -159,10 +159,10 @@ def test_a_script_trains_on_the_slots_of_its_features(write: Write, monkeypatch:
 
 def test_slots_in_place_of_the_configuration_of_rows_are_refused(write: Write) -> None:
     features = read_features(write("persia.yml", PERSIA))
-    with pytest.raises(UsageError, match=r"got slots, such as features\.embedding_config\(\) returns") as caught:
+    with pytest.raises(UsageError, match=r"found slots, such as features\.embedding_config\(\) returns") as caught:
         EmbeddingCtx(PreprocessMode.EVAL, embedding_config=features.embedding_config())  # type: ignore[arg-type]
     assert "PERSIA_CONFIG=persia.yml" in caught.value.hint
-    with pytest.raises(UsageError, match=r"want persia\.embedding\.EmbeddingConfig, got dict"):
+    with pytest.raises(UsageError, match=r"expected persia\.embedding\.EmbeddingConfig, found dict"):
         EmbeddingCtx(PreprocessMode.EVAL, embedding_config={})  # type: ignore[arg-type]
     EmbeddingCtx(PreprocessMode.EVAL, embedding_config=EmbeddingConfig())
 
@@ -217,7 +217,7 @@ def test_differing_slots_and_the_mistakes_of_all_files_are_one_error(write: Writ
 
 def test_the_command_shows_and_checks_the_file_of_the_folder(write: Write, run: Run) -> None:
     code, _, err = run("config", "show")
-    assert code == 2 and "next:  give its path: persia config show FILE" in err
+    assert code == 2 and "next:  specify its path: persia config show FILE" in err
     write("persia.yml", PERSIA)
     code, out, err = run("config", "show", "--set", "train.seed=3", "--set", "run.name=x")
     assert (code, err) == (0, "")

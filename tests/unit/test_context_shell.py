@@ -83,7 +83,7 @@ def test_a_context_that_is_too_large_lists_its_largest_entries(workspace: Path, 
     assert "134.0 MiB, more than 128.0 MiB" in errors
     listed = [line.split()[-1] for line in errors.splitlines() if line.startswith("  ")]
     assert listed == ["data", "one.bin", "two.bin", "three.bin", "four.bin"]
-    assert f"name what is not needed in {workspace}/.persiaignore" in errors and "DATA_DIR" in errors
+    assert f"list what is not needed in {workspace}/.persiaignore" in errors and "DATA_DIR" in errors
     (workspace / ".persiaignore").write_text("data/\n")
     assert context.read(workspace).bytes < context.LIMIT
     with pytest.raises(UsageError, match="no such folder"):
@@ -240,7 +240,7 @@ def test_a_notebook_that_does_not_answer_is_not_called_ready(
     monkeypatch.setattr("persia.doctor.notebook._wait", wait)
     out, errors = verb("debug", "notebook", "--context", str(workspace), "--port", str(notebook_port))
     assert "notebook:" not in out
-    assert f"the notebook does not answer at 127.0.0.1:{notebook_port} after 2 s: HTTP Error 403" in errors
+    assert f"the notebook does not respond at 127.0.0.1:{notebook_port} after 2 s: HTTP Error 403" in errors
     with socket.create_server(("127.0.0.1", notebook_port)):
         _, errors = verb("debug", "notebook", "--context", str(workspace), "--port", str(notebook_port), code=2)
         assert f"--port {notebook_port}: port {notebook_port} in use by pid {os.getpid()}" in errors
@@ -272,6 +272,17 @@ def test_a_shell_that_is_stopped_leaves_no_copy(workspace: Path, docker: Path) -
         process.terminate()
         assert process.wait(60) == 75 and not copy.parent.exists()
         assert process.stdout.read() == "", "the command has ended: no process has the pipe"
+
+
+def test_a_stop_before_the_container_runs_leaves_no_copy(workspace: Path, docker: Path, tmp_path: Path) -> None:
+    """The docker that is asked for its version stops the process that asks, which has made the copy."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    (docker / "docker").write_text(f'#!/bin/sh\nls "$TMPDIR" > {docker}/there\nkill -TERM $PPID\nexec sleep 600\n')
+    words = [sys.executable, "-m", "persia", "debug", "shell", "--context", str(workspace), "--", "true"]
+    done = subprocess.run(words, env={**os.environ, "TMPDIR": str(temporary)}, check=False, timeout=120)
+    assert done.returncode == 75
+    assert (docker / "there").read_text().startswith("persia-context-") and not [*temporary.iterdir()]
 
 
 def test_without_an_image_the_next_step_is_told(workspace: Path, verb: Verb, monkeypatch: pytest.MonkeyPatch) -> None:

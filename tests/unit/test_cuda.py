@@ -59,14 +59,14 @@ def test_vectors_have_a_dtype_that_the_device_makes(configure: Configure) -> Non
         EmbeddingCtx(PreprocessMode.EVAL, embedding_dtype=torch.float16)
     configure(SLOTS)
     with EmbeddingCtx(PreprocessMode.EVAL) as ctx:
-        with pytest.raises(UsageError, match=r"embedding_dtype=torch.int8: want torch.float32"):
+        with pytest.raises(UsageError, match=r"embedding_dtype=torch.int8: expected torch.float32"):
             Device(0, torch.int8).serve(ctx.engine)
-        with pytest.raises(UsageError, match="want f32, f16 or bf16"):
+        with pytest.raises(UsageError, match="f32, f16 or bf16"):
             ctx.engine.use_device(0, "f64")
     table = [TableConfig("t", 4, ["f"])]
     with pytest.raises(UsageError, match="on the CPU vectors are float32"):
         EmbeddingCollection(table, SGD(0.1), dtype=torch.bfloat16)
-    with pytest.raises(UsageError, match="want a CUDA device"):
+    with pytest.raises(UsageError, match="expected a CUDA device"):
         EmbeddingCollection(table, SGD(0.1), device="meta")
 
 

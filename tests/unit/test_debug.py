@@ -162,7 +162,7 @@ def test_the_page_has_the_states_and_commands_that_exist() -> None:
 @pytest.mark.parametrize("text", ["2", "-1", "one"])
 def test_a_rank_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK_TO_DEBUG", text)
-    with pytest.raises(UsageError, match=r"RANK_TO_DEBUG.*want a rank from 0 to 1"):
+    with pytest.raises(UsageError, match=r"RANK_TO_DEBUG.*expected a rank from 0 to 1"):
         breakpoints.rank_to_debug(2)
 
 
@@ -173,7 +173,7 @@ def test_the_option_wins_over_the_variable_and_is_checked(tmp_path: Path, monkey
     monkeypatch.setenv("RANK_TO_DEBUG", "1")
     wrong = CliRunner().invoke(app, ["run", "--rank", "2", "--nproc", "2", "--", "train.py"])
     assert isinstance(wrong.exception, UsageError)
-    assert str(wrong.exception) == "rank 2 of 2 rank(s): want a rank from 0 to 1"
+    assert str(wrong.exception) == "rank 2 of 2 rank(s): expected a rank from 0 to 1"
     assert wrong.exception.hint is not None and "--nproc 3" in wrong.exception.hint
     of_variable = CliRunner().invoke(app, ["run", "--nproc", "1", "--", "train.py"])
     assert isinstance(of_variable.exception, UsageError) and "rank 1 of 1" in str(of_variable.exception)
@@ -187,7 +187,7 @@ def test_the_option_wins_over_the_variable_and_is_checked(tmp_path: Path, monkey
             {"passed": 1, "sites": {"0": "c.py:9"}},
             "breakpoint_ number 0 is at c.py:9 on rank 0 and at a.py:1 on rank 1",
         ),
-        ({"passed": 0, "sites": {}, "pid": 0}, "rank 0 has ended without stopping there; rank 1 runs on"),
+        ({"passed": 0, "sites": {}, "pid": 0}, "rank 0 has ended without stopping there; rank 1 continues"),
     ],
     ids=["passed", "another call", "ended"],
 )
@@ -210,7 +210,7 @@ def test_a_rank_that_waits_for_what_never_comes_runs_on_with_a_warning(
 
 
 def test_a_condition_as_text_is_refused() -> None:
-    with pytest.raises(UsageError, match="want a condition"):
+    with pytest.raises(UsageError, match="expected a condition"):
         breakpoints.breakpoint_(when="loss > 3")
 
 

@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from persia.ctx import Checkpoints
 from persia.doctor import data, disk, environment, gpu, run, services, versions
 from persia.doctor.check import Check, worst
 from persia.doctor.gpu import Facts
-from persia.doctor.job_status import Process, Status
+from persia.doctor.job_status import Problem, Process, Status
 from persia.errors import StorageError
 from persia.runtime.exit_codes import ExitCode
 
@@ -75,10 +76,10 @@ def test_a_build_that_was_changed_is_told(tmp_path: Path) -> None:
     (tmp_path / "BUILD_INFO").write_text(f"{'0' * 64}  persia_core.so build=abc\n")
     assert versions.build(core).status == "warn" and "hash differs" in versions.build(core).found
     (tmp_path / "BUILD_INFO").write_text(f"{'0' * 64}  other build=abc\n")
-    assert "does not name persia_core.so" in versions.build(core).found
+    assert "does not list persia_core.so" in versions.build(core).found
 
 
-@pytest.mark.row("S3-39")
+@pytest.mark.row("S3-39", "S3-09")
 def test_a_block_to_paste_has_versions_and_no_secret(monkeypatch: pytest.MonkeyPatch, verb: Verb) -> None:
     secrets = {
         "PERSIA_TOKEN_FILE": "/a/secret/place",
@@ -96,6 +97,9 @@ def test_a_block_to_paste_has_versions_and_no_secret(monkeypatch: pytest.MonkeyP
         assert lines[package] == importlib.metadata.version(package), package
     assert lines["persia"] == persia.__version__ and lines["persia_core"].startswith(persia_core.__version__)
     assert lines["Python"].startswith(platform.python_version()) and platform.release() in lines["platform"]
+    usable = len(os.sched_getaffinity(0))
+    shown = rf"{torch.get_num_threads()} \({usable} usable(, limited to [\d.]+)? processors\)"
+    assert re.fullmatch(shown, lines["torch threads"])
     assert lines["processors"] == str(os.cpu_count()) and lines["host"] == socket.gethostname()
     assert "lo 127.0.0.1" in lines["interfaces"] and lines["GPUs"] and lines["container"] in ("yes", "no")
     assert lines["CUDA of torch"] == (torch.version.cuda or "none") and lines["CUDA of driver"]
@@ -144,7 +148,16 @@ def test_the_gpus_that_torch_sees_are_listed_and_counted(monkeypatch: pytest.Mon
     monkeypatch.setattr("persia.doctor.gpu.facts", lambda: found)
     out, _ = verb("doctor", code=2)
     assert "ok    gpu            torch sees 1: 0, A100" in out
-    assert "fail  ranks          2 asked (GPU_NUM), 1 visible" in out and "next: GPU_NUM=1" in out
+    assert "fail  ranks          2 requested (GPU_NUM), 1 visible" in out and "next: GPU_NUM=1" in out
+
+
+@pytest.mark.row("S3-08")
+def test_the_devices_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    monkeypatch.setenv("GPU_NUM", "4")
+    found = gpu.facts()
+    assert (found.torch_devices, found.visible, found.wanted) == (3, "0,1,2", 4)
 
 
 @pytest.mark.row("S3-40")
@@ -167,7 +180,7 @@ def test_nvidia_smi_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.row("S1-23")
 def test_more_ranks_than_gpus_are_named() -> None:
     found = gpu.ranks(5, 1, None)
-    assert found.status == "fail" and "5 asked (GPU_NUM), 1 visible" in found.found
+    assert found.status == "fail" and "5 requested (GPU_NUM), 1 visible" in found.found
     assert gpu.ranks(2, 2, "0,1").status == "ok"
 
 
@@ -189,7 +202,8 @@ def process(service: str, index: int = 0, health: str = "serving") -> Process:
 def test_services_of_a_job() -> None:
     good = Status([process("persia-server"), process("persia-middleware")], [])
     assert [check.status for check in services.services(good, "test")] == ["ok", "ok"]
-    bad = Status([process("persia-server", health="deadline exceeded")], ["no persia-middleware has announced itself"])
+    absent = Problem("absent", "no persia-middleware has announced itself")
+    bad = Status([process("persia-server", health="deadline exceeded")], [absent])
     server, middleware = services.services(bad, "test")
     assert server.status == middleware.status == "fail"
     assert "deadline exceeded" in server.found and middleware.code == ExitCode.UNREACHABLE
@@ -203,7 +217,7 @@ def test_nats_that_cannot_be_reached_is_told(monkeypatch: pytest.MonkeyPatch, li
     assert "refused" in nats.found and rest.status == "skip"
     monkeypatch.setenv("PERSIA_NATS_URL", "http://127.0.0.1")
     (nats,) = services.checks()
-    assert "want nats://HOST:PORT" in nats.found
+    assert "expected nats://HOST:PORT" in nats.found
 
 
 # --- Disks and files
@@ -221,6 +235,25 @@ def test_a_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.row("S1-17")
+@pytest.mark.row("S4-56")
+def test_disks_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: Verb) -> None:
+    out, _ = verb("doctor", "--only", "disk", "--dir", str(tmp_path), "--measure")
+    found = re.search(r"disk speed +(\S+): fsync ([\d.]+) ms \(longest of 9: ([\d.]+) ms\), ([\d,]+) MB/s", out)
+    assert found is not None and found[1] == str(tmp_path), out
+    assert float(found[2]) <= float(found[3]) and int(found[4].replace(",", "")) > 0
+    assert not [*tmp_path.glob(".persia-measure-*")]
+    assert "speed" not in verb("doctor", "--only", "disk", "--dir", str(tmp_path))[0]
+    fsync = os.fsync
+
+    def slow_fsync(file: int) -> None:
+        time.sleep(0.06)
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", slow_fsync)
+    slow = disk.measured("disk", tmp_path / "not" / "there")
+    assert slow.status == "warn" and "log_sync" in slow.why and float(slow.found.split("fsync ")[1].split()[0]) >= 60
+
+
 def test_a_folder_on_a_disk_that_is_not_mounted(tmp_path: Path) -> None:
     found = disk.written("checkpoint.dir", tmp_path / "mnt" / "disk" / "checkpoints")
     assert found.status == "fail" and f"{tmp_path / 'mnt'} does not exist; is a disk not mounted?" in found.found
@@ -267,7 +300,7 @@ def test_free_space_is_compared_with_an_estimate(tmp_path: Path, monkeypatch: py
     write_clicks(tmp_path / "clicks.parquet", 500)
     config = load_config(write_config(tmp_path))
     roomy = disk.space(config)
-    assert roomy.status == "ok" and "rows of train, each id new" in roomy.found
+    assert roomy.status == "ok" and "training rows, each id new" in roomy.found
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr("persia.doctor.disk.shutil.disk_usage", lambda path: usage._replace(free=100_000))
     full = disk.space(config)
@@ -362,7 +395,7 @@ def test_a_failure_has_its_exit_code_and_json(tmp_path: Path, verb: Verb) -> Non
     (found,) = json.loads(out)
     assert found["status"] == "fail" and found["code"] == 1 and "user" in found["found"] and found["next"]
     _, errors = verb("doctor", "--only", "dsik", code=2)
-    assert "no such check; there are config, versions" in errors
+    assert "no such check; the checks are config, versions" in errors
     (tmp_path / "persia.yml").write_text("data: {train: 5}\nmodel: {name: dlrmm}\n")
     out, _ = verb("doctor", "--only", "data", code=2)
     assert "found `dlrmm`" in out and "persia config check" in out

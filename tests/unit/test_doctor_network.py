@@ -7,12 +7,14 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
-from persia.doctor import network, ports, services
-from persia.doctor.job_status import Process, Status
+from persia.doctor import job_status, network, ports, services
+from persia.doctor.job_status import Cause, Problem, Process, Status
 from persia.runtime.exit_codes import ExitCode
 
 
@@ -52,7 +54,7 @@ def test_a_port_in_use_names_the_program(listener: socket.socket) -> None:
     found = ports.free("port", port, "PERSIA_LISTEN")
     assert found.status == "fail"
     assert f"port {port} in use by pid {os.getpid()} ({psutil.Process().name()})" in found.found
-    assert f"ps -fp {os.getpid()}" in found.next and "give PERSIA_LISTEN another port" in found.next
+    assert f"ps -fp {os.getpid()}" in found.next and "set PERSIA_LISTEN to another port" in found.next
     listener.close()
     assert ports.free("port", port, "PERSIA_LISTEN").status == "ok"
 
@@ -88,9 +90,9 @@ def test_rank_0_that_runs_already_is_no_stranger(tmp_path: Path, monkeypatch: py
     ("value", "status", "text"),
     [
         ("127.0.0.1:0", "ok", "is chosen when it starts"),
-        ("localhost", "fail", "want HOST:PORT"),
-        ("0.0.0.0:99999", "fail", "want HOST:PORT"),
-        ("203.0.113.7:8888", "fail", "203.0.113.7 is no address of this host"),
+        ("localhost", "fail", "expected HOST:PORT"),
+        ("0.0.0.0:99999", "fail", "expected HOST:PORT"),
+        ("203.0.113.7:8888", "fail", "203.0.113.7 is not an address of this host"),
         ("no-such-host.invalid:8888", "fail", "the name no-such-host.invalid has no address here"),
     ],
 )
@@ -129,7 +131,7 @@ def test_an_address_of_rank_0_is_checked_from_both_sides(
     port = str(listener.getsockname()[1])
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     (alone,) = network.rendezvous()
-    assert alone.status == "fail" and "MASTER_PORT" in alone.found
+    assert alone.status == "fail" and alone.found == "MASTER_PORT not set"
     monkeypatch.setenv("MASTER_PORT", port)
     (rank_0,) = network.rendezvous()
     assert rank_0.status == "fail" and "in use by pid" in rank_0.found and "kill" not in rank_0.next
@@ -139,6 +141,66 @@ def test_an_address_of_rank_0_is_checked_from_both_sides(
     listener.close()
     (rank_1,) = network.rendezvous()
     assert (rank_1.code, rank_1.status) == (ExitCode.UNREACHABLE, "fail") and "rank 0" in rank_1.why + rank_1.next
+
+
+@pytest.mark.row("S4-04")
+def test_who_sets_the_address_of_rank_0_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert not [*network.rendezvous()], "one rank needs none"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    (missing,) = network.rendezvous()
+    assert missing.status == "fail" and missing.found == "MASTER_ADDR and MASTER_PORT not set"
+    assert "torchrun sets MASTER_ADDR and MASTER_PORT on every rank" in missing.why
+    assert "persia-launcher does not, because ranks of a job meet through PERSIA_NATS_URL" in missing.why
+    assert "torchrun --master-addr HOST --master-port 29500" in missing.next
+    monkeypatch.setenv("PERSIA_NATS_URL", "nats://127.0.0.1:4222")
+    assert not [*network.rendezvous()], "ranks of a job meet through NATS"
+
+
+@pytest.mark.row("S4-06")
+def test_what_resolves_a_name_is_told(tmp_path: Path, listener: socket.socket) -> None:
+    hosts, resolver = tmp_path / "hosts", tmp_path / "resolv.conf"
+    hosts.write_text("127.0.0.1 localhost\n10.0.0.7 Db.local db # extra_hosts\n# 10.0.0.8 old\n")
+    resolver.write_text("search x\nnameserver 127.0.0.11\nnameserver 10.0.0.1\n")
+    found = [network.resolved_by(name, hosts, resolver) for name in ("db", "db.local", "old", "10.0.0.7", "::1")]
+    assert found == [str(hosts), str(hosts), "DNS 127.0.0.11", "", ""]
+    check = network.endpoint("nats", "localhost", listener.getsockname()[1], what="NATS", start="start it")
+    assert check.status == "ok" and ("from /etc/hosts) answers" in check.found or "from DNS" in check.found)
+
+
+@pytest.mark.row("S4-21")
+def test_mtu_and_rp_filter_are_advice(tmp_path: Path) -> None:
+    net, conf = tmp_path / "net", tmp_path / "conf"
+    for name, mtu, own in (("eth0", 1500, 1), ("eth1", 9000, 0), ("lo", 65536, 0)):
+        for folder, file, value in ((net, "mtu", mtu), (conf, "rp_filter", own)):
+            (folder / name).mkdir(parents=True)
+            (folder / name / file).write_text(f"{value}\n")
+    (conf / "all").mkdir()
+    (conf / "all" / "rp_filter").write_text("0\n")
+    one = network.links(net, conf)
+    assert one.status == "ok" and one.found == "eth0 mtu 1500, eth1 mtu 9000; rp_filter strict on eth0"
+    assert "mtu 9000 costs less" in one.why and "sysctl" not in one.why
+    (conf / "all" / "rp_filter").write_text("1\n")  # the larger one of the two applies
+    both = network.links(net, conf)
+    assert both.status == "ok" and "strict on eth0, eth1" in both.found and "rp_filter=2" in both.why
+    assert network.links().status == "ok" and "mtu" in network.links().found
+
+
+@pytest.mark.row("S4-54")
+def test_the_interface_of_the_route_is_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = SimpleNamespace(family=socket.AF_INET)
+    numbers = {"lo": "127.0.0.1", "docker0": "172.17.0.1", "eth0": "10.0.0.5", "eth1": "10.1.0.5"}
+    given = {name: [SimpleNamespace(**vars(address), address=number)] for name, number in numbers.items()}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: given)
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: dict.fromkeys(given, SimpleNamespace(isup=True)))
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    found = network.interfaces()
+    assert found.status == "fail" and "correct or unset NCCL_SOCKET_IFNAME" in found.next
+    assert "have eth0 (10.0.0.5), eth1 (10.1.0.5): for example PERSIA_SOCKET_IFNAME=eth0" in found.next
+    monkeypatch.setenv("MASTER_ADDR", "10.1.0.9")
+    monkeypatch.setattr("persia.distributed.network._of_route", {"10.1.0.9": "eth1"}.get)
+    assert "the route to 10.1.0.9 is eth1 (10.1.0.5): PERSIA_SOCKET_IFNAME=eth1" in network.interfaces().next
 
 
 def test_an_interface_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +242,7 @@ def part(address: str, host: str = "", index: int = 0) -> Process:
     [
         ("filtered", "filtered: a firewall or another network drops packets to 10.0.0.9:7401", "TCP port 7401 of far"),
         ("refused", "does not serve", "see its log on host far"),
-        ("reached", "accepts connections, but the process does not answer", "see its log on host far"),
+        ("reached", "accepts connections, but the process does not respond", "see its log on host far"),
         ("unreachable", "10.0.0.9 cannot be reached: no route", "ip route get 10.0.0.9"),
     ],
 )
@@ -195,7 +257,7 @@ def test_why_a_part_does_not_answer(
 
     monkeypatch.setattr(network, "reach", reach)
     dead = part("10.0.0.9:7401", "far")
-    found = Status([dead], [f"{dead.name} at {dead.address}: {dead.health}"])
+    found = Status([dead], [Problem("health", f"{dead.name} at {dead.address}: {dead.health}")])
     checks = [check for check in services.services(found, "j") if check.name != "persia-server"]
     assert tried == [("10.0.0.9", 7401)]
     (check,) = checks  # and none of the job: what was told of the part is not told again
@@ -214,18 +276,44 @@ def test_a_loopback_address_of_another_host_is_named(listener: socket.socket) ->
 
 
 @pytest.mark.parametrize(
-    ("problem", "remedy"),
+    ("cause", "remedy"),
     [
-        ("persia-server 1 of 2 is missing", "start the missing part"),
-        ("persia-server 0 runs 2 times: a h:1, b h:1", "stop all but one"),
-        ("different values of replicas: 1: persia-server 0; 2: persia-server 1", "same number of replicas"),
-        ("different values of version: 1: persia-server 0; 2: persia-middleware 0", "doctor --only versions"),
-        ("different values of generation: 1: persia-server 0; 2: persia-server 1", "restart the trainers"),
+        ("missing", "start the missing process"),
+        ("duplicate", "stop all but one"),
+        ("replicas", "same number of replicas"),
+        ("version", "doctor --only versions"),
+        ("protocol", "doctor --only versions"),
+        ("generation", "restart the trainers"),
     ],
 )
-def test_parts_that_do_not_fit_have_a_remedy(problem: str, remedy: str) -> None:
-    (job,) = (check for check in services.services(Status([], [problem]), "j") if check.name == "job")
-    assert job.found == problem and remedy in job.next and "persia status" not in job.next
+def test_parts_that_do_not_fit_have_a_remedy(cause: Cause, remedy: str) -> None:
+    """It is chosen by the cause, whatever the text says."""
+    found = Status([], [Problem(cause, "persia-server 0 is missing, different values of replicas: …")])
+    (job,) = (check for check in services.services(found, "j") if check.name == "job")
+    assert job.found == found.problems[0].text and remedy in job.next and "; " not in job.next.partition(" in each ")[0]
+
+
+def test_the_causes_of_what_is_wrong_with_a_job() -> None:
+    def of(service: str, index: int = 0, replicas: int = 1, health: str = "serving", **more: Any) -> Process:
+        values = {"version": "1", "protocol": "1", "generation": None} | more
+        return Process(
+            service=service, job="j", index=index, replicas=replicas, address="h:1", metrics="", host="h",
+            started="", health=health, rows=None, tables=[], **values,
+        )  # fmt: skip
+
+    sound = [of("persia-server"), of("persia-middleware")]
+    assert job_status.problems_of(sound) == []
+    for more, cause in (
+        ([of("persia-trainer", 1, 2)], "missing"),
+        ([of("persia-server")], "duplicate"),
+        ([of("persia-trainer", 0, 2), of("persia-trainer", 1, 3)], "replicas"),
+        ([of("persia-trainer", version="2")], "version"),
+        ([of("persia-trainer", protocol="2")], "protocol"),
+        ([of("persia-data", generation=1), of("persia-trainer", generation=2)], "generation"),
+        ([of("persia-trainer", health="unavailable")], "health"),
+    ):
+        assert [problem.cause for problem in job_status.problems_of([*sound, *more])] == [cause]
+    assert [problem.cause for problem in job_status.problems_of([])] == ["absent", "absent"]
 
 
 def test_a_loopback_interface_reaches_no_other_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,3 +332,20 @@ def test_a_loopback_interface_reaches_no_other_host(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "^lo")
     others = {name for name in psutil.net_if_addrs() if name != "lo"}
     assert not others or network.interfaces().status == "ok"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "::1"])
+def test_a_loopback_address_that_is_announced_is_named(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    monkeypatch.setenv("PERSIA_ADVERTISE", address)
+    own = [each.address for one in psutil.net_if_addrs().values() for each in one if each.family == socket.AF_INET]
+    for here in own:  # NATS on this host, at whichever of its addresses
+        monkeypatch.setenv("PERSIA_NATS_URL", f"nats://{here}:4222")
+        assert network.interfaces().status == "ok", here
+    monkeypatch.setenv("PERSIA_NATS_URL", "nats://203.0.113.7:4222")
+    found = network.interfaces()
+    assert (found.status, found.code) == ("fail", ExitCode.UNREACHABLE)
+    assert f"PERSIA_ADVERTISE={address}: {address} is a loopback address" in found.found
+    assert "unset PERSIA_ADVERTISE" in found.next and "ip route get 203.0.113.7" in found.next
+    monkeypatch.setenv("PERSIA_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("PERSIA_ADVERTISE", "10.1.2.3")
+    assert network.interfaces().status == "ok", "PERSIA_ADVERTISE wins"

@@ -195,5 +195,5 @@ def test_a_script_that_always_fails_leaves_nothing_out_where_each_step_is_saved(
 
 
 def test_another_policy_is_refused(run_folder: Path) -> None:
-    with pytest.raises(UsageError, match=r"failing_batches='ignore'\): want 'stop' or 'skip'"):
+    with pytest.raises(UsageError, match=r"failing_batches='ignore'\): expected 'stop' or 'skip'"):
         Checkpoints(run_folder, failing_batches="ignore")

@@ -23,6 +23,7 @@ from persia.data import DataLoader
 from persia.errors import RunLostError, StorageError, UnreachableError, UsageError
 
 
+@pytest.mark.row("S4-27")
 @pytest.mark.parametrize("in_the_background", [True, False])
 @pytest.mark.parametrize("failure", [StorageError, UnreachableError, RunLostError])
 def test_a_save_that_fails_is_tried_again_and_then_training_goes_on(
@@ -65,9 +66,10 @@ def test_a_save_that_fails_is_tried_again_and_then_training_goes_on(
     assert (latest, saved[:-1], end) == ("LATEST", "step-2", "step-25")
 
 
+@pytest.mark.row("S4-25")
 def test_a_folder_that_takes_no_saves_is_told_before_training(configure: Configure) -> None:
     configure(SLOTS)
-    told = rf"Checkpoint storage validation failed: .*/proc: user {os.geteuid()} cannot write here: .*; the directory"
+    told = rf"Checkpoint storage validation failed: .*/proc: user {os.geteuid()} cannot write here: .*; the folder"
     with pytest.raises(StorageError, match=told), make(checkpoints=Checkpoints("/proc")):  # for any user
         pytest.fail("training began")
 
@@ -203,7 +205,7 @@ def test_a_state_that_cannot_be_saved_leaves_nothing_behind(
             error, text = {
                 "one name for two": (
                     UsageError,
-                    r"file name 'dense\.pt': the checkpoint has a file of that name already",
+                    r"file name 'dense\.pt': the checkpoint already has a file of that name",
                 ),
                 "what cannot be pickled": (UsageError, r"opt\.pt: cannot be pickled"),
                 "what cannot be read": (StorageError, r"dense\.pt: cannot be saved: the device is gone"),

@@ -106,7 +106,7 @@ def test_batches_that_differ_from_those_received_give_one_warning(
     text = (
         "data-compose replica 0: the 3 batches that are skipped, because rank {} has received them, differ from those "
         "it received: samples of these batches were trained on twice or not at all, so their results are not "
-        "exactly-once; give the script a fixed seed and a fixed order, or start a new run"
+        "exactly-once; use a fixed seed and a fixed order in the script, or start a new run"
     )
     assert replay_warnings() == [text.format(rank) for rank in warned]
 

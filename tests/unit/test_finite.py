@@ -46,6 +46,11 @@ def spoil_gradient(ctx: TrainCtx, output: torch.Tensor, loss: torch.Tensor) -> t
     return loss + poison(ctx._embeddings[0])
 
 
+def spoil_below(ctx: TrainCtx, output: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    del output
+    return loss + poison(ctx._embeddings[0], float("-inf"))
+
+
 def spoil_output(ctx: TrainCtx, output: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
     del ctx, loss
     with torch.no_grad():
@@ -75,6 +80,7 @@ def spoil_dense(ctx: TrainCtx, output: torch.Tensor, loss: torch.Tensor) -> torc
         (lambda ctx, output, loss: loss * float("nan"), "the loss is nan"),
         (spoil_output, "the model's output, sample 5, is nan"),
         (spoil_gradient, r"the gradient of slot 'a', sample 3 \(id \d+\), is inf"),
+        (spoil_below, r"the gradient of slot 'a', sample 3 \(id \d+\), is -inf"),
         (spoil_dense, r"the gradient of dense parameter '[\w.]+', shape \(.*\), is not finite"),
         (spoil_weight, r"the weight '[\w.]+' of the model, shape \(.*\), is not finite"),
     ],
@@ -195,7 +201,7 @@ def test_a_norm_that_is_not_finite_clips_nothing(configure: Configure, precision
             ctx.backward(loss)
             assert ctx.skipped_steps == 1
         else:
-            text = "step 1: the norm of the gradients of the model's weights is inf, so that they cannot be clipped"
+            text = "step 1: the norm of the gradients of the model's weights is inf, so they cannot be clipped"
             with pytest.raises(NonFiniteError, match=text):
                 ctx.backward(loss)
         assert everything(ctx) == before

@@ -171,6 +171,6 @@ def test_the_report_says_where_each_rank_is() -> None:
         "waiting: rank 0 (pid 1 on h): in agreement of step 5 for 4 s",
     ]
     lines = lag.report(known(place(7), place(6, "push", is_open=False), silent=1)).splitlines()
-    assert lines[0].startswith("lagging: rank 1 (pid 1 on h): does not answer: it is stopped or frozen")
-    assert lines[0].endswith("1 s ago: in the code of its script, behind push of step 5, for 3 s")
+    assert lines[0].startswith("lagging: rank 1 (pid 1 on h): does not respond: it is stopped or frozen")
+    assert lines[0].endswith("1 s ago: in the code of its script, after push of step 5, for 3 s")
     assert "all are in the same collective: see the network" in lag.report(known(place(7), place(7)))

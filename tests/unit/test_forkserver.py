@@ -19,7 +19,7 @@ from waiting import is_running, wait_until
 from persia.launch.local_job import Command
 
 FINDS = """
-import json, os, pathlib, signal, sys, threading
+import json, os, pathlib, signal, sys, tempfile, threading
 from pathlib import Path
 def stream(one):
     kind = type(getattr(one, "buffer", None)).__name__
@@ -44,6 +44,7 @@ print(json.dumps({
     "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
     "wakeup": signal.set_wakeup_fd(-1),
     "threads": (threading.active_count(), len(os.listdir("/proc/self/task"))),
+    "temporary": tempfile.gettempdir(),
     "rest": (os.umask(0o22), [name for name in sys.modules if name.split(".")[0] in {"persia", "conftest"}]),
 }, default=str))
 """
@@ -100,7 +101,7 @@ def test_a_fork_finds_what_a_new_process_finds(
 ) -> None:
     (tmp_path / "finds.py").write_text(FINDS)
     words = {"file": ["finds.py"], "module": ["-m", "finds"], "command": ["-c", FINDS]}[how]
-    env = {"PYTHONUNBUFFERED": unbuffered, "NAME": "value é"}
+    env = {"PYTHONUNBUFFERED": unbuffered, "NAME": "value é", "TMPDIR": str(tmp_path)}
     found = []
     for wanted in (True, False):
         monkeypatch.setattr(forking, "WANTED", wanted)
@@ -192,7 +193,7 @@ def test_ranks_are_children_of_their_launcher_and_forks_without_its_modules(tmp_
 
 
 def test_a_launcher_without_a_spare_left_starts_a_new_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forking, "_spares", lambda _: 1)
+    monkeypatch.setattr(forking, "spares_of", lambda _: 1)
     script = tmp_path / "train.py"
     script.write_text(LOADED)
     part = launch(script, 2)

@@ -58,7 +58,7 @@ def test_a_rank_that_does_not_fit_is_refused(
         handshake.join(("127.0.0.1", listener.getsockname()[1]), me(1, **changes), LONG)
     right = handshake.join(("127.0.0.1", listener.getsockname()[1]), me(1), LONG)
     alone = first.result(LONG)
-    with pytest.raises(UsageError, match="running already: pid 101 on here; pid 7 on here has the same RANK"):
+    with pytest.raises(UsageError, match="already running: pid 101 on here; pid 7 on here has the same RANK"):
         handshake.join(("127.0.0.1", listener.getsockname()[1]), me(1, pid=7), LONG)
     for each in (right, alone):
         each.leave(None)

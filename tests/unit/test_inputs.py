@@ -230,7 +230,7 @@ def test_some_features_may_be_looked_up(configure: Configure) -> None:
             _, embeddings, _ = evaluation.prepare_features(batch(1, backwards, train=False))
             _, expected, _ = evaluation.prepare_features(batch(1, train=False))
             assert same(embeddings, expected)
-            with pytest.raises(DataError, match="other inputs"):
+            with pytest.raises(DataError, match="the inputs of the batch differ"):
                 evaluation.forward(batch(1, fewer, train=False))
     assert names("x", "y", ids="abc").arrange(Named(names("z", "x", ids="dca")), whole=False).id_features == [2, 1, 0]
 

@@ -211,7 +211,7 @@ def test_the_only_column_of_two_numbers_is_the_label(inspected: Inspect) -> None
     [
         ({"a": LABEL, "b": LABEL}, "Candidates: 'a', 'b'", "--label b"),
         ({"click": LABEL, "target": LABEL}, "Candidates: 'click', 'target'", "--label target"),
-        ({"x": np.arange(ROWS)}, "no column looks like a label; there are x", "--label COL"),
+        ({"x": np.arange(ROWS)}, "no column looks like a label; the columns are x", "--label COL"),
     ],
 )
 def test_an_unclear_label_is_asked_for(inspected: Inspect, columns: dict[str, Any], message: str, hint: str) -> None:
@@ -252,7 +252,7 @@ def test_a_label_of_other_values_gets_a_rule(
         (np.tile([1, 2, 3, 4], ROWS // 4), "y>9", "no rows of the sample are 1"),
         (["a", "b"] * (ROWS // 2), "y=c", "no rows of the sample are 1; it has"),
         ([[1, 2]] * ROWS, "y", "a list column cannot be a label"),
-        (["a", "b"] * (ROWS // 2), "y>1", "the column is string, want numbers"),
+        (["a", "b"] * (ROWS // 2), "y>1", "the column is string, expected numbers"),
         (np.arange(ROWS), "y>x", "'x' is not a number"),
         (LABEL, "Y", r"did you mean 'y'\?"),
     ],
@@ -391,7 +391,7 @@ def test_types_of_text_columns_are_declared_where_all_values_agree(inspected: In
 
 def test_a_file_without_separators_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("a;label\n1;0\n2;1\n3;0\n")
-    with pytest.raises(UsageError, match="no column looks like a label; there are a;label"):
+    with pytest.raises(UsageError, match="no column looks like a label; the columns are a;label"):
         inspect(str(tmp_path / "a.csv"))
 
 

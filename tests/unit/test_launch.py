@@ -146,10 +146,10 @@ def test_a_path_in_a_variable_may_end_in_a_blank(
         (["nn-worker", "no.py"], {}, "no.py: no such file"),
         (["nn-worker", "train.py", "--node-rank", "2", "--nnodes", "2"], {}, "node rank 2 of 2"),
         (["nn-worker", "train.py"], {"GPU_NUM": "two"}, "GPU_NUM='two'"),
-        (["nn-worker", "train.py"], {"GPU_NUM": "2", "CUDA_VISIBLE_DEVICES": "0"}, "names 1 device(s), but 2"),
+        (["nn-worker", "train.py"], {"GPU_NUM": "2", "CUDA_VISIBLE_DEVICES": "0"}, "lists 1 device(s), but 2"),
         (["data-loader", "train.py"], {}, "PERSIA_NATS_URL is empty"),
-        (["data-loader", "train.py", "--replica-index", "1"], {"PERSIA_NATS_URL": "nats://a:1"}, "want 0 to 0"),
-        (["embedding-parameter-server", "--replica-index", "2", "--replica-size", "2"], {}, "want 0 to 1"),
+        (["data-loader", "train.py", "--replica-index", "1"], {"PERSIA_NATS_URL": "nats://a:1"}, "must be from 0 to 0"),
+        (["embedding-parameter-server", "--replica-index", "2", "--replica-size", "2"], {}, "must be from 0 to 1"),
         (["embedding-worker", "--embedding-config", "no.yml"], {}, "--embedding-config no.yml: no such file"),
         (
             ["embedding-parameter-server"],
@@ -428,13 +428,37 @@ def test_a_signal_in_an_import_is_one_line(
     assert (process.returncode, errors) == (code, said)
 
 
+@pytest.mark.parametrize(
+    ("finished", "options", "code"),
+    [(False, [], 0), (False, ["--until-finished"], 75), (True, ["--until-finished"], 0)],
+    ids=["service", "job", "finished job"],
+)
+def test_data_compose_of_a_kubernetes_job_ends_with_0_only_if_the_run_is_finished(
+    launch: Launch, tmp_path: Path, finished: bool, options: list[str], code: int
+) -> None:
+    (tmp_path / "send.py").write_text("import pathlib, time\npathlib.Path('sends').touch()\ntime.sleep(600)\n")
+    summary = tmp_path / "summary.json"
+    summary.write_text('{"status": "finished", "job": "another"}')  # does not count
+    variables = {"PERSIA_NATS_URL": "nats://127.0.0.1:1", "PERSIA_RUN_DIR": str(tmp_path), "PERSIA_JOB": "one"}
+    process = launch("data-loader", *options, "send.py", env=variables)
+    wait_until("the script", (tmp_path / "sends").exists, DEADLINE)
+    if finished:
+        summary.write_text('{"status": "finished", "job": "one"}')
+    process.terminate()
+    assert result(process)[0] == code
+    if finished:
+        ended, output = result(launch("data-loader", "--until-finished", "send.py", env=variables))
+        assert ended == 0 and f"this run is finished: {summary}" in output
+
+
 def test_waiting_for_trainers_outlives_nats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERSIA_NATS_URL", "nats://127.0.0.1:1")
     monkeypatch.delenv("PERSIA_TOKEN_FILE", raising=False)
     events = Events()
     with events.signals():
         os.kill(os.getpid(), signal.SIGTERM)  # received after the first query, which fails
-        assert not wait_for_new_trainers(events, served="127.0.0.1:2")
+        assert wait_for_new_trainers(events, served="127.0.0.1:2") == signal.SIGTERM
+    assert wait_for_new_trainers(events, served="127.0.0.1:2", over=lambda: True) is None
 
 
 def test_a_hang_up_that_is_ignored_stays_ignored() -> None:

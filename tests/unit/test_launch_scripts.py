@@ -162,9 +162,46 @@ def test_a_wrong_replica_is_refused(run: Run, given: str, dns: str, said: str) -
     assert "next:" in result.stderr
 
 
+@pytest.mark.parametrize(("pod", "given", "index"), [("0", "", "0"), ("2", "", "2"), ("0", "3", "0"), ("", "3", "2")])
+def test_a_pod_of_kubernetes_counts_from_0(run: Run, pod: str, given: str, index: str) -> None:
+    assert f"index={index} size=3" in run("launch_server.sh", POD_INDEX=pod, REPLICA_INDEX=given).stdout
+    assert f"index={index} size=3" in run("launch_middleware.sh", POD_INDEX=pod, REPLICA_INDEX=given).stdout
+
+
+def test_a_wrong_index_of_a_pod_is_refused(run: Run) -> None:
+    for pod, said in (("one", "from REPLICA_INDEX, , and POD_INDEX, one"), ("3", "this is replica 4, but there are 3")):
+        result = run("launch_server.sh", POD_INDEX=pod, REPLICA_INDEX="", check=False)
+        assert result.returncode == 2 and said in result.stderr
+
+
+@pytest.mark.parametrize("pod", ["", "one"])
+def test_the_launcher_of_data_compose_in_a_pod_needs_an_index(run: Run, packaged: Path, pod: str) -> None:
+    script(packaged / "persia-launcher", 'echo "$*"')
+    command = ("persia-launcher", "data-loader", "--until-finished")
+    assert run(*command, POD_INDEX="1", REPLICA_INDEX="").stdout == "data-loader --until-finished\n"
+    refused = run(*command, POD_INDEX=pod, REPLICA_INDEX="", check=False)
+    assert refused.returncode == 2 and f"and POD_INDEX, {pod}" in refused.stderr
+    # Outside pods the launcher has --replica-index.
+    assert run(*command, REPLICA_INDEX="").stdout == "data-loader --until-finished\n"
+
+
 def test_only_replicas_need_a_number(run: Run) -> None:
     result = run("sh", "-c", 'echo "${REPLICA_INDEX-unset}"', REPLICA_INDEX="{{.Task.Slot}}", dns="a-b-run-1234.net")
     assert result.stdout == "unset\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "dns", "replicas"),
+    [
+        ("{{.Task.Slot}}", "persia-trainer-2.net", "3"),
+        ("{{.Task.Slot}}", "persia-trainer-run-1a2b3c.net", "unset"),  # `compose run`, which starts no replica
+        ("2", "", "unset"),
+    ],
+)
+def test_replicas_of_compose_share_the_host(run: Run, given: str, dns: str, replicas: str) -> None:
+    """A swarm, which replaces the template, distributes them over its nodes."""
+    result = run("sh", "-c", 'echo "${PERSIA_HOST_REPLICAS-unset}"', REPLICA_INDEX=given, dns=dns)
+    assert result.stdout == f"{replicas}\n"
 
 
 def test_middleware_can_be_scaled_beyond_its_count(run: Run) -> None:
@@ -220,6 +257,7 @@ def test_a_finished_run_is_shown_and_not_trained_again(run: Run, tmp_path: Path,
     def launched(**variables: str) -> bool:
         output = run("launch_persia.sh", **ours, **variables).stdout
         assert ("launched" in output) is ("this run is finished" not in output)
+        assert ("launched" in output) is ("to train again, set another name of the job (PERSIA_JOB)" not in output)
         return "launched" in output
 
     for status, again in (("running", True), ("finished", False)):
@@ -314,6 +352,6 @@ def test_pytest_runs_in_the_folder_of_the_tests(run: Run, packaged: Path) -> Non
 
 def test_launch_scripts_are_short() -> None:
     scripts = sorted(LAUNCH.glob("*.sh"))
-    assert len([path for path in scripts if path.name.startswith("launch_")]) == 6
+    assert len([path for path in scripts if path.name.startswith("launch_")]) == 7
     for path in scripts:
         assert len(path.read_text().splitlines()) <= 50, path

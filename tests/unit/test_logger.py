@@ -1,9 +1,11 @@
 """Logs: levels as the servers name them, and lines as the servers write them."""
 
+import contextlib
 import json
 import logging
 import os
 import re
+import socket
 import sys
 from collections.abc import Iterator
 
@@ -12,6 +14,8 @@ from rich.console import Console
 
 from persia.errors import ConfigError
 from persia.logger import setLogger
+from persia.runtime import flight
+from persia.runtime import logging as logging_
 from persia.trainer.progress import Shown
 from persia.trainer.reports import StepReport
 
@@ -59,9 +63,9 @@ def test_levels_by_name_are_those_of_the_servers(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("persia.wire=loud", "PERSIA_LOG='persia.wire=loud': 'persia.wire=loud': want one of .*TRACE"),
-        ("persia.wire", "want one of"),
-        ("persia_wire=debug", "found 'persia_wire', want names such as persia.wire"),
+        ("persia.wire=loud", "PERSIA_LOG='persia.wire=loud': 'persia.wire=loud': expected one of .*TRACE"),
+        ("persia.wire", "expected one of"),
+        ("persia_wire=debug", "found 'persia_wire', expected names such as persia.wire"),
         ("torch=debug", "found 'torch'"),
     ],
 )
@@ -73,42 +77,73 @@ def test_a_wrong_name_or_level_is_named(monkeypatch: pytest.MonkeyPatch, text: s
 
 def test_wrong_settings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOG_LEVEL", "loud")
-    with pytest.raises(ConfigError, match="LOG_LEVEL='loud': want one of .*INFO.*TRACE"):
+    with pytest.raises(ConfigError, match="LOG_LEVEL='loud': expected one of .*INFO.*TRACE"):
         setLogger(NAME)
     monkeypatch.setenv("LOG_LEVEL", "info")
     monkeypatch.setenv("LOG_FORMAT", "xml")
-    with pytest.raises(ConfigError, match="LOG_FORMAT='xml': want json or text"):
+    with pytest.raises(ConfigError, match="LOG_FORMAT='xml': expected json or text"):
         setLogger(NAME)
 
 
+KEYS = ["ts", "level", "event", "run_id", "service", "replica", "rank", "step", "node", "target", "loss", "token"]
+
+
+@pytest.mark.row("S4-47", "S4-49")
 @pytest.mark.parametrize(
     ("env", "place"),
     [
-        ({}, ("persia", 0)),
-        ({"RANK": "3", "REPLICA_INDEX": "1"}, ("persia-trainer", 3)),
-        ({"PERSIA_LAUNCHER_SERVED": "note", "REPLICA_INDEX": "1"}, ("persia-data", 1)),
+        ({}, ("persia", 0, None)),
+        ({"RANK": "3", "REPLICA_INDEX": "1"}, ("persia-trainer", 3, 3)),
+        ({"PERSIA_LAUNCHER_SERVED": "note", "REPLICA_INDEX": "1"}, ("persia-data", 1, None)),
     ],
 )
 def test_a_json_line_has_the_keys_of_the_servers(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     env: dict[str, str],
-    place: tuple[str, int],
+    place: tuple[str, int, int | None],
 ) -> None:
-    for name, value in {"LOG_FORMAT": "json", **env}.items():
+    """``rust_core/server/src/logs.rs`` wants the same keys."""
+    monkeypatch.setattr("persia.runtime.logging.context", {})
+    for name, value in {"LOG_FORMAT": "json", "PERSIA_JOB": "ads", **env}.items():
         monkeypatch.setenv(name, value)
     logger = setLogger(NAME)
-    logger.warning("a %s\nline", "long")
+    logger.warning("a %s\nline", "long", extra={"step": 7, "loss": 0.5, "token": "00/1/3/7"})
     try:
         raise ValueError("bad")
     except ValueError:
         logger.exception("failed")
     first, second = map(json.loads, capsys.readouterr().err.splitlines())
-    assert first.pop("time").endswith("Z")
-    assert list(first) == ["level", "service", "replica", "message", "target"]
-    assert (first["service"], first["replica"]) == place
-    assert (first["level"], first["message"], first["target"]) == ("warn", "a long\nline", NAME)
+    assert first["ts"].endswith("Z") and first["node"] == socket.gethostname()
+    assert {*first} == {key for key in KEYS if key != "rank" or place[2] is not None}
+    assert (first["service"], first["replica"], first.get("rank")) == place
+    assert (first["level"], first["event"], first["target"]) == ("warn", "a long\nline", NAME)
+    assert (first["run_id"], first["step"], first["loss"], first["token"]) == ("ads", 7, 0.5, "00/1/3/7")
     assert second["level"] == "error" and second["exception"].endswith("ValueError: bad")
+
+
+@pytest.mark.row("S4-47")
+def test_a_line_has_the_last_step_of_the_loop(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOG_FORMAT", "json")
+    logger = setLogger(NAME)
+    flight.begin_loop(4)
+    flight.stepped(5)
+    logger.info("written")
+    assert json.loads(capsys.readouterr().err)["step"] == 5
+    logging_.context.pop("step")
+
+
+def test_reports_are_not_in_the_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The progress of a run shows them."""
+    record = logging.makeLogRecord({"name": logging_.REPORTS, "msg": "step", "levelno": logging.INFO})
+    for form, lines in (("text", 0), ("json", 1)):
+        monkeypatch.setenv("LOG_FORMAT", form)
+        logger = setLogger(NAME)
+        logger.handle(record)
+        assert len(capsys.readouterr().err.splitlines()) == lines
+        logger.handlers.clear()
 
 
 def test_a_log_line_stands_above_the_progress_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,8 +157,11 @@ def test_a_log_line_stands_above_the_progress_line(monkeypatch: pytest.MonkeyPat
             shown.report(StepReport(1, 9, 1, 0.5, 1000.0, 0.1, 0, {"dense": 1.0}))
             logger.info("checkpoint written")
             shown.report(StepReport(2, 9, 1, 0.5, 1000.0, 0.1, 0, {"dense": 1.0}))
-        terminal.flush()
-        text = os.read(leader, 1 << 16).decode()
+    read = b""
+    with contextlib.suppress(OSError):  # everything is read, and the other end is closed
+        while part := os.read(leader, 1 << 16):
+            read += part
     os.close(leader)
+    text = read.decode()
     assert "samples/s" in text.partition("checkpoint written")[0]
     assert re.search(r"\x1b\[2K[0-9]{4}-[^\n]* INFO [^\n]*checkpoint written", text), text

@@ -268,9 +268,9 @@ def test_wrong_use_is_named(configure: Configure) -> None:
     with make() as ctx:
         with pytest.raises(UsageError, match="forward"):
             ctx.backward(torch.zeros((), requires_grad=True))
-        with pytest.raises(UsageError, match="want an IterableDataset, got list"):
+        with pytest.raises(UsageError, match="expected an IterableDataset, found list"):
             DataLoader([{}])  # type: ignore[arg-type]
-        with pytest.raises(FeatureTypeError, match="batch 1.*got dict"):
+        with pytest.raises(FeatureTypeError, match="batch 1.*found dict"):
             next(iter(DataLoader(Dicts())))
         with pytest.raises(UsageError, match="already entered"):
             ctx.__enter__()

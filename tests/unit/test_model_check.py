@@ -103,7 +103,7 @@ def config(tmp_path: Path) -> Path:
     [
         (no_model, "build", RuntimeError, "not today"),
         (BadForward, "forward", RuntimeError, "shapes cannot be multiplied"),
-        (BadLoss, "loss", DataError, "want [batch, 1]"),
+        (BadLoss, "loss", DataError, "expected [batch, 1]"),
         (NotFinite, "loss", NonFiniteError, "the loss is [nan]"),
         (Detached, "loss", UsageError, "was its output detached"),
         (BadBackward, "backward", ValueError, "no gradient of mine"),
@@ -172,9 +172,9 @@ def test_what_gets_no_gradient_is_a_warning(config: Path) -> None:
 
 
 def test_wrong_arguments_are_refused(config: Path) -> None:
-    with pytest.raises(UsageError, match="give a model"):
+    with pytest.raises(UsageError, match="pass a model"):
         persia.testing.check(None, read_features(config))
-    with pytest.raises(UsageError, match="got int"):
+    with pytest.raises(UsageError, match="found int"):
         persia.testing.check(Good, 5)  # type: ignore[arg-type]
     report: Report = persia.testing.check(lambda: 5, config)  # type: ignore[arg-type, return-value]
     assert report.failed == "build" and "the model is a int" in str(report)

@@ -14,6 +14,7 @@ from conftest import Verb
 from trainer_files import config_of, write_clicks, write_config
 from waiting import wait_until
 
+from persia.launch import ranks
 from persia.trainer import one_batch
 
 TICKS = ["✓ build", "✓ batch", "✓ evaluate", "✓ checkpoint"]
@@ -117,7 +118,7 @@ def test_the_batch_of_a_rank_has_the_rows_of_a_step(tmp_path: Path) -> None:
 def test_an_error_of_persia_has_a_next_command(tmp_path: Path, verb: Verb) -> None:
     path = mine(tmp_path, forward="return self.top(torch.cat([*dense, *embeddings], 1)).expand(-1, 3)")
     out, errors = verb("train", str(path), "--test", "--local", code=2)
-    assert "✗ batch" in out and "want [batch, 1]" in errors
+    assert "✗ batch" in out and "expected [batch, 1]" in errors
     assert f"next:  python -m persia.testing {path}" in errors
     write_config(tmp_path, run={"dir": "/proc/runs"})
     out, errors = verb("train", str(path), "--test", "--local", code=1)
@@ -149,8 +150,8 @@ def test_one_batch_of_each_part_is_copied(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--test", "--resume"], "--resume, --test: these options cannot be given together"),
-        (["--sweep", "train.seed=1,2", "--nproc", "2"], "--nproc, --sweep: these options"),
+        (["--test", "--resume"], "--resume, --test are mutually exclusive"),
+        (["--sweep", "train.seed=1,2", "--nproc", "2"], "--nproc, --sweep are mutually exclusive"),
     ],
 )
 def test_options_that_exclude_each_other(tmp_path: Path, verb: Verb, options: list[str], text: str) -> None:
@@ -158,6 +159,7 @@ def test_options_that_exclude_each_other(tmp_path: Path, verb: Verb, options: li
     assert text in errors
 
 
+@pytest.mark.usefixtures("forks")
 @pytest.mark.row("S1-05")
 def test_a_test_that_is_stopped_leaves_nothing(tmp_path: Path) -> None:
     held = tmp_path / "held"
@@ -182,8 +184,10 @@ def test_more_ranks_than_gpus_are_named_before_anything_starts(
     path = write_config(tmp_path)
     for options in (["--test"], []):
         _, errors = verb("train", str(path), "--nproc", "5", *options, code=2)
-        assert "--nproc 5: 5 GPUs asked, 1 visible" in errors and "next:  --nproc 1" in errors
+        assert "--nproc 5: 5 GPUs requested, 1 visible" in errors and "next:  --nproc 1" in errors
     assert not [*tmp_path.glob("runs/*")]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 5)
+    ranks.check_devices(5)  # each has one
 
 
 def test_ranks_resume_only_what_ranks_have_trained(tmp_path: Path, verb: Verb) -> None:
@@ -208,6 +212,6 @@ def test_the_storage_of_checkpoints_is_tried_before_training(tmp_path: Path, ver
         assert "persia doctor --only disk --dir /proc" in errors
         _, errors = verb("train", str(path), "--set", f"checkpoint.dir={tmp_path}/mnt/disk/saves", *options, code=1)
         assert f"checkpoint.dir: {tmp_path}/mnt does not exist; is a disk not mounted?" in errors
-        assert f"mount it, or make the folder: mkdir -p {tmp_path}/mnt/disk" in errors
+        assert f"mount it, or create the folder: mkdir -p {tmp_path}/mnt/disk" in errors
     assert not [*tmp_path.glob("runs/*")] and not (tmp_path / "made").exists()
     assert "Checkpoint storage" not in verb("train", str(path), code=2)[1], "the rows come next"

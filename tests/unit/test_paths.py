@@ -87,7 +87,7 @@ def test_a_setting_is_read_when_it_is_asked_for(
 
 def test_a_setting_that_makes_no_sense_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "soon")
-    with pytest.raises(errors.UsageError, match="PERSIA_RPC_TIMEOUT='soon': want seconds"):
+    with pytest.raises(errors.UsageError, match="PERSIA_RPC_TIMEOUT='soon': expected seconds"):
         _ = settings.rpc_timeout
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -210,7 +210,7 @@ def test_the_summary_holds_what_was_reported(tmp_path: Path, monkeypatch: pytest
     assert summary is not None
     assert summary["result"] == {"auc": 0.5, "rows": [1, 2]}
     assert (summary["job"], summary["generation"], summary["steps"], summary["world_size"]) == ("j", 3, 7, 1)
-    with pytest.raises(UsageError, match="want numbers"):
+    with pytest.raises(UsageError, match="expected numbers"):
         run.report({"auc": float("nan")})
 
 

@@ -28,10 +28,10 @@ SPANS = ("data wait", "look-up", "forward", "backward", "push", "optimizer")
 
 
 class SlowBatches(Batches):
-    """Reads a batch in 20 ms."""
+    """Reads a batch in 60 ms: far longer than a step, also on a busy machine."""
 
     def batch(self, number: int, *, requires_grad: bool = True) -> PersiaBatch:
-        time.sleep(0.02)
+        time.sleep(0.06)
         return super().batch(number, requires_grad=requires_grad)
 
 
@@ -100,6 +100,34 @@ def test_steps_are_recorded_as_scheduled_with_a_trace(configure: Configure, tmp_
     assert any(event.get("name") == "aten::linear" for event in events)
 
 
+@pytest.mark.row("S4-35")
+def test_look_ups_and_pushes_are_spans_of_the_trace(configure: Configure, tmp_path: Path) -> None:
+    """Perfetto and chrome://tracing need a name, a phase, a start and a length in microseconds of each event."""
+    configure(SLOTS)
+    profile(tmp_path, Batches(12), TinyModel(), wait=2, warmup=1, active=5)
+    events = json.loads((tmp_path / "rank-0.pt.trace.json").read_text())["traceEvents"]
+    spans = [each for each in events if str(each.get("name", "")).startswith("persia: ") and each["ph"] == "X"]
+    for verb in SPANS:
+        mine = [each for each in spans if each["name"] == f"persia: {verb}"]
+        assert len(mine) == 5, verb
+        assert all(each["dur"] >= 0 and {"ts", "pid", "tid"} <= each.keys() for each in mine)
+    order = [each["name"] for each in sorted(spans, key=lambda each: float(each["ts"]))][-len(SPANS) :]
+    assert order == [f"persia: {verb}" for verb in SPANS]
+
+
+@pytest.mark.row("S4-33")
+def test_a_profile_of_memory_names_the_operations_that_allocate(tmp_path: Path, verb: Callable[..., str]) -> None:
+    fit(config_of(tmp_path, profile={"wait": 2, "warmup": 1, "active": 5, "memory": True}))
+    out = verb("profile", "memory", "runs/one")
+    assert out.startswith("rank 0") and "CPU Mem" in out and "aten::" in out
+    assert out == verb("profile", "memory", "runs/LATEST")
+    sizes = [line for line in out.splitlines() if "aten::" in line]
+    assert len(sizes) >= 5 and any("Kb" in line or "KB" in line or "Mb" in line or " B " in line for line in sizes)
+    (tmp_path / "runs" / "one" / "profile" / "rank-0.memory.txt").unlink()
+    refused = verb("profile", "memory", "runs/one", code=2)
+    assert "no memory was recorded" in refused and "--profile --set profile.memory=true" in refused
+
+
 @pytest.mark.parametrize(("stack", "frames"), [(False, False), (True, True)])
 def test_stacks_are_in_the_trace_if_they_are_wanted(
     configure: Configure, tmp_path: Path, stack: bool, frames: bool
@@ -117,7 +145,7 @@ def test_a_loop_that_is_too_short_is_a_warning(
     monkeypatch.setattr("persia.profile.profiler._logger.propagate", True)
     with pytest.raises(UsageError, match="no profile"):
         profile(tmp_path, Batches(3), TinyModel(), wait=5)
-    assert "the loop did 3 steps, of which the first 6 are left out (profile.wait=5" in caplog.text
+    assert "the loop did 3 steps, and the first 6 are not recorded (profile.wait=5" in caplog.text
     (found,) = profile(tmp_path, Batches(9), TinyModel(), wait=5, warmup=1, active=50)
     assert found.content["steps"] == [7, 9]
     with pytest.raises(UsageError, match="no profile"):  # an earlier one is not taken for it
@@ -259,4 +287,4 @@ def test_memory_of_training_is_recorded(tmp_path: Path, verb: Callable[..., str]
     verb("profile", "memory", str(write_config(tmp_path)), "-o", "memory")
     assert (tmp_path / "memory" / host_memory.RECORD).stat().st_size > 0
     assert "persia" in (tmp_path / "memory" / host_memory.PAGE).read_text()
-    assert "there is a record already" in verb("profile", "memory", "persia.yml", "-o", "memory", code=2)
+    assert "a record already exists" in verb("profile", "memory", "persia.yml", "-o", "memory", code=2)

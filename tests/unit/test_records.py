@@ -153,7 +153,7 @@ def test_a_file_is_given_once(folder: Path) -> None:
         with pytest.raises(UsageError, match=r"a\.parquet: the file is given twice, by .* and by ") as caught:
             open_files([a, other])
         assert f"{a} and by {other}" in str(caught.value)
-        assert caught.value.hint == "give each file once"
+        assert caught.value.hint == "list each file once"
 
 
 def test_other_files_do_not_move_a_row_to_another_part(tmp_path: Path) -> None:

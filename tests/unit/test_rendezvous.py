@@ -92,7 +92,7 @@ def test_a_second_rank_0_stops_listening(monkeypatch: pytest.MonkeyPatch) -> Non
     discovery.announce("persia-trainer", 0, 2, "", {"started": "0", "host": "another"})
     place: Any = rendezvous.Rendezvous(discovery, "nats://127.0.0.1:4222", 0, 2)  # type: ignore[arg-type]
     extra = place.open()
-    with pytest.raises(UsageError, match="is running already"):
+    with pytest.raises(UsageError, match="is already running"):
         place.announce("", extra)
     place.close()
     for address in extra.values():
@@ -102,7 +102,7 @@ def test_a_second_rank_0_stops_listening(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_password_in_an_address_is_in_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rendezvous._shown("nats://user:secret@broker:4222") == "broker:4222"
-    with pytest.raises(UsageError, match="want nats://HOST:PORT") as caught:
+    with pytest.raises(UsageError, match="expected nats://HOST:PORT") as caught:
         nats.services("http://user:secret@broker:4222")
     assert "secret" not in str(caught.value)
 
@@ -143,7 +143,7 @@ def test_ddp_options_are_checked() -> None:
         options.DDPOption(backend="mpi")
     assert options.get_default_distributed_option().backend == "gloo"
     assert options.get_default_distributed_option(0).backend == "nccl"
-    with pytest.raises(UsageError, match=r"timeout_s=0\): want seconds"):
+    with pytest.raises(UsageError, match=r"timeout_s=0\): expected seconds"):
         options.DDPOption(timeout_s=0)
 
 
@@ -165,7 +165,7 @@ def test_the_environment_chooses_the_backend_and_says_it(
     with pytest.raises(UsageError, match="nccl needs a GPU"):
         options.get_default_distributed_option(None).initialize(HashStore(), 0, 2, None)
     monkeypatch.setenv("PERSIA_DIST_BACKEND", "mpi")
-    with pytest.raises(UsageError, match="PERSIA_DIST_BACKEND='mpi': want auto, nccl, gloo"):
+    with pytest.raises(UsageError, match="PERSIA_DIST_BACKEND='mpi': expected auto, nccl, gloo"):
         options.get_default_distributed_option(None)
 
 

@@ -96,12 +96,12 @@ def test_wrong_schedules_are_refused() -> None:
         (lambda: LRSchedule(total_steps=9), "no end"),
         (lambda: LRSchedule("linear", warmup_steps=-1, total_steps=9, end=2), "warmup_steps=-1.*end=2"),
         (lambda: LRSchedule(end=0.1), "end=0.1: a constant course does not decrease"),
-        (lambda: LRSchedule(warmup_steps=math.nan), "warmup_steps=nan: want a whole"),  # type: ignore[arg-type]
-        (lambda: LRSchedule(warmup_steps=1.5), "warmup_steps=1.5: want a whole"),  # type: ignore[arg-type]
+        (lambda: LRSchedule(warmup_steps=math.nan), "warmup_steps=nan: must be an integer"),  # type: ignore[arg-type]
+        (lambda: LRSchedule(warmup_steps=1.5), "warmup_steps=1.5: must be an integer"),  # type: ignore[arg-type]
         (lambda: LRSchedule("linear", total_steps=math.inf), "total_steps=inf"),  # type: ignore[arg-type]
-        (lambda: LRSchedule("cosine", total_steps=2e4), "total_steps=20000.0: want a whole"),  # type: ignore[arg-type]
+        (lambda: LRSchedule("cosine", total_steps=2e4), "total_steps=20000.0: must be an integer"),  # type: ignore[arg-type]
         (lambda: LRSchedule("cosine", total_steps=9, end=math.nan), "end=nan"),
-        (lambda: SGD(0.1).scheduled("cosine"), r"scheduled\('cosine'\): want a function"),  # type: ignore[arg-type]
+        (lambda: SGD(0.1).scheduled("cosine"), r"scheduled\('cosine'\): expected a function"),  # type: ignore[arg-type]
         (lambda: SGD(0.1).scheduled(lambda step: math.nan).lr_factor(3), "nan at step 3"),
         (lambda: SGD(0.1).scheduled(lambda step: -1.0).lr_factor(3), "-1.0 at step 3"),
     ]

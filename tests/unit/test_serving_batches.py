@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Awaitable, Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,13 +153,18 @@ def test_if_the_thread_ends_all_requests_fail_and_the_batcher_says_so(monkeypatc
             raise PanicError
 
         monkeypatch.setattr(batcher, "_collect", fail)
-        answers = [batcher.submit(users(n), 30) for n in (1, 2)]
+        answers = []
+        for n in (1, 2):
+            batcher.reserve(n)
+            answers.append(batcher.submit(users(n), 30, partial(batcher.release, n)))
         model.opened.set()
         found = await asyncio.wait_for(asyncio.gather(*answers, return_exceptions=True), 30)
         assert [type(each) for each in found] == [FailedError, FailedError]
         assert batcher.broken.is_set()
+        batcher.reserve(7)
         with pytest.raises(FailedError):
-            await batcher.submit(users(1), 30)
+            await batcher.submit(users(1), 30, lambda: batcher.release(7))
+        assert (batcher.waiting, batcher.waiting_bytes) == (0, 0)
 
     with_batcher(test)
 
@@ -269,6 +275,30 @@ def test_requests_and_their_bytes_are_bounded() -> None:
         assert (batcher.waiting, batcher.waiting_bytes) == (0, 0)
 
     with_batcher(test, waiting=2, waiting_bytes=100)
+
+
+def test_a_cancelled_request_counts_until_the_thread_has_reached_it() -> None:
+    """Its body is in memory until then."""
+
+    async def test(batcher: Batcher, model: Gate) -> None:
+        reloader: Any = SimpleNamespace(model=model)
+        service = Service("small", Limits(), Metrics(), batcher, reloader)
+        batcher.reserve(70)
+        call = asyncio.ensure_future(service.score(users(2), 70, 30))
+        await asyncio.sleep(0)  # it is submitted
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert (batcher.waiting, batcher.waiting_bytes) == (1, 70)
+        with pytest.raises(BusyError):
+            batcher.reserve(40)
+        batcher.reserve(5)
+        answered = service.score(users(1), 5)
+        model.opened.set()
+        assert values(await answered) == model.scores(rows(0))
+        assert (batcher.waiting, batcher.waiting_bytes) == (0, 0)
+
+    assert 2 not in with_batcher(test, waiting_bytes=100).batches, "what was cancelled is not scored"
 
 
 def test_a_batch_waits_for_more_rows_if_it_shall() -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from bundle_files import bundle_of, table_of, write_run
+from forking import Popen
 from typer.testing import CliRunner
 from waiting import wait_until
 
@@ -66,7 +67,7 @@ def served(bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     log = folder / "log"
     with (
         log.open("w") as file,
-        subprocess.Popen(["persia", "serve", str(bundle.path)], env=environment, stderr=file) as process,
+        Popen(["persia", "serve", str(bundle.path)], env=environment, stderr=file) as process,
     ):
         try:
             line = wait_until(

@@ -12,10 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from raw_http import malformed, rest
 from serving_model import SmallModel
-from serving_process import Serving, serving, write_bundle
+from serving_process import Serving, serving, started, write_bundle
 from waiting import wait_until
 
 ROWS = [{"user": 3, "site": "a", "tags": [1, 2], "price": 0.5}, {"user": 5, "tags": [7], "price": 2}]
@@ -86,6 +89,27 @@ def test_a_signal_ends_it_after_the_requests_that_arrived(tmp_path: Path) -> Non
         assert server.stop(signal.SIGINT) == 130
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_load_of_the_first_bundle(tmp_path: Path, number: int, code: int) -> None:
+    with started(version(tmp_path, 1, slow=1), tmp_path / "log") as server:
+        server.says("loading")
+        assert server.stop(number) == code
+        assert "nothing has begun" in server.output
+
+
+def test_it_answers_while_a_load_balancer_learns_that_it_stops(tmp_path: Path) -> None:
+    with serving(version(tmp_path, 1), tmp_path / "log", drain_s=60) as server:
+        with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            assert health.Check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.SERVING
+            server.process.send_signal(signal.SIGTERM)
+            server.says("no longer ready")
+            wait_until("not ready", lambda: server.client().ask("GET", "/v2/health/ready")[0] == 503, 20)
+            assert health.Check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert check([server.client().score(BODY)[::2]]) == {"small-1"}  # by a new connection
+        assert server.stop() == 0  # the second signal ends the wait
+
+
 def test_a_higher_version_replaces_the_served_one_without_a_failed_request(tmp_path: Path) -> None:
     versions = tmp_path / "versions"
     version(versions, 1)
@@ -146,7 +170,7 @@ def test_without_its_thread_for_scores_it_ends(tmp_path: Path) -> None:
         assert server.client().score(BODY)[0] == 500
         assert server.process.wait(30) == 1
         server.says("the thread that scores has ended: SystemError: broken")
-        server.says("every request is answered; ending")
+        server.says("every request has its response; ending")
 
 
 def test_slow_clients_are_disconnected_and_harm_no_other(tmp_path: Path) -> None:
@@ -156,26 +180,15 @@ def test_slow_clients_are_disconnected_and_harm_no_other(tmp_path: Path) -> None
             connection.sendall(REQUEST[: (0, 10, 60, len(REQUEST) - 1)[index % 4]])
         with load_on(server, 2) as answers:
             for connection in slow:
-                assert not _rest(connection), "an answer to half a request"
+                assert not rest(connection), "an answer to half a request"
         assert check(answers) == {"small-1"}
         many = [server.connect() for _ in range(21)]
-        assert _rest(many[-1]).startswith(b"HTTP/1.1 503 ")
-        wait_until("those without a request to be disconnected", lambda: not _rest(many[0]), 20)
+        assert rest(many[-1]).startswith(b"HTTP/1.1 503 ")
+        wait_until("those without a request to be disconnected", lambda: not rest(many[0]), 20)
         long = server.connect()
         long.sendall(b"GET /v2 HTTP/1.1\r\nx: " + b"y" * 40_000)
-        assert _rest(long).startswith(b"HTTP/1.1 400 ")
+        assert rest(long).startswith(b"HTTP/1.1 400 ")
         assert server.metric("persia_serving_waiting_bytes") == 0
-
-
-def _rest(connection: socket.socket) -> bytes:
-    """What a connection still gets until its end."""
-    found = b""
-    try:
-        while part := connection.recv(65_536):
-            found += part
-    except ConnectionResetError:
-        pass
-    return found
 
 
 def test_a_client_that_does_not_read_is_disconnected(tmp_path: Path) -> None:
@@ -216,7 +229,7 @@ def test_more_requests_than_may_wait_are_told_to_come_again(tmp_path: Path) -> N
         connections = [server.connect() for _ in range(12)]
         for connection in connections:
             connection.sendall(REQUEST.replace(b"Host: x", b"Connection: close"))
-        answers = [_rest(connection) for connection in connections]
+        answers = [rest(connection) for connection in connections]
         served = [answer for answer in answers if answer.startswith(b"HTTP/1.1 200 ")]
         refused = [answer for answer in answers if answer.startswith(b"HTTP/1.1 503 ")]
         assert 4 <= len(served) <= 8 and len(served) + len(refused) == 12
@@ -230,7 +243,7 @@ def test_a_request_that_waits_too_long_is_refused(tmp_path: Path) -> None:
         connections = [server.connect() for _ in range(3)]
         for connection in connections:
             connection.sendall(REQUEST.replace(b"Host: x", b"Connection: close"))
-        statuses = sorted(_rest(connection)[9:12] for connection in connections)
+        statuses = sorted(rest(connection)[9:12] for connection in connections)
         assert statuses == [b"200", b"503", b"503"]
 
 
@@ -265,23 +278,6 @@ def test_twice_the_load_that_it_can_serve_for_a_minute(tmp_path: Path) -> None:
     saturate(tmp_path, 32, 60)
 
 
-def malformed(draw: random.Random) -> bytes:
-    """A request with something wrong: bytes replaced, removed or added."""
-    text = bytearray(REQUEST)
-    for _ in range(draw.randint(1, 8)):
-        at = draw.randrange(len(text))
-        change: Callable[[], Any] = draw.choice(
-            [
-                lambda at=at: text.__setitem__(at, draw.randrange(256)),
-                lambda at=at: text.__delitem__(slice(at, at + draw.randint(1, 20))),
-                lambda at=at: text.__setitem__(slice(at, at), draw.randbytes(draw.randint(1, 20))),
-            ]
-        )
-        if len(text) > 30:
-            change()
-    return bytes(text)
-
-
 def send_malformed(tmp_path: Path, count: int) -> None:
     draw = random.Random(7)
     with serving(version(tmp_path, 1), tmp_path / "log") as server:
@@ -290,9 +286,9 @@ def send_malformed(tmp_path: Path, count: int) -> None:
         for number in range(count):
             with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
                 try:
-                    connection.sendall(malformed(draw))
+                    connection.sendall(malformed(draw, REQUEST))
                     connection.shutdown(socket.SHUT_WR)
-                    answer = _rest(connection)
+                    answer = rest(connection)
                 except OSError:
                     continue
                 assert not answer or answer[:9] == b"HTTP/1.1 ", answer
@@ -341,7 +337,7 @@ def test_no_bundle_and_open_addresses_are_refused(tmp_path: Path, monkeypatch: p
     with pytest.raises(AuthError, match="only loopback"):
         access.address("0.0.0.0:8000", "--http")
     for wrong in ("8000", ":8000", "x:", "127.0.0.1:99999"):
-        with pytest.raises(UsageError, match="want HOST:PORT"):
+        with pytest.raises(UsageError, match="expected HOST:PORT"):
             access.address(wrong, "--http")
     monkeypatch.setenv("PERSIA_TLS_CERT", os.devnull)
     with pytest.raises(Exception, match="PERSIA_TLS_KEY is not set"):

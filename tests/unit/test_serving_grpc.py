@@ -78,18 +78,21 @@ def test_an_invalid_request_is_refused_with_the_reason(stub: Any) -> None:
     assert (code, details.split(";")[0]) == (invalid, "inputs are missing: price")
     both = request(raw=True)
     both.inputs[0].contents.int64_contents.append(1)
-    assert refusal(stub.ModelInfer, both, metadata=METADATA) == (invalid, "user: contents beside raw_input_contents")
+    message = "user: contents and raw_input_contents are both set; set one"
+    assert refusal(stub.ModelInfer, both, metadata=METADATA) == (invalid, message)
     short = request(raw=True)
     short.raw_input_contents[0] = b"1234567"
-    assert "user: 7 bytes" in refusal(stub.ModelInfer, short, metadata=METADATA)[1]
+    assert "user: found 7 bytes" in refusal(stub.ModelInfer, short, metadata=METADATA)[1]
     text = request(raw=True)
     text.raw_input_contents[1] = b"\xff\xff\xff\xff" * 4
-    assert "site: the bytes are not 3 strings" in refusal(stub.ModelInfer, text, metadata=METADATA)[1]
+    assert (
+        "site: expected 3 strings, each preceded by its length" in refusal(stub.ModelInfer, text, metadata=METADATA)[1]
+    )
     other = request(outputs=[pb.ModelInferRequest.InferRequestedOutputTensor(name="x")])
     code, details = refusal(stub.ModelInfer, other, metadata=METADATA)
-    assert (code, details) == (grpc.StatusCode.NOT_FOUND, "no output 'x'; there are: score")
+    assert (code, details) == (grpc.StatusCode.NOT_FOUND, "no output 'x'; the outputs are: score")
     twice = request(outputs=[pb.ModelInferRequest.InferRequestedOutputTensor(name="score")] * 2)
-    assert refusal(stub.ModelInfer, twice, metadata=METADATA) == (invalid, "outputs: 'score' is named twice")
+    assert refusal(stub.ModelInfer, twice, metadata=METADATA) == (invalid, "outputs: 'score' is listed twice")
     code, _ = refusal(stub.ModelInfer, request(model_version="small-9"), metadata=METADATA)
     assert code == grpc.StatusCode.NOT_FOUND
 

@@ -70,13 +70,13 @@ def test_no_rows_have_no_scores(client: Client) -> None:
     [
         (b"", "not JSON"),
         (b"{", "not JSON"),
-        (b"[1]", "want a list of records"),
+        (b"[1]", "expected a list of records"),
         (b"[{}]x", "not JSON"),
-        (b'"text"', "want a list of records"),
+        (b'"text"', "expected a list of records"),
         (b"[" * 50_000, "not JSON"),
         (b'{"a": ' * 10_000, "not JSON"),
-        (b'{"rows": []}', "keys rows: want a list"),
-        (b'{"shared": 1, "candidates": []}', "want a list of records"),
+        (b'{"rows": []}', "keys rows: expected a list"),
+        (b'{"shared": 1, "candidates": []}', "expected a list of records"),
         (b'{"shared": {"user": 1}, "candidates": [{"user": 2}]}', "columns of both shared and a candidate: user"),
         (b'[{"usr": 1}]', "no record has a column of the model: user, site, tags, price"),
         (b'[{"user": 1}, 2]', "expected"),
@@ -90,9 +90,9 @@ def test_an_invalid_body_is_refused_with_the_reason(client: Client, body: bytes,
 
 def test_what_is_too_large_is_refused(client: Client, server: Serving) -> None:
     status, _, content = client.score([{"user": 1}] * 1001)
-    assert (status, content["error"]) == (413, "1001 rows; a request may have 1000")
+    assert (status, content["error"]) == (413, "1001 rows; a request may have at most 1000")
     status, _, content = client.score(b"x" * 100_001)
-    assert (status, content["error"]) == (413, "100001 bytes; a request may have 100000")
+    assert (status, content["error"]) == (413, "100001 bytes; a request may have at most 100000")
     chunks = ({"Transfer-Encoding": "chunked"}, b"186a1\r\n" + b"x" * 100_001 + b"\r\n0\r\n\r\n")
     connection = server.connect()
     connection.sendall(b"POST /score HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" + chunks[1])
@@ -174,7 +174,7 @@ def replaced(index: int, **keys: Any) -> list[dict[str, Any]]:
         (INPUTS[:4], "inputs are missing: price; the model takes user, site, tags, price"),
         ([*INPUTS, {**INPUTS[0], "name": "usr"}], "usr: no such input; did you mean user?"),
         ([*INPUTS, INPUTS[0]], "user: given twice"),
-        (replaced(0, data=[3, 4]), "user: 2 values; shape [3] has 3"),
+        (replaced(0, data=[3, 4]), "user: found 2 values, expected 3 for shape [3]"),
         (replaced(0, shape=[2], data=[3, 4]), "different numbers of rows: user 2"),
         (replaced(0, data=[3, 4, 5.5]), "user: data is not INT64"),
         (replaced(0, data=[3, 4, 2**63]), "user: data is not INT64"),
@@ -183,12 +183,12 @@ def replaced(index: int, **keys: Any) -> list[dict[str, Any]]:
         (replaced(0, shape=[-1]), "user: shape [-1]"),
         (replaced(0, shape=[2**60]), "user: shape"),
         (replaced(1, data=["a", 1, "b"]), "site: data is not BYTES"),
-        (replaced(3, data=[0, 2, 1, 3]), "tags.offsets: want 3 values divided"),
-        (replaced(3, data=[0, 2, 2, 4]), "tags.offsets: want 3 values divided"),
+        (replaced(3, data=[0, 2, 1, 3]), "tags.offsets: expected offsets that start at 0, never decrease"),
+        (replaced(3, data=[0, 2, 2, 4]), "tags.offsets: expected offsets that start at 0, never decrease"),
         (replaced(3, shape=[3], data=[0, 2, 3]), "different numbers of rows"),
         (replaced(4, parameters={"shared_memory_region": "x"}), "price: shared memory is not supported"),
-        (replaced(4, parameters={"binary_data_size": 4}), "price: binary_data_size 4; 0 bytes follow"),
-        (7, "want an object with a list of inputs"),
+        (replaced(4, parameters={"binary_data_size": 4}), "price: binary_data_size is 4, but 0 bytes follow"),
+        (7, "expected an object with a list of inputs"),
     ],
 )
 def test_invalid_tensors_are_refused_with_the_reason(client: Client, inputs: Any, message: str) -> None:
@@ -199,7 +199,7 @@ def test_invalid_tensors_are_refused_with_the_reason(client: Client, inputs: Any
 def test_an_output_that_is_named_twice_is_refused_before_rows_are_scored(client: Client, server: Serving) -> None:
     rows = server.metric("persia_serving_rows_total")
     status, _, content = client.ask("POST", INFER, json.dumps({"inputs": INPUTS, "outputs": [{"name": "score"}] * 2}))
-    assert (status, content["error"]) == (400, "outputs: 'score' is named twice")
+    assert (status, content["error"]) == (400, "outputs: 'score' is listed twice")
     assert server.metric("persia_serving_rows_total") == rows
 
 

@@ -21,9 +21,9 @@ def decode(body: Any) -> Any:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ([ROW] * 101, "101 rows; a request may have 100"),
-        ({"records": [ROW] * 101}, "101 rows; a request may have 100"),
-        ({"shared": {"site": "a"}, "candidates": [ROW] * 101}, "101 rows; a request may have 100"),
+        ([ROW] * 101, "101 rows; a request may have at most 100"),
+        ({"records": [ROW] * 101}, "101 rows; a request may have at most 100"),
+        ({"shared": {"site": "a"}, "candidates": [ROW] * 101}, "101 rows; a request may have at most 100"),
         ({"shared": {"site": "a" * 200}, "candidates": [ROW] * 50}, "shared in each of 50 rows is 10550 bytes"),
     ],
     ids=["list", "records", "candidates", "shared"],

@@ -194,3 +194,17 @@ def test_ranks_with_shards_compare_at_which_steps_they_write_digests(
         state = RunState(backend, lambda: models[0], lambda: optimizer, SGD(0.1), None, None)
         assert GatherModel(state).identity == identity
         del models[0]
+
+
+@pytest.mark.row("S4-09")
+@pytest.mark.parametrize("reshards", [False, True])
+def test_weights_are_sharded_between_forward_and_backward_if_that_is_wanted(
+    sharded: ShardedModel, reshards: bool
+) -> None:
+    model = ShardedModel(sharded.whole, None, reshard_after_forward=reshards)
+    output = model(*INPUTS).sum()
+    assert all(hasattr(each, "to_local") for each in model.module.parameters()) == reshards
+    output.backward()
+    expected = torch.autograd.grad(sharded.whole(*INPUTS).sum(), [*sharded.whole.parameters()])
+    whole = [each.grad.full_tensor() for each in model.module.parameters()]  # type: ignore[union-attr]
+    torch.testing.assert_close(whole, [*expected])

@@ -1,4 +1,4 @@
-"""``persia train --sweep``: a run for each combination, compared by the valid part, and none repeated."""
+"""``persia train --sweep``: a run for each combination, compared by the validation set, and none repeated."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,8 @@ from trainer_files import write_clicks, write_config
 from persia.errors import UsageError
 from persia.trainer import sweep
 
-LR = "train.dense_optimizer.lr=0.05,0.0001"
+LR = "train.dense_optimizer.lr=0.0001,0.05"
+"""The better one comes last, so that the order of the table is not that of the options."""
 
 
 def table(out: str) -> list[list[str]]:
@@ -105,13 +106,27 @@ def test_many_trials_need_a_confirmation(tmp_path: Path, verb: Verb) -> None:
     assert "21 trials, more than 20" in errors and "--yes" in errors
 
 
+@pytest.mark.row("S1-21")
+@pytest.mark.parametrize(("metric", "order"), [("auc", [0.9, 0.5, None]), ("log_loss", [0.5, 0.9, None])])
+def test_the_best_trial_comes_first_and_one_without_a_value_last(
+    tmp_path: Path, metric: str, order: list[float | None]
+) -> None:
+    write_clicks(tmp_path / "clicks.parquet", 300)
+    path = write_config(tmp_path, train={"early_stop": {"metric": metric}})
+    found = sweep.trials(path, [], ["train.seed=1,2,3"])
+    for trial, value in zip(found, (None, 0.5, 0.9), strict=True):
+        trial.value = value
+    assert sweep.metric_of(found[0].config) == metric
+    assert [trial.value for trial in sweep.ranked(found)] == order
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["lr"], "want KEY=VALUE,VALUE"),
-        (["a=1,,2"], "want KEY=VALUE,VALUE"),
+        (["lr"], "expected KEY=VALUE,VALUE"),
+        (["a=1,,2"], "expected KEY=VALUE,VALUE"),
         (["a=1,1"], "a value is given twice"),
-        (["a=1", "a=2"], "a is given twice"),
+        (["a=1", "a=2"], "a is specified twice"),
         (["run.name=a,b"], "`run` cannot be searched over"),
     ],
 )
@@ -132,7 +147,7 @@ def test_mistakes_are_found_before_the_first_trial(tmp_path: Path, verb: Verb, m
     _, errors = verb("train", path, "--sweep", "train.dense_optimizer.lr=0.1,1e-1", code=2)
     assert "are the same settings" in errors
     _, errors = verb("train", path, "--set", "data.split.fractions=[1, 0, 0]", "--sweep", LR, code=2)
-    assert "there is no valid part" in errors
+    assert "there is no validation set" in errors
     assert not [*tmp_path.glob("runs/*")]
     monkeypatch.setenv("PERSIA_NATS_URL", "nats://127.0.0.1:1")
     _, errors = verb("train", path, "--sweep", LR, code=2)

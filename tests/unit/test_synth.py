@@ -33,6 +33,8 @@ def test_the_printed_quality_is_that_of_the_teacher(tmp_path: Path) -> None:
     assert auc(probabilities, labels) == pytest.approx(made.best_auc, abs=0.003)
     loss = -np.mean(np.where(labels == 1, np.log(probabilities), np.log(1 - probabilities)))
     assert loss == pytest.approx(made.best_log_loss, abs=0.003)
+    assert made.auc == pytest.approx(auc(probabilities, labels), abs=1e-5) != made.best_auc
+    assert made.log_loss == pytest.approx(loss, abs=1e-9) != made.best_log_loss
     assert 0.7 < made.best_auc < 0.95
     worse = np.random.default_rng(0).normal(probabilities, 0.1)
     assert auc(worse, labels) < made.best_auc - 0.01
@@ -111,5 +113,7 @@ def test_the_command_prints_the_best_quality(tmp_path: Path, capfd: pytest.Captu
     assert pa.parquet.read_table(path).column_names == ["id0", "id1", "dense0", "label"]
     printed = capfd.readouterr().out
     assert "5,000 rows" in printed and "best AUC 0." in printed
+    made = synth.write(tmp_path / "b.parquet", 5000, synth.Teacher((50, 1000), 1))
+    assert f"on these labels the teacher has AUC {made.auc:.4f}, log loss {made.log_loss:.4f}" in printed
     with pytest.raises(UsageError, match="--ids 'many'"):
         app(["data", "synth", str(path), "--ids", "many"], standalone_mode=False)

@@ -18,13 +18,13 @@ from persia.trainer.synthetic import POOL
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let each batch of a reader take 80 ms; return the list of their sizes."""
+    """Let each batch of a reader take 200 ms; return the list of their sizes."""
     read: list[int] = []
     plain = RecordReader.__iter__
 
     def slowly(self: RecordReader) -> Iterator[pa.RecordBatch]:
         for rows in plain(self):
-            time.sleep(0.08)
+            time.sleep(0.2)
             read.append(rows.num_rows)
             yield rows
 
@@ -82,7 +82,7 @@ def test_the_speed_of_each_batch_size_is_shown(
     lines = [line.split()[1::2] for line in out.splitlines() if line.startswith("│")]
     sizes = [int(line[0].replace(",", "")) for line in lines]
     assert sizes == sorted({128, *data_bench.SIZES})
-    assert "data.batch_size 128 reads" in out and ": give " in out  # each batch takes 80 ms
+    assert "data.batch_size 128 reads" in out and ": set " in out  # each batch takes 80 ms
     alone = verb("data", "bench", config, "--seconds", "0.1", "--set", "data.batch_size=64")
     assert alone.count("│") == 5 * 1 and "give" not in alone
 
@@ -90,5 +90,5 @@ def test_the_speed_of_each_batch_size_is_shown(
 def test_the_advice_keeps_a_size_that_is_fast_enough() -> None:
     speeds = [data_bench.Speed(size, rows, 1.0, 10) for size, rows in ((64, 50), (128, 95), (256, 100), (512, 99))]
     assert data_bench.advice(speeds, 128) == "data.batch_size 128 reads 95% as fast as the fastest, 256: keep it"
-    assert "give 128" in data_bench.advice(speeds, 64)
+    assert "set 128" in data_bench.advice(speeds, 64)
     assert json.dumps([round(each.ms_a_batch) for each in speeds]) == "[100, 100, 100, 100]"

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -106,16 +107,16 @@ def test_a_circle_of_imports_is_named(package: Check, lazy: bool) -> None:
 def test_names_that_say_nothing_are_refused(package: Check) -> None:
     found = package({"ctx/common.py": "", "runtime/peers/__init__.py": "", "helper.py": "", "ctx/helper.py": ""})
     assert found == [
-        "persia_py/persia/ctx/common.py: no module is called common: say what it holds",
-        "persia_py/persia/ctx/helper.py: no module is called helper: say what it holds",
-        "persia_py/persia/runtime/peers/__init__.py: no module is called peers: say what it holds",
+        "persia_py/persia/ctx/common.py: no module may be called common; name its content",
+        "persia_py/persia/ctx/helper.py: no module may be called helper; name its content",
+        "persia_py/persia/runtime/peers/__init__.py: no module may be called peers; name its content",
     ]
 
 
 def test_a_new_package_has_to_be_put_into_its_layer(package: Check) -> None:
     found = package({"gateway/__init__.py": ""})
     assert found == [
-        "persia_py/persia/gateway/__init__.py: a new package; say in tools/check_layers.py where it belongs"
+        "persia_py/persia/gateway/__init__.py: a new package; add it to the layers in tools/check_layers.py"
     ]
 
 
@@ -182,9 +183,26 @@ def test_everything_a_machine_lacks_is_named_at_once(tmp_path: Path) -> None:
 def test_a_row_without_test_or_with_a_failed_one_is_missing() -> None:
     report = load("checklist").report
     outcomes = {"S0-01": "passed", "S0-02": "skipped: no GPU", "S0-03": "failed"}
-    assert report(["S0-01", "S0-02"], outcomes) == (["S0-02: skipped: no GPU", "1 passed, 1 skipped, of 2 rows"], True)
-    lines, complete = report(["S0-01", "S0-03", "S0-04"], outcomes)
+    rows = dict.fromkeys(["S0-01", "S0-02"], "L")
+    assert report(rows, outcomes) == (["S0-02: skipped: no GPU", "1 passed, 1 skipped, of 2 rows"], True)
+    lines, complete = report(dict.fromkeys(["S0-01", "S0-03", "S0-04"], "L"), outcomes)
     assert (lines[:2], complete) == (["S0-03: failed", "S0-04: no test"], False)
+
+
+def test_the_part_of_a_row_that_needs_a_gpu_is_told_with_its_reason() -> None:
+    report, rows = load("checklist").report, {"S3-01": "L(fake)/G", "S3-02": "L", "S3-32": "L/G"}
+    passed = dict.fromkeys(rows, "passed")
+    lines, complete = report(rows, {**passed, "S3-32/G": "skipped: no CUDA device here"})
+    assert complete and lines[:2] == ["S3-01, on a GPU: no test", "S3-32, on a GPU: skipped: no CUDA device here"]
+    assert not report(rows, {**passed, "S3-32/G": "failed"})[1]
+
+
+def test_every_row_of_the_checklist_has_a_tier() -> None:
+    text = (ROOT / "tests" / "checklist.md").read_text()
+    found = load("checklist").ROW.findall(text)
+    assert len(found) == len(re.findall(r"^\| S\d-", text, re.MULTILINE)) > 150 and ("S3-32", "L/G") in found
+    one = r"[LCGX](\(\w+\))?"
+    assert all(re.fullmatch(f"{one}(/{one})?( docs| \\(pexpect\\))?", tier) for _, tier in found)
 
 
 @pytest.mark.parametrize(
@@ -210,5 +228,5 @@ def test_crates_from_elsewhere_and_without_a_version_are_named() -> None:
     foreign = {**own, "name": "c", "source": "git+https://host/c", "license": None}
     found = list(load("check_crates").problems([own, foreign], {"MIT"}))
     assert len(found) == 3
-    assert "a 1: it takes any version of b" in found[0]
+    assert "a 1: any version of b is accepted" in found[0]
     assert all("c 1" in line for line in found[1:])

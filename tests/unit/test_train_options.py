@@ -91,12 +91,12 @@ def test_a_finished_run_names_the_command_of_its_verb(tmp_path: Path, verb: Verb
     folder.mkdir(parents=True)
     (folder / "summary.json").write_text('{"status": "finished", "job": "one"}')
     _, errors = verb("train", path, "--nproc", "2", code=2)
-    assert f"give the new run another name: persia train {path} --nproc 2 --set run.name=NAME" in errors
+    assert f"choose another name for the new run: persia train {path} --nproc 2 --set run.name=NAME" in errors
     _, errors = verb("up", path, code=2)
-    assert f"give the new run another name: persia up {path} --name NAME" in errors
+    assert f"choose another name for the new run: persia up {path} --name NAME" in errors
     (tmp_path / "job.yml").write_text(f"job: one\nconfig: {path}\ntrainer: {{}}\nrun_dir: {folder}\n")
     _, errors = verb("up", "job.yml", code=2)
-    assert "give the new run another name: `job: NAME` in job.yml" in errors
+    assert "choose another name for the new run: `job: NAME` in job.yml" in errors
     (folder / "summary.json").unlink()
     (folder / "persia.yml").write_text("")
     _, errors = verb("up", "job.yml", code=2)

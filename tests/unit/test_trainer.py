@@ -203,9 +203,9 @@ def test_training_stops_early_and_keeps_the_best(tmp_path: Path) -> None:
     assert found["best"]["step"] == valid[best].step and found["best"]["value"] == values[best]
     assert [each.is_best for each in valid][best] and not any(each.is_best for each in valid[best + 1 :])
     assert trainer.folder is not None
-    kept = [path.name for path in trainer.folder.best.glob("step-*")]
+    kept = [path.name for path in Path(trainer.folder.best).glob("step-*")]
     assert f"step-{valid[best].step}" in kept and len(kept) <= 2
-    assert reports[-1].step == valid[best].step  # the test part is scored with the best model
+    assert reports[-1].step == valid[best].step  # the test set is scored with the best model
     with Trainer(config).resume() as again:
         assert [*again.fit()] == []  # the run is finished
         assert again.evaluate().labels == reports[-1].labels  # type: ignore[union-attr]
@@ -252,12 +252,12 @@ def test_save_and_evaluate_between_reports(tmp_path: Path) -> None:
         reports = trainer.fit()
         next(reports)
         path = trainer.save()
-        assert path.name == "step-1" and (path / "MANIFEST.json").exists()
+        assert path.name == "step-1" and Path(path, "MANIFEST.json").exists()
         assert trainer.evaluate(str(tmp_path / "clicks.parquet")).step == 1
         for _ in reports:
             pass
         assert trainer.evaluate().step == 13
-        with pytest.raises(UsageError, match="make a new Trainer"):
+        with pytest.raises(UsageError, match="create a new Trainer"):
             trainer.fit()
 
 

@@ -208,7 +208,7 @@ def test_a_row_without_a_time_is_named(tmp_path: Path) -> None:
     config = small(tmp_path, data={"split": {"by": "time", "column": "at", "valid": 300, "test": 400}})
     with (
         Trainer(config) as trainer,
-        pytest.raises(DataError, match=r"clicks\.parquet: .*split by 'at', row 8: found no"),
+        pytest.raises(DataError, match=r"clicks\.parquet: .*split by 'at', row 8: found null"),
     ):
         trainer.fit()
 

@@ -59,7 +59,7 @@ BAD: dict[str, tuple[Change, str]] = {
         replaced("dense0", lambda table: pa.nulls(len(table), pa.float32())),
         r"dense0",
     ),
-    "no rows": (lambda table: table.slice(0, 0), "the part train has no rows"),
+    "no rows": (lambda table: table.slice(0, 0), "the train set has no rows"),
 }
 
 
@@ -162,7 +162,7 @@ def test_bad_rows_of_a_prediction_write_nothing(trained: Config, tmp_path: Path)
         with pytest.raises(UsageError, match="the file exists"):
             prediction.write(trainer, str(tmp_path / "clicks.parquet"), out)
         prediction.write(trainer, str(tmp_path / "clicks.parquet"), out, force=True)
-        with pytest.raises(UsageError, match="column 'score' already"):
+        with pytest.raises(UsageError, match="already have a column 'score'"):
             prediction.write(trainer, str(out), tmp_path / "again.parquet")
         with pytest.raises(UsageError, match=r"ends in \.parquet"):
             prediction.write(trainer, str(out), tmp_path / "out.csv")

@@ -44,7 +44,7 @@ def results(config: Config, model: torch.nn.Module | None = None) -> tuple[list[
     steps = [each for each in reports if isinstance(each, StepReport)]
     newest = trainer.folder.saves(config) / f"step-{steps[-1].step}"
     weights = torch.load(newest / "dense.pt", weights_only=True)
-    rows = [column for path in sorted(newest.glob("*.arrow")) for column in _columns(path)]
+    rows = [column for path in sorted(Path(newest).glob("*.arrow")) for column in _columns(path)]
     return steps, weights, np.concatenate(rows).tobytes()
 
 
@@ -183,12 +183,12 @@ def test_a_model_that_normalises_over_a_batch_is_never_divided(tmp_path: Path) -
             return output
 
     for key in ("accumulate", "micro_batch"):
-        with pytest.raises(ConfigError, match=rf"train\.{key}: BatchNorm1d 'norm' of the model normalises"):
+        with pytest.raises(ConfigError, match=rf"train\.{key}: BatchNorm1d 'norm' of the model normalizes"):
             fit(small(tmp_path, train={key: 2}), model=Normalising([]))
     with pytest.raises(OutOfMemoryError) as caught:
         fit(small(tmp_path), model=Normalising([RuntimeError(CPU_TEXT)]))
     assert "micro_batch" not in caught.value.hint
-    assert caught.value.hint.endswith("rows were not halved, because BatchNorm1d 'norm' normalises over them")
+    assert caught.value.hint.endswith("rows were not halved, because BatchNorm1d 'norm' normalizes over them")
 
 
 @pytest.mark.row("S3-07")

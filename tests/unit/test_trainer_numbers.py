@@ -141,7 +141,7 @@ def test_saves_are_made_at_the_interval(tmp_path: Path) -> None:
     config = small(tmp_path, data={"batch_size": 50}, checkpoint={"every": 3, "keep": 9})
     trainer, _ = fit(config)
     assert trainer.folder is not None
-    saves = {path.name for path in trainer.folder.saves(config).glob("step-*")}
+    saves = {path.name for path in Path(trainer.folder.saves(config)).glob("step-*")}
     assert saves == {"step-3", "step-6", "step-9", "step-10"}  # and the end
 
 
@@ -219,5 +219,5 @@ def test_an_overflow_of_fp16_skips_the_step_of_model_and_rows_and_halves_the_sca
     states = [torch.load(saves / f"step-{step}" / "dense.pt", weights_only=True) for step in range(1, 6)]
     same = [all(torch.equal(one[name], other[name]) for name in one) for one, other in itertools.pairwise(states)]
     assert same == [True, False, False, False]
-    sizes = [sum(len(path.read_bytes()) for path in (saves / f"step-{step}").glob("*.arrow")) for step in (1, 2, 3)]
+    sizes = [sum(len(path.read_bytes()) for path in Path(saves, f"step-{step}").glob("*.arrow")) for step in (1, 2, 3)]
     assert sizes[0] == sizes[1] < sizes[2]  # a push inserts the rows of new ids

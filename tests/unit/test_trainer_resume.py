@@ -113,7 +113,7 @@ def test_a_run_without_an_early_stop_uses_its_last_model(tmp_path: Path) -> None
     with Trainer(small(tmp_path, train={"evaluate_every": 2})).resume() as again:
         reports = [*again.fit()]
     steps = [each.step for each in reports if isinstance(each, StepReport)]
-    assert reports[-1].step == steps[-1], "the test part was scored with the best of the earlier early stop"
+    assert reports[-1].step == steps[-1], "the test set was scored with the best of the earlier early stop"
     assert again.folder is not None
     assert find_checkpoint(again.folder.path).step == steps[-1]
 
@@ -144,7 +144,7 @@ def test_a_best_checkpoint_that_is_lost_is_judged_anew(tmp_path: Path, caplog: p
     shutil.rmtree(tmp_path / "runs" / "one" / "best")
     with Trainer(small(tmp_path, **options)).resume() as again:
         reports = [*again.fit()]
-    assert "best" in caplog.text and "lost" in caplog.text
+    assert "best" in caplog.text and "is missing" in caplog.text
     valid = [each for each in reports if isinstance(each, EvaluationReport) and each.part == "valid"]
     assert valid[0].is_best and isinstance(reports[-1], EvaluationReport) and reports[-1].part == "test"
 

@@ -130,7 +130,7 @@ def test_rows_are_taken_and_become_batches(transform: Transform) -> None:
     assert not to_batch(transform(table(), labels=False), requires_grad=False).data.requires_grad
     with pytest.raises(BatchSizeError):
         to_batch(samples.slice(0, 0))
-    with pytest.raises(DataError, match='no slot "usr"; there are: user, item'):
+    with pytest.raises(DataError, match='no slot "usr"; the slots are: user, item'):
         samples.ids("usr")
 
 
@@ -197,7 +197,7 @@ def test_mistakes_of_the_data_are_reported_together(transform: Transform) -> Non
     with pytest.raises(DataError) as caught:
         transform(wrong)
     said = str(caught.value)
-    assert "2 mistakes" in said
+    assert "2 errors" in said
     assert "user (line 3): there is no column `user`, did you mean `user_`?" in said
     assert "item (line 4): column `item` is Utf8, allowed: integers" in said
     rows = [*ROWS, {**ROWS[0], "price": "dear", "clicked": 3}]

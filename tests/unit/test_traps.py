@@ -245,7 +245,7 @@ def test_a_collection_evaluates_any_checkpoint_without_an_optimizer(
     tables.load(path)
     assert all(torch.equal(each, rows[name]) for name, each in tables(features).items())
     assert tables.step == 1
-    with pytest.raises(UsageError, match="a forward in training without an optimizer"):
+    with pytest.raises(UsageError, match="a forward pass in training without an optimizer"):
         tables.train()(features)
     with pytest.raises(UsageError, match="save without an optimizer"):
         tables.save(tmp_path / "again")

@@ -48,7 +48,7 @@ def test_a_backward_of_torch_in_place_of_ours_is_named(configure: Configure, log
         seen.append(len(of(log, "WARNING")))
 
     seen: list[int] = []
-    text = r"on none of \d+ batches.*ctx.backward\(loss\).*in place of loss.backward"
+    text = r"on none of \d+ batches.*ctx.backward\(loss\).*instead of loss.backward"
     with pytest.raises(UsageError, match=text), make() as ctx:
         for batch in DataLoader(Batches(10)):
             output, labels = ctx.forward(batch)
@@ -68,7 +68,7 @@ def test_forwards_without_a_backward_are_named(configure: Configure, log: list[s
     with make() as ctx:
         run(ctx, no_backward)
     early, late = of(log, "WARNING")
-    assert "step 3: the last 3 forwards were followed by no ctx.backward(loss)" in early
+    assert "step 3: the last 3 forward passes were not followed by ctx.backward(loss)" in early
     assert "0 of 10 batches were trained on" in late
 
 
@@ -118,21 +118,21 @@ def test_forwards_of_a_collection_that_are_dropped_are_named(log: list[str]) -> 
     for number in range(10):
         tables(arrays(number)[0])["a"].detach().sum()
     (early,) = of(log, "WARNING")
-    assert "the last 3 forwards in training mode were dropped without a backward" in early
+    assert "the last 3 forward passes in training mode were not followed by backward()" in early
     tables.close()
     assert of(log, "closed") == [
-        "WARNING EmbeddingCollection is closed: no row was updated, none of 10 training forwards got a backward"
+        "WARNING EmbeddingCollection is closed: no row was updated, no backward pass in 10 forward passes"
     ]
 
 
 def test_forwards_that_wait_for_a_backward_that_never_comes_are_named() -> None:
     tables = collection(staleness=3)
     losses = [tables(arrays(number)[0])["a"].sum() for number in range(3)]
-    with pytest.raises(UsageError, match=r"staleness=3 allows, and none so far got a backward.*loss\.item\(\)"):
+    with pytest.raises(UsageError, match=r"staleness=3 allows no more, and none had a backward pass.*loss\.item\(\)"):
         tables(arrays(3)[0])
     losses.pop().backward()
     losses.append(tables(arrays(3)[0])["a"].sum())
-    with pytest.raises(UsageError, match="staleness=3 allows; call backward"):
+    with pytest.raises(UsageError, match="staleness=3 allows no more; call backward"):
         tables(arrays(3)[0])
 
 
@@ -146,7 +146,7 @@ def test_backwards_of_a_collection_are_counted(log: list[str]) -> None:
             tables(arrays(number)[0])
     tables.close()
     assert not [message for message in of(log, "WARNING") if "evaluation: " not in message]
-    assert of(log, "closed") == ["INFO EmbeddingCollection is closed: 8 of 12 training forwards got a backward"]
+    assert of(log, "closed") == ["INFO EmbeddingCollection is closed: 8 of 12 forward passes had a backward pass"]
     log.clear()
     unused = collection()
     unused.close()
@@ -154,7 +154,7 @@ def test_backwards_of_a_collection_are_counted(log: list[str]) -> None:
     forgotten(arrays(0)[0])["a"].sum().backward()
     del forgotten
     gc.collect()
-    assert of(log, "closed") == ["INFO EmbeddingCollection is closed: 1 of 1 training forwards got a backward"]
+    assert of(log, "closed") == ["INFO EmbeddingCollection is closed: 1 of 1 forward passes had a backward pass"]
 
 
 def test_batches_that_a_collection_refuses_are_no_forwards(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +218,7 @@ def test_a_checkpoint_of_a_collection_without_a_backward_is_a_warning(tmp_path: 
     tables.save(tmp_path / "before")
     tables(arrays(0)[0])
     tables.save(tmp_path / "nothing")
-    assert len(of(log, "WARNING the checkpoint contains no training: none of the 1 training forwards so far")) == 1
+    assert len(of(log, "WARNING the checkpoint contains no training: none of the 1 forward passes")) == 1
     tables(arrays(1)[0])["a"].sum().backward()
     tables.save(tmp_path / "something")
     assert len(of(log, "the checkpoint contains no training")) == 1

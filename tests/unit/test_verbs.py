@@ -167,7 +167,7 @@ def test_a_checkpoint_is_shown_by_its_tables(verb: Verb) -> None:
     assert listed[:4] == shown
     assert [line.split()[0] for line in listed[4:]] == [file["name"] for file in manifest["files"]]
     assert all(file["blake3"] in line for file, line in zip(manifest["files"], listed[4:], strict=True))
-    assert "give one of them" in verb("ckpt", "show", "runs/one", "--files", "--json", code=2)[1]
+    assert "mutually exclusive" in verb("ckpt", "show", "runs/one", "--files", "--json", code=2)[1]
 
 
 # --- a run's files

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 SCRIPT = """
 import sys
 import threading
@@ -91,7 +93,7 @@ def test_a_loop_that_hangs_ends_and_one_that_waits_for_data_or_files_goes_on(
     assert said == (what == "hang"), done.stderr
     assert ("trained 4" in done.stdout) == (what == "go on")
     places = {
-        "hang": "in the code of its script, behind optimizer of step 4, for",
+        "hang": "in the code of its script, after optimizer of step 4, for",
         "data": "in data wait of step 3 for",
     }
     assert all((place in done.stderr) == (which == what) for which, place in places.items()), done.stderr

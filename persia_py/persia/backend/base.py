@@ -1,11 +1,10 @@
-"""The interface to the rows, which nested contexts share."""
+"""The interface to the rows. Nested contexts share one backend."""
 
 import contextlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -15,8 +14,8 @@ from persia.embedding.config import Configuration, EmbeddingConfig, get_default_
 from persia.embedding.optim import Optimizer
 from persia.runtime import flight, watchdog
 from persia.runtime.errors import UsageError
-from persia.runtime.files import is_url
 from persia.runtime.logging import get_logger
+from persia.runtime.places import Place, Url, below, check_scheme
 from persia.runtime.settings import settings
 from persia_core.data import Batch
 from persia_core.engine import Engine
@@ -27,7 +26,7 @@ _logger = get_logger("ctx")
 
 @dataclass(frozen=True)
 class RowSettings:
-    """The initialisation and the updates of rows.
+    """How rows are initialized and updated.
 
     Attributes:
         optimizer: The optimizer of rows; None for evaluation only.
@@ -55,13 +54,13 @@ class Device:
 
         Raises:
             DeviceError: This build or machine has no such device.
-            UsageError: Another dtype.
+            UsageError: The dtype is not supported.
         """
         names = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
         if self.dtype not in names:
             raise UsageError(
-                f"embedding_dtype={self.dtype}: want torch.float32, torch.float16 or torch.bfloat16, to which a "
-                "CUDA device converts the rows"
+                f"embedding_dtype={self.dtype}: expected torch.float32, torch.float16 or torch.bfloat16, the types "
+                "that a CUDA device can return"
             )
         engine.use_device(self.number, names[self.dtype])
 
@@ -71,10 +70,10 @@ class NonFiniteTensor:
     """The first tensor of a step that has NaN or infinity.
 
     Attributes:
-        text: The tensor and the position.
-        averaged: Whether it was averaged over all ranks, so that the cause may be another rank.
+        text: The name of the tensor and the position of the value.
+        averaged: Whether it was averaged over all ranks; if so, another rank may be the cause.
         is_gradient: Whether it is a gradient, which a smaller loss scale may make finite.
-        derived: Whether it was computed from others that are checked too, of which another rank may have one.
+        derived: Whether it was computed from checked tensors, one of which may be on another rank.
     """
 
     text: str
@@ -84,10 +83,10 @@ class NonFiniteTensor:
 
 
 class BackgroundSave(Protocol):
-    """A checkpoint that another thread writes.
+    """A checkpoint that a background thread writes.
 
     Attributes:
-        what: Its name in messages.
+        what: The name of the checkpoint in messages.
         error: The error of a failed write, which was logged; None otherwise.
     """
 
@@ -95,22 +94,22 @@ class BackgroundSave(Protocol):
     error: BaseException | None
 
     def wait(self, seconds: float = ...) -> bool:
-        """Wait at most this many seconds, and return whether it has ended."""
+        """Wait at most this many seconds, and return whether the write has ended."""
 
 
 class Backend(ABC):
     """One engine, shared by all nested contexts. A subclass implements embedded mode or servers.
 
     Attributes:
-        engine: The engine.
-        configuration: Slots and general settings; read from the two files where none is given.
-        row_settings: The row settings with which the generation began.
+        engine: The engine that looks up and pushes rows.
+        configuration: Slots and general settings; read from the two files if none is passed.
+        row_settings: The row settings at the start of the generation.
         device: Where look-ups are pooled; None is the CPU.
         trained_step: The last step whose gradients were pushed, or that was skipped.
-        feed: The feed that a :class:`persia.data.StreamingDataset` reads; None before one is opened.
+        feed: The feed that a :class:`persia.data.StreamingDataset` reads; None until a dataset is opened.
         activity: The number of loops and look-ups for evaluation that have started.
         closed: Whether the outermost context has ended.
-        gradient_scale: The factor of every summed embedding gradient.
+        gradient_scale: The factor by which every summed embedding gradient is multiplied.
         inputs: The parts of a batch that each model gets.
     """
 
@@ -145,16 +144,19 @@ class Backend(ABC):
             resume: Generation, step and seed of the checkpoint whose rows were just loaded; imported rows have no seed.
 
         Raises:
-            UsageError: Called inside a loop over a data loader, or the existing rows do not fit the optimizer. Nothing
-                has changed then.
+            UsageError: Called inside a loop over a data loader, or the existing rows do not fit the optimizer. In this
+                case nothing has changed.
         """
         self.apply(RowSettings(optimizer or self.row_settings.optimizer, config or self.row_settings.config), resume)
 
     def apply(self, rows: RowSettings, resume: tuple[int, int, int | None] | None = None) -> None:
-        """Like :meth:`begin`, with exactly these settings. A checkpoint that is being written is completed first."""
+        """Start a new generation, like :meth:`begin`, with exactly these settings.
+
+        A checkpoint in progress is completed first.
+        """
         if rows.optimizer is not None:
             self.configuration.check_trains()
-        self.join_checkpoint_thread()  # servers cancel writing the files of an earlier generation
+        self.join_checkpoint_thread()  # servers abort writing the files of an earlier generation
         after_generation, step, seed = resume or (0, self.trained_step, self._seed)
         seed = torch.initial_seed() % 2**64 if seed is None else seed
         self._begin(rows, after_generation, step, seed)
@@ -200,7 +202,7 @@ class Backend(ABC):
             self.drain_all_ranks()
 
     def join_checkpoint_thread(self) -> None:
-        """Return when no checkpoint is being written in the background any more, whether it succeeded or failed."""
+        """Wait until no checkpoint is being written in the background; do not raise the error of a failed one."""
         if self.checkpoint_thread is not None:
             with watchdog.waiting(), flight.Call(flight.CHECKPOINT, detail=self.checkpoint_thread.what):
                 self.checkpoint_thread.wait()
@@ -208,7 +210,7 @@ class Backend(ABC):
             self.checkpoint_thread = None
 
     def finish_checkpoint(self) -> None:
-        """Return when no checkpoint is being written in the background any more.
+        """Wait until no checkpoint is being written in the background.
 
         Raises:
             StorageError: A checkpoint could not be written, and this was not reported yet.
@@ -232,7 +234,7 @@ class Backend(ABC):
     def all_gather(self, what: str, mine: Any) -> list[Any]:
         """Return the values of all ranks, ordered by rank.
 
-        Every rank calls this and blocks until all have. ``mine`` is JSON-serialisable; ``what`` names the call in
+        Every rank calls this and blocks until all have. ``mine`` is JSON-serializable; ``what`` names the call in
         errors.
         """
         del what
@@ -250,7 +252,7 @@ class Backend(ABC):
         return [mine]
 
     def gather(self, mine: Any) -> list[Any] | None:
-        """Return the values of all ranks, ordered by rank, on rank 0; None on the others. Every rank calls this."""
+        """Return the values of all ranks, by rank, on rank 0; None elsewhere. Collective: every rank must call it."""
         return [mine]
 
     @contextlib.contextmanager
@@ -282,7 +284,7 @@ class Backend(ABC):
         return None
 
     def close_loop(self, pipeline: Pipeline, *, together: bool) -> None:
-        """End a training loop, complete or not; ``together`` if all ranks end it in agreement."""
+        """End a training loop, complete or not. ``together`` means that all ranks end it in agreement."""
         del together
         pipeline.close()
 
@@ -292,7 +294,7 @@ class Backend(ABC):
         return self.engine.lookup(batch, device_id)
 
     def first_nonfinite(self, mine: NonFiniteTensor | None) -> NonFiniteTensor | None:
-        """Return the first tensor with NaN or infinity on any rank; every rank calls this in every step."""
+        """Return the first tensor that has NaN or infinity on any rank. Collective: every rank must call it."""
         return mine
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -310,11 +312,11 @@ class Backend(ABC):
 
     @contextlib.contextmanager
     def collective(self) -> Iterator[None]:
-        """Enclose a collective of torch: the error of a failure names the lost rank."""
+        """Enclose a collective of torch. If it fails, the error names the lost rank."""
         yield
 
     def backward(self, loss: torch.Tensor, step: int) -> contextlib.AbstractContextManager[Any]:
-        """Enclose the backward of ``loss``, at the end of which ranks average their dense gradients."""
+        """Enclose the backward pass of ``loss``. Ranks average their dense gradients at its end."""
         del loss
         return flight.Call(flight.BACKWARD, step)
 
@@ -329,28 +331,26 @@ class Backend(ABC):
         return True
 
     def check_alone(self, what: str) -> None:
-        """Check that ``what``, which drops all rows, disturbs no training of another process."""
+        """Check that ``what``, which drops all rows, does not affect a training run of another process."""
         del what
 
     def check_loads(self, what: str) -> None:
         """Check that this process may do ``what``, which replaces the rows by a checkpoint's."""
         del what
 
-    def checkpoint_dir(self, directory: str | os.PathLike[str]) -> Path:
-        """Return the directory of a checkpoint; a relative one is below ``PERSIA_CKPT_DIR``, if that is set.
+    def checkpoint_dir(self, directory: str | os.PathLike[str]) -> Place:
+        """Return the directory or the URL of a checkpoint; a relative path is below ``PERSIA_CKPT_DIR``, if set.
 
         Raises:
-            UsageError: It is a URL.
+            UsageError: The URL is not that of an object store to which checkpoints can be written.
         """
-        if is_url(directory):
-            raise UsageError(
-                f"checkpoint {os.fspath(directory)}: want a folder; to keep replicas in an object store, use "
-                "Checkpoints(upload_to=...); to copy one checkpoint, use `persia ckpt copy`"
-            )
-        return Path(settings.checkpoint_root or "", directory)
+        where = below(settings.checkpoint_root, directory)
+        if isinstance(where, Url):
+            check_scheme(where)
+        return where
 
     def wait_ready(self) -> None:
-        """Wait until the store or the servers can be used."""
+        """Wait until the store is open, or the servers respond."""
         del self.engine.stats()["rows"]
 
     @abstractmethod

@@ -11,11 +11,11 @@ from persia.runtime.settings import settings
 _logger = get_logger("remote")
 
 _FIRST_S, _LONGEST_S = 0.2, 5.0
-"""Seconds before the first retry, which double to the longest."""
+"""Seconds before the first retry; each delay is twice the previous one, up to the longest."""
 
 
 def begin_when_stored(begin: Callable[[], int]) -> int:
-    """Return the generation that ``begin`` begins; retry while a server cannot write its number.
+    """Return the generation that ``begin`` starts; retry while a server cannot write its number to disk.
 
     Raises:
         RunLostError: ``PERSIA_RPC_TIMEOUT`` seconds have passed.
@@ -28,7 +28,7 @@ def begin_when_stored(begin: Callable[[], int]) -> int:
             waited = time.monotonic() - started
             if waited + wait > settings.rpc_timeout:
                 lost = RunLostError(f"no generation can begin, tried for {waited:.0f} s: {error}")
-                lost.hint = "free space on the disk that the message names, then start the trainers again"
+                lost.hint = "free space on the disk that the message names, then restart the trainers"
                 raise lost from error
             if not logged:
                 _logger.warning("no generation can begin, retrying for %g s: %s", settings.rpc_timeout, error)

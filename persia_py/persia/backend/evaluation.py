@@ -1,4 +1,4 @@
-"""The ids of an evaluation that have no row: a report, and a warning if predictions cannot depend on ids."""
+"""Counts the ids of an evaluation that have no row; warns if predictions cannot depend on ids."""
 
 import logging
 from dataclasses import dataclass, field
@@ -12,23 +12,23 @@ from persia_core.forward import TrainingBatch
 _logger = get_logger("evaluation")
 
 _MANY = 0.5
-"""The share of a slot's ids without a row above which an evaluation warns."""
+"""The share of ids without a row, per slot, above which an evaluation logs a warning."""
 _ENOUGH = 100
-"""The number of ids of a slot from which its share is reported before the evaluation has ended."""
+"""The minimum number of ids of a slot for a warning before the evaluation has ended."""
 _SHOWN = 10
-"""The number of slots that the log line of an evaluation names."""
+"""The maximum number of slots in the log line of an evaluation."""
 
 
 @dataclass
 class EvaluationReport:
-    """Ids that an evaluation looked up. An id counts once in each batch that has it.
+    """The ids that an evaluation looked up. An id counts once in each batch that contains it.
 
     Attributes:
         batches: The number of batches.
         ids: The number of ids.
         missing: The number of ids without a row, which read as zeros.
-        slots: For each slot the number of ids, and of ids without a row. They are counted in the batches 1, 2, 4, 8, …
-            from the first one on that has an id without a row.
+        slots: For each slot, the number of ids and the number of ids without a row. They are counted in batches 1, 2,
+            4, 8, …, starting with the first batch that has an id without a row.
         sampled: The number of batches that are counted in ``slots``.
     """
 
@@ -53,10 +53,10 @@ class EvaluationReport:
 class Evaluation:
     """Counts the ids without a row, one evaluation at a time; :meth:`end` ends an evaluation.
 
-    It warns once for each slot, and once of empty tables.
+    It logs one warning for each slot, and one for empty tables.
 
     Args:
-        backend: Where the rows are.
+        backend: The access to the rows.
         load: The call that loads rows in this process, for messages.
     """
 
@@ -91,7 +91,7 @@ class Evaluation:
         if empty:
             self._warned_slots.update(batch.slots)
             _logger.warning(
-                "evaluation: the tables are empty (0 rows), so that every id reads as zeros and predictions do not "
+                "evaluation: the tables are empty (0 rows), so every id reads as zeros and predictions do not "
                 "depend on ids. Load rows first: %s; with servers, train or load in the training script",
                 self._load,
             )
@@ -100,7 +100,7 @@ class Evaluation:
     def _count_slots(self, batch: Batch) -> None:
         try:
             counts = self._backend.engine.missing(batch)
-        except StaleGenerationError:  # a training loop has started since the look-up
+        except StaleGenerationError:  # a training loop has started after the look-up
             return
         slots = self.report.slots
         self.report.sampled += 1
@@ -109,7 +109,7 @@ class Evaluation:
             slots[slot] = (before + ids, missing_before + missing)
 
     def end(self) -> None:
-        """Log the report. It can be read until the next batch begins another report."""
+        """Log the report. It remains readable until the next batch starts another report."""
         report = self.report
         if not self._is_open or not report.batches:
             return
@@ -127,7 +127,7 @@ class Evaluation:
         self._ended += 1
 
     def rows_change(self) -> None:
-        """End the evaluation because other rows are loaded. Warnings may be logged again for them."""
+        """End the evaluation because other rows are loaded. After that, the same warnings may be logged again."""
         self.end()
         self._warned_slots, self._warned_empty = set(), False
 

@@ -23,11 +23,11 @@ class ModelInputs:
         self._last: InputNames | None = None
 
     def of(self, model: torch.nn.Module | None) -> InputNames | None:
-        """Return the inputs that ``model`` is trained on; without a model, those of the last training."""
+        """Return the inputs that ``model`` is trained on; if ``model`` is None, those of the model trained last."""
         return self._last if model is None else _of_models.get(unwrap_model(model))
 
     def for_evaluation(self, model: torch.nn.Module | None) -> InputNames | None:
-        """Like :meth:`of`; a model that was not trained here, such as a copy, gets the inputs of the last one."""
+        """Like :meth:`of`, but a model that was not trained here, gets the inputs of the model trained last."""
         return self.of(model) or self._last
 
     def set(self, model: torch.nn.Module | None, names: InputNames | None) -> None:
@@ -40,21 +40,21 @@ class ModelInputs:
 
 
 class Arranger:
-    """Finds the inputs of a context's model in batches."""
+    """Selects the inputs of a context's model from batches."""
 
     def __init__(self) -> None:
-        self._first_batch: InputNames | None = None  # if the model was not trained here
-        self._unchecked = ""  # the parts that were logged
+        self._first_batch: InputNames | None = None  # the inputs of a model that was not trained here
+        self._unchecked = ""  # the parts whose message was already logged
 
     def arrange(
         self, batch: NamedBatch, inputs: ModelInputs, model: torch.nn.Module | None, *, training: bool, whole: bool
     ) -> Arrangement:
-        """Find the inputs of ``model``. The first training batch determines them.
+        """Select the inputs of ``model`` from a batch. The first training batch determines them.
 
-        A batch that is not for the whole model may have some of its inputs, or others.
+        A batch for evaluation may have a subset of these inputs, or other inputs.
 
         Raises:
-            DataError: The batch has other inputs.
+            DataError: A training batch has other inputs.
         """
         names = inputs.of(model) if training else inputs.for_evaluation(model) or self._first_batch
         if names is None:

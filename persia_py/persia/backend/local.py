@@ -37,7 +37,7 @@ class LocalBackend(Backend):
         return self.engine.open(staleness, reproducible, buffer, self.gradient_scale)
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the data script and the engine's threads, and free the rows."""
+        """End the data script and the engine's threads, and free the memory of the rows."""
         del error
         if self.feed is not None:
             self.feed.close()

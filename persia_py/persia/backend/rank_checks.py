@@ -1,4 +1,4 @@
-"""Agreements of the ranks on failures, NaN and settings. They agree on a step in ``TrainingLoop._agree_on_step``."""
+"""The ranks agree on failures, NaN and settings here. They agree on steps in ``TrainingLoop._agree_on_step``."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ from persia.runtime import errors, flight, watchdog
 from persia.runtime.errors import ConfigError, PersiaError, UsageError
 
 _KEPT = 4096
-"""The number of characters of an error that are sent to the other ranks."""
+"""The maximum number of characters of an error that are sent to the other ranks."""
 
 
 @contextlib.contextmanager
 def together(peers: Peers | None, what: str) -> Iterator[None]:
     """Run the block on every rank, with a barrier at its end.
 
-    If it fails on one rank, it raises on every rank.
+    If the block fails on one rank, every rank raises an error.
     """
     failed: Exception | None = None
     try:
@@ -40,7 +40,7 @@ def together(peers: Peers | None, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def collective(peers: Peers | None) -> Iterator[None]:
-    """Enclose a collective of torch: the error of a failure names the lost rank."""
+    """Enclose a collective of torch. If it fails, the error names the lost rank."""
     try:
         with watchdog.collective(), contextlib.nullcontext() if peers is None else peers.in_collective():
             yield
@@ -52,11 +52,12 @@ def collective(peers: Peers | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def backward(peers: Peers, loss: torch.Tensor, step: int) -> Iterator[None]:
-    """Enclose the backward of ``loss`` on several ranks, as two calls: the backward itself, then the all-reduce.
+    """Enclose the backward pass of ``loss`` on several ranks. Record two calls: the pass itself, then the all-reduce.
 
-    The second one begins when this rank has all its gradients, and is the wait for other ranks and for the network.
-    DDP sends the first gradients before that, so that it may be short. Autograd runs callbacks in the order in which
-    they were queued; this one is queued at the start of the backward, that of DDP, which waits, near its end.
+    The all-reduce is recorded from the time at which this rank has all its gradients, so it covers the wait for other
+    ranks and for the network. DDP sends the first gradients earlier, so it may be short. Autograd runs callbacks in the
+    order in which they are queued. This callback is queued at the start of the backward pass, DDP's, which waits, near
+    its end.
     """
     call = flight.Call(flight.BACKWARD, step, of_loop=True)
 
@@ -84,10 +85,11 @@ def backward(peers: Peers, loss: torch.Tensor, step: int) -> Iterator[None]:
 
 
 def first_nonfinite(peers: Peers, mine: NonFiniteTensor | None) -> NonFiniteTensor | None:
-    """Return the first tensor with NaN or infinity on any rank.
+    """Return the first tensor that has NaN or infinity on any rank.
 
     NaN on one rank makes DDP's averages NaN on all ranks. A tensor that is not averaged has precedence, because it is
-    the cause. Tensors that are computed before gradients have precedence over these, and all over the norm.
+    the cause. Tensors that are computed before the gradients have precedence over gradients, and all of them over the
+    gradient norm.
     """
     given = None if mine is None else [mine.derived, mine.averaged, mine.is_gradient, mine.text]
     found = peers.all_gather("gradients", given)
@@ -99,15 +101,19 @@ def first_nonfinite(peers: Peers, mine: NonFiniteTensor | None) -> NonFiniteTens
 
 
 def check_slots(digests: list[str], source: str) -> None:
-    """Check that all ranks have the same slots; ``digests`` has those of all ranks, ``source`` is the name of the file.
+    """Check that all ranks have the same slots.
+
+    Args:
+        digests: The digest of each rank's slots.
+        source: The name of the file with the slots.
 
     Raises:
-        ConfigError: They differ; the message names a rank.
+        ConfigError: The slots differ; the message names a rank.
     """
     different = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if different:
         raise ConfigError(
-            f"the ranks have different slots: those of rank {different[0]} differ from rank 0's; give every rank the "
+            f"the ranks have different slots: those of rank {different[0]} differ from rank 0's; every rank needs the "
             f"same {Path(source).name}"
         )
 
@@ -115,7 +121,7 @@ def check_slots(digests: list[str], source: str) -> None:
 def rate(optimizer: Optimizer | None, *, restored: bool) -> dict[str, Any]:
     """Return the learning rate and schedule of rows, which must be equal on all ranks.
 
-    The rate is None after a load (``restored``), because the other ranks get it later.
+    The rate is None if rank 0 has loaded a checkpoint (``restored``), because the other ranks get it later.
     """
     if optimizer is None:
         return {}
@@ -123,7 +129,7 @@ def rate(optimizer: Optimizer | None, *, restored: bool) -> dict[str, Any]:
 
 
 def check_same(given: list[dict[str, Any]]) -> None:
-    """Check that all ranks start a loop with equal settings; ``given`` has those of all ranks, so all agree.
+    """Check that all ranks start a loop with equal settings; ``given`` has the settings of all ranks, so all agree.
 
     A value that is None or missing on any rank is not compared.
 
@@ -135,5 +141,5 @@ def check_same(given: list[dict[str, Any]]) -> None:
         other = next((rank for rank, value in enumerate(values) if value != first), None)
         if other is not None and None not in values:
             raise UsageError(
-                f"training: {name} is {values[other]} on rank {other} and {first} on rank 0; give every rank the same"
+                f"training: {name} is {values[other]} on rank {other} and {first} on rank 0; set the same on every rank"
             )

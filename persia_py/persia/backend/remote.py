@@ -13,14 +13,16 @@ from persia.backend import rank_checks
 from persia.backend.base import Backend, Device, NonFiniteTensor, RowSettings
 from persia.backend.begin import begin_when_stored
 from persia.discovery import services
-from persia.distributed import control_plane, network, run
-from persia.distributed.options import DistributedBaseOption, get_default_distributed_option
+from persia.distributed import control_plane, network, private, run
+from persia.distributed.options import DistributedBaseOption, default_backend, get_default_distributed_option
 from persia.distributed.rendezvous import AFTER_OTHERS_S, Rendezvous
 from persia.embedding.config import Configuration
 from persia.feed import server as feed_server
 from persia.runtime import environment, flight, job, tokens
 from persia.runtime.errors import PersiaError, StaleGenerationError, UnreachableError, UsageError
+from persia.runtime.files import is_url
 from persia.runtime.logging import get_logger
+from persia.runtime.places import Place, Url
 from persia.runtime.settings import settings
 from persia_core.data import Batch
 from persia_core.discovery import advertised_host
@@ -37,8 +39,8 @@ _logger = get_logger("remote")
 class RemoteBackend(Backend):
     """An engine over embedding servers.
 
-    A training process is one rank of the run: rank 0 begins generations, the others join them. Any other process joins
-    the current generation, for evaluation.
+    A training process is one rank of the run: rank 0 begins generations, the other ranks join them. Any other process
+    joins the current generation, for evaluation.
 
     Args:
         trains: This process is a rank.
@@ -48,11 +50,12 @@ class RemoteBackend(Backend):
             ``none`` sums them.
         configuration: As in :class:`Backend`.
         takes_batches: Data-compose may send batches to this rank.
+        metrics: The address of this process's metrics; empty for none.
 
     Raises:
-        UnreachableError: NATS, a server or another rank did not answer within ``PERSIA_START_TIMEOUT`` seconds; the
+        UnreachableError: NATS, a server or another rank did not respond within ``PERSIA_START_TIMEOUT`` seconds; the
             message names it.
-        UsageError: The interface does not exist, or the rank is running already.
+        UsageError: The interface does not exist, or the rank is already running.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class RemoteBackend(Backend):
         gradient_scale: str = "mean",
         configuration: Configuration | None = None,
         takes_batches: bool = True,
+        metrics: str = "",
     ) -> None:
         super().__init__(configuration, device)
         self.configuration.check_trains()
@@ -75,6 +79,9 @@ class RemoteBackend(Backend):
         self._option = option or get_default_distributed_option(self._device_id)
         self.gradient_scale = 1.0 / self.world_size if gradient_scale == "mean" else 1.0
         self._takes_batches = takes_batches
+        self._announced = {"threads": str(torch.get_num_threads())} | ({"metrics": metrics} if metrics else {})
+        if self._device_id is not None:  # for persia status --watch
+            self._announced["gpu"] = str(torch.cuda.get_device_properties(self._device_id).uuid).removeprefix("GPU-")
         self._job = job.job_name()
         self._url = services.nats_url()
         self._peers: control_plane.Peers | None = None
@@ -111,6 +118,9 @@ class RemoteBackend(Backend):
 
     def _join_ranks(self) -> None:
         """Announce this rank, and connect to the others."""
+        if self.world_size > 1:
+            backend = getattr(self._option, "backend", default_backend(self._device_id))
+            private.check(advertised_host(self._url), rank=self.rank, backend=backend)
         address = ""  # data-compose waits for one
         if self._takes_batches:
             self.feed = feed_server.serve(self._job, host=advertised_host(self._url))
@@ -118,13 +128,13 @@ class RemoteBackend(Backend):
         self._peers = run.peers()
         if self._peers is not None:  # a second context of this process: the ranks are connected already
             self._peers.limit_s = self._option.limit_s
-            self._announcement = self._place.announce(address, run.announced())
+            self._announcement = self._place.announce(address, {**run.announced(), **self._announced})
             self._peers.note(self._peers.loops)  # also for a loop that the previous context left open
         elif self.world_size == 1:
-            self._announcement = self._place.announce(address, {})
+            self._announcement = self._place.announce(address, self._announced)
         else:
             extra = self._place.open()
-            self._announcement = self._place.announce(address, extra)
+            self._announcement = self._place.announce(address, {**extra, **self._announced})
             self._peers, store = self._place.connect()
             self._peers.limit_s = self._option.limit_s
             run.adopt(self._peers, store, extra)
@@ -178,7 +188,7 @@ class RemoteBackend(Backend):
         return [mine] if self._peers is None else self._peers.all_gather_at_exit(mine, timeout_s)
 
     def gather(self, mine: Any) -> list[Any] | None:
-        """Return the values of all ranks, ordered by rank, on rank 0; None on the others. Every rank calls this."""
+        """Return the values of all ranks, by rank, on rank 0; None elsewhere. Collective: every rank must call it."""
         if self._peers is None:
             return [mine]
         given: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
@@ -196,7 +206,7 @@ class RemoteBackend(Backend):
             yield
 
     def _begin_run(self, rows: RowSettings, after_generation: int, step: int, seed: int) -> None:
-        """Rank 0 begins the run and drops the rows of an earlier one; the others join."""
+        """Rank 0 begins the run and drops the rows of an earlier run; the other ranks join."""
         if self._peers is not None:
             rank_checks.check_slots(
                 self._peers.all_gather("begin", self.configuration.digest), self.configuration.source
@@ -253,7 +263,7 @@ class RemoteBackend(Backend):
     def close_loop(self, pipeline: Pipeline, *, together: bool) -> None:
         """End a training loop, complete or not; rank 0 is informed when this rank's pushes are applied.
 
-        If all ranks end it ``together``, each returns when the pushes of all are applied, so that an evaluation or
+        If all ranks end it ``together``, each returns when the pushes of all are applied, so an evaluation or
         checkpoint that follows does not depend on the speed of ranks.
 
         Raises:
@@ -301,7 +311,7 @@ class RemoteBackend(Backend):
             return self.engine.lookup(batch, device_id)
 
     def first_nonfinite(self, mine: NonFiniteTensor | None) -> NonFiniteTensor | None:
-        """Return the first tensor with NaN or infinity on any rank; every rank calls this in every step."""
+        """Return the first tensor with NaN or infinity on any rank. Collective: every rank must call it."""
         return super().first_nonfinite(mine) if self._peers is None else rank_checks.first_nonfinite(self._peers, mine)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -318,7 +328,7 @@ class RemoteBackend(Backend):
             yield
 
     def backward(self, loss: torch.Tensor, step: int) -> contextlib.AbstractContextManager[Any]:
-        """Enclose the backward of ``loss``, at the end of which ranks average their dense gradients."""
+        """Enclose the backward pass of ``loss``, at the end of which ranks average their dense gradients."""
         return super().backward(loss, step) if self._peers is None else rank_checks.backward(self._peers, loss, step)
 
     @property
@@ -337,7 +347,8 @@ class RemoteBackend(Backend):
         for peer in services.trainers(self._discovery):
             raise UsageError(
                 f"{what} in a process that only evaluates, while job {self._job!r} is trained by pid {peer['pid']} on "
-                f"{peer['host']}: it would drop the rows in training; do it in the training script, or afterwards"
+                f"{peer['host']}: this would drop rows that are being trained; call it in "
+                "the training script, or after the training"
             )
 
     def check_loads(self, what: str) -> None:
@@ -352,24 +363,32 @@ class RemoteBackend(Backend):
                 "TrainCtx; evaluation reads the existing rows, and load_torch_state_dict loads the model"
             )
 
-    def checkpoint_dir(self, directory: str | os.PathLike[str]) -> Path:
-        """Return the directory of a checkpoint, checked to be below ``PERSIA_CKPT_DIR``.
+    def checkpoint_dir(self, directory: str | os.PathLike[str]) -> Place:
+        """Return the URL of a checkpoint, or its directory, checked to be below ``PERSIA_CKPT_DIR``.
 
         Raises:
             UsageError: The directory is elsewhere; servers write below ``PERSIA_CKPT_DIR`` only.
         """
         root = settings.checkpoint_root
-        path = super().checkpoint_dir(directory).absolute()
+        where = super().checkpoint_dir(directory)
+        if isinstance(where, Url):
+            if root is not None and is_url(root) and not f"{where}/".startswith(f"{root.rstrip('/')}/"):
+                raise UsageError(f"checkpoint {where}: expected a URL below PERSIA_CKPT_DIR={root}")
+            return where
+        path = where.absolute()
         if root is None:
-            raise UsageError(f"checkpoint {directory}: set PERSIA_CKPT_DIR to the folder that all servers share")
+            raise UsageError(
+                f"checkpoint {directory}: set PERSIA_CKPT_DIR to the folder that all servers share, or write to an "
+                "object store: s3://BUCKET/PREFIX"
+            )
         if not path.resolve().is_relative_to(Path(root).resolve()):
             raise UsageError(
-                f"checkpoint {directory}: want a folder below PERSIA_CKPT_DIR={root}, which all servers share"
+                f"checkpoint {directory}: expected a folder below PERSIA_CKPT_DIR={root}, which all servers share"
             )
         return path
 
     def wait_ready(self) -> None:
-        """Wait until every server answers."""
+        """Wait until every server responds."""
         self.engine.wait_ready(settings.start_timeout)
 
     def close(self, error: BaseException | None) -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from persia.backend.base import Backend, Device, RowSettings
 from persia.embedding.config import Configuration
@@ -11,6 +10,7 @@ from persia.embedding.inputs import InputNames
 from persia.runtime import tokens
 from persia.runtime.errors import IncompatibleError, PersiaError, UnreachableError, UsageError
 from persia.runtime.logging import get_logger
+from persia.runtime.places import Place
 from persia.runtime.settings import settings
 from persia_core.config import GlobalConfig
 from persia_core.data import Batch
@@ -25,14 +25,15 @@ _CHANGES = "an infer job serves a checkpoint and changes no row; train in a job 
 class ServingBackend(Backend):
     """An engine over the servers of an infer job.
 
-    It waits until a middleware and all servers answer, at most ``PERSIA_START_TIMEOUT`` seconds without progress.
+    The constructor waits until a middleware and all servers respond, for at most ``PERSIA_START_TIMEOUT`` seconds
+    without progress.
 
     Args:
-        addresses: The addresses of middlewares. A process uses one of them, and another one if that fails.
+        addresses: The addresses of middlewares. A process uses one of them, and changes to another if it fails.
         device: Where look-ups are pooled; None is the CPU.
 
     Raises:
-        UnreachableError: A server or every middleware does not answer; the message names it.
+        UnreachableError: A server, or every middleware, does not respond; the message names it.
         IncompatibleError: The servers serve no checkpoint, or different ones.
         AuthError: The token or a certificate is refused.
     """
@@ -114,7 +115,7 @@ class ServingBackend(Backend):
             "use load_torch_state_dict, for other rows start the servers with another infer_config.embedding_checkpoint"
         )
 
-    def checkpoint_dir(self, directory: str | os.PathLike[str]) -> Path:
+    def checkpoint_dir(self, directory: str | os.PathLike[str]) -> Place:
         """Refuse to save.
 
         Raises:
@@ -128,12 +129,12 @@ class ServingBackend(Backend):
 
 
 def _hinted(error: PersiaError) -> PersiaError:
-    """Return the error with the next step in an infer job."""
+    """Return the error with a hint for an infer job."""
     if isinstance(error, UnreachableError):
         error.hint = (
             "start the servers and middlewares of the infer job, or correct the addresses of its middlewares "
             "(EMBEDDING_WORKER_SERVICE)"
         )
     elif isinstance(error, IncompatibleError):
-        error.hint = ""  # the message has it
+        error.hint = ""  # the message already has the reason
     return error

@@ -1,21 +1,22 @@
-"""Opens a checkpoint, and refuses those of PersiaML."""
+"""Opens a checkpoint, and refuses PersiaML checkpoints."""
 
 import json
 import os
 from pathlib import Path
 
 from persia.runtime.errors import CheckpointError
+from persia.runtime.files import is_url
 from persia_core import checkpoint as _core
 
 _DONE = "embedding_dump_done"
-"""The file by which PersiaML marks a folder of rows as complete."""
+"""The file with which PersiaML marks a folder of rows as complete."""
 
 
 def open_checkpoint(directory: str | os.PathLike[str]) -> _core.Checkpoint:
-    """Return the checkpoint in ``directory``; its manifest is read, its files are not.
+    """Return the checkpoint in ``directory``. Its manifest is read; its other files are not.
 
     Raises:
-        CheckpointError: There is none, its manifest is damaged, or it is a checkpoint of PersiaML.
+        CheckpointError: The folder has no checkpoint, its manifest is damaged, or it is a PersiaML checkpoint.
     """
     try:
         return _core.Checkpoint(os.fspath(directory))
@@ -25,26 +26,28 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> _core.Checkpoint:
 
 
 def is_imported(opened: _core.Checkpoint) -> bool:
-    """Whether a checkpoint has rows that ``persia ckpt import`` has written, and nothing else."""
+    """Whether a checkpoint contains only rows that ``persia ckpt import`` has written."""
     return bool(json.loads(opened.manifest)["head"]["build"].get("origin") == "import")
 
 
 def check_not_persiaml(directory: str | os.PathLike[str]) -> None:
-    """Refuse rows that PersiaML has dumped.
+    """Refuse rows that PersiaML has written.
 
     PersiaML writes ``embedding_dump_done`` into the folder and into ``sN`` for each server N, and there
     ``replica_N_shard_M.emb``. Each ``.emb`` file is a list of entries: an id, a dimension, and weights followed by
     optimizer state.
 
     Raises:
-        CheckpointError: There are such rows.
+        CheckpointError: The folder has rows of PersiaML.
     """
+    if is_url(directory):
+        return
     folder = Path(directory)
     found = next((path for pattern in (_DONE, "*.emb", f"*/{_DONE}", "*/*.emb") for path in folder.glob(pattern)), None)
     if found is None:
         return
     error = CheckpointError(
-        f"{folder}: it is a checkpoint of PersiaML ({found.relative_to(folder)}), which cannot be loaded or converted: "
+        f"{folder} is a PersiaML checkpoint ({found.relative_to(folder)}), which cannot be loaded or converted: "
         "its .emb files do not name the table or the optimizer of a row, and have ids modulo 2^(64 - "
         "feature_index_prefix_bit), with the number of the feature group in the other bits"
     )

@@ -8,8 +8,9 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,19 +22,20 @@ from persia.runtime import job
 from persia.runtime.errors import CheckpointError, ConfigError, PersiaError, StorageError
 from persia.runtime.files import is_url
 from persia.runtime.job import MANIFEST
+from persia.runtime.places import s3_endpoint
 from persia_core import checkpoint as _core
 
 PART_BYTES = 16 << 20
 """The size of one part of an upload; S3 accepts up to 10,000 parts per file."""
 
 PARTS_AT_A_TIME = 2
-"""The number of parts of a file that are transferred concurrently."""
+"""The maximum number of parts of a file that are transferred concurrently."""
 
 FILES_AT_A_TIME = 8
-"""The number of files that are transferred concurrently."""
+"""The maximum number of files that are transferred concurrently."""
 
 RETRY_S = 60
-"""Seconds for which a request is retried if the server cannot be reached, or cannot answer."""
+"""Seconds for which a request is retried if the server cannot be reached, or cannot respond."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,13 @@ class ObjectStore:
             endpoint that begins with ``http://`` is used without TLS.
 
     Raises:
-        ConfigError: It is not the URL of an object store.
+        ConfigError: The argument is not the URL of an object store.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         if not is_url(url):
-            raise ConfigError(f"{url!r}: want a URL such as s3://bucket/prefix")
+            raise ConfigError(f"{url!r}: expected a URL such as s3://bucket/prefix")
         self._store  # noqa: B018  # refuses other URLs
 
     @cached_property
@@ -80,19 +82,26 @@ class ObjectStore:
 
         options: dict[str, Any] = {}
         if self.url.startswith(("s3://", "s3a://")):  # other stores have no client options
-            options["client_options"] = {"allow_http": os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")}
+            endpoint = s3_endpoint()
+            options["client_options"] = {"allow_http": (endpoint or "").startswith("http://")}
+            options.update({} if endpoint is None else {"endpoint": endpoint})
             options["retry_config"] = {"retry_timeout": timedelta(seconds=RETRY_S)}
         try:
             return from_url(self.url, **options)
         except (exceptions.BaseError, ValueError) as error:
-            raise ConfigError(f"{self.url}: {_message(error)}; want a URL such as s3://bucket/prefix") from error
+            raise ConfigError(f"{self.url}: {_message(error)}; expected a URL such as s3://bucket/prefix") from error
 
-    def put(self, directory: Path, name: str) -> None:
-        """Upload the checkpoint in ``directory``; an existing one of that name is deleted first.
+    def put(self, directory: Path, name: str, *, replace: bool = True) -> None:
+        """Upload the checkpoint in ``directory``; another one of that name is deleted first.
+
+        Args:
+            directory: The checkpoint.
+            name: Its name below the URL.
+            replace: Whether another one may be deleted, such as one that a run wrote before it resumed.
 
         Raises:
-            CheckpointError: There is no checkpoint.
-            StorageError: It cannot be uploaded; the next upload of that name, or :meth:`prune`, deletes the remains.
+            CheckpointError: There is no checkpoint, or there is another one that may not be deleted.
+            StorageError: The checkpoint cannot be uploaded; the next upload of that name or :meth:`prune` removes it.
         """
         import obstore
 
@@ -103,6 +112,9 @@ class ObjectStore:
             if held == manifest:
                 return
             if held is not None:
+                if not replace:
+                    what = f"there is a checkpoint that differs from {directory}, and would be deleted"
+                    raise CheckpointError(f"{self.url}/{name}: {what}")
                 obstore.delete(self._store, f"{name}/{MANIFEST}")
             paths = [Path(opened.path_of(file["name"])) for file in opened.files]
             _all(lambda path: self._put(f"{name}/{path.name}", path), paths)
@@ -117,15 +129,15 @@ class ObjectStore:
         """Fetch and verify the checkpoint ``name`` into ``directory``, which must not exist; a failure leaves nothing.
 
         Raises:
-            CheckpointError: There is none of that name, or it is damaged; the message names the file.
-            StorageError: It cannot be fetched.
+            CheckpointError: No checkpoint has that name, or it is damaged; the message names the file.
+            StorageError: The checkpoint cannot be fetched.
         """
         what = f"{name}: not fetched to {directory}"
         if directory.exists():
-            raise StorageError(f"{self.url}/{what}: it exists already")
+            raise StorageError(f"{self.url}/{what} already exists")
         with self._reporting(what):
             directory.parent.mkdir(parents=True, exist_ok=True)
-            # The folder is one level deeper, so that its remains do not count as a checkpoint if this process is
+            # The folder is one level deeper, so its remains do not count as a checkpoint if this process is
             # killed.
             with tempfile.TemporaryDirectory(prefix=".copying-", dir=directory.parent) as unfinished:
                 self._get(name, Path(unfinished, directory.name))
@@ -135,25 +147,29 @@ class ObjectStore:
     def _get(self, name: str, directory: Path) -> None:
         manifest = self._read(f"{name}/{MANIFEST}")
         if manifest is None:
-            raise CheckpointError(f"{self.url}/{name}: no checkpoint: it has no {MANIFEST}")
+            raise CheckpointError(f"{self.url}/{name} is not a checkpoint: it has no {MANIFEST}")
         directory.mkdir()
         (directory / MANIFEST).write_bytes(manifest)
         try:
             opened = _core.Checkpoint(os.fspath(directory))
             paths = [directory / file["name"] for file in opened.files]
-            _all(lambda path: self._get_file(f"{name}/{path.name}", path), paths)
+            staged = f"{name}/.saving-{json.loads(opened.manifest)['generation']}"
+            _all(lambda path: self._get_file((f"{staged}/{path.name}", f"{name}/{path.name}"), path), paths)
             opened.verify()
         except CheckpointError as error:
             raise CheckpointError(str(error).replace(os.fspath(directory), f"{self.url}/{name}")) from error
         _sync(directory / MANIFEST)
         _sync(directory)
 
-    def _get_file(self, key: str, path: Path) -> None:
+    def _get_file(self, keys: Sequence[str], path: Path) -> None:
+        """Fetch the first of these objects: servers leave a file where they put it, an upload puts it at its name."""
         import obstore
 
-        try:
-            content = obstore.get(self._store, key)
-        except FileNotFoundError:
+        for key in keys:
+            with contextlib.suppress(FileNotFoundError):
+                content = obstore.get(self._store, key)
+                break
+        else:
             return  # the verification reports missing files
         with path.open("wb") as into:
             for piece in content.stream(min_chunk_size=PART_BYTES):
@@ -166,7 +182,7 @@ class ObjectStore:
 
         Raises:
             CheckpointError: The manifest of one is damaged.
-            StorageError: They cannot be listed.
+            StorageError: The replicas cannot be listed.
         """
         found: list[Replica] = []
         with self._reporting("not listed"), tempfile.TemporaryDirectory() as folder:
@@ -193,8 +209,8 @@ class ObjectStore:
             The names of the deleted replicas.
 
         Raises:
-            CheckpointError: A manifest is damaged, so that the newest replicas are unknown.
-            StorageError: They cannot be listed or deleted.
+            CheckpointError: A manifest is damaged, so the newest replicas are unknown.
+            StorageError: The replicas cannot be listed or deleted.
         """
         whole = self.whole()
         old = [each.name for each in whole[keep_last:]]
@@ -269,25 +285,38 @@ class ObjectStore:
             raise StorageError(f"{self.url}/{what}: {_message(error)}") from error
 
 
-def copy(source: str, destination: str) -> None:
+def copy(source: str, destination: str, *, force: bool = False) -> None:
     """Copy a checkpoint from a folder to an object store or back: one argument is the URL of the replica.
+
+    Args:
+        source: The checkpoint.
+        destination: The new one.
+        force: Replace another checkpoint at the URL.
 
     Raises:
         ConfigError: Neither argument is a URL, or both are.
-        CheckpointError: There is no checkpoint, or it is damaged; the message names the file.
-        StorageError: It cannot be copied.
+        CheckpointError: There is no checkpoint, or it is damaged, and the message names the file; or the URL has
+            another one.
+        StorageError: The checkpoint cannot be copied.
     """
     if is_url(source) == is_url(destination):
-        raise ConfigError(f"copy {source} {destination}: want one folder and one URL such as s3://bucket/run/step-100")
+        raise ConfigError(
+            f"copy {source} {destination}: expected one folder and one URL such as s3://bucket/run/step-100"
+        )
     url, folder = (source, destination) if is_url(source) else (destination, source)
     place, _, name = url.rstrip("/").rpartition("/")
     if not name or place.endswith("/"):
-        raise ConfigError(f"{url}: want the name of the checkpoint too, such as s3://bucket/run/step-100")
+        raise ConfigError(f"{url}: expected the name of the checkpoint too, such as s3://bucket/run/step-100")
     if is_url(source):
         ObjectStore(place).get(name, Path(folder))
     else:
         _core.Checkpoint(folder).verify()
-        ObjectStore(place).put(Path(folder), name)
+        try:
+            ObjectStore(place).put(Path(folder), name, replace=force)
+        except CheckpointError as error:
+            again = f"persia ckpt copy {shlex.quote(folder)} {shlex.quote(url)} --force"
+            error.hint = f"copy to a URL with another name, or replace the checkpoint there: {again}"
+            raise
 
 
 def _all(work: Callable[[Path], None], paths: list[Path]) -> None:

@@ -2,17 +2,18 @@
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from persia.backend.base import Backend
 from persia.checkpoint import snapshot, storage
 from persia.checkpoint.object_store import ObjectStore
+from persia.checkpoint.retention import MAX_DAYS
 from persia.distributed import run
 from persia.runtime import job
 from persia.runtime.errors import CheckpointError, ConfigError, StorageError, UsageError
 from persia.runtime.files import is_url
 from persia.runtime.logging import get_logger
+from persia.runtime.places import Place, Url, below, check_scheme, check_slashes
 from persia.runtime.settings import settings
 from persia.runtime.stateful import Stateful
 
@@ -37,25 +38,32 @@ class Checkpoints:
     immediately.
 
     Args:
-        folder: The folder of the checkpoints: a folder ``step-N`` for each, and ``LATEST``, which names the newest. A
-            relative one is below ``PERSIA_CKPT_DIR``, if that is set. None, in a job, means a folder of this run: an
-            interrupted run resumes in it; a run that starts after the end of another gets a new one.
+        folder: The folder of the checkpoints: a folder ``step-N`` for each, and ``LATEST``, which points to the newest.
+            A relative one is below ``PERSIA_CKPT_DIR``, if that is set. None, in a job, means a folder of this run: an
+            interrupted run resumes in it; a run that starts after the end of another gets a new one. If it is a URL
+            such as ``s3://bucket/prefix``, rank 0 and every server write to it without a shared disk; each takes its
+            credentials from its environment.
         every: The number of steps between checkpoints.
         keep_last: The number of checkpoints that are kept; older ones are deleted, but never the newest complete one.
+        keep_days: Checkpoints older than this number of days are deleted as well, but never the newest complete one.
+            None means no limit. It applies to ``folder``, not to replicas.
+        verify: Whether to read each checkpoint after it is written and compare the hash of every file. A checkpoint
+            that differs counts as failed, and is written again.
         upload_to: A URL such as ``s3://bucket/prefix``, below which each checkpoint is uploaded when it is written,
-            before the next one is. ``keep_last`` applies there too. If the newest replica is newer than the folder's
-            checkpoints (after a disk was replaced, for example), the run resumes from it. If no folder is given,
-            replicas are below the name of the run; a run whose name was lost with its disk is found by its replicas.
-            Credentials come from the environment: see :class:`persia.checkpoint.object_store.ObjectStore`.
+            before the next one is. ``keep_last`` also applies to these replicas. If the newest replica is newer than
+            the folder's checkpoints (after a disk was replaced, for example), the run resumes from it. If no folder is
+            given, replicas are below the name of the run; a run whose name was lost with its disk is found by its
+            replicas. Credentials come from the environment: see :class:`persia.checkpoint.object_store.ObjectStore`.
         state: Further objects of the run by name, each with ``state_dict`` and ``load_state_dict``. All ranks
             receive what rank 0 saved, with tensors on the CPU.
-        allow_previous: If the newest checkpoint is damaged, resume from the newest intact one; a warning names both.
+        allow_previous: Whether to resume from the newest intact checkpoint if the newest one is damaged; a warning
+            names both.
         failing_batches: The treatment of a batch at which training has failed 3 times on one rank, each time after a
-            restart of the run. ``stop``: it fails again. ``skip``: all ranks skip the step together, without the body
-            of the loop; model and rows stay as they are. Steps that always fail and are less than 100 apart, without a
-            checkpoint between them, are not skipped, because the data is unlikely to be the cause. Failures of a batch,
-            but not of a part of the system, are recorded with the batch in the folder ``poison`` next to the
-            checkpoints, until the step is trained and saved.
+            restart of the run. ``stop``: the run fails again. ``skip``: all ranks skip the step together, without the
+            body of the loop; model and rows do not change. Steps that always fail and are less than 100 apart, without
+            a checkpoint between them, are not skipped, because the data is unlikely to be the cause. Failures that the
+            batch may have caused, but not those of a server or another process, are recorded with the batch in the
+            folder ``poison`` next to the checkpoints, until the step is trained and saved.
         copy_to: The old name of ``upload_to``.
 
     Attributes:
@@ -68,8 +76,9 @@ class Checkpoints:
             ranks.
 
     Raises:
-        UsageError: A number is below 1, an object in ``state`` lacks one of the two methods, ``failing_batches`` has
-            another value, or ``upload_to`` and ``copy_to`` are both given.
+        UsageError: An argument is out of range, an object in ``state`` lacks one of the two methods,
+            ``failing_batches`` has another value, ``upload_to`` and ``copy_to`` are both given, ``folder`` is a URL
+            that cannot be used, or ``folder`` is a URL and ``upload_to`` is given.
         ConfigError: ``upload_to`` is not the URL of an object store.
     """
 
@@ -79,6 +88,8 @@ class Checkpoints:
         *,
         every: int = 1000,
         keep_last: int = 3,
+        keep_days: float | None = None,
+        verify: bool = False,
         upload_to: str | None = None,
         state: Mapping[str, Stateful] | None = None,
         allow_previous: bool = False,
@@ -87,26 +98,43 @@ class Checkpoints:
     ) -> None:
         for name, value in (("every", every), ("keep_last", keep_last)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UsageError(f"Checkpoints({name}={value!r}): want a whole number of at least 1")
+                raise UsageError(f"Checkpoints({name}={value!r}): must be an integer of at least 1")
+        if keep_days is not None and not 0 < keep_days <= MAX_DAYS:
+            raise UsageError(f"Checkpoints(keep_days={keep_days!r}): must be days above 0, at most {MAX_DAYS}")
         for name, each in (state or {}).items():
             if not isinstance(each, Stateful):
                 raise UsageError(
-                    f"Checkpoints(state={{{name!r}: ...}}): want an object with state_dict and load_state_dict, "
-                    f"got {type(each).__name__}"
+                    f"Checkpoints(state={{{name!r}: ...}}): expected an object with state_dict and load_state_dict, "
+                    f"found {type(each).__name__}"
                 )
         if failing_batches not in {"stop", "skip"}:
-            raise UsageError(f"Checkpoints(failing_batches={failing_batches!r}): want 'stop' or 'skip'")
+            raise UsageError(f"Checkpoints(failing_batches={failing_batches!r}): expected 'stop' or 'skip'")
         if folder is None and settings.nats_url is None:
-            raise UsageError("Checkpoints(): give a folder; only a job has a default one")
+            raise UsageError("Checkpoints(): pass a folder; only a job has a default one")
         if upload_to is not None and copy_to is not None:
-            raise UsageError("Checkpoints(upload_to=..., copy_to=...): two names of one argument; give upload_to")
+            raise UsageError("Checkpoints(upload_to=..., copy_to=...): two names of one argument; pass upload_to")
         self._upload_to = copy_to if upload_to is None else upload_to
         if self._upload_to is not None:
-            ObjectStore(self._upload_to)  # refuses other URLs
+            ObjectStore(self._upload_to)  # raises for other URLs
+        if folder is not None:
+            check_slashes(folder)
+        if folder is not None and is_url(folder):
+            check_scheme(Url(os.fspath(folder)))
+            if self._upload_to is not None:
+                raise UsageError(
+                    f"Checkpoints({os.fspath(folder)!r}, upload_to=...): the checkpoints are in an object store already"
+                )
+            if failing_batches == "skip" and settings.run_dir is None:
+                raise UsageError(
+                    f"Checkpoints({os.fspath(folder)!r}, failing_batches='skip'): set PERSIA_RUN_DIR to a folder that "
+                    "outlives the process, for the records of batches that failed"
+                )
         self._given = folder
         self.state = dict(state or {})
         self.every = every
         self.keep_last = keep_last
+        self.keep_days = keep_days
+        self.verify = verify
         self.allow_previous = allow_previous
         self.failing_batches = failing_batches
         self.saved = self.written = 0
@@ -125,29 +153,38 @@ class Checkpoints:
         self.saved = self.written = 0
 
     def name(self) -> str:
-        """Return the folder as it was given, or the name of the run."""
+        """Return the folder as it was passed, or the name of the run."""
         return self._run_name() if self._given is None else os.fspath(self._given)
 
+    @property
+    def _runs_in_store(self) -> str | None:
+        """The URL below which runs have their checkpoints or replicas, if there is one."""
+        root = settings.checkpoint_root
+        return root if self._upload_to is None and root is not None and is_url(root) else self._upload_to
+
     def _run_name(self) -> str:
-        """Return the name of the current run. One that lost its disk is found by its replicas."""
-        upload_to = self._upload_to
-        if upload_to is None:
+        """Return the name of the current run. If the disk of the run was lost, look for the run in the object store."""
+        store = self._runs_in_store
+        if store is None:
             return job.run_name()
         run.at_finish(self._mark_finished)
-        return job.run_name(lambda: _newest_interrupted(ObjectStore(upload_to)))
+        return job.run_name(lambda: _newest_interrupted(ObjectStore(store)))
 
     def _mark_finished(self) -> None:
-        store = self.store()
+        store = self._runs_in_store
         if store is not None:
-            store.finish_run()
+            whole = store if self._given is not None else f"{store.rstrip('/')}/{self._run_name()}"
+            ObjectStore(whole).finish_run()
 
-    def folder(self, backend: Backend) -> Path:
-        """Return the folder of the checkpoints, which is created if it is missing.
+    def folder(self, backend: Backend) -> Place:
+        """Return the URL or the folder of the checkpoints. A missing folder is created.
 
         Raises:
-            ConfigError: It cannot be created.
+            ConfigError: The folder cannot be created.
         """
         folder = backend.checkpoint_dir(self.name())
+        if isinstance(folder, Url):
+            return folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -155,17 +192,21 @@ class Checkpoints:
         return folder
 
     def validate_storage(self) -> None:
-        """Try to write where the saves will be, before anything else is done. In a job, rank 0 does so.
+        """Check that checkpoints can be written, before anything else is done. In a job, only rank 0 checks.
 
         Raises:
             StorageError: The storage cannot be used; the message says why.
         """
-        if settings.rank != 0 or is_url(self._given or ""):
+        if settings.rank != 0:
             return
         storage.check_root()
         root = settings.checkpoint_root
         if root is not None or self._given is not None:
-            storage.validate(Path(root or "", self._given or ""))
+            where = below(root, self._given or "")
+            if isinstance(where, Url):
+                storage.validate_url(where)
+            else:
+                storage.validate(where)
 
     def store(self) -> ObjectStore | None:
         """Return the object store that checkpoints are uploaded to, if any."""
@@ -175,10 +216,10 @@ class Checkpoints:
         return ObjectStore(whole)
 
     def state_in(self, loaded: snapshot.Load) -> dict[str, Any] | None:
-        """Return the states of the ``state`` objects in a checkpoint; None if it has none.
+        """Return the states of the ``state`` objects from a checkpoint; None if it has none.
 
         Raises:
-            CheckpointError: The checkpoint has other names.
+            CheckpointError: The checkpoint has states under other names.
         """
         if STATE not in loaded.names:
             return None
@@ -190,13 +231,16 @@ class Checkpoints:
         """Check that a checkpoint has the states of the ``state`` objects.
 
         Raises:
-            CheckpointError: It has none of them.
+            CheckpointError: The checkpoint lacks them.
         """
         if STATE not in loaded.names:
             self._check_state({})
 
     def resume(self, step: int, state: dict[str, Any] | None) -> None:
-        """Continue after a checkpoint of ``step`` with its :meth:`state_dict`, if known; every rank calls this."""
+        """Continue after a checkpoint of ``step``; restore its ``state``, if known.
+
+        Collective: every rank must call it.
+        """
         if state is not None:
             self._check_state(state)
             for name, each in self.state.items():
@@ -211,14 +255,14 @@ class Checkpoints:
         if state.keys() != self.state.keys():
             raise CheckpointError(
                 f"the checkpoint has the states {', '.join(state) or 'none'}, Checkpoints(state=...) has "
-                f"{', '.join(self.state) or 'none'}; give the same"
+                f"{', '.join(self.state) or 'none'}; pass the same keys to Checkpoints(state=...)"
             )
 
 
 def _newest_interrupted(store: ObjectStore) -> str | None:
-    """Return the newest run of the job that is not finished, by the checkpoints on the disk and the replicas.
+    """Return the job's newest unfinished run, according to the checkpoints on the disk and the replicas.
 
-    Names of runs end with the time of their start.
+    Run names end with the start time, so they sort by time.
     """
     local = job.interrupted_run()
     try:

@@ -1,6 +1,7 @@
-"""The checkpoint of a run that is loaded after a restart."""
+"""Loads a checkpoint when a run is restarted."""
 
 import os
+import shlex
 from pathlib import Path
 
 from persia.checkpoint import snapshot
@@ -9,6 +10,7 @@ from persia.checkpoint.policy import Checkpoints
 from persia.checkpoint.run_state import RunState
 from persia.runtime.errors import CheckpointError, StorageError
 from persia.runtime.logging import get_logger
+from persia.runtime.places import Place, Url
 from persia_core import checkpoint as _core
 
 _logger = get_logger("checkpoint")
@@ -18,7 +20,7 @@ def resume(checkpoints: Checkpoints, state: RunState) -> bool:
     """Load the newest checkpoint, on rank 0; the other ranks get it at the start of the next training loop.
 
     Returns:
-        Whether there is one.
+        Whether a checkpoint exists.
 
     Raises:
         CheckpointError: The newest checkpoint is damaged, or belongs to another configuration.
@@ -31,7 +33,7 @@ def resume(checkpoints: Checkpoints, state: RunState) -> bool:
         raise StorageError(f"Checkpoint storage validation failed: {error}") from None
     store = checkpoints.store()
     try:
-        newest = _core.latest(folder)
+        newest: str | None = _core.latest(folder)
         if store is not None:
             newest = _newer_replica(store, folder, newest)
         if newest is None:
@@ -47,8 +49,8 @@ def resume(checkpoints: Checkpoints, state: RunState) -> bool:
     return True
 
 
-def _newer_replica(store: ObjectStore, folder: Path, newest: str | None) -> str | None:
-    """Return the newest checkpoint in ``folder``, after a newer replica of the store is fetched into it."""
+def _newer_replica(store: ObjectStore, folder: Place, newest: str | None) -> str | None:
+    """Return the newest checkpoint in ``folder``. If the object store has a newer replica, download it first."""
     try:
         newer = next(iter(store.whole()), None)
     except StorageError as error:
@@ -63,19 +65,25 @@ def _newer_replica(store: ObjectStore, folder: Path, newest: str | None) -> str 
     elif newer is None:
         return None
     _logger.warning("%s is newer than the checkpoints in %s: downloading it", f"{store.url}/{newer.name}", folder)
-    store.get(newer.name, folder / newer.name)
+    store.get(newer.name, Path(folder, newer.name))  # replicas exist only for a folder
     return os.fspath(folder / newer.name)
 
 
-def _previous(folder: Path, error: CheckpointError, *, allowed: bool) -> snapshot.Load:
-    """Return the newest intact checkpoint, if the newest of all is damaged."""
-    whole = next((each["path"] for each in _core.listing(folder) if each["problem"] is None), None)
+def _previous(folder: Place, error: CheckpointError, *, allowed: bool) -> snapshot.Load:
+    """Return the newest intact checkpoint if the newest of all is damaged."""
+    found = _core.listing(folder)
+    whole = next((each["path"] for each in found if each["problem"] is None), None)
     if whole is None:
         raise error
     if not allowed:
-        raise CheckpointError(
-            f"{error}\n{whole} is intact: to resume from it, remove the damaged one, or give --set "
-            "checkpoint.allow_previous=true (in a script Checkpoints(allow_previous=True))"
+        damaged = CheckpointError(f"{error}\n{whole} is intact")
+        # A checkpoint that cannot be read at the moment may be intact.
+        broken = shlex.join(str(each["path"]) for each in found if each["problem"] is not None and not each["unread"])
+        remove = f"delete the objects below {broken}" if isinstance(folder, Url) else f"rm -r {broken}"
+        damaged.hint = (
+            "to resume from it, use --set checkpoint.allow_previous=true (in a script "
+            f"Checkpoints(allow_previous=True)); or remove the damaged ones: {remove}"
         )
+        raise damaged
     _logger.warning("resuming from %s, because the newer one is damaged: %s", whole, error)
     return snapshot.Load(whole)

@@ -2,7 +2,6 @@
 
 import random
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,10 +9,11 @@ import torch
 
 from persia.embedding.optim import Optimizer
 from persia.runtime.errors import CheckpointError
+from persia.runtime.places import Place
 
 
 def rank_state(rank: int) -> str:
-    """Return the name of the file with a rank's random state and the digests of its data."""
+    """Return the name of the file that holds a rank's random state and the digests of its data."""
     return f"rank-{rank}.state"
 
 
@@ -23,7 +23,7 @@ def is_rank_state(name: str) -> bool:
 
 
 def random_state(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the state of Python's, numpy's and torch's generators, and the embedding learning rate."""
+    """Return the state of the random generators of Python, numpy and torch, and the embedding learning rate."""
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
@@ -34,11 +34,11 @@ def random_state(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def check_random_state(state: dict[str, Any], optimizer: Optimizer, path: Path) -> None:
+def check_random_state(state: dict[str, Any], optimizer: Optimizer, path: Place) -> None:
     """Check that ``restore_random_state(state, optimizer)`` would succeed.
 
     Raises:
-        CheckpointError: A part is missing or is not a generator's state, or the optimizer rejects the learning rate.
+        CheckpointError: An entry is missing or is not a generator's state, or the optimizer refuses the learning rate.
     """
     try:
         random.Random().setstate(state["python"])
@@ -58,7 +58,7 @@ def _of_numpy(state: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def restore_random_state(state: dict[str, Any], optimizer: Optimizer) -> None:
-    """Restore the result of :func:`random_state`."""
+    """Restore a state that :func:`random_state` returned."""
     random.setstate(state["python"])
     np.random.set_state(_of_numpy(state))
     torch.set_rng_state(state["torch"].cpu())

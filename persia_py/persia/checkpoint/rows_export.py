@@ -1,4 +1,4 @@
-"""The rows of one table of a checkpoint, as a Parquet file."""
+"""Exports the rows of one table of a checkpoint to a Parquet file."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ from persia.runtime.errors import StorageError, UsageError
 from persia_core import checkpoint as _core
 
 GROUP_BYTES = 16 << 20
-"""The number of bytes of rows that are collected for one row group."""
+"""The size of the rows that are collected for one row group, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class SavedTable:
     """A table of a checkpoint.
 
     Attributes:
-        name: Its name.
+        name: The name of the table.
         dim: The number of weights of a row.
         rows: The number of rows.
-        slots: The features that read it.
-        hashed: Those whose ids are buckets of a hash stack.
-        optimizer: The kind of the optimizer whose state its rows have; empty if there is none.
+        slots: The slots that read the table.
+        hashed: The slots whose ids are buckets of a hash stack.
+        optimizer: The kind of optimizer whose state the rows have; empty if they have none.
     """
 
     name: str
@@ -44,7 +44,7 @@ class SavedTable:
 
 
 def saved_tables(opened: _core.Checkpoint) -> list[SavedTable]:
-    """Return the tables of a checkpoint, in the order of its configuration."""
+    """Return the tables of a checkpoint, in the order of its embedding configuration."""
     head = json.loads(opened.manifest)["head"]
     run = head["run"]
     tables = []
@@ -67,32 +67,32 @@ def saved_tables(opened: _core.Checkpoint) -> list[SavedTable]:
 def export_rows(
     directory: str | os.PathLike[str], table: str, out: Path, *, state: bool = False, force: bool = False
 ) -> SavedTable:
-    """Write the rows of a table to ``out``, which appears when it is complete.
+    """Write the rows of a table to ``out``. The file appears when it is complete.
 
     Columns: ``id`` (uint64) and ``weights`` (a list of ``dim`` float32); with ``state`` also ``last_used`` (uint64, a
-    step) and, if the rows have any, ``state`` (a list of float32). Rows are ordered by shard and id, so that equal
+    step) and, if the rows have any, ``state`` (a list of float32). Rows are ordered by shard and id, so equal
     checkpoints give equal rows. One shard, 1/256 of all rows, and one row group are held in memory.
 
     Args:
         directory: The checkpoint.
         table: The name of the table.
         out: The Parquet file.
-        state: Also write the optimizer state and the step of the last push.
-        force: Replace ``out`` if it exists.
+        state: Whether to also write the optimizer state and the step of the last push.
+        force: Whether to replace ``out`` if it exists.
 
     Raises:
-        CheckpointError: There is no checkpoint, or a file is damaged; ``out`` is as before.
-        UsageError: There is no such table, or ``out`` exists, or is no name of a Parquet file.
-        StorageError: ``out`` cannot be written; it is as before.
+        CheckpointError: The directory has no checkpoint, or a file is damaged; ``out`` is unchanged.
+        UsageError: The table does not exist, ``out`` exists, or its name is not that of a Parquet file.
+        StorageError: ``out`` cannot be written; it is unchanged.
     """
     opened = open_checkpoint(directory)
     tables = {each.name: each for each in saved_tables(opened)}
     if table not in tables:
-        raise UsageError(f"{directory}: it has no table {table!r}; its tables are {', '.join(tables) or 'none'}")
+        raise UsageError(f"{directory} has no table {table!r}; its tables are {', '.join(tables) or 'none'}")
     if out.suffix != ".parquet":
-        raise UsageError(f"{out}: want the name of a Parquet file, such as {out.with_suffix('.parquet')}")
+        raise UsageError(f"{out}: expected the name of a Parquet file, such as {out.with_suffix('.parquet')}")
     if out.exists() and not force:
-        raise UsageError(f"{out}: it exists; give another name, or --force to replace it")
+        raise UsageError(f"{out} already exists; choose another name, or replace it with --force")
     temporary = out.with_name(f".{out.name}.tmp")
     try:
         _write(opened, tables[table], temporary, state=state)

@@ -1,4 +1,4 @@
-"""A checkpoint of rows from Parquet files: vectors that were trained elsewhere, for a warm start."""
+"""Makes a checkpoint of rows from Parquet files: vectors that were trained elsewhere, for a warm start."""
 
 import json
 import os
@@ -20,21 +20,22 @@ from persia.runtime.errors import DataError, StorageError, UsageError
 from persia_core import checkpoint as _core
 
 BATCH_BYTES = 16 << 20
-"""The number of bytes of vectors that are read at a time."""
+"""The size of the vectors that are read at a time, in bytes."""
 _SHOWN = 5
-"""The number of rows that a message names for each kind of mistake."""
+"""The maximum number of rows that a message lists for each kind of error."""
 _MANIFEST = "MANIFEST.json"
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of the ids and the vectors of a file, and how values become ids.
+    """The columns of ids and vectors in a file, and how values become ids.
 
     Attributes:
         id: The column of ids, integers or strings.
         weights: The column of vectors, lists of floats.
-        prefix: As for an ``id`` feature in ``persia.yml``: strings and integers become the id of the prefixed string.
-        lower: As there: ASCII letters of strings are changed to lower case.
+        prefix: The ``prefix`` of the ``id`` feature in ``persia.yml``: strings and integers become the id of the
+            prefixed string.
+        lower: The ``lower`` of that feature: whether ASCII letters of strings are changed to lower case.
     """
 
     id: str = "id"
@@ -50,30 +51,30 @@ def import_rows(
     *,
     force: bool = False,
 ) -> dict[str, int]:
-    """Write a checkpoint of step 0 into ``directory``, which appears when it is complete.
+    """Write a checkpoint of step 0 into ``directory``. The checkpoint appears when it is complete.
 
-    It has rows without optimizer state: a run that starts from it begins with the initial state of its optimizer.
+    Its rows have no optimizer state: a run that starts from it begins with the initial state of its optimizer.
 
     Args:
         sources: Parquet files, each with the name of its table.
         directory: The folder of the new checkpoint.
         columns: The columns of all files.
-        force: Replace a checkpoint in ``directory``.
+        force: Whether to replace a checkpoint in ``directory``.
 
     Returns:
         The number of rows of each table.
 
     Raises:
-        DataError: A file has no rows or no such column, or rows that are not valid (null, NaN, infinity, vectors of
-            several lengths, an id twice); the message names the rows, counted from 1.
-        UsageError: Two files have one table, or there is a checkpoint in ``directory``.
-        CheckpointError: A source is a checkpoint of PersiaML.
+        DataError: A file has no rows, lacks a column, or has rows that are not valid (null, NaN, infinity, vectors of
+            different lengths, a repeated id); the message names the rows, counted from 1.
+        UsageError: Two files are for the same table, or ``directory`` already has a checkpoint.
+        CheckpointError: A source is a PersiaML checkpoint.
         StorageError: A file cannot be read or written.
     """
     columns = columns or Columns()
     names = [table for _, table in sources]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise UsageError(f"table {repeated[0]}: it is given for two files; give each file its own table")
+        raise UsageError(f"table {repeated[0]} is specified for two files; specify a separate table for each file")
     _check_target(Path(directory), force=force)
     readers = [_Reader(path, table, columns) for path, table in sources]
     tables = [(reader.table, reader.dim) for reader in readers]
@@ -92,22 +93,22 @@ def import_rows(
 
 def _check_target(folder: Path, *, force: bool) -> None:
     if (folder / _MANIFEST).exists() and not force:
-        raise UsageError(f"{folder}: it has a checkpoint already; give another folder, or --force to replace it")
+        raise UsageError(f"{folder} already contains a checkpoint; choose another folder, or replace it with --force")
     inside = next(folder.glob(f"*/{_MANIFEST}"), None)
     if inside is not None:
         raise UsageError(
-            f"{folder}: it is a folder of checkpoints, such as {inside.parent.name}; give the new one a separate "
+            f"{folder} is a folder of checkpoints, such as {inside.parent.name}; choose a separate "
             f"folder, such as {folder / 'imported'}"
         )
 
 
 @dataclass
 class _Mistakes:
-    """The rows of one kind of mistake.
+    """The rows that have one kind of error.
 
     Attributes:
-        what: The mistake, for messages.
-        count: How many rows have it.
+        what: The description of the error, for messages.
+        count: The number of rows with this error.
         shown: The first such rows.
     """
 
@@ -116,7 +117,7 @@ class _Mistakes:
     shown: list[str] = field(default_factory=list)
 
     def add(self, first: int, wrong: npt.NDArray[np.bool_], of: Callable[[int], str] = lambda _: "") -> None:
-        """Add the rows of a batch, the number of whose first row is ``first``, that are ``wrong``."""
+        """Add the rows of a batch that are marked in ``wrong``; ``first`` is the row number of its first row."""
         places = np.flatnonzero(wrong)
         self.count += len(places)
         room = max(0, _SHOWN - len(self.shown))
@@ -128,12 +129,12 @@ class _Mistakes:
 
 
 class _Reader:
-    """The rows of one file.
+    """Reads the rows of one file.
 
     Args:
         path: The Parquet file.
         table: The table that its rows are for.
-        columns: Its columns.
+        columns: The columns to read.
     """
 
     def __init__(self, path: Path, table: str, columns: Columns) -> None:
@@ -142,7 +143,9 @@ class _Reader:
         schema = self._file.schema_arrow
         for name, option in ((columns.id, "--id-column"), (columns.weights, "--weights-column")):
             if name not in schema.names:
-                raise DataError(f"{path}: it has no column {name!r}, but {', '.join(schema.names)}; give {option}")
+                raise DataError(
+                    f"{path} has no column {name!r}; its columns are {', '.join(schema.names)}; use {option}"
+                )
         self._transform = _id_transform(path, schema.field(columns.id), columns)
         self._check_weights(schema.field(columns.weights).type)
         self.dim = self._dim()
@@ -151,12 +154,12 @@ class _Reader:
         lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
         if not lists or not pa.types.is_floating(kind.value_type):
             raise DataError(
-                f"{self.path}: column {self._columns.weights!r} is {kind}: want a list of floats in each row, such as "
-                "list<float>"
+                f"{self.path}: column {self._columns.weights!r} is {kind}: expected a list of floats in each row, such "
+                "as list<float>"
             )
 
     def _dim(self) -> int:
-        """Return the length of the first vector, which all must have."""
+        """Return the length of the first vector. All vectors must have this length."""
         for batch in self._batches(1):
             first = batch.column(1)[0]
             if first.is_valid and len(first) == 0:
@@ -164,7 +167,7 @@ class _Reader:
             if first.is_valid:
                 return len(first)
         if self._file.metadata.num_rows == 0:
-            raise DataError(f"{self.path}: it has no rows")
+            raise DataError(f"{self.path} has no rows")
         raise DataError(f"{self.path}: column {self._columns.weights!r} is null in all {self._row_count():,} rows")
 
     def close(self) -> None:
@@ -185,17 +188,17 @@ class _Reader:
             raise DataError(f"{self.path}: {error}") from error
 
     def rows(self) -> Iterator[tuple[int, npt.NDArray[np.uint64], npt.NDArray[np.float32]]]:
-        """Yield the number of the first row, from 1, ids and vectors ``[rows, dim]``; after a mistake only check rows.
+        """Yield the row number of the first row (counted from 1), ids, and vectors ``[rows, dim]``.
+
+        After an error only check rows.
 
         Raises:
-            DataError: All mistakes of the file.
+            DataError: The file has errors; the message lists all of them.
         """
         id_column, weights_column = self._columns.id, self._columns.weights
         no_id = _Mistakes(f"column {id_column!r} is null")
         no_vector = _Mistakes(f"column {weights_column!r} is null, or has a null,")
-        other_dim = _Mistakes(
-            f"column {weights_column!r} has another length than {self.dim}, that of the first vector,"
-        )
+        other_dim = _Mistakes(f"column {weights_column!r} does not have the length of the first vector, {self.dim},")
         not_finite = _Mistakes(f"column {weights_column!r} has NaN, infinity, or a number beyond float32")
         mistakes = [no_id, no_vector, other_dim, not_finite]
         first = 1
@@ -205,7 +208,8 @@ class _Reader:
             lengths = pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False)
             values, null = lists.flatten(), _true(lists.is_null())
             other_dim.add(first, (lengths != self.dim) & ~null, lambda place, of=lengths: f" ({of[place]})")  # type: ignore[misc]
-            with np.errstate(over="ignore"):  # a float64 beyond float32 becomes infinity, which is detected here
+            # a float64 value beyond the range of float32 becomes infinity, which is detected here
+            with np.errstate(over="ignore"):
                 floats = pc.fill_null(values, 0).to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
             infinite = ~np.isfinite(floats)
             if values.null_count or infinite.any():
@@ -233,7 +237,7 @@ def _true(mask: pa.BooleanArray) -> npt.NDArray[np.bool_]:
 def _open(path: Path) -> pq.ParquetFile:
     if path.is_dir():
         check_not_persiaml(path)
-        raise UsageError(f"{path}: want a Parquet file, got a folder")
+        raise UsageError(f"{path}: expected a Parquet file, found a folder")
     try:
         return pq.ParquetFile(path)
     except FileNotFoundError as error:
@@ -241,7 +245,7 @@ def _open(path: Path) -> pq.ParquetFile:
     except OSError as error:
         raise StorageError(f"{path}: {error.strerror or error}") from error
     except pa.ArrowException as error:
-        raise DataError(f"{path}: it is not a Parquet file that can be read: {error}") from error
+        raise DataError(f"{path}: not a readable Parquet file: {error}") from error
 
 
 def _id_transform(path: Path, column: "pa.Field[Any]", columns: Columns) -> Transform:
@@ -253,11 +257,12 @@ def _id_transform(path: Path, column: "pa.Field[Any]", columns: Columns) -> Tran
         values = "string"
     else:
         raise DataError(
-            f"{path}: column {columns.id!r} is {column.type}: want integers or strings; convert floats to the integers "
-            "or strings that the features have"
+            f"{path}: column {columns.id!r} is {column.type}: expected integers or strings; convert floats to the "
+            "integers or strings that the features have"
         )
     described = {"type": "id", "column": "id", "values": values, "dim": 1}
     described |= {"prefix": columns.prefix} if columns.prefix else {}
     described |= {"lower": True} if columns.lower else {}
-    text = json.dumps({"features": {"id": described}, "labels": {"none": {}}})  # a label is required; it is not read
+    # the document requires a label; it is not read
+    text = json.dumps({"features": {"id": described}, "labels": {"none": {}}})
     return Features.parse(text, "persia ckpt import").transform()

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -10,22 +9,32 @@ import torch
 from persia.backend.base import Backend
 from persia.checkpoint import rng_state, snapshot
 from persia.distributed.sharded import ShardedModel
-from persia.distributed.wrapped import load_dense, optimizer_state, unwrap_model, whole_model
+from persia.distributed.wrapped import (
+    averaging_state,
+    load_averaging,
+    load_dense,
+    optimizer_state,
+    unwrap_model,
+    whole_model,
+)
 from persia.embedding import inputs
 from persia.embedding.optim import Optimizer
 from persia.runtime import flight
 from persia.runtime.logging import get_logger
+from persia.runtime.places import Place
 from persia.runtime.settings import settings
 from persia.runtime.stateful import Stateful
 
 _logger = get_logger("checkpoint")
 
 LOSS_SCALE = "loss_scale.pt"
-"""The file of a checkpoint that holds the scale of the loss."""
+"""The file of a checkpoint that holds the loss scale."""
 PASSES = "passes"
-"""The name of the number of finished passes over the data, in a rank's state."""
+"""The key, in a rank's state, of the number of completed passes over the data."""
 PASSED = "passed"
-"""The name, in a rank's state, of the record of the batches that were trained on."""
+"""The key, in a rank's state, of the record of trained batches."""
+AVERAGING = "averaging"
+"""The key, in a rank's state, of the state of gradient averaging (PowerSGD)."""
 
 
 class UserState(Protocol):
@@ -34,7 +43,7 @@ class UserState(Protocol):
     saved: int
 
     def state_in(self, loaded: snapshot.Load) -> dict[str, Any] | None:
-        """Return the checked state from a checkpoint; None if there is none."""
+        """Return the checked state from a checkpoint; None if it has none."""
 
     def resume(self, step: int, state: dict[str, Any] | None) -> None:
         """Restore the state from a checkpoint of ``step``."""
@@ -49,15 +58,15 @@ class RunState:
     Args:
         backend: The access to the rows and to the other ranks.
         model: Returns the model; None if the context has none.
-        dense_optimizer: Returns the optimizer that updates it.
-        embedding_optimizer: Updates the rows, until another one is applied.
+        dense_optimizer: Returns the optimizer of the model.
+        embedding_optimizer: The optimizer of rows, until another one is applied.
         loss_scale: The loss scale; None without mixed precision.
         user: The state that the script adds.
 
     Attributes:
-        passes: The passes over the data that are finished; None if the run was resumed from a checkpoint of an older
+        passes: The number of completed passes over the data; None if the run was resumed from a checkpoint of an older
             version.
-        passes_loaded: Those of the checkpoint that was loaded.
+        passes_loaded: The number of completed passes in the loaded checkpoint.
     """
 
     def __init__(
@@ -77,24 +86,25 @@ class RunState:
         self._user = user
         self.passes: int | None = 0
         self.passes_loaded: int | None = 0
-        self._end: tuple[dict[str, Any] | None, dict[str, Any] | None, int | None] | None = None  # of the last pass
+        # the position at the end of the last pass
+        self._end: tuple[dict[str, Any] | None, dict[str, Any] | None, int | None] | None = None
         self._cursor: dict[str, Any] | None = None
         self._replay_digests: dict[str, Any] | None = None
-        self._loaded = False  # position and digests are a checkpoint's, which no loop has taken
-        self._ranks: dict[str, dict[str, Any]] = {}  # those of all ranks, as a checkpoint stores them
+        self._loaded = False  # position and digests of a checkpoint, which no loop has taken yet
+        self._ranks: dict[str, dict[str, Any]] = {}  # the states of all ranks, in the form of a checkpoint
 
     @property
     def optimizer(self) -> Optimizer:
-        """The current embedding optimizer: the last one that was applied."""
+        """The current embedding optimizer, which is the last one that was applied."""
         return self.backend.row_settings.optimizer or self._embedding_optimizer
 
     def record(self, cursor: dict[str, Any] | None, replay_digests: dict[str, Any] | None) -> None:
-        """Record the position after the last batch that was trained on, and the record of the batches before."""
+        """Record the position after the last trained batch, and the record of the batches before it."""
         self._end = None
         self._cursor, self._replay_digests = cursor, replay_digests
 
     def pass_ended(self, cursor: dict[str, Any] | None, replay_digests: dict[str, Any] | None) -> None:
-        """Record that a pass is finished, and the position of the next one."""
+        """Record that a pass is complete, and the position at which the next one starts."""
         end = (self._cursor, self._replay_digests, self.passes)
         self.record(cursor, replay_digests)
         self._end = end
@@ -103,10 +113,10 @@ class RunState:
 
     @contextlib.contextmanager
     def at_end_of_pass(self) -> Iterator[None]:
-        """Save the end of the last loop as the position of checkpoints in the block, between two loops.
+        """Let checkpoints in the block, which runs between two loops, save the end of the last loop as their position.
 
-        A script that is resumed there repeats what follows the loop, and trains as many steps as without an
-        interruption.
+        A script that resumes from such a checkpoint repeats the code after the loop, and trains as many steps as
+        without an interruption.
         """
         if self._end is None:
             yield
@@ -119,24 +129,29 @@ class RunState:
             self._cursor, self._replay_digests, self.passes = now
 
     def take_position(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        """Return the position and the digests of a loaded checkpoint; None for a loop that continues."""
+        """Take the position and the digests of a loaded checkpoint; None if a loop continues."""
         loaded, self._loaded = self._loaded, False
         return (self._cursor, self._replay_digests) if loaded else (None, None)
 
     def rank_state(self) -> dict[str, Any]:
-        """Return the state of this rank for a checkpoint: its random generators, and the record of its data."""
-        return {**rng_state.random_state(self.optimizer), PASSED: self._replay_digests, PASSES: self.passes}
+        """Return the state of this rank for a checkpoint: random generators, record of trained data, and PowerSGD."""
+        return {
+            **rng_state.random_state(self.optimizer),
+            PASSED: self._replay_digests,
+            PASSES: self.passes,
+            AVERAGING: averaging_state(self._model()),
+        }
 
     @property
     def is_sharded(self) -> bool:
-        """Whether this rank has a shard of the model only."""
+        """Whether this rank holds only a shard of the model."""
         return isinstance(self._model(), ShardedModel)
 
     def gather_model(self) -> None:
-        """Gather weights and optimizer state, if they are sharded over the ranks; every rank calls this.
+        """Gather weights and optimizer state if they are sharded over the ranks. Collective: every rank must call it.
 
-        Rank 0 decides whether there is anything to gather: a checkpoint that it has loaded reaches the other ranks when
-        the next loop starts.
+        Only rank 0's state counts: the other ranks receive a loaded checkpoint when the next loop starts, so theirs may
+        be out of date.
         """
         model = self._model()
         if not isinstance(model, ShardedModel) or self.backend.all_gather("shards", model.is_gathered)[0]:
@@ -146,13 +161,13 @@ class RunState:
 
     def begin_save(
         self,
-        directory: Path,
+        directory: Place,
         more: dict[str, dict[str, Any]],
         dense: str = "dense.pt",
         optimizer: str = "opt.pt",
         jit: str | None = None,
     ) -> snapshot.Save:
-        """Return a save of the current run into ``directory``, on rank 0, with ``more`` states by file name."""
+        """Return a save of the current run into ``directory``, on rank 0. ``more`` has further states by file name."""
         self.backend.join_checkpoint_thread()
         model = self._model()
         save = snapshot.Save(self.backend.engine, directory, self.backend.trained_step, self._cursor)
@@ -178,7 +193,7 @@ class RunState:
         dense_name: str = "dense.pt",
         optimizer_name: str = "opt.pt",
     ) -> None:
-        """Continue the run of a verified checkpoint, on rank 0. If it does not fit, nothing has changed.
+        """Continue the run of a verified checkpoint, on rank 0. If the checkpoint does not fit, nothing changes.
 
         Raises:
             CheckpointError: The checkpoint does not fit.
@@ -203,21 +218,23 @@ class RunState:
         self.backend.inputs.set(model, names)
         self._load_scale(scale)
         rng_state.restore_random_state(rank, self.optimizer)
+        load_averaging(model, _averaging_in(ranks, settings.rank))
+        _warn_of_missing(model, ranks)
         self._ranks = ranks
         self._set_loaded(loaded.cursor, rank.get(PASSED), rank.get(PASSES))
         if self._user is not None:
             self._user.resume(loaded.step, user)
 
     def _restore_imported(self, loaded: snapshot.Load) -> None:
-        """Start from rows that were imported; the model and everything else are as the script created them."""
+        """Start from imported rows. The model and other objects keep the state that the script gave them."""
         restore_rows(self.backend, loaded)
         self._set_loaded(None, None, 0)
         if self._user is not None:
             self._user.resume(loaded.step, None)
-        _logger.info("%s: imported rows, with which the model starts untrained", loaded.path)
+        _logger.info("%s: rows loaded; the checkpoint has no model, so the model starts untrained", loaded.path)
 
     def share_loaded(self) -> None:
-        """Send the other ranks the state that rank 0 has loaded, at the start of a loop; every rank calls this."""
+        """Send the state that rank 0 loaded, at the start of a loop. Collective: every rank must call it."""
         model = self._model()
         module = None if model is None else unwrap_model(model)
         names = self.backend.inputs.of(model)
@@ -227,7 +244,8 @@ class RunState:
                 "optimizer": optimizer_state(model, self._dense_optimizer()),
                 "loss_scale": None if self._loss_scale is None else self._loss_scale.state_dict(),
                 "embedding_lr": self.optimizer.lr,
-                "cursor": self._cursor if self._loaded else None,  # a live position is this rank's alone
+                # the position of a running loop is specific to this rank
+                "cursor": self._cursor if self._loaded else None,
                 "passes": [self.passes, self.passes_loaded],
                 "more": None if self._user is None else self._user.state_dict(),
                 "saved": 0 if self._user is None else self._user.saved,
@@ -235,7 +253,7 @@ class RunState:
                 "inputs": None if names is None else names.state(),
             }
         )
-        self._ranks = {}  # the variable is shared: a later generation of this context must not restore them again
+        self._ranks = {}  # the state is shared now: a later generation of this context must not restore it again
         if state is None:
             return
         load_dense(model, self._dense_optimizer(), state["dense"], state["optimizer"])
@@ -248,6 +266,8 @@ class RunState:
         random = state["random"].get(rng_state.rank_state(settings.rank))
         self._set_loaded(state["cursor"], None if random is None else random.get(PASSED), None)
         self.passes, self.passes_loaded = state["passes"]
+        if state["random"]:  # otherwise rank 0 has loaded rows only, and has kept its own state
+            load_averaging(model, _averaging_in(state["random"], settings.rank))
         if random is not None:
             rng_state.restore_random_state(random, self.optimizer)
 
@@ -263,14 +283,33 @@ class RunState:
             self._loss_scale.load_state_dict(state)
 
 
+def _averaging_in(ranks: dict[str, dict[str, Any]], mine: int) -> dict[str, Any] | None:
+    """Return the state of this rank's gradient averaging; None unless the states of all ranks exist.
+
+    A checkpoint of ``dump_checkpoint`` has the state of rank 0 only. If one rank alone used it, the ranks would send
+    different data.
+    """
+    states = [ranks.get(rng_state.rank_state(rank), {}).get(AVERAGING) for rank in range(settings.world_size)]
+    return None if any(state is None for state in states) else states[mine]
+
+
+def _warn_of_missing(model: torch.nn.Module | None, ranks: dict[str, dict[str, Any]]) -> None:
+    """Warn that the state of gradient averaging is discarded if a checkpoint has the states of some ranks only."""
+    names = [rng_state.rank_state(rank) for rank in range(settings.world_size)]
+    found = [name for name in names if ranks.get(name, {}).get(AVERAGING) is not None]
+    if averaging_state(model) is not None and 0 < len(found) < len(names):
+        text = "PowerSGD starts without a state: the checkpoint has the states of %d of %d ranks"
+        _logger.warning(text, len(found), len(names))
+
+
 def saved_inputs(loaded: snapshot.Load) -> inputs.InputNames | None:
-    """Return the names of the model's inputs in a checkpoint; None if an older version has written it."""
+    """Return the names of the model's inputs in a checkpoint; None if an older version wrote the checkpoint."""
     return inputs.InputNames.from_state(loaded.state(inputs.FILE)) if inputs.FILE in loaded.names else None
 
 
 def restore_rows(backend: Backend, loaded: snapshot.Load) -> None:
-    """Replace the rows by a checkpoint's, and begin a generation after it."""
+    """Replace the rows by those of a checkpoint, and begin a generation after it."""
     backend.finish_checkpoint()
-    backend.drain_all_ranks()  # later pushes of another rank would be applied to the restored rows
+    backend.drain_all_ranks()  # otherwise later pushes of another rank would be applied to the restored rows
     loaded.restore(backend.engine)
     backend.begin(resume=(loaded.generation, loaded.step, loaded.seed))

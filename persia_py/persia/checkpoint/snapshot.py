@@ -1,7 +1,7 @@
 """A checkpoint: rows with their optimizer state, the model, the dense optimizer, random state, data position.
 
-A directory is a checkpoint if it has a ``MANIFEST.json``, which is published last and names every file with its size
-and hash. Files are staged and replace an older checkpoint in the same directory atomically.
+A directory, or a URL of an object store, is a checkpoint if it has a ``MANIFEST.json``, which is published last and
+lists every file with its size and hash. Files are staged and replace an older checkpoint at the same place atomically.
 """
 
 import contextlib
@@ -25,9 +25,10 @@ from typing_extensions import Self
 from persia.checkpoint.foreign import is_imported, open_checkpoint
 from persia.checkpoint.state_keys import fitted
 from persia.embedding import inputs
-from persia.runtime import files
+from persia.runtime import files, flight
 from persia.runtime.errors import CheckpointError, PersiaError, StorageError, UsageError
 from persia.runtime.logging import get_logger
+from persia.runtime.places import Place, Url, place
 from persia.runtime.settings import settings
 from persia.runtime.waits import REMIND_S
 from persia_core import checkpoint as _core
@@ -36,34 +37,35 @@ from persia_core.engine import Engine
 _logger = get_logger("checkpoint")
 
 COLLECTION_MODEL = "model.pt"
-"""The model in a checkpoint of ``EmbeddingCollection.save(directory, model=...)``."""
+"""The file name of the model in a checkpoint of ``EmbeddingCollection.save(directory, model=...)``."""
 DENSE_MODEL = "dense.pt"
-"""The model in a checkpoint of a context."""
+"""The file name of the model in a checkpoint of a context."""
 
 
 class Save:
-    """A save of the rows as they are at construction; training may continue before it is written.
+    """A save of the rows as they are at construction. Training may continue before the files are written.
 
-    ``with Save(...) as save: save.add_state(...)`` writes it at the end of the block.
+    ``with Save(...) as save: save.add_state(...)`` writes the checkpoint at the end of the block.
 
     Args:
-        engine: Its pushes are awaited, so that the cut is of one step.
-        directory: The directory, which is created if it is missing.
+        engine: The engine, whose pushes are awaited so that the cut captures one step.
+        directory: The URL, or the directory, which is created if it is missing.
         step: The last step that was trained.
         cursor: The position of the data loader.
 
     Attributes:
-        what: Its name in messages.
+        what: The name of the save in messages.
 
     Raises:
         StorageError: The directory cannot be written to.
-        RunLostError: A server no longer answers.
+        RunLostError: A server no longer responds.
     """
 
     def __init__(
         self, engine: Engine, directory: str | os.PathLike[str], step: int, cursor: dict[str, Any] | None = None
     ) -> None:
         self.what = f"the save of step {step} into {os.fspath(directory)}"
+        self._step = step
         self._cursor = json.dumps(cursor)
         self._files: dict[str, io.BytesIO] = {}
         self._inputs: str | None = None
@@ -82,7 +84,7 @@ class Save:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[Self]:
-        """Abort the checkpoint if the block raises."""
+        """Commit the checkpoint at the end of the block; abort it if the block raises."""
         try:
             yield self
         except BaseException:
@@ -101,7 +103,7 @@ class Save:
             UsageError: The name is taken or invalid, or the state cannot be pickled.
         """
         self._add(name, lambda file: torch.save(state, file))
-        if name == inputs.FILE:  # also for the manifest: servers of an infer job cannot unpickle the file
+        if name == inputs.FILE:  # the manifest gets them too, because servers of an infer job cannot unpickle the file
             self._inputs = json.dumps(state)
 
     def add_module(self, name: str, module: torch.nn.Module) -> None:
@@ -109,9 +111,9 @@ class Save:
         self._add(name, lambda file: save_scripted(module, file))
 
     def _add(self, name: str, write: Callable[[io.BytesIO], None]) -> None:
-        self._saver.staged(name)  # refuses invalid names
+        self._saver.check_name(name)
         if name in self._files:
-            raise UsageError(f"file name {name!r}: the checkpoint has a file of that name already; give each its own")
+            raise UsageError(f"file name {name!r}: the checkpoint already has a file of that name; choose another name")
         file = io.BytesIO()
         try:
             write(file)
@@ -127,11 +129,12 @@ class Save:
         """Write rows, files and, last, the manifest; if this fails, the previous content of the directory remains.
 
         Raises:
-            StorageError: It cannot be written.
-            RunLostError: A server no longer answers.
+            StorageError: The checkpoint cannot be written.
+            RunLostError: A server no longer responds.
         """
         try:
-            self._write()
+            with flight.Call(flight.WRITE, self._step):
+                self._write()
         except BaseException:
             self.abort()
             raise
@@ -140,12 +143,7 @@ class Save:
     def _write(self) -> None:
         self._saver.write_rows()
         for name, content in self._files.items():
-            path = Path(self._saver.staged(name))
-            try:
-                path.write_bytes(content.getbuffer())
-            except OSError as error:
-                raise StorageError(f"{path}: {error.strerror}") from error
-            self._saver.add_file(name)
+            self._saver.add_content(name, content.getvalue())
         created_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
         unreported = self._saver.commit(self._cursor, created_at, self._inputs)
         if unreported is not None:
@@ -156,11 +154,11 @@ class Writing:
     """A save that a separate thread writes.
 
     Args:
-        save: The save; it is aborted if the thread cannot be started.
-        work: The work of the thread, if it does more than write the save.
+        save: The save, which is aborted if the thread cannot be started.
+        work: The function that the thread runs, if it does more than write the save.
 
     Attributes:
-        what: Its name in messages.
+        what: The name of the save in messages.
         error: The error of a failed write, which was logged; None otherwise.
     """
 
@@ -181,7 +179,7 @@ class Writing:
             _logger.error("%s failed: %s", self.what, error, exc_info=not isinstance(error, PersiaError))
 
     def wait(self, seconds: float = math.inf) -> bool:
-        """Wait at most this many seconds, and return whether it has ended; a long wait is logged every 30 s."""
+        """Wait at most this many seconds, and return whether the write has ended. A long wait is logged every 30 s."""
         deadline = time.monotonic() + seconds
         while self._thread.is_alive() and (left := deadline - time.monotonic()) > 0:
             self._thread.join(min(REMIND_S, left))
@@ -196,28 +194,29 @@ class Writing:
 
 
 class Load:
-    """A checkpoint whose files were all verified.
+    """A checkpoint, opened after all its files were verified.
 
     Args:
-        directory: The directory of the checkpoint.
+        directory: The directory or the URL of the checkpoint. Files of an object store are read into memory, not copied
+            to a disk: this process reads the model, the servers read the rows, one shard at a time.
 
     Attributes:
-        path: The directory.
-        names: Its files.
+        path: The directory or the URL.
+        names: The names of its files.
         generation: The generation of the run at the cut.
-        seed: The run's seed; None if it was imported, so that it has no run.
-        imported: Whether it has only rows that ``persia ckpt import`` has written.
+        seed: The run's seed; None for an imported checkpoint, which has no run.
+        imported: Whether it contains only rows that ``persia ckpt import`` has written.
         tables: The names of its tables.
         step: The step of the cut.
         cursor: The position of the data loader.
         read: The files whose state was read by :meth:`state`.
 
     Raises:
-        CheckpointError: There is no checkpoint, or it is damaged; the message names the file.
+        CheckpointError: The directory has no checkpoint, or a damaged one; the message names the file.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.path = Path(directory)
+        self.path = place(directory)
         self._opened = open_checkpoint(directory)
         self._opened.verify()
         head = json.loads(self._opened.manifest)["head"]
@@ -241,20 +240,25 @@ class Load:
             others = ", ".join(other for other in self.names if not other.endswith(".arrow")) or "only rows"
             raise CheckpointError(f"{self.path}: the checkpoint has no {name}; apart from rows it has: {others}")
         self.read.add(name)
+        if isinstance(self.path, Url):
+            return _read_state(self.path / name, map_location, io.BytesIO(self._opened.read(name)))
         return _read_state(Path(self._opened.path_of(name)), map_location)
 
     @property
     def models(self) -> set[str]:
-        """The files with a model that was trained with these rows."""
+        """The files that hold a model that was trained with these rows."""
         return {DENSE_MODEL, COLLECTION_MODEL} & {*self.names}
 
     def model_name(self, name: str) -> str:
-        """Return the model's file: ``name``, or that of a collection if the default one does not exist."""
+        """Return the model's file: ``name``, or that of a collection if ``name`` is the default and does not exist."""
         from_collection = name == DENSE_MODEL and name not in self.names and COLLECTION_MODEL in self.names
         return COLLECTION_MODEL if from_collection else name
 
     def restore(self, engine: Engine) -> None:
-        """Replace the engine's rows by the checkpoint's; log a warning about tables that it does not have."""
+        """Replace the engine's rows by the checkpoint's.
+
+        Log a warning about tables that the checkpoint does not have.
+        """
         absent = [table for table in engine.stats()["rows"] if table not in self.tables]
         self._opened.restore(engine)
         if not self._has_state:
@@ -272,9 +276,9 @@ def save_scripted(module: Any, to: Path | io.BytesIO) -> None:
     """Write a module as TorchScript.
 
     Raises:
-        UsageError: It cannot be scripted.
+        UsageError: The module cannot be scripted.
     """
-    with warnings.catch_warnings():  # torch deprecates TorchScript, but PersiaML's users have scripted modules
+    with warnings.catch_warnings():  # torch deprecates TorchScript, but users of PersiaML have scripted modules
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
@@ -284,29 +288,31 @@ def save_scripted(module: Any, to: Path | io.BytesIO) -> None:
         torch.jit.save(scripted, to)
 
 
-def _read_state(path: Path, map_location: str | torch.device | None) -> dict[str, Any]:
+def _read_state(
+    path: Place, map_location: str | torch.device | None, content: io.BytesIO | None = None
+) -> dict[str, Any]:
     try:
-        # The caller moves a state to its device; the device it was saved from may not exist here.
-        state = torch.load(path, map_location=map_location or "cpu", weights_only=True)
+        # The caller moves the state to the device of the model; the device from which it was saved may not exist here.
+        state = torch.load(content or path, map_location=map_location or "cpu", weights_only=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file") from error
     except Exception as error:  # the exceptions for damaged pickles are not documented
         raise CheckpointError(f"{path}: not a state dict that torch can load: {error}") from error
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path}: want a state dict, got {type(state).__name__}")
+        raise CheckpointError(f"{path}: expected a state dict, found {type(state).__name__}")
     return state
 
 
-def check_module(module: torch.nn.Module, state: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Check that ``module.load_state_dict`` would succeed with the result: the state, with the module's keys.
+def check_module(module: torch.nn.Module, state: dict[str, Any], path: Place) -> dict[str, Any]:
+    """Return the state with the keys of ``module``, after checking that ``module.load_state_dict`` would accept it.
 
-    Keys of a module in a wrapper, such as ``module.`` of DistributedDataParallel, are those of the module without it.
+    The prefixes of wrappers, such as ``module.`` of DistributedDataParallel, are ignored.
 
     Raises:
-        CheckpointError: Keys or shapes differ; the message lists all.
+        CheckpointError: Keys or shapes differ; the message lists all differences.
     """
     own, state = module.state_dict(), fitted(module, state)
-    # The module itself handles extra state that an older version has not saved.
+    # The module itself handles extra state that an older version did not save.
     wrong = [f"{key}: not in the checkpoint" for key in own if key not in state and not key.endswith("_extra_state")]
     wrong += [f"{key}: not in the model" for key in state if key not in own]
     wrong += [
@@ -323,7 +329,7 @@ def _shape(value: object) -> tuple[int, ...] | None:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], path: Path) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], path: Place) -> None:
     """Check that ``optimizer.load_state_dict(state)`` would succeed.
 
     Raises:
@@ -354,7 +360,7 @@ def dump_state(
 ) -> None:
     """Write a state dict with the model's inputs, or with ``is_jit`` the scripted module, durably and atomically."""
     if Path(file_name).name != file_name:
-        raise UsageError(f"file_name={file_name!r}: want a name without folders")
+        raise UsageError(f"file_name={file_name!r}: expected a name without folders")
     temporary = directory / f".{file_name}.tmp"
     try:
         directory.mkdir(parents=True, exist_ok=True)

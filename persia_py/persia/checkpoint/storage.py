@@ -1,24 +1,28 @@
-"""The storage of checkpoints is tried before training: write, fsync, rename, delete, and the free space."""
+"""Tests the storage of checkpoints before training: write, fsync, rename, delete, free space."""
 
 import contextlib
 import os
+import shlex
 import shutil
 from pathlib import Path
 
 from persia.runtime.errors import StorageError
+from persia.runtime.files import is_url
+from persia.runtime.places import Url
 from persia.runtime.settings import settings
+from persia_core import checkpoint as _core
 
 FAILED = "Checkpoint storage validation failed"
-"""How every message about such storage begins."""
+"""The beginning of every message about unusable storage."""
 
 
 def validate(folder: Path) -> int:
-    """Try to write where a folder of checkpoints is, or will be, and return the free bytes there.
+    """Check that a folder of checkpoints can be written to, or created, and return the free bytes of its disk.
 
-    A folder that does not exist yet is not made: its nearest parent that exists is tried.
+    A missing folder is not created: its nearest existing parent is tested.
 
     Raises:
-        StorageError: Nothing can be written there; the message names the folder, the user and the reason.
+        StorageError: The folder is not writable; the message names the folder, the user and the reason.
     """
     there = _existing(folder)
     probe = there / f".persia-probe-{os.getpid()}"
@@ -40,41 +44,57 @@ def validate(folder: Path) -> int:
         reason = f"user {os.geteuid()} cannot write here: {error.strerror or error}; {_described(there)}"
         refused = StorageError(f"{FAILED}: {there}: {reason}")
         refused.hint = (
-            f"give this user the folder, or another one; then try it: persia doctor --only disk --dir {folder}"
+            "make the folder writable for this user, or choose another one; then check it: "
+            f"persia doctor --only disk --dir {shlex.quote(str(folder))}"
         )
         raise refused from error
 
 
-def check_root() -> None:
-    """Check that ``PERSIA_CKPT_DIR`` of a job is an absolute path.
+def validate_url(url: Url) -> None:
+    """Try to write an object below the URL of checkpoints, and to delete it.
 
     Raises:
-        StorageError: It is relative: each process of the job would use a folder below its own working directory.
+        StorageError: The object cannot be written or deleted; the message names the URL and the reason.
+    """
+    try:
+        _core.probe(url)
+    except StorageError as error:
+        refused = StorageError(f"{FAILED}: {error}")
+        refused.hint = f"correct it, then check it: persia doctor --only disk --dir {shlex.quote(url.text)}"
+        raise refused from error
+
+
+def check_root() -> None:
+    """Check that ``PERSIA_CKPT_DIR`` of a job is a URL or an absolute path.
+
+    Raises:
+        StorageError: The path is relative: each process of the job would use a folder below its own working directory.
     """
     root = settings.checkpoint_root
-    if root is None or settings.nats_url is None or Path(root).is_absolute():
+    if root is None or settings.nats_url is None or is_url(root) or Path(root).is_absolute():
         return
     error = StorageError(f"{FAILED}: PERSIA_CKPT_DIR must be an absolute path, found {root!r}")
-    error.hint = f"give all processes of the job the same folder: PERSIA_CKPT_DIR={Path(root).absolute()}"
+    error.hint = f"set the same folder for all processes of the job: PERSIA_CKPT_DIR={Path(root).absolute()}"
     raise error
 
 
 def check_parent(folder: Path, key: str) -> None:
-    """Check that the parent of a folder that a user has named exists.
+    """Check that the parent of a folder that the user has specified exists.
 
     Args:
         folder: The folder.
-        key: Where it was named, for the message.
+        key: The setting that specifies the folder, for the message.
 
     Raises:
-        StorageError: It does not: often a disk that is not mounted, in whose place the root disk would be filled.
+        StorageError: The parent does not exist. A frequent cause is a disk that is not mounted; the checkpoints would
+            then fill the root disk.
     """
     parent = folder.parent
     if folder.exists() or parent.is_dir():
         return
     missing = next(each for each in (parent, *parent.parents) if each.parent.exists())
     error = StorageError(f"{FAILED}: {key}: {missing} does not exist; is a disk not mounted?")
-    error.hint = f"mount it, or make the folder: mkdir -p {parent}"
+    error.hint = f"mount it, or create the folder: mkdir -p {shlex.quote(str(parent))}"
     raise error
 
 
@@ -89,5 +109,5 @@ def _described(folder: Path) -> str:
     except OSError as error:
         return str(error.strerror)
     if not folder.is_dir():
-        return "it is not a directory"
-    return f"the directory is of user {found.st_uid}, mode {found.st_mode & 0o7777:o}"
+        return "it is not a folder"
+    return f"the folder belongs to user {found.st_uid}, mode {found.st_mode & 0o7777:o}"

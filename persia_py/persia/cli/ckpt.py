@@ -1,6 +1,9 @@
-"""``persia ckpt``: list, show, verify, copy, export and import checkpoints. No server is needed."""
+"""``persia ckpt``: list, show, verify, prune, copy, export and import checkpoints. No server is needed."""
 
+import io
 import json
+import shlex
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,12 +12,16 @@ import typer
 from persia.runtime.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from persia.checkpoint.retention import Saved
     from persia.checkpoint.rows_export import SavedTable
+    from persia.runtime.places import Place
     from persia_core.checkpoint import Checkpoint
 
-_CHECKPOINT = "A checkpoint, or a run: its best checkpoint, else its newest."
+_CHECKPOINT = "A checkpoint, or a run: its best checkpoint, or its newest if none is the best."
 
-app = typer.Typer(no_args_is_help=True, help="List, show, verify, copy, export and import checkpoints.")
+app = typer.Typer(no_args_is_help=True, help="List, show, verify, prune, copy, export and import checkpoints.")
 
 
 @app.command("list")
@@ -48,15 +55,17 @@ def ckpt_list(
 
 
 def _listing(parent: str) -> list[dict[str, Any]]:
-    """Return the checkpoints in a folder; of a run the saves and the best one."""
+    """Return the checkpoints in a folder. For a run, these are its saves and its best checkpoint."""
     from persia.checkpoint.foreign import check_not_persiaml
+    from persia.runtime.places import Url
     from persia_core import checkpoint
 
     if _is_run(parent):
         from persia.trainer.run_folder import find_run, saves_of
 
         run = find_run(parent)
-        return [entry for place in (saves_of(run), run.best) if place.is_dir() for entry in checkpoint.listing(place)]
+        places = [each for each in (saves_of(run), run.best) if isinstance(each, Url) or each.is_dir()]
+        return [entry for each in places for entry in checkpoint.listing(each)]
     found = checkpoint.listing(parent)
     if not found:
         check_not_persiaml(parent)
@@ -64,7 +73,10 @@ def _listing(parent: str) -> list[dict[str, Any]]:
 
 
 def _is_run(path: str) -> bool:
-    """Whether a path is the folder of a run, or ``LATEST`` beside runs. For other paths nothing more is imported."""
+    """Whether a path is the folder of a run, or ``LATEST`` next to runs.
+
+    Other paths are decided without further imports.
+    """
     place = Path(path)
     if not (place.name == "LATEST" or (place / "metrics.jsonl").is_file()):
         return False
@@ -84,7 +96,7 @@ def ckpt_show(
     from persia.checkpoint.foreign import open_checkpoint
 
     if tables + files + as_json > 1:
-        raise UsageError("--tables, --files and --json: give one of them")
+        raise UsageError("--tables, --files and --json are mutually exclusive")
     folder = _checkpoint(directory)
     opened = open_checkpoint(folder)
     if as_json:
@@ -126,56 +138,190 @@ def _show_tables(head: dict[str, Any]) -> None:
         )
 
 
+@app.command("prune")
+def ckpt_prune(
+    parent: Annotated[str, typer.Argument(help="A run, or a folder of checkpoints.")],
+    older: Annotated[str | None, typer.Option(metavar="AGE", help="Delete those that are older: 7d, 12h, 30m.")] = None,
+    keep_last: Annotated[int | None, typer.Option(min=1, metavar="N", help="Keep the newest N in any case.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be deleted.")] = False,
+) -> None:
+    """Delete old checkpoints of a run or a folder. The newest complete one and the best one of a run are kept."""
+    from persia.checkpoint import retention
+
+    if older is None and keep_last is None:
+        raise UsageError(f"ckpt prune {parent}: pass --older AGE, such as 7d, or --keep-last N, or both")
+    folder = _checkpoints_of(parent)
+    age = None if older is None else _age(older)
+
+    def keep(found: "Sequence[Saved]") -> int:
+        return (keep_last or 1) if age is None else retention.kept(found, age, least=keep_last or 1)
+
+    found = retention.checkpoints_in(folder)
+    deleted = retention.to_delete(found, keep(found)) if dry_run else retention.prune(folder, keep)
+    for each in deleted:
+        typer.echo(f"{each.path}  step {each.step}  {each.size:,} bytes  {each.created_at:%Y-%m-%d %H:%M} UTC")
+    size = sum(each.size for each in deleted)
+    done = "would be deleted" if dry_run else "are deleted"
+    typer.echo(f"{'' if dry_run else 'ok: '}{len(deleted)} of {len(found)} checkpoints {done}, {size:,} bytes")
+
+
+def _checkpoints_of(parent: str) -> "Place":
+    """Return the folder or the URL of the checkpoints of a run, or the folder or URL that was passed."""
+    from persia.runtime.places import place
+
+    folder = place(parent)
+    if not isinstance(folder, Path):
+        return folder
+    if _is_run(parent):
+        from persia.trainer.run_folder import find_run, saves_of
+
+        return saves_of(find_run(folder))
+    if not folder.is_dir() or (folder / "MANIFEST.json").exists():
+        error = UsageError(f"{folder}: expected a run, or a folder of checkpoints")
+        error.hint = (
+            f"a single checkpoint is a folder: rm -r {shlex.quote(str(folder))}"
+            if folder.is_dir()
+            else "persia ckpt list FOLDER"
+        )
+        raise error
+    return folder
+
+
+def _age(text: str) -> timedelta:
+    """Convert an age such as ``7d``."""
+    from persia.checkpoint.retention import MAX_DAYS
+
+    units = {"d": "days", "h": "hours", "m": "minutes"}
+    number, unit = text[:-1], units.get(text[-1:])
+    if unit is None or not number.isdecimal():
+        raise UsageError(f"--older {text}: expected an integer and d, h or m, such as 7d, 12h, 30m")
+    try:
+        age = timedelta(**{unit: int(number)})
+    except (OverflowError, ValueError):  # more digits than Python converts
+        age = timedelta.max
+    if age > timedelta(days=MAX_DAYS):
+        raise UsageError(f"--older {text[:20]}: expected at most {MAX_DAYS}d")
+    return age
+
+
 @app.command("verify")
-def ckpt_verify(directory: Annotated[str, typer.Argument(help=_CHECKPOINT)]) -> None:
+def ckpt_verify(
+    directory: Annotated[str, typer.Argument(help=_CHECKPOINT)],
+    keys: Annotated[bool, typer.Option("--keys", help="List the keys and shapes of the dense model too.")] = False,
+) -> None:
     """Check the size and the hash of every file of a checkpoint."""
     from persia.checkpoint.foreign import open_checkpoint
 
     folder = _checkpoint(directory)
     opened = open_checkpoint(folder)
     opened.verify()
+    if keys:
+        _show_keys(opened)
     size = sum(file["bytes"] for file in opened.files)
     typer.echo(f"ok: {folder}: {len(opened.files)} files, {size:,} bytes, step {opened.step}")
 
 
+def _show_keys(opened: "Checkpoint") -> None:
+    """Print the keys of the dense model, with shapes and dtypes."""
+    import torch
+
+    names = {file["name"] for file in opened.files}
+    name = next((each for each in ("dense.pt", "model.pt") if each in names), None)
+    if name is None:
+        typer.echo("the checkpoint has no dense model")
+        return
+    for key, value in torch.load(io.BytesIO(opened.read(name)), map_location="cpu", weights_only=True).items():
+        shape = "x".join(map(str, value.shape)) or "scalar" if isinstance(value, torch.Tensor) else type(value).__name__
+        dtype = f"  {str(value.dtype).partition('.')[2]}" if isinstance(value, torch.Tensor) else ""
+        typer.echo(f"{name}  {key}  {shape}{dtype}")
+
+
 def _checkpoint(given: str) -> str:
-    """Return the folder of a checkpoint: the one given, or the best one of a run, else its newest."""
-    folder = _folder(given)
+    """Return the folder or URL of a checkpoint.
+
+    For a run, this is the best checkpoint, or the newest if none is best.
+    """
+    folder = given
     if not _is_run(folder):
         return folder
     from persia.trainer.run_folder import find_checkpoint
 
     found = find_checkpoint(folder)
     typer.echo(str(found), err=True)
-    try:
+    if isinstance(found.checkpoint, Path) and found.checkpoint.is_relative_to(Path.cwd()):
         return str(found.checkpoint.relative_to(Path.cwd()))
-    except ValueError:
-        return str(found.checkpoint)
+    return str(found.checkpoint)
 
 
-def _folder(directory: str) -> str:
-    """Return the folder; refuse a URL."""
+def _folder(out: str) -> str:
+    """Return the folder for imported rows; refuse a URL."""
     from persia.runtime.files import is_url
 
-    if is_url(directory):
-        raise UsageError(f"{directory}: download it first, which verifies it: persia ckpt copy {directory} FOLDER")
-    return directory
+    if is_url(out):
+        error = UsageError(f"-o {out}: expected a folder; rows are imported on a disk")
+        error.hint = f"import into a folder, then upload it: persia ckpt copy FOLDER {shlex.quote(out)}"
+        raise error
+    return out
 
 
 @app.command("copy")
 def ckpt_copy(
     source: Annotated[str, typer.Argument(help="A checkpoint: a folder, a run, or s3://bucket/prefix/name.")],
     destination: Annotated[str, typer.Argument(help="The new checkpoint: a URL if SOURCE is a folder, else a folder.")],
+    force: Annotated[bool, typer.Option(help="Replace another checkpoint at the URL.")] = False,
 ) -> None:
-    """Copy a checkpoint to an object store or from there, and verify it. A failed copy leaves no checkpoint."""
+    """Copy a checkpoint to or from an object store, and verify the copy. A failed copy leaves no checkpoint."""
     from persia.checkpoint.object_store import copy
     from persia.runtime.files import is_url
 
     if is_url(source) == is_url(destination):
-        raise UsageError(f"copy {source} {destination}: want one folder and one URL such as s3://bucket/run/step-100")
+        raise UsageError(
+            f"copy {source} {destination}: expected one folder and one URL such as s3://bucket/run/step-100"
+        )
     source = source if is_url(source) else _checkpoint(source)
-    copy(source, destination)
+    copy(source, destination, force=force)
     typer.echo(f"ok: copied {source} to {destination}")
+
+
+@app.command("export")
+def ckpt_export(
+    source: Annotated[
+        str, typer.Argument(help="A checkpoint, or a run; with --list-uploads or --abort-uploads s3://bucket/prefix.")
+    ],
+    destination: Annotated[
+        str | None, typer.Argument(help="The new checkpoint: s3://bucket/prefix/NAME.", show_default=False)
+    ] = None,
+    list_uploads: Annotated[
+        bool, typer.Option("--list-uploads", help="List the uploads below the address that were not completed.")
+    ] = False,
+    abort_uploads: Annotated[
+        bool, typer.Option("--abort-uploads", help="Abort those that are old: the store deletes their parts.")
+    ] = False,
+    older: Annotated[str, typer.Option(metavar="AGE", help="With --abort-uploads: 7d, 12h, 30m.")] = "1d",
+    force: Annotated[bool, typer.Option(help="Replace another checkpoint at the URL.")] = False,
+) -> None:
+    """Upload a checkpoint to S3 in parts with checksums.
+
+    If it is interrupted, run the same command again to continue.
+    """
+    from persia.cli import ckpt_uploads
+
+    if list_uploads and abort_uploads:
+        raise UsageError("--list-uploads and --abort-uploads are mutually exclusive")
+    if (list_uploads or abort_uploads) == (destination is not None):
+        error = UsageError(f"ckpt export {source}: expected a checkpoint and the URL s3://bucket/prefix/NAME")
+        if destination is not None:
+            error = UsageError(f"ckpt export: expected one URL, whose uploads are listed, found {source} {destination}")
+        error.hint = (
+            "persia ckpt export CHECKPOINT s3://bucket/run/step-100, or persia ckpt export --list-uploads s3://bucket"
+        )
+        raise error
+    if list_uploads:
+        ckpt_uploads.show(source)
+    elif abort_uploads:
+        ckpt_uploads.abort(source, _age(older), older)
+    elif destination is not None:
+        ckpt_uploads.export(_checkpoint(source), destination, force=force)
 
 
 @app.command("rows")
@@ -198,7 +344,7 @@ def ckpt_rows(
         _list_tables(tables)
         return
     if out is None:
-        raise UsageError(f"--table {table}: give the file to write, such as -o {table}.parquet")
+        raise UsageError(f"--table {table}: specify the file to write, such as -o {table}.parquet")
     saved = export_rows(folder, table, out, state=state, force=force)
     typer.echo(f"ok: {out}: {saved.rows:,} rows of table {saved.name}, dim {saved.dim}")
     if state and not saved.optimizer:
@@ -218,11 +364,13 @@ def ckpt_import(
     lower: Annotated[bool, typer.Option(help="The feature has `lower: true` in persia.yml.")] = False,
     force: Annotated[bool, typer.Option(help="Replace a checkpoint in the folder.")] = False,
 ) -> None:
-    """Make a checkpoint of vectors in Parquet files, from which training can start."""
+    """Make a checkpoint from vectors in Parquet files, from which training can start."""
     from persia.checkpoint.rows_import import Columns, import_rows
 
     if len(rows) != len(table):
-        raise UsageError(f"{len(rows)} files and {len(table)} --table: give each file its table, in the same order")
+        raise UsageError(
+            f"{len(rows)} files and {len(table)} --table: specify one --table for each file, in the same order"
+        )
     columns = Columns(id_column, weights_column, prefix, lower)
     made = import_rows(list(zip(rows, table, strict=True)), _folder(out), columns, force=force)
     for name, count in made.items():

@@ -1,5 +1,6 @@
 """``persia config``: check configuration files, and show a whole configuration."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -7,9 +8,12 @@ from typing import Annotated
 import typer
 
 from persia.cli.keys import KeysCommand
-from persia.runtime.errors import ConfigError, UsageError
+from persia.runtime.errors import ConfigError, StorageError, UsageError
 
-app = typer.Typer(no_args_is_help=True, help="Check configuration files, show a whole configuration.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Check configuration files, show a whole configuration, estimate its memory, pick an instance for it.",
+)
 
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key, such as train.seed=7; repeatable.")
@@ -23,7 +27,7 @@ def config_check(
         list[Path] | None,
         typer.Argument(
             metavar="[FILE]...",
-            help="persia.yml, embedding_config.yml and global_config.yml, recognised by their content. Default: those "
+            help="persia.yml, embedding_config.yml and global_config.yml, recognized by their content. Default: those "
             "that a job here would read.",
         ),
     ] = None,
@@ -33,9 +37,9 @@ def config_check(
         bool, typer.Option("--data/--no-data", help="Read the names and types of the columns of the data, or not.")
     ] = True,
 ) -> None:
-    """Check files, and list every mistake with its place. Slots of several files are compared.
+    """Check files, and list every error with its location. The slots of all files are compared.
 
-    Of the data of a persia.yml the names and types of columns are read, but no rows.
+    For a persia.yml, the names and types of the columns of its data are read, but no rows.
     """
     from persia.config.files import LIMITS, PERSIA, check_files
 
@@ -48,7 +52,12 @@ def config_check(
     for warning in checked.warnings:
         typer.echo(f"warning: {warning}", err=True)
     if checked.mistakes:
-        raise ConfigError("\n".join(checked.mistakes))
+        wrong = ConfigError("\n".join(checked.mistakes))
+        limits = [] if general is None else ["--global", str(general)]
+        changes = [word for each in overrides or () for word in ("--set", each)]
+        again = ["persia", "config", "check", *map(str, files or ()), *limits, *changes]
+        wrong.hint = f"correct it, then run: {shlex.join(again)}"
+        raise wrong
     for line in checked.summary:
         typer.echo(f"ok: {line}")
     for path in checked.valid[PERSIA] if data else ():
@@ -56,14 +65,14 @@ def config_check(
 
 
 def _check_columns(path: Path, overrides: Sequence[str]) -> None:
-    """Check that the data has the columns that a persia.yml reads, in types that it can use."""
+    """Check that the data has the columns that a persia.yml reads, with usable types."""
     from persia.config.document import open_document
     from persia.data.records.files import NoFileError
     from persia.trainer.parts import Parts
 
     config = open_document(path, overrides).config
     if config is None:
-        return  # it was valid a moment ago
+        return  # the file was valid when it was read before
     try:
         paths = Parts(config).check_columns()
     except NoFileError as error:
@@ -86,30 +95,24 @@ def _found() -> list[Path]:
             "no persia.yml, neither in PERSIA_CONFIG nor here, and no embedding_config.yml, neither in "
             "PERSIA_EMBEDDING_CONFIG nor in config/"
         )
-        missing.hint = "give its path: persia config check FILE"
+        missing.hint = "specify its path: persia config check FILE"
         raise missing
     return [path for path in found if path is not None]
 
 
 @app.command("show", cls=KeysCommand)
 def config_show(
-    file: Annotated[Path | None, typer.Argument(help="Default: PERSIA_CONFIG, else persia.yml.")] = None,
+    file: Annotated[Path | None, typer.Argument(help="Default: PERSIA_CONFIG, or persia.yml.")] = None,
     overrides: Overrides = None,
     parameters: Annotated[
         bool, typer.Option("--parameters", help="Also make the model, and print the number of its weights.")
     ] = False,
 ) -> None:
-    """Print a whole persia.yml with its defaults, and where each value came from."""
+    """Print a persia.yml with all defaults, and the source of each value."""
     from persia.config.document import open_document
     from persia.config.show import show
-    from persia.runtime.config_files import find_persia_yml
 
-    path = file or find_persia_yml()
-    if path is None:
-        missing = ConfigError("no persia.yml, neither in PERSIA_CONFIG nor in this folder")
-        missing.hint = "give its path: persia config show FILE, or make one: persia data inspect FILE"
-        raise missing
-    document = open_document(path, overrides or ())
+    document = open_document(_path(file, "show"), overrides or ())
     document.findings.raise_if_any()
     for warning in document.findings.warnings:
         typer.echo(f"warning: {warning}", err=True)
@@ -118,3 +121,57 @@ def config_show(
         from persia.trainer.models import count_parameters
 
         typer.echo(f"# the model has {count_parameters(document.config):,} weights, rows of embeddings left out")
+
+
+@app.command("sizing", cls=KeysCommand)
+def config_sizing(
+    file: Annotated[Path | None, typer.Argument(help="Default: PERSIA_CONFIG, or persia.yml.")] = None,
+    servers: Annotated[int, typer.Option(min=1, max=256, help="Embedding servers: SERVER_REPLICA.")] = 2,
+    trainers: Annotated[int, typer.Option(min=1, help="Pods of trainers: TRAINER_REPLICA.")] = 2,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks in each of them: GPU_NUM, or 1 without GPUs.")] = 1,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the patch here, if there is no error.")
+    ] = None,
+) -> None:
+    """Print the memory that the pods of a job need on Kubernetes, as a Kustomize patch.
+
+    At most the first 131,072 rows of the data are read. If data.train is a path inside the pods, specify the local path
+    with --set data.train=PATH. The estimate is the one that a run makes at its start.
+    """
+    from persia.config.document import open_document
+    from persia.runtime.files import write_whole
+    from persia.trainer import pod_memory
+    from persia.trainer.sizing import shown
+
+    document = open_document(_path(file, "sizing"), overrides or ())
+    document.findings.raise_if_any()
+    if document.config is None:
+        return  # findings are errors here
+    found, pods = pod_memory.pods_of(document.config, servers, trainers, ranks)
+    rows = sum(table.rows for table in found.tables)
+    summary = (
+        f"# {'' if found.is_exact else 'About '}{rows:,} rows on {servers} servers, {shown(found.server)} each; "
+        f"{trainers * ranks} ranks, {shown(found.trainer)} each."
+    )
+    text = "\n".join([summary, *pod_memory.patch(pods), ""])
+    if out is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        write_whole(out, text.encode())
+    except OSError as error:
+        raise StorageError(f"{out}: {error.strerror}; the patch is not written") from error
+    typer.echo(f"{summary.removeprefix('# ')} The patch is in {out}")
+
+
+def _path(file: Path | None, verb: str) -> Path:
+    """Return the persia.yml that was passed, or the one of this folder or job."""
+    from persia.runtime.config_files import find_persia_yml
+
+    path = file or find_persia_yml()
+    if path is None:
+        missing = ConfigError("no persia.yml, neither in PERSIA_CONFIG nor in this folder")
+        missing.hint = f"specify its path: persia config {verb} FILE, or create one: persia data inspect FILE"
+        raise missing
+    return path

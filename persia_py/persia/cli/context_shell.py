@@ -1,4 +1,4 @@
-"""``persia debug shell`` and ``notebook``: a container of the trainer's image that works on a copy of a folder."""
+"""``persia debug shell`` and ``notebook``: a container of the trainer's image with a copy of a folder."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,13 +13,13 @@ Mount = Annotated[
 
 def shell(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- COMMAND]", help="Run this command in place of a shell.")
+        list[str] | None, typer.Argument(metavar="[-- COMMAND]", help="Run this command instead of a shell.")
     ] = None,
     context: Context = Path(),
     mount: Mount = False,
     full_stack: Annotated[bool, typer.Option("--stack", help="Join the running stack: its NATS and servers.")] = False,
 ) -> None:
-    """Open a shell in the trainer's image, with a copy of a folder as /workspace. Files left out: .persiaignore."""
+    """Open a shell in the trainer's image, with a copy of a folder as /workspace. .persiaignore excludes files."""
     from persia.doctor import context as contexts
 
     raise typer.Exit(contexts.run(context, [*(words or ["bash"])], mount=mount, stack=full_stack))
@@ -30,7 +30,7 @@ def notebook(
     mount: Mount = False,
     port: Annotated[int, typer.Option(min=1, max=65535, help="The port of the notebook on this host.")] = 8888,
 ) -> None:
-    """Open a notebook in the trainer's image, and print its address. The image needs the package jupyterlab."""
+    """Start a notebook in the trainer's image, and print its address. The image must contain the package jupyterlab."""
     import secrets
     import webbrowser
 

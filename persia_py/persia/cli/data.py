@@ -1,5 +1,6 @@
 """``persia data``: inspect tables, and generate synthetic data."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ app = typer.Typer(no_args_is_help=True, help="Inspect tables, measure how fast t
 
 @app.callback()
 def _group() -> None:
-    """Inspect tables, measure how fast they are read, generate synthetic data."""
+    """Inspect tables, measure reading speed, generate synthetic data."""
 
 
 @app.command("inspect")
@@ -26,14 +27,14 @@ def data_inspect(
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file of -o.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show the columns of a table, and propose a persia.yml for it with reasons."""
+    """Show the columns of a table, and propose a persia.yml for it, with the reason for each choice."""
     from persia.data.inspect import inspect
     from persia.runtime.errors import StorageError, UsageError
     from persia.runtime.files import write_whole
 
     if output is not None and output.exists() and not force:
         error = UsageError(f"{output} exists")
-        error.hint = "give another file, or overwrite it: --force"
+        error.hint = "choose another file, or overwrite it: --force"
         raise error
     folder = Path.cwd() if output is None else output.absolute().parent
     found = inspect(files, label=label, test=test or (), preset=preset, rows=rows, folder=folder)
@@ -48,7 +49,7 @@ def data_inspect(
             write_whole(output, found.yaml.encode())
         except OSError as error:
             raise StorageError(f"{output}: {error.strerror or error}") from error
-        typer.echo(f"wrote {output}; next: persia train {output}", err=as_json)
+        typer.echo(f"wrote {output}; next: persia train {shlex.quote(str(output))}", err=as_json)
     elif not as_json:
         typer.echo(f"\n{found.yaml}\nnext: write it with -o persia.yml, then: persia train persia.yml")
 
@@ -60,7 +61,7 @@ def data_bench(
     seconds: Annotated[float, typer.Option(min=0.01, help="Seconds for each batch size.")] = 2.0,
     set_: Overrides = None,
 ) -> None:
-    """Measure how many rows a second are read and transformed, for one batch size or several."""
+    """Measure how many rows per second are read and transformed, for one or several batch sizes."""
     from rich.console import Console
     from rich.table import Table
 
@@ -90,18 +91,22 @@ def data_synth(
     positive: Annotated[float, typer.Option(help="The share of labels that are 1.")] = 0.2,
     seed: Annotated[int, typer.Option(min=0, help="Of the model and the rows: equal seeds give equal rows.")] = 0,
     skip: Annotated[
-        int, typer.Option(min=0, help="Begin after this many rows: those of a file that was written before.")
+        int, typer.Option(min=0, help="Begin after this many rows, the number in a file that was written before.")
     ] = 0,
 ) -> None:
-    """Write synthetic clicks of a known model, and print the best AUC that a model can reach on them."""
+    """Write synthetic clicks of a known model, and print the best AUC that a model can reach on them.
+
+    Compare a model that is evaluated on this file with the AUC on the drawn labels.
+    """
     from persia.data import synth
     from persia.runtime.errors import UsageError
 
     try:
         counts = tuple(int(float(count)) for count in ids.split(","))
     except (ValueError, OverflowError) as error:
-        raise UsageError(f"--ids {ids!r}: want numbers with commas between them, such as 1000,10000,1e6") from error
+        raise UsageError(f"--ids {ids!r}: expected numbers with commas between them, such as 1000,10000,1e6") from error
     teacher = synth.Teacher(counts, dense, exponent, positive, seed)
     made = synth.write(out, rows, teacher, skip=skip)
     typer.echo(f"wrote {out}: {made.rows:,} rows, {made.positive:.2%} positive")
     typer.echo(f"best AUC {made.best_auc:.4f}, best log loss {made.best_log_loss:.4f} (those of the teacher)")
+    typer.echo(f"on these labels the teacher has AUC {made.auc:.4f}, log loss {made.log_loss:.4f}")

@@ -22,7 +22,7 @@ _Nproc = Annotated[int | None, typer.Option("--nproc", help="Ranks. Default: tor
 
 @app.callback()
 def _group() -> None:
-    """Stop at breakpoints on one of several ranks; print stacks; compare tensors; work in the trainer's image."""
+    """Stop one of several ranks at breakpoints; print stacks; compare tensors; work in the trainer's image."""
 
 
 def _rank(given: int | None) -> int:
@@ -31,19 +31,19 @@ def _rank(given: int | None) -> int:
 
     text = os.environ.get(RANK, "").strip() or "0"
     if given is None and not text.isdecimal():
-        raise UsageError(f"environment variable {RANK}={text!r}: want the number of a rank")
+        raise UsageError(f"environment variable {RANK}={text!r}: expected the number of a rank")
     return int(text) if given is None else given
 
 
 @app.command("run", context_settings=_OWN)
 def debug_run(
     words: _Words,
-    rank: Annotated[int | None, typer.Option(help="The rank that stops. Default: RANK_TO_DEBUG, else 0.")] = None,
+    rank: Annotated[int | None, typer.Option(help="The rank that stops. Default: RANK_TO_DEBUG, or 0.")] = None,
     nproc: _Nproc = None,
     post_mortem: Annotated[bool, typer.Option("--pm", help="Stop the rank that fails at its error.")] = False,
     logs: Annotated[Path, typer.Option(help="The folder of the output of the other ranks.")] = Path("logs"),
 ) -> None:
-    """Run the ranks of a script, one of them with the terminal: it stops at breakpoint_()."""
+    """Run the ranks of a script. The rank that is debugged gets the terminal, and stops at breakpoint_()."""
     _run(words, rank, nproc, logs, post_mortem=post_mortem)
 
 
@@ -60,7 +60,7 @@ def _run(words: list[str], rank: int | None, nproc: int | None, logs: Path, *, p
 
 @app.command("clear")
 def debug_clear() -> None:
-    """Let the ranks go on that wait at a breakpoint_(False) on this host."""
+    """Let ranks on this host continue that wait at a breakpoint_(False)."""
     from persia.debug.gate import PREFIX, remove_files
 
     removed = remove_files(f"{PREFIX}*_[0-9]*.txt")
@@ -73,7 +73,7 @@ def debug_stacks(
     job: Annotated[str | None, typer.Option(help="Only ranks of this job.")] = None,
     pid: Annotated[int | None, typer.Option(help="Only this process.")] = None,
 ) -> None:
-    """Print the stacks of all threads of the ranks that run on this host. They run on."""
+    """Print the stacks of all threads of the ranks on this host. The ranks continue."""
     from persia.debug.ranks import stacks_of
 
     for entry in _running(rank, job, pid):
@@ -104,13 +104,15 @@ def debug_attach(
     port: Annotated[int | None, typer.Option(help="The port on 127.0.0.1. Default: 5678 + RANK.")] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds in which the editor has to attach.")] = 300.0,
 ) -> None:
-    """Print the launch.json with which VS Code attaches to a running rank, and wait until it has."""
+    """Print a launch.json with which VS Code attaches to a running rank, and wait until it is attached."""
     from persia.debug import attach
     from persia.runtime.errors import UsageError
 
     found = [entry for entry in _running(rank, job, pid) if entry.registered]
     if len(found) != 1:
-        error = UsageError("want one registered rank, found: " + ("; ".join(entry.title for entry in found) or "none"))
+        error = UsageError(
+            "expected one registered rank, found: " + ("; ".join(entry.title for entry in found) or "none")
+        )
         error.hint = "choose one: --rank R, --job NAME or --pid N"
         raise error
     listening = attach.ask(found[0], attach.FIRST_PORT + found[0].rank if port is None else port, timeout)
@@ -130,11 +132,11 @@ def debug_digest(
         tuple[Path, Path] | None, typer.Option("--diff", metavar="A B", help="Compare two folders or two files.")
     ] = None,
 ) -> None:
-    """Run a script and write a digest of each tensor; or compare the digests of two runs, or of two ranks."""
+    """Run a script and write a digest of each tensor, or compare the digests of two runs or two ranks."""
     from persia.runtime.errors import UsageError
 
     if (compare is None) == (not words):
-        raise UsageError("want either a script, persia debug digest -- SCRIPT, or two folders, --diff A B")
+        raise UsageError("expected either a script, persia debug digest -- SCRIPT, or two folders, --diff A B")
     if compare is not None:
         _diff(*compare)
     else:

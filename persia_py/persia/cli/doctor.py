@@ -1,4 +1,4 @@
-"""``persia doctor``: check this machine, the job and a configuration, and say what to do next."""
+"""``persia doctor``: check this machine, the job and a configuration, and suggest the next step."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +8,7 @@ import typer
 
 def doctor(
     config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG]", help="Default: PERSIA_CONFIG, else persia.yml.")
+        Path | None, typer.Argument(metavar="[CONFIG]", help="Default: PERSIA_CONFIG, or persia.yml.")
     ] = None,
     ladder: Annotated[
         bool, typer.Option("--ladder", help="Run ten steps, from the model alone to all ranks; the last ones train.")
@@ -17,7 +17,8 @@ def doctor(
     nproc: Annotated[int | None, typer.Option(min=1, help="With --ladder: the ranks of the last steps.")] = None,
     only: Annotated[str | None, typer.Option(metavar="NAME,…", help="Run these checks only, such as gpu,disk.")] = None,
     folder: Annotated[
-        list[Path] | None, typer.Option("--dir", help="Check whether this folder can be written. Repeatable.")
+        list[str] | None,
+        typer.Option("--dir", help="Check whether this folder, or s3://bucket/prefix, can be written. Repeatable."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     env: Annotated[
@@ -30,9 +31,21 @@ def doctor(
         int | None,
         typer.Option(min=2, metavar="N", help="Connect N ranks to each other: run it on every rank, with RANK set."),
     ] = None,
+    prometheus: Annotated[
+        str | None, typer.Option(metavar="URL", help="Check what this Prometheus scrapes, and which series are absent.")
+    ] = None,
+    gateway: Annotated[
+        str | None, typer.Option(metavar="URL", help="Check what this push gateway has, and push 42 to it.")
+    ] = None,
     image: Annotated[bool, typer.Option("--image", help="Run the checks of versions and GPUs in the image.")] = False,
+    stack: Annotated[
+        bool, typer.Option("--stack", help="Check names, ports and ranks from inside each container of the stack.")
+    ] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Also measure disks, and with --matrix each connection.")
+    ] = False,
 ) -> None:
-    """Check versions, GPUs, network, services, disks and a configuration. Each problem has a next command."""
+    """Check versions, GPUs, network, services, disks and a configuration. For each problem, print the next command."""
     from persia.cli import doctor_views
     from persia.cli.quiet import only_warnings
     from persia.runtime.config_files import find_persia_yml
@@ -46,12 +59,14 @@ def doctor(
             "--env": env,
             "--diff-env": diff_env,
             "--image": image,
+            "--stack": stack,
             "--matrix": matrix,
+            "--prometheus and --gateway": prometheus or gateway,
         }.items()
         if value
     ]
     if len(chosen) > 1:
-        raise UsageError(f"{', '.join(chosen)}: give one of them")
+        raise UsageError(f"{', '.join(chosen)} are mutually exclusive")
     if env:
         doctor_views.environment()
         return
@@ -59,16 +74,20 @@ def doctor(
         raise typer.Exit(doctor_views.differences())
     if image:
         raise typer.Exit(doctor_views.image(as_json=as_json))
+    if stack:
+        raise typer.Exit(doctor_views.stack(as_json=as_json))
     if matrix is not None:
-        raise typer.Exit(doctor_views.matrix(matrix, as_json=as_json))
+        raise typer.Exit(doctor_views.matrix(matrix, as_json=as_json, measure=measure))
+    if prometheus or gateway:
+        raise typer.Exit(doctor_views.metrics(prometheus, gateway, as_json=as_json))
     path = config or find_persia_yml()
     if ladder:
         if path is None:
             error = UsageError("--ladder: of which configuration?")
             error.hint = (
-                "persia doctor --ladder persia.yml; make one from your data: persia data inspect FILE -o persia.yml"
+                "persia doctor --ladder persia.yml; create one from your data: persia data inspect FILE -o persia.yml"
             )
             raise error
         raise typer.Exit(doctor_views.ladder(path, until=until, nproc=nproc))
     names = [name.strip() for name in (only or "").split(",") if name.strip()]
-    raise typer.Exit(doctor_views.checks(path, names, folder or [], as_json=as_json))
+    raise typer.Exit(doctor_views.checks(path, names, folder or [], as_json=as_json, measure=measure))

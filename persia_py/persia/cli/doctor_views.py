@@ -1,5 +1,6 @@
-"""What ``persia doctor`` prints."""
+"""The output of ``persia doctor``."""
 
+import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -9,29 +10,43 @@ from rich.table import Table
 
 from persia.doctor import compose, diagnosis, run
 from persia.doctor import ladder as steps
+from persia.doctor import stack as containers
 from persia.doctor.check import Check, worst
 from persia.doctor.environment import block
 from persia.runtime.exit_codes import ExitCode
+from persia.runtime.places import place
 from persia.runtime.settings import variable
 
 
-def checks(path: Path | None, only: list[str], folders: list[Path], *, as_json: bool) -> int:
-    """Run checks, print each one when it is done, and return the exit code."""
-    return _show(run.checks(path, only, folders), as_json=as_json)
+def checks(path: Path | None, only: list[str], folders: list[str], *, as_json: bool, measure: bool) -> int:
+    """Run checks, print each result as it arrives, and return the exit code."""
+    return _show(run.checks(path, only, [place(each) for each in folders], measure=measure), as_json=as_json)
+
+
+def stack(*, as_json: bool) -> int:
+    """Print the checks inside the containers of the stack, and return the exit code."""
+    return _show(containers.checks(), as_json=as_json)
 
 
 def image(*, as_json: bool) -> int:
-    """Print the checks of the image, and return the exit code."""
+    """Print the checks inside the image, and return the exit code."""
     return _show(compose.checks(), as_json=as_json)
 
 
-def matrix(size: int, *, as_json: bool) -> int:
-    """Print the connections of ranks, and return the exit code: of this rank, or without RANK of ranks of this host."""
+def matrix(size: int, *, as_json: bool, measure: bool) -> int:
+    """Print the connections of this rank, or without RANK those of ranks on this host, and return the exit code."""
     from persia.doctor import matrix as ranks
 
     if variable("RANK") is None:
-        return ranks.on_this_host(size, as_json=as_json)
-    return _show(ranks.here(size), as_json=as_json)
+        return ranks.on_this_host(size, as_json=as_json, measure=measure)
+    return _show(ranks.here(size, measure=measure), as_json=as_json)
+
+
+def metrics(prometheus: str | None, gateway: str | None, *, as_json: bool) -> int:
+    """Print the targets of a Prometheus and the groups of a push gateway, and return the exit code."""
+    from persia.doctor import monitoring
+
+    return _show(monitoring.checks(prometheus, gateway), as_json=as_json)
 
 
 def _show(found: Iterable[Check], *, as_json: bool) -> int:
@@ -49,12 +64,12 @@ def _show(found: Iterable[Check], *, as_json: bool) -> int:
 
 
 def environment() -> None:
-    """Print versions, machine and variables."""
+    """Print versions, machine properties and variables."""
     typer.echo(block())
 
 
 def differences() -> int:
-    """Print a table of packages here and in the image, those with other versions first; return 0."""
+    """Print a table of packages here and in the image, different versions first; return 0."""
     different, equal = compose.differences()
     table = Table("package", "here", "image", "")
     for row in different:
@@ -67,22 +82,33 @@ def differences() -> int:
 
 
 def ladder(path: Path, *, until: int, nproc: int | None) -> int:
-    """Run the steps of the ladder, print each one and a summary, and return the exit code of the one that failed."""
+    """Run the steps of ``--ladder``, print each result and a summary, and return the exit code of the failed step."""
     found = steps.steps(path, ranks=nproc)
     results: list[steps.Result] = []
-    for result in steps.climb(found, until, lambda step: typer.echo(f"{step.number:>2} {step.title}: {step.command}")):
-        results.append(result)
-        step = result.step
-        if result.code is None:
-            typer.echo(f"   skipped: {step.skip}")
-        elif not result.failed:
-            typer.echo(f"   ✓ {result.seconds:.1f} s")
-        else:
-            typer.echo(f"   ✗ exit code {result.code}, {result.seconds:.1f} s")
-            typer.echo("\n".join(f"   | {line}" for line in result.output.splitlines()))
-            first, *more = diagnosis.of(step.number, result.code, result.output)
-            typer.echo("\n".join([f"diagnosis: {first}", *(f"  {line}" for line in more)]))
-            typer.echo(f"whole output: {result.log}\nnext: {step.command}")
+
+    def begun(step: steps.Step) -> None:
+        typer.echo(f"{step.number:>2} {step.title}: {step.command}")
+
+    with contextlib.closing(steps.climb(found, until, begun)) as climbing:
+        for result in climbing:
+            results.append(result)
+            _show_result(result)
     typer.echo("\n".join(steps.summary(found, results)))
     last = results[-1].code or 0
     return last if last >= 0 else ExitCode.FAILED
+
+
+def _show_result(result: steps.Result) -> None:
+    """Print the result of a step of ``--ladder``, with the diagnosis if the step failed."""
+    step = result.step
+    if result.code is None:
+        typer.echo(f"   skipped: {step.skip}")
+        return
+    if not result.failed:
+        typer.echo(f"   ✓ {result.seconds:.1f} s")
+        return
+    typer.echo(f"   ✗ exit code {result.code}, {result.seconds:.1f} s")
+    typer.echo("\n".join(f"   | {line}" for line in result.output.splitlines()))
+    first, *more = diagnosis.of(step.number, result.code, result.output)
+    typer.echo("\n".join([f"diagnosis: {first}", *(f"  {line}" for line in more)]))
+    typer.echo(f"whole output: {result.log}\nnext: {step.command}")

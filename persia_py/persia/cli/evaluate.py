@@ -9,14 +9,14 @@ import typer
 def evaluate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, runs/LATEST, or a checkpoint in a run.")],
     files: Annotated[
-        list[str] | None, typer.Argument(metavar="[FILE]...", help="Files with labels; by default the test part.")
+        list[str] | None, typer.Argument(metavar="[FILE]...", help="Files with labels; by default the test set.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
     """Evaluate a trained model on files with labels."""
     import json
 
-    from persia.cli.importing import interruptible
+    from persia.runtime.interruptible import interruptible
 
     with interruptible():
         from persia.cli.quiet import only_warnings

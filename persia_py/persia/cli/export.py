@@ -28,7 +28,7 @@ def export(
     ] = False,
     held_out: Annotated[
         list[str] | None,
-        typer.Option("--held-out", metavar="FILE", help="Compare scores on these rows. By default: those of test."),
+        typer.Option("--held-out", metavar="FILE", help="Compare scores on these rows. By default: the test rows."),
     ] = None,
     checkpoint: Annotated[
         Path | None,
@@ -39,8 +39,8 @@ def export(
         typer.Option("--transform", metavar="FILE", help="With --checkpoint: its transform. By default: fitted again."),
     ] = None,
 ) -> None:
-    """Write a trained model as a folder to serve, whose scores are those of evaluation."""
-    from persia.cli.importing import interruptible
+    """Write a trained model as a folder that can be served, and check that its scores equal those of evaluation."""
+    from persia.runtime.interruptible import interruptible
 
     with interruptible():
         from persia.cli.quiet import only_warnings
@@ -52,13 +52,13 @@ def export(
     check_free(out)
     is_config = source.suffix in (".yml", ".yaml")
     if checkpoint is None and transform is not None:
-        raise UsageError("--transform is for --checkpoint: a run has its transform")
+        raise UsageError("--transform is only allowed with --checkpoint, because a run has its own transform")
     if checkpoint is None:
         done = _of_run(source, out, rows, torchscript, held_out, is_config=is_config)
     elif is_config:
         done = _of_checkpoint(source, checkpoint, transform, out, rows, torchscript, held_out)
     else:
-        raise UsageError(f"--checkpoint {checkpoint}: give the persia.yml that describes it, not {source}")
+        raise UsageError(f"--checkpoint {checkpoint}: specify the persia.yml that describes it, not {source}")
     manifest, parity = done.manifest, done.manifest.parity
     for table in manifest.tables:
         typer.echo(f"table {table.name}: {table.rows:,} rows of {table.dim} {manifest.rows}")

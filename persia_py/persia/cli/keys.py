@@ -1,4 +1,4 @@
-"""Commands with ``--set``: a key of ``persia.yml`` that is given as an option is an error that names ``--set``."""
+"""Commands with ``--set``. For a key of ``persia.yml`` that is given as an option, the error names ``--set``."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ from persia.runtime.errors import UsageError
 
 
 class KeysCommand(TyperCommand):
-    """A command with ``--set``."""
+    """A command with the option ``--set``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments.
 
         Raises:
-            UsageError: An option is not one of the command, but the name of a key.
+            UsageError: An option does not exist, and is the name of a key.
         """
         known = {name for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts)}
         for place, word in enumerate(args):

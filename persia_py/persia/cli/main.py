@@ -9,9 +9,12 @@ from typer.core import TyperGroup
 import persia
 from persia.cli import ckpt, config, data, debug, profile
 from persia.cli.doctor import doctor
+from persia.cli.dump import dump
 from persia.cli.evaluate import evaluate
 from persia.cli.export import export
 from persia.cli.keys import KeysCommand
+from persia.cli.logs import logs
+from persia.cli.pick import config_pick
 from persia.cli.predict import predict
 from persia.cli.quiet import log_all
 from persia.cli.serve import serve
@@ -24,11 +27,11 @@ from persia.runtime.errors import PersiaError
 from persia.runtime.exit_codes import ExitCode
 
 TRAIN, SERVE, RUN = "Train", "Serve", "Run"
-"""The groups of the help."""
+"""The groups of commands in the help."""
 
 
 class _Groups(TyperGroup):
-    """The commands in groups: each is listed under the name that it was added with as ``rich_help_panel``."""
+    """A command group whose help lists each command under the ``rich_help_panel`` with which it was added."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the lists of commands."""
@@ -59,7 +62,10 @@ app.command(rich_help_panel=SERVE)(export)
 app.command(rich_help_panel=SERVE)(serve)
 app.command(rich_help_panel=RUN)(up)
 app.command(rich_help_panel=RUN)(status)
+app.command(rich_help_panel=RUN)(logs)
 app.command(rich_help_panel=RUN)(doctor)
+app.command(rich_help_panel=RUN)(dump)
+config.app.command("pick", cls=KeysCommand)(config_pick)
 app.add_typer(config.app, name="config", rich_help_panel=RUN)
 app.add_typer(profile.app, name="profile", rich_help_panel=RUN)
 app.add_typer(ckpt.app, name="ckpt", rich_help_panel=RUN)
@@ -95,9 +101,9 @@ def _main(
 
 
 def main() -> None:
-    """Run the command. An error is one message, the next step and the exit code of its class.
+    """Run the command. Print an error as one message with the next step, and return the exit code of its class.
 
-    An error of another class is often one of a model of the user's own: the cause, and the user's own frames.
+    An error of another class often comes from the user's model: print its cause and the user's stack frames.
     """
     try:
         app(prog_name="persia")

@@ -1,4 +1,4 @@
-"""``persia predict``: write the scores of rows."""
+"""``persia predict``: write the scores of rows to a file."""
 
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +20,7 @@ def predict(
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
     """Write the score of each row to a Parquet file."""
-    from persia.cli.importing import interruptible
+    from persia.runtime.interruptible import interruptible
 
     with interruptible():
         from persia.cli.quiet import only_warnings

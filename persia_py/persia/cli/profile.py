@@ -1,4 +1,4 @@
-"""``persia profile``: the step times of a run, what limits it, and the memory of training."""
+"""``persia profile``: the step times of a run, its bottleneck, and the memory of training."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +17,7 @@ Run = Annotated[
 
 @app.command("steps")
 def profile_steps(run: Run) -> None:
-    """Show how long each part of a step took, on each rank: share, median and 99th percentile."""
+    """Show the time of each part of a step on each rank: share, median and 99th percentile."""
     from persia.profile import report
 
     report.show_steps(report.read(_folder(run)))
@@ -25,7 +25,7 @@ def profile_steps(run: Run) -> None:
 
 @app.command("report")
 def profile_report(run: Run) -> None:
-    """Show the share of each stage, and in the last line what limits the run and which key to change."""
+    """Show the share of each stage. The last line names the bottleneck of the run and the key to change."""
     from persia.profile import report
 
     report.show_report(report.read(_folder(run)))
@@ -33,20 +33,30 @@ def profile_report(run: Run) -> None:
 
 @app.command("memory")
 def profile_memory(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A persia.yml.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A persia.yml, or the folder of a run with `profile.memory`.")
+    ],
     set_: Overrides = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder of the record.")] = Path("memory"),
     native: Annotated[bool, typer.Option(help="Record the frames of compiled code too.")] = False,
 ) -> None:
-    """Train under memray, and show where host memory was allocated. It needs the package memray."""
-    from persia.profile import memory
+    """Show which operations of a run allocated most memory.
 
+    For a persia.yml, train it under memray and show host memory.
+
+    The latter requires the package memray.
+    """
+    from persia.profile import memory, report
+
+    if file.is_dir() or file.name == "LATEST":
+        typer.echo(report.memory_tables(_folder(file)))
+        return
     overrides = [word for each in set_ or () for word in ("--set", each)]
     raise typer.Exit(memory.record(["train", str(file), *overrides], out, native=native))
 
 
 def _folder(run: Path) -> Path:
-    """Return the folder; ``LATEST`` beside runs names the newest one."""
+    """Return the folder. ``LATEST`` next to runs points to the newest one."""
     from persia.profile.profiler import FOLDER
     from persia.trainer.run_folder import find_run
 

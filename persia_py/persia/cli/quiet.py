@@ -1,4 +1,4 @@
-"""How much verbs log."""
+"""The log level of commands."""
 
 import os
 
@@ -7,7 +7,7 @@ def only_warnings(*, evaluations: bool = True) -> None:
     """Log warnings and errors only, unless ``LOG_LEVEL`` or ``PERSIA_LOG`` says otherwise.
 
     Args:
-        evaluations: Also those about ids without a row, which are usual while a model is trained.
+        evaluations: Whether to log warnings about ids without a row too. They are common while a model is trained.
     """
     if os.environ.get("LOG_LEVEL", "").strip():
         return
@@ -21,8 +21,8 @@ def only_warnings(*, evaluations: bool = True) -> None:
 
 
 def log_all() -> None:
-    """Log all, and show whole tracebacks: ``--verbose``. Processes that this one starts do so too."""
+    """Log everything, and show full tracebacks (``--verbose``). Child processes inherit this."""
     os.environ["LOG_LEVEL"] = "DEBUG"
     from persia.runtime.logging import setLogger
 
-    setLogger(log_level="DEBUG")  # it is configured already: modules have their loggers when they are imported
+    setLogger(log_level="DEBUG")  # logging is already configured: modules create their loggers on import

@@ -33,29 +33,33 @@ def serve(
         typer.Option(min=0, max=1000, envvar="PERSIA_SERVE_BATCH_DELAY_MS", help="How long a batch waits for rows."),
     ] = 0.0,
     waiting: Annotated[
-        int, typer.Option(min=1, envvar="PERSIA_SERVE_WAITING", help="Most requests that wait; others get 503.")
+        int, typer.Option(min=1, envvar="PERSIA_SERVE_WAITING", help="Requests that may wait; others get 503.")
     ] = 1_024,
     max_rows: Annotated[
-        int, typer.Option(min=1, envvar="PERSIA_SERVE_MAX_ROWS", help="Most rows of a request.")
+        int, typer.Option(min=1, envvar="PERSIA_SERVE_MAX_ROWS", help="Maximum number of rows of a request.")
     ] = 10_000,
     max_body_mb: Annotated[
         int, typer.Option(min=1, max=1024, envvar="PERSIA_SERVE_MAX_BODY_MB", help="Largest request in MB.")
     ] = 8,
     timeout_s: Annotated[
         float,
-        typer.Option(min=0.1, envvar="PERSIA_SERVE_TIMEOUT", help="Most seconds to send a request, and to wait."),
+        typer.Option(min=0.1, envvar="PERSIA_SERVE_TIMEOUT", help="Maximum seconds to send a request, and to wait."),
     ] = 10.0,
+    drain_s: Annotated[
+        float,
+        typer.Option(min=0, envvar="PERSIA_SERVE_DRAIN", help="Seconds after SIGTERM: not ready, still answering."),
+    ] = 0.0,
     threads: Annotated[int, typer.Option(min=1, envvar="PERSIA_SERVE_THREADS", help="Threads that score a batch.")] = 1,
     show_token: Annotated[
         bool, typer.Option("--show-token", help="Print the token that clients send, and end.")
     ] = False,
     health: Annotated[
-        bool, typer.Option("--health", help="End with 0 if the server at --http is ready, else with 1.")
+        bool, typer.Option("--health", help="End with 0 if the server at --http is ready, otherwise with 1.")
     ] = False,
 ) -> None:
-    """Serve a bundle: POST /score, and the Open Inference Protocol by HTTP and gRPC."""
-    from persia.cli.importing import interruptible
+    """Serve a bundle over POST /score, and the Open Inference Protocol over HTTP and gRPC."""
     from persia.runtime.errors import UsageError
+    from persia.runtime.interruptible import interruptible
 
     if show_token:
         typer.echo(_token())
@@ -63,7 +67,7 @@ def serve(
     if health:
         raise typer.Exit(0 if _is_ready(http) else 1)
     if bundle is None:
-        error = UsageError("no BUNDLE: name a folder that persia export wrote")
+        error = UsageError("no BUNDLE: specify a folder that persia export wrote")
         error.hint = "persia export runs/LATEST -o bundle, then persia serve bundle"
         raise error
     with interruptible():
@@ -87,13 +91,14 @@ def serve(
         batch_rows=batch_rows,
         batch_delay_s=batch_delay_ms / 1e3,
         timeout_s=timeout_s,
+        drain_s=drain_s,
     )
     options = Options(http, None if grpc == "none" else grpc, name, limits)
     raise typer.Exit(run(bundle, options, load))
 
 
 def _token() -> str:
-    """Return the token that clients send.
+    """Return the token that clients must send.
 
     Raises:
         UsageError: There is no token file.
@@ -103,12 +108,12 @@ def _token() -> str:
 
     token = tokens.token("serving")
     if token is None:
-        raise UsageError("PERSIA_TOKEN_FILE is not set, so that clients need no token")
+        raise UsageError("PERSIA_TOKEN_FILE is not set: clients need no token")
     return token
 
 
 def _is_ready(http: str) -> bool:
-    """Whether the server of this host at an address is ready. A certificate is not verified: it is this host's own."""
+    """Whether the server on this host at an address is ready. Its certificate is not verified."""
     import ssl
     from contextlib import closing
     from http.client import HTTPConnection, HTTPException, HTTPSConnection

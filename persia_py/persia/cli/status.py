@@ -1,4 +1,4 @@
-"""``persia status``: show the processes of a job, once or as a table that is refreshed."""
+"""``persia status``: the processes of a job, once or as a table that is refreshed."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,25 +11,40 @@ def status(
         Path | None, typer.Argument(metavar="[RUN]", help="With --watch: a run of `persia train`, such as runs/LATEST.")
     ] = None,
     nats_url: Annotated[str | None, typer.Option(help="Default: PERSIA_NATS_URL.")] = None,
-    job: Annotated[str | None, typer.Option(help="Default: PERSIA_JOB, else the name in global_config.yml.")] = None,
+    job: Annotated[str | None, typer.Option(help="Default: PERSIA_JOB, or the name in global_config.yml.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Show every job of this NATS server.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    targets: Annotated[
+        bool, typer.Option("--targets", help="Print the addresses of metrics, for file_sd_configs of Prometheus.")
+    ] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show use and progress until Ctrl-C.")] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="With --watch: print CSV.")] = False,
     samples: Annotated[int | None, typer.Option("-l", min=1, help="With --watch: end after this many samples.")] = None,
     seconds: Annotated[float, typer.Option("-n", min=0.1, help="With --watch: seconds between samples.")] = 2.0,
 ) -> None:
-    """Show the processes of a job. Exit with 1 if one is missing or unhealthy; with --watch, with 0."""
+    """Show the processes of a job. Exit with 1 if one is missing or unhealthy, but always with 0 with --watch."""
     from persia.runtime.errors import UsageError
 
     if not watch:
         given = {"RUN": run is not None, "--csv": as_csv, "-l": samples is not None}
         if wrong := [name for name, is_given in given.items() if is_given]:
             raise UsageError(f"persia status: {', '.join(wrong)} needs --watch")
+        if targets:
+            raise typer.Exit(_targets(nats_url, job, every=every))
         raise typer.Exit(_show(nats_url, job, every=every, as_json=as_json))
-    if as_json or every:
-        raise UsageError(f"persia status --watch: {'--json' if as_json else '--all'} is for the status; use --csv")
+    if as_json or every or targets:
+        name = "--json" if as_json else "--all" if every else "--targets"
+        raise UsageError(f"persia status: {name} is not allowed with --watch; use --csv")
     _watch(run, nats_url, job, as_csv=as_csv, samples=samples, seconds=seconds)
+
+
+def _targets(nats_url: str | None, job: str | None, *, every: bool) -> int:
+    """Print the addresses of metrics; return 0."""
+    from persia.doctor import job_status
+    from persia.runtime.job import job_name
+
+    typer.echo(job_status.status(_url(nats_url), None if every else job or job_name()).targets())
+    return 0
 
 
 def _show(nats_url: str | None, job: str | None, *, every: bool, as_json: bool) -> int:

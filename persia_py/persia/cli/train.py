@@ -1,5 +1,6 @@
-"""``persia train``: train a persia.yml, test it with one batch, or search over settings."""
+"""``persia train``: train from a persia.yml, test it with one batch, or search over settings."""
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def _finished(file: Path, folder: "RunFolder", config: "Config", set_: list[str]) -> str:
-    """Return the message about a run that has no step left, with the command that trains it further."""
+    """Return the message about a run that has no steps left, with the command that continues its training."""
     from persia.trainer.run_folder import SUMMARY
 
     summary, stop = folder.read_json(SUMMARY), config.train.early_stop
@@ -26,8 +27,14 @@ def _finished(file: Path, folder: "RunFolder", config: "Config", set_: list[str]
         said = f"it is finished: step {summary.get('step')}, data.epochs {config.data.epochs}; nothing was trained"
         change = f"data.epochs={2 * config.data.epochs}"
     key = change.partition("=")[0]
-    options = "".join(f" --set {each}" for each in [*(each for each in set_ if not each.startswith(key)), change])
-    return f"{folder.shown}: {said}\nto train on: persia train {file}{options} --resume {folder.shown}"
+    overrides = [*(each for each in set_ if not each.startswith(key)), change]
+    return f"{folder.shown}: {said}\nto train on: {_again(file, overrides, folder)}"
+
+
+def _again(file: Path, overrides: list[str], folder: "RunFolder") -> str:
+    """Return the command that continues a run."""
+    options = "".join(f" --set {shlex.quote(each)}" for each in overrides)
+    return f"persia train {shlex.quote(str(file))}{options} --resume {shlex.quote(folder.shown)}"
 
 
 def train(
@@ -44,7 +51,7 @@ def train(
         bool, typer.Option("--test", help="Train on one batch, evaluate and save, and leave no file.")
     ] = False,
     local: Annotated[
-        bool, typer.Option("--local", help="Keep the rows in this process, also if PERSIA_NATS_URL is set.")
+        bool, typer.Option("--local", help="Keep the rows in this process, even if PERSIA_NATS_URL is set.")
     ] = False,
     nproc: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Train with N ranks on this host, and servers.")
@@ -65,12 +72,18 @@ def train(
     profile: Annotated[
         bool, typer.Option("--profile", help="Record some steps, and show their times and what limits them.")
     ] = False,
+    sync_cuda: Annotated[
+        bool,
+        typer.Option(
+            "--sync-cuda", help="Wait for each operation of a GPU, so that an error names the one that failed."
+        ),
+    ] = False,
 ) -> None:
-    """Train a model: rows in, a run folder with checkpoints, metrics and a report out."""
+    """Train a model on rows. Write a run folder with checkpoints, metrics and a report."""
     from persia.cli import train_modes
-    from persia.cli.importing import interruptible
     from persia.cli.quiet import log_all, only_warnings
     from persia.config import load_config
+    from persia.runtime.interruptible import interruptible
 
     with interruptible():
         from persia.trainer import baselines
@@ -79,7 +92,7 @@ def train(
         log_all()
     only_warnings(evaluations=False)
     if run is not None and not resume:
-        raise UsageError(f"{run}: to continue a run, use persia train {file} --resume {run}")
+        raise UsageError(f"{run}: to continue a run, use persia train {shlex.join([str(file), '--resume', str(run)])}")
     given = {"--resume": resume, "--baseline": baseline, "--test": test, "--nproc": nproc, "--sweep": sweep}
     train_modes.check_together({name for name, value in given.items() if value})
     train_modes.check_needs(profile=profile, test=test, sweep=bool(sweep), yes=yes, replace_rows=replace_rows)
@@ -88,6 +101,8 @@ def train(
     compare = None if baseline is None else baselines.find(baseline)
     if local:
         train_modes.leave_job()
+    if sync_cuda:
+        train_modes.synchronise_cuda()
     if sweep:
         raise typer.Exit(train_modes.sweep(file, set_ or (), sweep, confirmed=yes))
     if profile:
@@ -107,24 +122,32 @@ def train(
 
 
 def _show(config: "Config", folder: "RunFolder") -> None:
-    """Print the results of a run, and its folder."""
+    """Print the results of a run, and the path of its folder."""
     from persia.trainer.profiling import show_profile
     from persia.trainer.progress import show_results
+    from persia.trainer.record import STOPPED
     from persia.trainer.run_folder import SUMMARY
 
-    show_results(folder.read_json(SUMMARY))
+    summary = folder.read_json(SUMMARY)
+    show_results(summary)
+    if summary.get("status") == STOPPED and config.budget is not None:
+        typer.echo(
+            f"stopped after step {summary['step']}: {summary['reason']}, {summary['cost_usd']:.2f} USD are spent"
+        )
+        typer.echo(f"next:  --resume {shlex.quote(folder.shown)} --set budget.usd={2 * config.budget.usd:g} trains on")
     if config.profile is not None:
         show_profile(folder)
     typer.echo(folder.shown)
 
 
 def _train(config: "Config", file: Path, run: Path | None, set_: list[str], *, resume: bool) -> "RunFolder | None":
-    """Train in this process, and return the run's folder. A run that is interrupted ends the process."""
-    from persia.cli.importing import interruptible
+    """Train in this process, and return the run's folder. An interrupted run exits from here."""
     from persia.runtime.exit_codes import ExitCode
+    from persia.runtime.interruptible import interruptible
 
     with interruptible():
         from persia.trainer import Trainer
+        from persia.trainer.operations import effective_batch
         from persia.trainer.progress import Shown
 
     stop = config.train.early_stop
@@ -138,6 +161,7 @@ def _train(config: "Config", file: Path, run: Path | None, set_: list[str], *, r
             folder = trainer.folder
             if trainer.sizing is not None:
                 typer.echo(str(trainer.sizing))
+            typer.echo(effective_batch(config))
             for report in reports:
                 shown.report(report)
         if folder is not None and shown.reports == 0:
@@ -145,7 +169,6 @@ def _train(config: "Config", file: Path, run: Path | None, set_: list[str], *, r
     except (KeyboardInterrupt, SystemExit) as error:
         code = error.code if isinstance(error, SystemExit) else ExitCode.INTERRUPTED
         if folder is not None and code:
-            overrides = "".join(f" --set {each}" for each in set_)
-            typer.echo(f"next:  persia train {file}{overrides} --resume {folder.shown}", err=True)
+            typer.echo(f"next:  {_again(file, set_, folder)}", err=True)
         sys.exit(code)
     return folder

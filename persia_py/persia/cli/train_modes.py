@@ -1,4 +1,4 @@
-"""The modes of ``persia train`` beside training in this process: a test of one batch, ranks, and a sweep."""
+"""The modes of ``persia train`` besides training in this process: a test of one batch, several ranks, a sweep."""
 
 import os
 import shlex
@@ -16,26 +16,30 @@ from persia.config import Config
 from persia.config.document import open_document
 from persia.runtime.errors import UsageError
 from persia.runtime.exit_codes import ExitCode
+from persia.runtime.logging import get_logger
 from persia.runtime.settings import reload_env, settings
 
 if TYPE_CHECKING:
     from persia.trainer.sweep import Trial
 
+_logger = get_logger("train")
+
 _TOGETHER = ({"--test", "--nproc"}, {"--nproc", "--resume"}, {"--baseline", "--resume"})
-"""Options that may be given together; all others exclude each other."""
+"""Options that may be combined; all other options are mutually exclusive."""
 FOLLOW = ("--follow", "-f")
-"""The options that :func:`follow` takes out of the command."""
+"""The options that :func:`follow` removes from the command."""
 _JOB = ("PERSIA_NATS_URL", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-"""Variables that make a process one rank of a job."""
+"""Variables that make this process a rank of a job."""
 
 
 def profile_option(file: Path, overrides: Sequence[str]) -> list[str]:
-    """Return the override that ``--profile`` stands for: none if the configuration has the block.
+    """Return the override for ``--profile``; none if the configuration already has the block.
 
     Raises:
-        ConfigError: The configuration has mistakes.
+        ConfigError: The configuration has errors.
     """
-    config = open_document(file, overrides).checked()  # its warnings are logged when it is read to be trained
+    # the warnings are logged later, when the file is read for training
+    config = open_document(file, overrides).checked()
     return [] if config.profile is not None else ["profile={}"]
 
 
@@ -43,20 +47,20 @@ def check_together(options: set[str]) -> None:
     """Refuse options that exclude each other.
 
     Raises:
-        UsageError: Two of them do.
+        UsageError: Two such options are given.
     """
     if len(options) > 1 and options not in _TOGETHER:
-        raise UsageError(f"{', '.join(sorted(options))}: these options cannot be given together")
+        raise UsageError(f"{', '.join(sorted(options))} are mutually exclusive")
 
 
 def check_needs(*, profile: bool, test: bool, sweep: bool, yes: bool, replace_rows: bool) -> None:
     """Refuse options that would have no effect.
 
     Raises:
-        UsageError: One of them would not.
+        UsageError: An option would have no effect.
     """
     if profile and (test or sweep):
-        raise UsageError(f"--profile, {'--test' if test else '--sweep'}: these options cannot be given together")
+        raise UsageError(f"--profile, {'--test' if test else '--sweep'} are mutually exclusive")
     if yes and not sweep:
         raise UsageError("--yes has no effect without --sweep")
     if replace_rows and not test:
@@ -64,10 +68,10 @@ def check_needs(*, profile: bool, test: bool, sweep: bool, yes: bool, replace_ro
 
 
 def follow(file: Path, overrides: Sequence[str]) -> int:
-    """Run this command in the background, show its output until it ends, and return its exit code.
+    """Run this command in the background and show its output. When it ends, return its exit code.
 
     Raises:
-        ConfigError: The configuration has mistakes.
+        ConfigError: The configuration has errors.
         StorageError: ``run.dir`` cannot be written.
     """
     from persia.launch import background
@@ -78,39 +82,48 @@ def follow(file: Path, overrides: Sequence[str]) -> int:
 
 
 def leave_job() -> None:
-    """Forget the job around this process, so that rows are kept in it."""
+    """Remove the variables of the surrounding job, so that this process keeps the rows itself."""
     for name in _JOB:
         os.environ.pop(name, None)
     reload_env()
+
+
+def synchronise_cuda() -> None:
+    """Make this process and its children wait for each GPU operation. Must run before torch initializes CUDA."""
+    os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
+    import torch
+
+    torch.backends.cudnn.benchmark = False
+    if not torch.cuda.is_available():
+        _logger.warning("--sync-cuda has no effect: there is no GPU")
 
 
 def name_of(run: Path | None, config: Config) -> str:
     """Return the name of the run that is resumed with several ranks.
 
     Raises:
-        UsageError: There is none, it was not trained by ranks, or it is not in ``run.dir``.
+        UsageError: The run does not exist, it was not trained by ranks, or it is not in ``run.dir``.
     """
     from persia.trainer.run_folder import FACTS, find_run
 
     parent = Path(config.run.dir).expanduser().absolute()
     if run is None and config.run.name is None:
         error = UsageError("--nproc with --resume: which run? The newest one may be of one process")
-        error.hint = f"give its folder: --resume {Path(config.run.dir) / 'NAME'}"
+        error.hint = f"specify its folder: --resume {shlex.quote(str(Path(config.run.dir) / 'NAME'))}"
         raise error
     found = find_run(parent / str(config.run.name) if run is None else run)
     if "checkpoints" not in found.read_json(FACTS):
         error = UsageError(f"{found.shown}: the run was trained in one process; ranks cannot continue it")
-        error.hint = f"continue it without --nproc: --resume {found.shown}"
+        error.hint = f"continue it without --nproc: --resume {shlex.quote(found.shown)}"
         raise error
     if found.path.parent != parent:
-        raise UsageError(
-            f"{found.shown}: the run is not in run.dir, which is {parent}; give --set run.dir={found.path.parent}"
-        )
+        key = shlex.quote(f"run.dir={found.path.parent}")
+        raise UsageError(f"{found.shown}: the run is not in run.dir, which is {parent}; use --set {key}")
     return found.path.name
 
 
 def test(config: Config, file: Path, nproc: int | None, *, replace_rows: bool) -> int:
-    """Test a configuration with one batch: in this process, on ranks, or on the servers of the job around it."""
+    """Test a configuration with one batch, in this process, on several ranks, or on the surrounding job's servers."""
     from persia.launch import ranks
     from persia.trainer import one_batch
 
@@ -137,7 +150,7 @@ def _check_servers(*, replace_rows: bool) -> None:
 
     Raises:
         UsageError: A rank of the job runs, or the servers hold rows.
-        UnreachableError: NATS, or a part of the job, is not there.
+        UnreachableError: NATS or a process of the job is missing.
     """
     from persia.doctor import job_status
     from persia.doctor.services import missing_parts
@@ -168,21 +181,22 @@ def _check_servers(*, replace_rows: bool) -> None:
 
 
 def sweep(file: Path, overrides: Sequence[str], options: Sequence[str], *, confirmed: bool) -> int:
-    """Run the trials of a sweep, print a table of them by their metric, and return the exit code."""
+    """Run the trials of a sweep, print them in a table ordered by metric, and return the exit code."""
     from persia.trainer import sweep as sweeps
 
     if settings.nats_url is not None:
         error = UsageError("--sweep trains in this process, but PERSIA_NATS_URL is set")
-        error.hint = "give --local as well, to keep the rows in this process"
+        error.hint = "add --local, to keep the rows in this process"
         raise error
     count = len(sweeps.grid(options))
     if count > sweeps.MANY and not confirmed:
         error = UsageError(f"--sweep: {count} trials, more than {sweeps.MANY}")
-        error.hint = "give fewer values, or confirm it: --yes"
+        error.hint = "specify fewer values, or confirm it: --yes"
         raise error
     found = sweeps.trials(file, overrides, options)
     given = "".join(f" --set {shlex.quote(each)}" for each in overrides)
     swept = "".join(f" --sweep {shlex.quote(each)}" for each in options)
+    command = f"persia train {shlex.quote(str(file))}{given}"
     done = 0
     try:
         for done, trial in enumerate(found):
@@ -192,12 +206,12 @@ def sweep(file: Path, overrides: Sequence[str], options: Sequence[str], *, confi
     except (KeyboardInterrupt, SystemExit) as error:
         code = error.code if isinstance(error, SystemExit) else ExitCode.INTERRUPTED
         typer.echo(f"interrupted in trial {done + 1} of {count}; finished trials are not repeated", err=True)
-        typer.echo(f"next:  persia train {file}{given}{swept}{' --yes' if confirmed else ''}", err=True)
+        typer.echo(f"next:  {command}{swept}{' --yes' if confirmed else ''}", err=True)
         return int(code or 0)
     best = _show_trials(sweeps.ranked(found), sweeps.metric_of(found[0].config))
     if best is not None:
         chosen = "".join(f" --set {shlex.quote(each)}" for each in best)
-        typer.echo(f"next: persia train {file}{given}{chosen}")
+        typer.echo(f"next: {command}{chosen}")
     return next((trial.code for trial in found if trial.status == "failed"), 0)
 
 

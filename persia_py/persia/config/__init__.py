@@ -1,8 +1,8 @@
 """``persia.yml``: one file for data, features, model and training.
 
-* :func:`load_config`: read and check a file, with all mistakes in one error
-* :func:`validate_config`: the mistakes of a file or of a dictionary, as a list
-* :class:`Config`: the blocks, typed; ``docs/configuration.md`` is generated from them
+* :func:`load_config`: read and check a file, with all errors in one error
+* :func:`validate_config`: the errors of a file or of a dictionary, as a list
+* :class:`Config`: the typed blocks, from which ``docs/configuration.md`` is generated
 """
 
 from persia.config.blocks import Config

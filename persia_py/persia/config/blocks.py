@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 from typing_extensions import Self
 
+from persia.config.block import Block
+from persia.config.operations import BudgetBlock, DistBlock, FsdpBlock, MemoryBlock, PriceBlock, SpotBlock
 from persia.runtime.settings import MAX_STALENESS
 from persia_core.features import Features
 
@@ -17,62 +19,68 @@ Paths = str | list[str]
 ColumnType = Literal["int64", "float64", "string", "bool", "timestamp", "date"]
 
 
-class Block(BaseModel):
-    """A block of keys. Unknown keys are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
 class SplitBlock(Block):
     """How the rows of ``data.train`` are divided into the parts train, valid and test."""
 
     by: Literal["hash", "time", "file"] = "hash"
-    """``hash``: by a hash of ``group``, or of the file's name and the row's number. ``time``: by ``column``. ``file``:
-    the files of ``data.train``, ``data.valid`` and ``data.test`` are the parts."""
+    """``hash``: by a hash of ``group``, or of the file name and the row number. ``time``: by ``column``. ``file``: the
+    files of ``data.train``, ``data.valid`` and ``data.test`` are the parts."""
     fractions: tuple[Fraction, Fraction, Fraction] = (0.8, 0.1, 0.1)
     """With ``hash``: the shares of train, valid and test; their sum is 1."""
     group: str | None = None
     """With ``hash``: a column, such as the user. Rows with equal values are in the same part."""
     column: str | None = None
-    """With ``time``: the column of the time."""
+    """With ``time``: the column that holds the time."""
     valid: str | int | float | None = None
-    """With ``time``: the first time of valid, such as 2024-05-01. It is a number only if the column has numbers."""
+    """With ``time``: the start of valid, such as 2024-05-01. It is a number only if the column has numbers."""
     test: str | int | float | None = None
-    """With ``time``: the first time of test, in the same form as ``valid``."""
+    """With ``time``: the start of test, in the same form as ``valid``."""
     seed: Seed = 0
     """With ``hash``: the seed of the hash."""
 
 
 class DataBlock(Block):
-    """Where rows come from."""
+    """The source of the rows."""
 
     train: Paths
     """Files, folders, globs or ``s3://`` addresses; relative paths are relative to the folder of ``persia.yml``."""
     valid: Paths | None = None
-    """Files of the valid part. None: ``split`` takes its rows from ``train``."""
+    """Files of the validation set. None: ``split`` takes its rows from ``train``."""
     test: Paths | None = None
-    """Files of the test part. None: ``split`` takes its rows from ``train``."""
+    """Files of the test set. None: ``split`` takes its rows from ``train``."""
     format: Literal["parquet", "csv", "tsv", "ipc"] | None = None
-    """The format of the files. None: the ending of the first file's name determines it."""
+    """The format of the files. None: the extension of the first file determines it."""
     preset: Literal["criteo"] | None = None
     """``criteo``: tab-separated files without a header, with the columns label, I1 to I13, C1 to C26."""
     columns: dict[str, ColumnType] = Field(default_factory=dict)
-    """The types of columns of text files. Columns that are not named are strings."""
+    """The types of the columns of text files. Columns that are not listed are strings."""
     header: list[str] | None = None
-    """The names of the columns of text files whose first line has none."""
+    """The names of the columns, for text files whose first line is not a header."""
     split: SplitBlock = SplitBlock()
     """How ``train`` is divided."""
     shuffle: bool = True
-    """Shuffle the rows of train, in a new order for each epoch."""
+    """Shuffle the training rows, in a new order for each epoch."""
     window_rows: Annotated[int, Field(ge=1)] = 1 << 18
-    """The number of rows that are shuffled together. More rows shuffle better and take more memory."""
+    """The number of rows that are shuffled together. A larger value shuffles better and uses more memory."""
     batch_size: Annotated[int, Field(ge=1)] = 4096
-    """The number of rows of a batch, over all ranks. With ``train.accumulate``, a step has several batches."""
+    """The number of rows in a batch, over all ranks. With ``train.accumulate``, a step has several batches."""
     epochs: Annotated[int, Field(ge=1)] = 1
-    """The number of passes over the rows of train."""
+    """The number of passes over the training rows."""
+    workers: Annotated[int, Field(ge=1, le=256)] = 1
+    """The number of threads that convert training rows to ids and floats, in the trainer, or in a job in each
+    data-compose. Arrow uses separate threads to read and decode files. Batches and their order do not depend on it."""
+    prefetch: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """The number of batches that are prepared ahead of training; in a job, by each data-compose. Each worker prepares
+    one more. None: 4, in a job 10."""
+    persistent: bool = True
+    """Keep the threads of ``workers`` for the whole run. With ``false`` they end with each epoch: the last batch of an
+    epoch is ready before the first row of the next is converted."""
+    pin: bool = True
+    """Copy batches to a GPU through page-locked memory, which is reused for later batches. Only ``true`` is allowed.
+    Without a GPU it has no effect."""
     synthetic: bool = False
-    """Train on rows that are drawn at random from the first batches, and read nothing more: whether the data limits the
-    speed. Such a run is below ``synthetic`` in ``run.dir``. Not in a job."""
+    """Train on rows that are drawn at random from the first batches, without reading more data. This shows whether the
+    data limits the speed. Such a run is below ``synthetic`` in ``run.dir``. Not allowed in a job."""
 
 
 class OptimizerBlock(BaseModel):
@@ -81,11 +89,11 @@ class OptimizerBlock(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
     name: str
-    """Of rows: ``adagrad``, ``adam``, ``sgd``. Of the model: ``adam``, ``adamw``, ``adagrad``, ``sgd``."""
+    """For rows: ``adagrad``, ``adam``, ``sgd``. For the model: ``adam``, ``adamw``, ``adagrad``, ``sgd``."""
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The other keys."""
+        """The other keys, which are the arguments of the optimizer."""
         return dict(self.__pydantic_extra__ or {})
 
 
@@ -95,25 +103,25 @@ class ModelBlock(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, populate_by_name=True, use_attribute_docstrings=True)
 
     name: str | None = None
-    """``dlrm`` or ``dcnv2``."""
+    """``dlrm``, ``dcnv2``, ``autoint``, or ``tiny`` for tests: one linear layer."""
     class_: Annotated[str | None, Field(alias="class")] = None
-    """A model of your own as ``module:Class``. The module is imported from the folder of ``persia.yml``."""
+    """Your own model as ``module:Class``. The module is imported from the folder of ``persia.yml``."""
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The other keys."""
+        """The other keys, which are the arguments of the model."""
         return dict(self.__pydantic_extra__ or {})
 
 
 class EarlyStopBlock(Block):
-    """Stop when a metric of the valid part no longer improves, and keep the model of the best evaluation."""
+    """Stops training when a metric of the validation set no longer improves. Keeps the model of the best evaluation."""
 
     metric: Literal["auc", "log_loss", "ne", "gauc", "loss"] = "auc"
     """The metric that must improve: a metric of the first label, or ``loss``, the loss of all labels together."""
     patience: Annotated[int, Field(ge=1)] = 3
     """The number of evaluations without an improvement after which training stops."""
     min_delta: Annotated[float, Field(ge=0)] = 0.0
-    """The smallest difference that counts as an improvement."""
+    """The minimum difference that counts as an improvement."""
 
 
 class TrainBlock(Block):
@@ -122,39 +130,39 @@ class TrainBlock(Block):
     embedding_optimizer: OptimizerBlock = OptimizerBlock(name="adagrad")
     """The optimizer of rows."""
     dense_optimizer: OptimizerBlock = OptimizerBlock(name="adam")
-    """The optimizer of the model's weights."""
+    """The optimizer of the weights of the model."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How both learning rates change over all epochs, after ``warmup``."""
+    """The schedule of both learning rates over all epochs, after ``warmup``."""
     warmup: Annotated[int, Field(ge=0)] = 0
     """The number of steps in which both learning rates rise from 0."""
     clip_norm: Annotated[float, Field(gt=0)] | None = None
-    """The largest norm of the gradient of the model's weights. Gradients of embeddings are not clipped."""
+    """The maximum norm of the gradient of the model's weights. Gradients of embeddings are not clipped."""
     accumulate: Annotated[int, Field(ge=1)] = 1
-    """The number of batches of a step. Their gradients are added up, for model and rows: the result is that of one
-    batch of ``accumulate * data.batch_size`` rows, except for rounding. Only one batch at a time is in the model."""
+    """The number of batches in a step. Their gradients are added up, for model and rows. The result equals that of one
+    batch of ``accumulate * data.batch_size`` rows, except for rounding. The model runs on one batch at a time."""
     micro_batch: Annotated[int, Field(ge=1)] | None = None
-    """The number of rows that a rank gives the model at a time, to save memory; gradients are added up over the batch.
-    None: the whole batch. If memory runs out, all ranks halve it together."""
+    """The number of rows on which the model runs at a time on a rank, to save memory; gradients are added up over the
+    batch. None: the whole batch. If memory runs out, all ranks halve it together."""
     nonfinite: Literal["raise", "skip"] = "raise"
-    """What happens at NaN or infinity in the loss or a gradient: training ends, or all ranks skip the step. Model and
-    rows stay as they are. With ``precision: fp16``, gradients that overflow always skip the step."""
+    """What happens if the loss or a gradient is NaN or infinite: training ends, or all ranks skip the step. Model and
+    rows do not change. With ``precision: fp16``, gradients that overflow always skip the step."""
     detect_anomaly: bool = False
-    """Let torch find the operation whose gradient has NaN. Training is several times as slow."""
+    """Let torch find the operation whose gradient has NaN. Training is several times slower."""
     staleness: Annotated[int, Field(ge=1, le=MAX_STALENESS)] = 4
-    """When a look-up is served, at most ``staleness - 1`` pushes are in flight."""
+    """The maximum staleness of look-ups: when a look-up is served, at most ``staleness - 1`` pushes are in flight."""
     reproducible: bool = False
-    """Runs with equal configuration and data give bit-identical results. ``staleness`` is 1."""
+    """Give bit-identical results for runs with equal configuration and data. ``staleness`` is then 1."""
     seed: Seed = 0
     """The seed of the initial weights of the model and of the rows, and of the order of the data."""
     threads: Annotated[int, Field(ge=1)] = 1
     """The number of threads that torch uses for the model."""
     start_from: str | None = None
-    """A checkpoint of ``persia ckpt import``, with whose rows a new run starts. In a job, below ``PERSIA_CKPT_DIR``.
-    None: new rows."""
+    """A checkpoint written by ``persia ckpt import``. A new run starts from its rows. In a job, it must be below
+    ``PERSIA_CKPT_DIR``. None: new rows."""
     evaluate_every: Annotated[int, Field(ge=1)] | None = None
-    """Steps between evaluations of the valid part. None: ten evaluations in a run, at least one in each epoch."""
+    """Steps between evaluations on the validation set. None: ten evaluations in a run, at least one in each epoch."""
     early_stop: EarlyStopBlock | None = None
-    """When to stop early. None: training ends after all epochs."""
+    """The condition for stopping early. None: training ends after all epochs."""
     metrics: list[Literal["auc", "log_loss", "ne", "calibration", "gauc"]] = Field(
         default_factory=lambda: ["auc", "log_loss", "ne", "calibration"]  # type: ignore[arg-type]
     )
@@ -162,18 +170,25 @@ class TrainBlock(Block):
     gauc_group: str | None = None
     """The column whose values are the groups of ``gauc``, such as the user."""
     weight: str | None = None
-    """The column of a weight for each row, in the loss and in the metrics."""
+    """The column that holds a weight for each row, used in the loss and in the metrics."""
 
 
 class CheckpointBlock(Block):
-    """What is saved while training."""
+    """The checkpoints of a run."""
 
     dir: str | None = None
-    """The folder of the checkpoints. None: ``checkpoints`` in the run's folder."""
+    """The folder of the checkpoints, or an address such as ``s3://bucket/prefix``, to which the trainer and every
+    server write. None: ``checkpoints`` in the run's folder. In a job only an address has an effect."""
     every: Annotated[int, Field(ge=1)] = 1000
     """Steps between checkpoints. A checkpoint is always written at the end of training."""
     keep: Annotated[int, Field(ge=1)] = 3
     """The number of checkpoints that are kept, in addition to the best one."""
+    keep_days: Annotated[float, Field(gt=0, le=36_500)] | None = None
+    """The maximum age of a checkpoint in days. Older ones are deleted too, except the newest and the best. None: no
+    limit."""
+    verify: bool = False
+    """Read each checkpoint after it is written, and compare every hash. A checkpoint whose hashes differ counts as
+    failed."""
     upload_to: str | None = None
     """An address such as ``s3://bucket/prefix`` to which each checkpoint is uploaded."""
     allow_previous: bool = False
@@ -181,49 +196,39 @@ class CheckpointBlock(Block):
     refused."""
 
 
-class DistBlock(Block):
-    """How several ranks average the gradients of the dense model. With one rank it has no effect."""
-
-    backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """``auto``: ``nccl`` with GPUs, ``gloo`` without; the log says which."""
-    timeout_s: Annotated[float, Field(gt=0, le=86_400)] | None = None
-    """Seconds that a rank may wait for others in a collective; then the rank that is waited for is named, and the run
-    ends with 70. The time in which all ranks compute, and that at a breakpoint, do not count. None: a day, since
-    ``PERSIA_HANG_TIMEOUT`` finds a hang sooner."""
-    interface: str | None = None
-    """The network interface of each host, such as ``eth0``. None: that of the address of the host."""
-
-
 class NcclBlock(Block):
     """Settings of NCCL: environment variables of the ranks. A variable of the environment overrides its key."""
 
     debug: Literal["VERSION", "WARN", "INFO", "TRACE"] | None = None
-    """``NCCL_DEBUG``: what NCCL logs."""
+    """``NCCL_DEBUG``: the log level of NCCL."""
     debug_subsys: str | None = None
     """``NCCL_DEBUG_SUBSYS``: the parts that log, such as ``INIT,NET`` or ``ALL``."""
     ib_disable: bool | None = None
     """``NCCL_IB_DISABLE``: use TCP instead of InfiniBand."""
     socket_ifname: str | None = None
-    """``NCCL_SOCKET_IFNAME``: interfaces by the first letters of their names, ``=eth0`` exactly, ``^lo`` all but these.
-    None: ``dist.interface``."""
+    """``NCCL_SOCKET_IFNAME``: the prefix of interface names; ``=eth0`` matches exactly, ``^lo`` excludes. None:
+    ``dist.interface``."""
     topo_file: str | None = None
     """``NCCL_TOPO_FILE``: a topology file. A relative path is relative to the folder of ``persia.yml``."""
 
 
 class ProfileBlock(Block):
-    """Record some steps of training: their times, and a trace that TensorBoard and Perfetto open.
+    """Records some steps of training: their times, and a trace that TensorBoard and Perfetto can open.
 
-    ``persia train --profile`` adds the block with its defaults. ``persia profile report RUN`` shows what limits it.
+    ``persia train --profile`` adds the block with its defaults. ``persia profile report RUN`` shows the bottleneck of
+    the run.
     """
 
     wait: Annotated[int, Field(ge=0)] = 5
-    """The number of steps at the start that are left out."""
+    """The number of steps at the start that are not recorded."""
     warmup: Annotated[int, Field(ge=0)] = 5
-    """The number of steps after these in which torch's profiler runs and nothing is kept."""
+    """The number of following steps in which torch's profiler runs but its results are discarded."""
     active: Annotated[int, Field(ge=1)] = 20
     """The number of steps that are recorded."""
     stack: bool = False
-    """Record the Python stack of each operation in the trace. It slows the recorded steps down."""
+    """Record the Python stack of each operation in the trace. This slows down the recorded steps."""
+    memory: bool = False
+    """Also record which operations allocate memory. ``persia profile memory RUN`` shows the table."""
 
 
 class RunBlock(Block):
@@ -244,8 +249,8 @@ class Use:
     """A column that a key of the file reads.
 
     Attributes:
-        column: The column.
-        by: The key, such as ``features.price``.
+        column: The name of the column.
+        by: The key that reads it, such as ``features.price``.
         place: Where the key is: ``persia.yml:18``, or the ``--set`` that gave it.
     """
 
@@ -259,8 +264,8 @@ class Origin:
     """Where the keys of a configuration are, for messages about its data.
 
     Attributes:
-        places: The place of each feature and label, by ``features.NAME`` and ``labels.NAME``; and of the model, its
-            arguments and the items of their lists, by ``model``, ``model.KEY`` and ``model.KEY[0]``.
+        places: The place of each feature and label, under ``features.NAME`` and ``labels.NAME``; and that of the model,
+            its arguments and the items of their lists, under ``model``, ``model.KEY`` and ``model.KEY[0]``.
         uses: The columns that are read.
         overrides: The texts after ``--set``.
     """
@@ -270,7 +275,7 @@ class Origin:
     overrides: Sequence[str] = ()
 
     def used_by(self) -> dict[str, list[str]]:
-        """Return what reads each column, as messages have it."""
+        """Return the key and place that read each column, in the form of messages."""
         found: dict[str, list[str]] = {}
         for use in self.uses:
             found.setdefault(use.column, []).append(f"{use.by} ({use.place})")
@@ -281,11 +286,11 @@ class Config(Block):
     """A complete ``persia.yml``."""
 
     data: DataBlock
-    """Where rows come from."""
+    """The source of the rows."""
     features: dict[str, Any]
-    """See docs/transforms.md."""
+    """The features: see docs/transforms.md."""
     labels: dict[str, Any]
-    """See docs/transforms.md."""
+    """The labels: see docs/transforms.md."""
     model: ModelBlock = ModelBlock(name="dcnv2")
     """The model."""
     train: TrainBlock = TrainBlock()
@@ -294,21 +299,31 @@ class Config(Block):
     """The precision of the model's forward in training: with ``bf16`` and ``fp16``, torch's autocast computes matrix
     products in that type. ``fp16`` also scales the loss. Weights, embeddings and evaluations are float32."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    """How several ranks train the model. ``ddp``: each has all weights. ``fsdp``: gradients, the optimizer's state, and
-    between steps the weights are sharded over the ranks. Checkpoints are the same."""
+    """How several ranks train the model. ``ddp``: each rank has all weights. ``fsdp``: gradients, optimizer state and,
+    between steps, weights are sharded over the ranks. Both write the same checkpoints."""
     checkpoint: CheckpointBlock = CheckpointBlock()
-    """What is saved while training."""
+    """Checkpoints of a run."""
     run: RunBlock = RunBlock()
     """The folder of a run, and its output."""
+    fsdp: FsdpBlock = FsdpBlock()
+    """How the model is sharded with ``parallel: fsdp``."""
     dist: DistBlock = DistBlock()
     """How several ranks average dense gradients."""
     nccl: NcclBlock = NcclBlock()
     """Settings of NCCL."""
     profile: ProfileBlock | None = None
     """Which steps are recorded. None: none."""
+    memory: MemoryBlock | None = None
+    """How memory is logged. None: memory is not logged."""
+    spot: SpotBlock | None = None
+    """Where the termination of a spot instance is announced. None: nothing is polled."""
+    price: PriceBlock | None = None
+    """Where the price of instances is polled. None: it is not polled."""
+    budget: BudgetBlock | None = None
+    """The limit on the cost of the run. None: there is no limit."""
     env: dict[str, str | None] = Field(default_factory=dict)
-    """Environment variables that the model or the data needs. A variable without a value (``NAME:``) must be set
-    outside, such as a secret: a run keeps a copy of this file."""
+    """Environment variables that the model or the data needs. A variable without a value (``NAME:``) must be set in the
+    environment. Use this for secrets, because a run keeps a copy of this file."""
 
     _folder: Path = PrivateAttr()
     _compiled: Features = PrivateAttr()
@@ -322,12 +337,12 @@ class Config(Block):
 
     @property
     def is_located(self) -> bool:
-        """Whether it was read from a file, and not built by a program."""
+        """Whether the configuration was read from a file, and not built by a program."""
         return self.__pydantic_private__ is not None and "_folder" in self.__pydantic_private__
 
     @property
     def folder(self) -> Path:
-        """The folder of the file, to which paths of data are relative."""
+        """The folder of the file. Paths of data are relative to it."""
         return self._folder
 
     @property
@@ -342,7 +357,7 @@ class Config(Block):
 
     @property
     def origin(self) -> Origin:
-        """Where its keys are."""
+        """Where the keys of the file are."""
         return self._origin
 
     def __eq__(self, other: object) -> bool:
@@ -352,7 +367,7 @@ class Config(Block):
     __hash__ = None  # type: ignore[assignment]  # keys hold lists
 
     def located(self, folder: Path, compiled: Features, described: str, origin: Origin) -> Self:
-        """Return this configuration with the information that :func:`load_config` has in addition to the keys."""
+        """Return this configuration with the information that :func:`load_config` adds to the keys."""
         self._folder, self._compiled, self._described, self._origin = folder, compiled, described, origin
         return self
 
@@ -365,5 +380,5 @@ class Config(Block):
         return self.model_copy(update=blocks).located(self.folder, self.compiled, self.described, self.origin)
 
 
-RESERVED = ("memory", "spot", "budget", "serving", "publish")
-"""Blocks that are reserved for later versions."""
+RESERVED = ("serving", "publish")
+"""Block names that are reserved for later versions."""

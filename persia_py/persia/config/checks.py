@@ -7,19 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from persia.config.blocks import SplitBlock
+from persia.config.checker import Checker, node_at
 from persia.config.findings import Findings, near
+from persia.config.operation_checks import Operations
 from persia.runtime.criteo import CRITEO_HEADER
-from persia.runtime.files import is_url
+from persia.runtime.errors import UsageError
+from persia.runtime.files import is_url, shown_url
+from persia.runtime.places import Url, check_scheme
 from persia.runtime.yaml_tree import Entries, Items, Node, Place, Scalar, number
 from persia_core.features import Features
 
 _SPLIT_KEYS = {"hash": ("fractions", "group", "seed"), "time": ("column", "valid", "test"), "file": ()}
-"""The keys of ``data.split``, apart from ``by``, that have a meaning."""
+"""The keys of ``data.split``, apart from ``by``, that each method reads."""
 _LAYERS = ("bottom_mlp", "top_mlp", "deep_mlp")
-"""Arguments of built-in models that are sizes of layers."""
+"""Arguments of built-in models that are layer sizes."""
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PLACES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "REPLICA_INDEX", "REPLICA_SIZE", "GPU_NUM", "PYTHONPATH"}
-"""Variables that are read when a process starts."""
+"""Variables that take effect only when a process starts."""
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 
 
@@ -28,17 +32,18 @@ def check(root: Entries, values: Mapping[str, Any], features: Features | None, f
 
     Args:
         root: The tree of the file, with overrides.
-        values: The blocks that were read; a value with a mistake is None.
-        features: The features and labels; None if they have mistakes.
-        findings: Gets the mistakes and warnings.
+        values: The parsed blocks; a value with an error is None.
+        features: The features and labels; None if they have errors.
+        findings: Collects the errors and warnings.
     """
     checks = _Checks(root, values, findings)
     checks.check_split()
     checks.check_files()
+    checks.check_workers()
     checks.check_training()
     checks.check_run()
     checks.check_env()
-    checks.check_dist()
+    Operations(root, values, findings).check()
     checks.check_columns(features)
     checks.check_leaks()
     checks.check_micro_batch()
@@ -48,12 +53,12 @@ def check(root: Entries, values: Mapping[str, Any], features: Features | None, f
 
 @dataclass(frozen=True)
 class ColumnUse:
-    """A column that something reads.
+    """A column and the key that reads it.
 
     Attributes:
-        column: The column.
+        column: The name of the column.
         by: The key that names it, such as ``features.price.column``.
-        place: Where that is.
+        place: The place of that key.
         of: The feature, the label or the key that reads it, such as ``features.price``.
     """
 
@@ -64,7 +69,7 @@ class ColumnUse:
 
 
 def uses_of(root: Entries) -> Iterator[ColumnUse]:
-    """Yield the columns that features, labels, the split and the training of a tree read."""
+    """Yield the columns that features, labels, the split and the training block read."""
     for block in ("features", "labels"):
         node = root.get(block)
         for key, one in node.entries if isinstance(node, Entries) else []:
@@ -81,41 +86,19 @@ def uses_of(root: Entries) -> Iterator[ColumnUse]:
             if block == "features" and isinstance(weights, Scalar):
                 yield ColumnUse(weights.text, f"{path}.weights", weights.place, path)
     for path in ("data.split.group", "data.split.column", "train.gauc_group", "train.weight"):
-        node = _node_at(root, path)
+        node = node_at(root, path)
         if isinstance(node, Scalar) and not node.is_null:
             yield ColumnUse(node.text, path, node.place, path)
 
 
-def _node_at(root: Node, path: str) -> Node | None:
-    """Return the value of a key; None if the file does not have it."""
-    node: Node | None = root
-    for key in path.split("."):
-        node = node.get(key) if isinstance(node, Entries) else None
-    return node
-
-
-class _Checks:
+class _Checks(Checker):
     def __init__(self, root: Entries, values: Mapping[str, Any], findings: Findings) -> None:
-        self._root, self._findings = root, findings
+        super().__init__(root, values, findings)
         self._data: Mapping[str, Any] = values.get("data") or {}
         self._train: Mapping[str, Any] = values.get("train") or {}
-        self._values = values
-
-    def _node(self, path: str) -> Node | None:
-        """Return the value of a key; None if the file does not have it."""
-        return _node_at(self._root, path)
-
-    def _place(self, path: str) -> Place:
-        """Return the place of a key, or of the innermost block around it."""
-        while path and (node := self._node(path)) is None:
-            path = path.rpartition(".")[0]
-        return node.place if path and node is not None else self._root.place
-
-    def _error(self, path: str, message: str) -> None:
-        self._findings.error(self._place(path), path, message)
 
     def check_split(self) -> None:
-        """Check that the keys are those of the method of the split, and that there are rows to divide."""
+        """Check that the keys fit the split method, and that there are rows to divide."""
         split = self._data.get("split")
         if not split or split["by"] is None:
             return
@@ -127,7 +110,7 @@ class _Checks:
             self._error(f"data.split.{key}", f"found together with `by: {by}`; allowed: with `by: {other}` only")
         own = {part for part in ("valid", "test") if self._data.get(part) is not None}
         if by == "file" and not own:
-            self._error("data.split.by", "found `file`, but neither data.valid nor data.test; give one of them")
+            self._error("data.split.by", "found `file`, but neither data.valid nor data.test; set one of them")
         if by != "file" and len(own) == 2 and self._is_given("data.split", SplitBlock().model_dump(), split):
             self._error("data.split", "found together with data.valid and data.test, so no rows are divided: remove it")
         if by == "hash":
@@ -164,7 +147,9 @@ class _Checks:
         first, second = bounds["valid"], bounds["test"]
         if first is not None and second is not None:
             if isinstance(first, str) != isinstance(second, str):
-                self._error("data.split.test", f"found {second!r} with valid: {first!r}; want two times of one kind")
+                self._error(
+                    "data.split.test", f"found {second!r} with valid: {first!r}; expected two times of one kind"
+                )
             elif second < first:
                 self._error("data.split.test", f"found {second!r}, which is before valid ({first!r})")
 
@@ -186,6 +171,17 @@ class _Checks:
         if repeated:
             self._error("data.header", f"`{repeated[0]}` appears twice; each column has one name")
 
+    def check_workers(self) -> None:
+        """Check the keys for reading ahead."""
+        data = self._data
+        if data.get("pin") is False:
+            message = "found `false`, allowed: true: a batch always goes to a GPU through page-locked memory"
+            self._error("data.pin", f"{message}; remove the key")
+        if data.get("persistent") is False and data.get("workers") == 1:
+            self._warn("data.persistent", "has no effect with `workers: 1`, which starts no threads")
+        if data.get("synthetic") and (data.get("workers") or 1) > 1:
+            self._warn("data.workers", "has no effect with `synthetic: true`, which converts no rows")
+
     def check_training(self) -> None:
         """Check the metrics, early stopping, the learning-rate schedule, and the reproducible mode."""
         train, metrics = self._train, self._train.get("metrics")
@@ -204,7 +200,8 @@ class _Checks:
             message = f"found `{stop['metric']}`, but the first label, `{label}`, has `loss: mse`; allowed: loss"
             self._error("train.early_stop.metric", message)
         if stop and not self._has_valid():
-            self._error("train.early_stop", "there is no valid part to evaluate on: give data.valid, or a share of it")
+            message = "there is no validation set to evaluate on: set data.valid, or its share in data.split"
+            self._error("train.early_stop", message)
         for key in ("embedding_optimizer", "dense_optimizer"):
             chosen = train.get(key) or {}
             if chosen.get("nesterov") and not (chosen.get("momentum") and chosen.get("dampening") == 0):
@@ -215,7 +212,7 @@ class _Checks:
             self._findings.warn(staleness.place, "train.staleness", message)
 
     def _first_label(self) -> str | None:
-        """Return the name of the first label if it is not one of 0 and 1."""
+        """Return the name of the first label if its values are not 0 and 1."""
         labels = self._node("labels")
         if not isinstance(labels, Entries) or not labels.entries:
             return None
@@ -232,7 +229,7 @@ class _Checks:
         return bool(split["by"] == "time" and split["valid"] is not None)
 
     def check_run(self) -> None:
-        """Check the names and places of files that are read and written."""
+        """Check the names and paths of files that are read and written."""
         for path in ("data.train", "data.valid", "data.test", "run.dir", "checkpoint.dir"):
             node = self._node(path)
             for one in node.items if isinstance(node, Items) else [node]:
@@ -243,11 +240,18 @@ class _Checks:
         if name is not None and (not _RUN_NAME.fullmatch(name) or name == "LATEST"):
             self._error("run.name", f"found `{name}`, allowed: letters, digits, `.`, `_` and `-`; not LATEST")
         checkpoint: Mapping[str, Any] = self._values.get("checkpoint") or {}
-        for path, place in (("run.dir", run.get("dir")), ("checkpoint.dir", checkpoint.get("dir"))):
-            if place is not None and is_url(place):
-                hint = "checkpoint.upload_to has the address to which saves are copied"
-                self._error(path, f"found `{place}`, allowed: a folder; {hint}")
-        upload = checkpoint.get("upload_to")
+        if is_url(run.get("dir") or ""):
+            hint = "checkpoint.dir may be an address such as s3://bucket/prefix"
+            self._error("run.dir", f"found `{run['dir']}`, allowed: a folder; {hint}")
+        saves, upload = checkpoint.get("dir"), checkpoint.get("upload_to")
+        if saves is not None and is_url(saves):
+            try:
+                check_scheme(Url(saves))
+            except UsageError:
+                allowed = "a folder, or an address such as s3://bucket/prefix"
+                self._error("checkpoint.dir", f"found `{shown_url(saves)}`, allowed: {allowed}")
+            if upload is not None:
+                self._error("checkpoint.upload_to", f"checkpoints are at `{saves}` already; remove one of the two keys")
         if upload is not None and not is_url(upload):
             self._error("checkpoint.upload_to", f"found `{upload}`, allowed: an address such as s3://bucket/prefix")
 
@@ -258,7 +262,7 @@ class _Checks:
             self._findings.error(node.place, path, f"found `{node.text}`, but there is no such user's folder")
 
     def check_env(self) -> None:
-        """Names of variables are those of a shell, and none that places the process in its job."""
+        """Check that names are valid in a shell, and that no variable changes the place of the process in its job."""
         for name in self._values.get("env") or {}:
             if not _VARIABLE.fullmatch(name):
                 self._error(
@@ -267,17 +271,8 @@ class _Checks:
             elif name.startswith("PERSIA_") or name in _PLACES:
                 self._error(f"env.{name}", "is read before this file: set it in the environment of the process")
 
-    def check_dist(self) -> None:
-        """Settings of NCCL need NCCL."""
-        dist, nccl = self._values.get("dist") or {}, self._node("nccl")
-        if dist.get("backend") == "gloo" and nccl is not None and not nccl.is_null:
-            self._findings.warn(nccl.place, "nccl", "has no effect with `dist.backend: gloo`: remove one of them")
-        given, key = self._values.get("nccl") or {}, "nccl.debug_subsys"
-        if given.get("debug_subsys") is not None and given.get("debug") is None:
-            self._findings.warn(self._place(key), key, "has no effect without nccl.debug")
-
     def check_columns(self, features: Features | None) -> None:
-        """Check that every column that is read exists, as far as the file declares the columns."""
+        """Check that every column that is read exists, if the file declares its columns."""
         given = CRITEO_HEADER if self._data.get("preset") == "criteo" else self._data.get("header")
         header: list[str] = [*(given or ())]
         uses = [*uses_of(self._root)]
@@ -296,15 +291,15 @@ class _Checks:
                 self._findings.warn(name.place, f"data.columns.{name.text}", message)
 
     def check_leaks(self) -> None:
-        """Check that no feature, group or weight is the column of a label, which is unknown when the model is used."""
+        """Check that no feature, group or weight reads the column of a label, which is unknown at prediction time."""
         labels = {use.column: use.by for use in uses_of(self._root) if use.by.startswith("labels.")}
         for use in uses_of(self._root):
             if use.column in labels and not use.by.startswith("labels."):
                 message = f"reads `{use.column}`, the column of `{labels[use.column]}`: the label would be known"
-                self._findings.error(use.place, use.by, f"{message}; give another column, or remove it")
+                self._findings.error(use.place, use.by, f"{message}; choose another column, or remove it")
 
     def check_micro_batch(self) -> None:
-        """Rows at a time are some of a batch."""
+        """Check that ``micro_batch`` is smaller than a batch."""
         rows, batch = self._train.get("micro_batch"), self._data.get("batch_size")
         node = self._node("train.micro_batch")
         if rows is not None and batch is not None and rows >= batch and node is not None:
@@ -312,7 +307,7 @@ class _Checks:
             self._findings.warn(node.place, "train.micro_batch", message)
 
     def check_dims(self) -> None:
-        """Check the sizes of a DLRM: it multiplies embeddings, and the output of its bottom MLP, with each other."""
+        """Check the sizes of a DLRM, which multiplies embeddings, and the output of its bottom MLP, with each other."""
         model = self._values.get("model") or {}
         if model.get("name") != "dlrm":
             return
@@ -325,14 +320,14 @@ class _Checks:
         sizes = {value for value, _ in dims.values()}
         if len(sizes) > 1:
             listed = ", ".join(f"{name} {value:g}" for name, (value, _) in dims.items())
-            message = f"`dlrm` needs features of one dim, found {listed}; give all the same, or use `name: dcnv2`"
+            message = f"`dlrm` needs features of one dim, found {listed}; set the same for all, or use `name: dcnv2`"
             self._error("model.name", message)
         elif sizes and self._has_dense():
             self._check_last("bottom_mlp", model.get("bottom_mlp"), int(min(sizes)), "the dim of the features")
         self._check_last("top_mlp", model.get("top_mlp"), len(self._entries("labels")), "the number of labels")
 
     def check_layers(self) -> None:
-        """Layers of the built-in models have at least one unit."""
+        """Check that layers of the built-in models have at least one unit."""
         for key in _LAYERS if (self._values.get("model") or {}).get("name") else ():
             node = self._node(f"model.{key}")
             for index, item in enumerate(node.items if isinstance(node, Items) else []):
@@ -346,7 +341,7 @@ class _Checks:
         return any(isinstance(kind, Scalar) and kind.text == "dense" for kind in kinds)
 
     def _check_last(self, key: str, layers: object, wanted: int, what: str) -> None:
-        """The last layer of an MLP has the size that follows from other keys."""
+        """Check that the last layer of an MLP has the size that other keys determine."""
         if isinstance(layers, list) and layers and wanted and layers[-1] != wanted:
             self._error(f"model.{key}", f"its last size is {layers[-1]}, allowed: {wanted}, {what}")
 

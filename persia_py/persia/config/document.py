@@ -1,4 +1,4 @@
-"""Read ``persia.yml``: the file, overrides, and where each value came from."""
+"""Reads ``persia.yml``: the file, overrides, and the source of each value."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -27,18 +27,18 @@ class Document:
 
     Attributes:
         name: The name of the file in messages.
-        findings: All mistakes and warnings.
-        tree: All keys in the order of the reference, with defaults. The place of a node is the source of its value.
-        config: The configuration; None if there are mistakes.
+        findings: All errors and warnings.
+        tree: All keys with defaults, in the order of the reference. The place of a node tells the source of its value.
+        config: The configuration; None if there are errors.
     """
 
     def __init__(self, source: str | Node, name: str, folder: Path, overrides: Sequence[str] = ()) -> None:
-        """Read it.
+        """Read and check the document.
 
         Args:
             source: The text of the file, or a tree that a program made.
             name: The name of the file.
-            folder: Its folder.
+            folder: The folder of the file.
             overrides: The texts after ``--set``.
         """
         self.name, self._folder = name, folder
@@ -65,14 +65,14 @@ class Document:
         """Return the configuration.
 
         Raises:
-            ConfigError: There are mistakes; the message has all of them.
+            ConfigError: There are errors; the message has all of them.
         """
         self.findings.raise_if_any()
         assert self.config is not None  # noqa: S101 - there was no mistake
         return self.config
 
     def _read(self, root: Entries, text: str | None, overrides: Sequence[str]) -> None:
-        """Read all blocks of the tree; features and labels from the text, if it still has them."""
+        """Read all blocks of the tree. Features and labels are read from the text, if it is available."""
         reader = Reader(self.findings, self._folder)
         values = reader.read(root)
         features = self._features(root, text, reader.guessed)
@@ -91,7 +91,7 @@ class Document:
         self.config = Config.model_validate(values).located(self._folder, features, Rendered(described).text, origin)
 
     def _origin(self, root: Entries, overrides: Sequence[str]) -> Origin:
-        """Return where features and labels are, and what reads which column."""
+        """Return where features and labels are defined, and which keys read which columns."""
         places = {}
         for block in FREE:
             node = root.get(block)
@@ -102,7 +102,7 @@ class Document:
         return Origin(places, uses, [*overrides])
 
     def _features(self, root: Entries, text: str | None, guessed: Set[str]) -> Features | None:
-        """Return the features and labels, or report their mistakes with their places in the file."""
+        """Return the features and labels, or report their errors with the places in the file."""
         rendered = None
         if text is None:
             free = [(key, node) for key, node in root.entries if key.text in FREE]
@@ -116,7 +116,8 @@ class Document:
                 place = Place(line, column) if rendered is None else rendered.origin(line, column)
                 if path in guessed and root.get(path) is None:
                     continue  # already reported, because an unknown key is probably meant to be this one
-                if path.partition(".")[0] in FREE or not path:  # without a path: YAML that only Rust refuses
+                # an error without a path: YAML that only the Rust parser refuses
+                if path.partition(".")[0] in FREE or not path:
                     self.findings.error(place, path, message)
         return None
 
@@ -133,7 +134,7 @@ def _model_places(root: Entries) -> Iterator[tuple[str, Place]]:
 
 
 def _resolve(values: dict[str, Any], tree: Entries) -> None:
-    """Set the values that follow from others, if the file does not give them."""
+    """Compute the values that follow from other values, unless the file sets them."""
     train: dict[str, Any] = values["train"]
     rows: dict[str, Any] = train["embedding_optimizer"]
     shown = tree.at("train", "embedding_optimizer")
@@ -158,7 +159,7 @@ def load_config(
         folder: The folder to which paths of data, and the user's modules, are relative; None means the file's folder.
 
     Raises:
-        ConfigError: The file cannot be read, or has mistakes; the message has all of them, each with file, line and
+        ConfigError: The file cannot be read, or has errors; the message has all of them, each with file, line and
             column, and ``findings`` has (line, column, key, message). For the value of an override, the line is 0.
     """
     document = open_document(path, overrides, folder=folder)
@@ -169,15 +170,16 @@ def load_config(
 
 
 def load_for_job(path: str | os.PathLike[str]) -> Config:
-    """Read the ``persia.yml`` of a job, as :func:`load_config`.
+    """Read the ``persia.yml`` of a job, like :func:`load_config`.
 
-    With ``PERSIA_CONFIG_FOLDER`` it is the copy of a file, whose warnings the process that made it has logged.
+    If ``PERSIA_CONFIG_FOLDER`` is set, the file is a copy, and the process that created it has already logged the
+    warnings.
 
     Args:
         path: The file.
 
     Raises:
-        ConfigError: The file cannot be read, or has mistakes.
+        ConfigError: The file cannot be read, or has errors.
     """
     folder = variable(CONFIG_FOLDER)
     return load_config(path) if folder is None else open_document(path, folder=folder).checked()
@@ -186,7 +188,7 @@ def load_for_job(path: str | os.PathLike[str]) -> Config:
 def open_document(
     path: str | os.PathLike[str], overrides: Sequence[str] = (), *, folder: str | os.PathLike[str] | None = None
 ) -> Document:
-    """Read a ``persia.yml``; its mistakes and warnings are kept. The arguments are those of :func:`load_config`.
+    """Read a ``persia.yml``, and keep its errors and warnings. The arguments are those of :func:`load_config`.
 
     Raises:
         ConfigError: The file cannot be read.
@@ -194,13 +196,13 @@ def open_document(
     try:
         text, name = read_config(Path(path))
     except ConfigError as error:
-        error.hint = "make one from your data: persia data inspect FILE"
+        error.hint = "create one from your data: persia data inspect FILE"
         raise
     return Document(text, name, Path(path).absolute().parent if folder is None else Path(folder).absolute(), overrides)
 
 
 def validate_config(config: Config | Mapping[str, Any] | str | os.PathLike[str]) -> tuple[bool, list[str]]:
-    """Check a configuration, and return whether it is valid, and its mistakes.
+    """Check a configuration, and return whether it is valid, and its errors.
 
     Args:
         config: A configuration, the content of a ``persia.yml`` as a dictionary, or the path of one.

@@ -1,4 +1,4 @@
-"""Check configuration files of any kind: ``persia.yml``, ``embedding_config.yml`` and ``global_config.yml``."""
+"""Checks configuration files of any kind: ``persia.yml``, ``embedding_config.yml`` and ``global_config.yml``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,10 +24,10 @@ class Checked:
     """The result of checking files.
 
     Attributes:
-        summary: A line for each valid file, and more about it.
+        summary: A line for each valid file, with its main properties.
         warnings: Keys that have no effect or are unusual.
-        mistakes: The messages of all files with mistakes.
-        valid: The files without mistakes, by their kind.
+        mistakes: The error messages about all files.
+        valid: The files without errors, by kind.
     """
 
     summary: list[str] = field(default_factory=list)
@@ -37,10 +37,10 @@ class Checked:
 
 
 def kind_of(text: str, path: Path) -> str:
-    """Return the kind of a file by its blocks, or by its name if it has none that is known.
+    """Return the kind of a file by its blocks, or by its name if it has no known block.
 
     Raises:
-        ConfigError: Neither determines the kind.
+        ConfigError: Neither blocks nor name determine the kind.
     """
     try:
         root = parse(text)
@@ -54,18 +54,18 @@ def kind_of(text: str, path: Path) -> str:
     if path.name in _KEYS:
         return path.name
     if root is None:
-        return PERSIA  # which reports the mistake in the text
+        return PERSIA  # which reports the error in the text
     kinds = "; ".join(f"{kind} has {', '.join(known)}" for kind, known in _KEYS.items())
     raise ConfigError(f"{path}: not a known configuration file: {kinds}")
 
 
 def check_files(paths: Sequence[Path], overrides: Sequence[str] = (), kinds: dict[Path, str] | None = None) -> Checked:
-    """Check files, and compare the slots of those that have slots.
+    """Check files, and compare the slots of all files that define slots.
 
     Args:
         paths: The files.
         overrides: The texts after ``--set``, for each ``persia.yml``.
-        kinds: The kinds of files, if they are known in another way than by their content.
+        kinds: The kinds of the files; None determines them by content.
 
     Raises:
         ConfigError: A file cannot be read, or its kind is unknown.
@@ -89,7 +89,7 @@ def check_files(paths: Sequence[Path], overrides: Sequence[str] = (), kinds: dic
 
 
 def _compare(ours: tuple[str, str], theirs: tuple[str, str], checked: Checked) -> None:
-    from persia.features.slots import differences  # this also imports NumPy
+    from persia.features.slots import differences  # imported here, because it loads NumPy
 
     if found := differences(ours, theirs):
         lines = "".join(f"\n  {each}" for each in found)

@@ -1,5 +1,6 @@
-"""Mistakes and warnings of a ``persia.yml``, and their places."""
+"""Errors and warnings about a ``persia.yml``, with their places."""
 
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -10,12 +11,12 @@ from persia.runtime.yaml_tree import Place
 
 @dataclass(frozen=True)
 class Finding:
-    """A mistake, or a warning.
+    """An error or a warning.
 
     Attributes:
-        place: Where it is.
-        path: The key, such as ``train.seed``; empty if it is the whole text.
-        message: The value that was found, what is allowed, and the next step.
+        place: The place of the key.
+        path: The key, such as ``train.seed``; empty for the whole text.
+        message: The value found, the allowed values, and the next step.
     """
 
     place: Place
@@ -23,7 +24,7 @@ class Finding:
     message: str
 
     def shown(self, file: str) -> str:
-        """Return it as ``FILE:LINE:COLUMN: KEY: MESSAGE``, or with the ``--set`` in place of file and line."""
+        """Return the finding as ``FILE:LINE:COLUMN: KEY: MESSAGE``, or with ``--set`` instead of file and line."""
         place = self.place
         where = f"--set {place.override}" if place.override else f"{file}:{place.line}:{place.column}"
         if not place.override and not place.line:
@@ -33,7 +34,7 @@ class Finding:
 
 
 class Findings:
-    """Collects mistakes and warnings.
+    """Collects errors and warnings.
 
     Attributes:
         file: The name of the file in messages.
@@ -46,7 +47,7 @@ class Findings:
         self._notes: list[str] = []
 
     def error(self, place: Place, path: str, message: str) -> None:
-        """Add a mistake."""
+        """Add an error."""
         self._errors[Finding(place, path, message)] = None
 
     def warn(self, place: Place, path: str, message: str) -> None:
@@ -54,21 +55,21 @@ class Findings:
         self._warnings[Finding(place, path, message)] = None
 
     def note(self, warning: str) -> None:
-        """Add a warning that has its place in it."""
+        """Add a warning whose text contains its place."""
         self._notes.append(warning)
 
     @property
     def has_errors(self) -> bool:
-        """Whether there is a mistake."""
+        """Whether any error was added."""
         return bool(self._errors)
 
     def has(self, path: str) -> bool:
-        """Whether a key, or a key below it, has a mistake."""
+        """Whether a key, or a key below it, has an error."""
         return any(one.path == path or one.path.startswith((f"{path}.", f"{path}[")) for one in self._errors)
 
     @property
     def errors(self) -> list[str]:
-        """The mistakes in the order of the file; those of overrides come last."""
+        """The errors in the order of the file; those of overrides come last."""
         return [one.shown(self.file) for one in _sorted(self._errors)]
 
     @property
@@ -77,10 +78,10 @@ class Findings:
         return [*self._notes, *(one.shown(self.file) for one in _sorted(self._warnings))]
 
     def raise_if_any(self) -> None:
-        """Raise all mistakes as one error.
+        """Raise all errors as one error.
 
         Raises:
-            ConfigError: There are some. Its ``findings`` has (line, column, key, message) of each.
+            ConfigError: Errors were added. Its ``findings`` has (line, column, key, message) of each.
         """
         if not self.has_errors:
             return
@@ -88,7 +89,7 @@ class Findings:
         lines = "".join(f"\n  {line}" for line in self.errors)
         error = ConfigError(f"{self.file}: {count} {'error' if count == 1 else 'errors'}{lines}")
         error.findings = [(one.place.line, one.place.column, one.path, one.message) for one in _sorted(self._errors)]
-        error.hint = f"correct it, then run: persia config check {self.file}"
+        error.hint = f"correct it, then run: persia config check {shlex.quote(str(self.file))}"
         raise error
 
 

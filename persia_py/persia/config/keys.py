@@ -1,19 +1,20 @@
-"""The keys of ``persia.yml`` by their last names, for a user who gives one as an option."""
+"""Keys of ``persia.yml`` by their last names, for users who pass one as an option."""
 
 from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import get_args, get_origin
 
-from persia.config.blocks import Block, Config, TrainBlock
+from persia.config.block import Block
+from persia.config.blocks import Config, TrainBlock
 from persia.config.optimizers import OPTIMIZERS
 
 _ALIASES = {"learning_rate": "lr", "checkpoint_dir": "checkpoint.dir", "output_dir": "run.dir", "out": "run.dir"}
-"""What other programs call a key."""
+"""The names of keys in other training programs."""
 _SIMILAR = 0.8
 
 
 def keys_like(option: str) -> list[str]:
-    """Return the keys that an option such as ``--epochs`` or ``--batch-size`` is meant to be; often none."""
+    """Return the keys that an option such as ``--epochs`` or ``--batch-size`` probably means; often none."""
     word = option.lstrip("-").replace("-", "_").lower()
     word = _ALIASES.get(word, word)
     paths = [*_paths("", Config)]
@@ -27,7 +28,7 @@ def keys_like(option: str) -> list[str]:
 
 
 def _paths(prefix: str, block: type[Block]) -> Iterator[str]:
-    """Yield the keys of a block, and those of the blocks in it; of optimizers the arguments of the default one."""
+    """Yield the keys of a block and its nested blocks; for optimizers, the arguments of the default one."""
     for name, field in block.model_fields.items():
         path = f"{prefix}{name}"
         kinds = [each for each in (field.annotation, *get_args(field.annotation)) if get_origin(each) is None]

@@ -1,4 +1,7 @@
-"""The models of ``model``, and their arguments, read from their source, without importing torch or the models."""
+"""The models of ``model``, and their arguments.
+
+They are read from source files, without importing torch or the models.
+"""
 
 import ast
 import sys
@@ -8,13 +11,20 @@ from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Union, get_origin
+from typing import Any, Literal, Union, get_origin
 
 from persia.config.findings import near
 from persia.config.values import COMPUTED, REQUIRED, Argument
 
-MODELS: Mapping[str, str] = MappingProxyType({"dcnv2": "persia.models.dcnv2:DCNv2", "dlrm": "persia.models.dlrm:DLRM"})
-"""The models of ``model.name``, and their classes."""
+MODELS: Mapping[str, str] = MappingProxyType(
+    {
+        "autoint": "persia.models.autoint:AutoInt",
+        "dcnv2": "persia.models.dcnv2:DCNv2",
+        "dlrm": "persia.models.dlrm:DLRM",
+        "tiny": "persia.models.tiny:Tiny",
+    }
+)
+"""The names allowed in ``model.name``, and their classes."""
 
 SUPPLIED = ("num_dense", "num_slots", "embedding_dims", "num_labels", "inputs")
 """Arguments that the trainer passes to every model that has them."""
@@ -38,12 +48,12 @@ _TYPES: dict[str, Any] = {
 
 @cache
 def arguments_of(name: str) -> Mapping[str, Argument]:
-    """Return the arguments of one of :data:`MODELS` that a file may set."""
+    """Return the arguments of a built-in model that a file may set."""
     module, _, class_name = MODELS[name].partition(":")
     tree = ast.parse((Path(__file__).parents[1] / "models" / f"{module.rpartition('.')[2]}.py").read_text("utf-8"))
     declared = _declared(_classes(tree)[class_name]) or {}
     arguments = {key: argument for key, argument in declared.items() if key not in REFUSED}
-    # For arguments that the class requires, the trainer has defaults, because it knows the dimensions.
+    # The trainer supplies arguments that the class requires, because it knows the dimensions.
     return {
         key: replace(argument, default=COMPUTED) if argument.default is REQUIRED else argument
         for key, argument in arguments.items()
@@ -51,14 +61,14 @@ def arguments_of(name: str) -> Mapping[str, Argument]:
 
 
 def arguments_of_class(reference: str, folder: Path) -> Mapping[str, Argument] | None:
-    """Return the arguments of a user's class; None if its source does not show them.
+    """Return the arguments of a user's class; None if they cannot be read from its source.
 
     Args:
         reference: ``module:Class``.
-        folder: The folder in which the module is searched first, before ``sys.path``.
+        folder: The folder that is searched for the module before ``sys.path``.
 
     Raises:
-        LookupError: There is no such module or class; the message has the next step.
+        LookupError: The module or class does not exist; the message has the next step.
     """
     module, _, name = reference.partition(":")
     if not module or not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
@@ -71,7 +81,7 @@ def arguments_of_class(reference: str, folder: Path) -> Mapping[str, Argument] |
     except (OSError, UnicodeDecodeError, SyntaxError, ValueError, RecursionError) as error:
         raise LookupError(f"{file} cannot be read: {error}") from error
     if name not in classes:
-        # The class may be imported; imports are not followed.
+        # The file may import the class from elsewhere; imports are not followed.
         if not classes:
             return None
         guess = near(name, classes)
@@ -82,7 +92,7 @@ def arguments_of_class(reference: str, folder: Path) -> Mapping[str, Argument] |
 
 
 def _source(module: str, folder: Path) -> Path | None:
-    """Return the file of a module, without importing anything; None if it has none."""
+    """Return the file of a module without importing the module; None if it has no file."""
     places: Sequence[str] | None = [str(folder), *sys.path]
     name = ""
     spec = None
@@ -90,7 +100,10 @@ def _source(module: str, folder: Path) -> Path | None:
         name = f"{name}.{part}" if name else part
         spec = PathFinder.find_spec(name, places) if places else None
         if spec is None:
-            raise LookupError(f"no module `{name}` in {folder}, nor among the installed packages")
+            raise LookupError(
+                f"no module `{name}` in {folder}, nor among the installed packages; move it there, add its folder to "
+                "PYTHONPATH, or install it: pip install -e FOLDER"
+            )
         places = spec.submodule_search_locations
     return Path(spec.origin) if spec is not None and spec.origin else None
 
@@ -129,7 +142,7 @@ def _default(node: ast.expr | None, kind: Any) -> Any:
 
 
 def _type(node: ast.expr | None) -> Any:
-    """Return the type of an annotation; Any if it is not a type that YAML has."""
+    """Return the type of an annotation; Any if YAML has no such type."""
     if isinstance(node, ast.Constant) and node.value is None:
         return None
     if isinstance(node, ast.Name):
@@ -137,6 +150,8 @@ def _type(node: ast.expr | None) -> Any:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
         left, right = _type(node.left), _type(node.right)
         return Any if Any in (left, right) else Union[left, right]  # noqa: UP007 - it is made at run time
+    if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == "Literal":
+        return _literal(node.slice)
     if isinstance(node, ast.Subscript):
         kind = _type(node.value)
         items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
@@ -145,8 +160,18 @@ def _type(node: ast.expr | None) -> Any:
     return Any
 
 
+def _literal(node: ast.expr) -> Any:
+    """Return the type of a choice of strings.
+
+    Any if it has values of other types, which YAML may write in several ways.
+    """
+    items = node.elts if isinstance(node, ast.Tuple) else [node]
+    choices = [one.value if isinstance(one, ast.Constant) else None for one in items]
+    return Literal[tuple(choices)] if choices and all(isinstance(one, str) for one in choices) else Any
+
+
 def _texts(docstring: str) -> dict[str, str]:
-    """Return the description of each argument in the section ``Args:`` of a docstring."""
+    """Return the description of each argument from the section ``Args:`` of a docstring."""
     texts: dict[str, str] = {}
     name, inside = "", False
     for line in docstring.splitlines():

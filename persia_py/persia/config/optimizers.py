@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from persia.config.blocks import Block
+from persia.config.block import Block
 
 NotNegative = Annotated[float, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -16,27 +16,27 @@ class RowSgd(Block):
     lr: NotNegative
     """The learning rate."""
     momentum: Beta = 0.0
-    """The share of the last update that is kept."""
+    """The share of the previous update that is kept."""
     weight_decay: NotNegative = 0.0
-    """The factor of a weight that is added to its gradient."""
+    """The weight decay: this factor times the weight is added to its gradient."""
 
 
 class RowAdagrad(Block):
-    """:class:`persia.embedding.optim.Adagrad`, row-wise as :func:`persia.nn.default_optimizer`."""
+    """:class:`persia.embedding.optim.Adagrad`, row-wise, as in :func:`persia.nn.default_optimizer`."""
 
     lr: NotNegative = 0.1
     """The learning rate."""
     initial_accumulator_value: NotNegative | None = None
-    """Where the sum of squared gradients starts. None: ``1e-6 * (1024 / rows) ** 2`` with the rows of a step
-    (``data.batch_size * train.accumulate``), small compared with the square of a gradient of a mean over them."""
+    """The initial sum of squared gradients. None: ``1e-6 * (1024 / rows) ** 2`` with the rows of a step
+    (``data.batch_size * train.accumulate``), which is small compared with the square of the gradient of a mean loss."""
     weight_decay: NotNegative = 0.0
-    """The factor of a weight that is added to its gradient."""
+    """The weight decay: this factor times the weight is added to its gradient."""
     g_square_momentum: NotNegative = 1.0
-    """The factor of the sum before each addition; below 1, old gradients are forgotten."""
+    """The factor by which the sum is multiplied before each addition; below 1, old gradients are forgotten."""
     eps: NotNegative = 1e-10
     """Added to the sum before its root is taken."""
     vectorwise_shared: bool = True
-    """One sum for a row, of the mean squared gradient, in place of one for each weight."""
+    """Keep one sum per row, of the mean squared gradient, instead of one per weight."""
 
 
 class RowAdam(Block):
@@ -45,9 +45,9 @@ class RowAdam(Block):
     lr: NotNegative = 1e-3
     """The learning rate."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """The decay of the means of the gradient and of its square."""
+    """The decay rates of the running means of the gradient and of its square."""
     weight_decay: NotNegative = 0.0
-    """The factor of a weight that is added to its gradient."""
+    """The weight decay: this factor times the weight is added to its gradient."""
     eps: NotNegative = 1e-8
     """Added to the root of the mean square."""
 
@@ -58,13 +58,13 @@ class DenseSgd(Block):
     lr: NotNegative = 1e-3
     """The learning rate."""
     momentum: NotNegative = 0.0
-    """The share of the last update that is kept."""
+    """The share of the previous update that is kept."""
     dampening: float = 0.0
     """The share of the gradient that is not added to the momentum."""
     weight_decay: NotNegative = 0.0
-    """The factor of a weight that is added to its gradient."""
+    """The weight decay: this factor times the weight is added to its gradient."""
     nesterov: bool = False
-    """Nesterov's momentum."""
+    """Use Nesterov momentum."""
 
 
 class DenseAdagrad(Block):
@@ -75,9 +75,9 @@ class DenseAdagrad(Block):
     lr_decay: NotNegative = 0.0
     """The rate is divided by ``1 + lr_decay * (step - 1)``."""
     weight_decay: NotNegative = 0.0
-    """The factor of a weight that is added to its gradient."""
+    """The weight decay: this factor times the weight is added to its gradient."""
     initial_accumulator_value: NotNegative = 0.0
-    """Where the sum of squared gradients starts."""
+    """The initial sum of squared gradients."""
     eps: NotNegative = 1e-10
     """Added to the root of the sum."""
 
@@ -88,11 +88,11 @@ class DenseAdam(Block):
     lr: NotNegative = 1e-3
     """The learning rate."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """The decay of the means of the gradient and of its square."""
+    """The decay rates of the running means of the gradient and of its square."""
     eps: NotNegative = 1e-8
     """Added to the root of the mean square."""
     weight_decay: NotNegative = 0.0
-    """The factor of a weight that is added to its gradient."""
+    """The weight decay: this factor times the weight is added to its gradient."""
     amsgrad: bool = False
     """Divide by the largest mean square so far."""
 
@@ -101,7 +101,8 @@ class DenseAdamW(DenseAdam):
     """:class:`torch.optim.AdamW`: the decay is applied to the weights, not to the gradient."""
 
     weight_decay: NotNegative = 1e-2
-    """The factor of a weight that is subtracted from it in each step, times the learning rate."""
+    """The weight decay: this factor times the learning rate times the weight is subtracted from the weight in each
+    step."""
 
 
 OF_ROWS: dict[str, type[Block]] = {"adagrad": RowAdagrad, "adam": RowAdam, "sgd": RowSgd}
@@ -113,9 +114,9 @@ OPTIMIZERS = {"embedding_optimizer": OF_ROWS, "dense_optimizer": OF_MODEL}
 
 
 def initial_accumulator_value(rows: int) -> float:
-    """Return the ``initial_accumulator_value`` of :class:`RowAdagrad` if the file gives none.
+    """Return the default ``initial_accumulator_value`` of :class:`RowAdagrad`.
 
-    The gradient of a mean over the rows of a step is inversely proportional to their number. ``docs/performance.md``
-    has the measurement.
+    The gradient of a mean over the rows of a step is inversely proportional to the number of rows. See
+    ``docs/performance.md`` for a measurement.
     """
     return float(1e-6 * (1024 / rows) ** 2)

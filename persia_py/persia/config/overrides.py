@@ -1,4 +1,4 @@
-"""Changes from the command line: ``--set train.seed=7``."""
+"""Overrides from the command line: ``--set train.seed=7``."""
 
 from collections.abc import Sequence
 
@@ -8,21 +8,21 @@ from persia.runtime.yaml_tree import Entries, Node, Place, Scalar, TreeError, pa
 
 
 def apply(root: Entries, overrides: Sequence[str], findings: Findings) -> None:
-    """Put the values of ``KEY.KEY=VALUE`` into a tree. The last one of a key counts.
+    """Apply overrides of the form ``KEY.KEY=VALUE`` to a tree. The last one for a key wins.
 
-    A key that does not exist yet is added; whether it may exist is checked with the file's own keys.
+    A new key is added; whether the key is allowed is checked later, together with the keys of the file.
 
     Args:
         root: The tree, which is changed.
         overrides: The texts after ``--set``; values are YAML.
-        findings: Receives the mistakes in them.
+        findings: Receives the errors in them.
     """
     for override in overrides:
         place = Place(0, 0, override)
         path, equals, text = override.partition("=")
         keys = path.strip().split(".")
         if not equals or not all(keys):
-            findings.error(place, "", "want KEY=VALUE, such as train.seed=7")
+            findings.error(place, "", "expected KEY=VALUE, such as train.seed=7")
             continue
         try:
             value: Node = parse(text, override) if text.strip() else Scalar(place, "")
@@ -63,14 +63,14 @@ def _put(block: Entries, keys: list[str], value: Node, place: Place, findings: F
             findings.error(place, ".".join(done), f"the file has {inner.found()} here, which has no key `{keys[0]}`")
             return
         elif index is not None:
-            # An alias is one node at several places. The other places keep their values.
+            # An alias is one node at several places; copy it, so that the other places keep their values.
             inner = Entries(inner.place, [*inner.entries])
             block.entries[index] = (block.entries[index][0], inner)
         block = inner
 
 
 def _next(block: Entries, keys: list[str]) -> tuple[str, list[str]]:
-    """Return the next key and the remaining path. A known key may contain dots."""
+    """Return the next key and the rest of the path. A known key may contain dots."""
     for count in range(len(keys), 1, -1):
         if (whole := ".".join(keys[:count])) in block.first:
             return whole, keys[count:]

@@ -23,11 +23,8 @@ _EMPTY: Mapping[str, str] = MappingProxyType({})
 _LATER = MappingProxyType(dict.fromkeys(RESERVED, "not in this version yet: remove the block"))
 _UNSUPPORTED: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        "data": {
-            "workers": "not a key: Arrow reads with the threads of this host; in a job, data-compose has replicas"
-        },
         "train": {
-            "baseline": "not a key: it is an option of the command, persia train FILE --baseline lightgbm",
+            "baseline": "not a key, but an option of the command, persia train FILE --baseline lightgbm",
         },
     }
 )
@@ -35,12 +32,12 @@ _MISSING_BLOCKS = {"data": "missing, allowed: at least `data: {train: FILE}`"}
 
 
 class Reader:
-    """Reads blocks, and collects mistakes.
+    """Reads blocks, and collects errors.
 
     Attributes:
-        findings: The mistakes.
-        tree: The values that were read, with defaults, in the order of the reference.
-        guessed: Keys that an unknown key is probably meant to be. That they are missing is not reported as well.
+        findings: The errors.
+        tree: The parsed values with defaults, in the order of the reference.
+        guessed: The keys that unknown keys probably mean. They are not also reported as missing.
     """
 
     def __init__(self, findings: Findings, folder: Path) -> None:
@@ -50,7 +47,7 @@ class Reader:
         self.guessed: set[str] = set()
 
     def read(self, root: Entries) -> dict[str, Any]:
-        """Return the values of all blocks but ``features`` and ``labels``."""
+        """Return the values of all blocks except ``features`` and ``labels``."""
         values: dict[str, Any] = {}
         fields = Config.model_fields
         self._check_notation(root, "")
@@ -66,7 +63,7 @@ class Reader:
         return values
 
     def _check_notation(self, node: Node, path: str) -> None:
-        """Report keys that appear twice, and merge keys, in a value and in all values in it."""
+        """Report duplicate keys and merge keys in a value, at all levels."""
         first: dict[str, Place] = {}
         for key, value in node.entries if isinstance(node, Entries) else []:
             at = _join(path, key.text)
@@ -86,7 +83,7 @@ class Reader:
     def _check_keys(
         self, block: Entries, path: str, known: Mapping[str, Any], refused: Mapping[str, str] = _EMPTY
     ) -> None:
-        """Report unknown keys, and those in ``refused``, with the reasons given there."""
+        """Report unknown keys, and the keys in ``refused`` with their reasons."""
         for key, _ in block.entries:
             at = _join(path, key.text)
             if key.text in refused:
@@ -98,7 +95,7 @@ class Reader:
                 self.findings.error(key.place, at, f"unknown key{guess}; allowed: {', '.join(known)}")
 
     def _field(self, block: Entries, path: str, key: str, field: FieldInfo) -> tuple[Any, Node]:
-        """Return the value of one key, and its node for :attr:`tree`."""
+        """Return the value of one key. Add its node to :attr:`tree`."""
         node, at, argument = block.get(key), _join(path, key), Argument.of(field)
         kind = _block_of(field.annotation)
         if kind is None:
@@ -139,7 +136,7 @@ class Reader:
         return self._named(block, at, {"name": name}, {key: Argument.of(field) for key, field in fields.items()})
 
     def _model(self, block: Entries, at: str, default: ModelBlock) -> tuple[Any, Node]:
-        """Read the model, which is selected by ``name`` or by the ``class`` of the user; ``null`` is neither."""
+        """Read the model, which ``name`` or the user's ``class`` selects; ``null`` counts as absent."""
         given, name = (None if one is None or one.is_null else one for one in map(block.get, ("class", "name")))
         if given is not None and name is not None:
             self.findings.error(name.place, _join(at, "name"), "found together with `class`; allowed: one of the two")
@@ -151,7 +148,7 @@ class Reader:
         return self._named(block, at, {"name": chosen, "class": None}, arguments_of(chosen), REFUSED)
 
     def _class(self, block: Entries, at: str, given: Node) -> tuple[Any, Node]:
-        """Read a model of the user. Its arguments are checked if its source shows them."""
+        """Read a user's model. Its arguments are checked if they can be read from its source."""
         reference = self._value(given, _join(at, "class"), str)
         arguments: Mapping[str, Argument] | None = None
         if reference is not None:
@@ -171,7 +168,7 @@ class Reader:
     def _choice(
         self, block: Entries, at: str, kinds: Mapping[str, Any], default: OptimizerBlock | ModelBlock
     ) -> str | None:
-        """Return the ``name`` of a block, which must be one of these; if it has none, the default."""
+        """Return the ``name`` of a block, which must be one of ``kinds``; if absent, the default."""
         node = block.get("name")
         if node is None or node.is_null:
             return default.name
@@ -191,7 +188,7 @@ class Reader:
         arguments: Mapping[str, Argument],
         refused: Mapping[str, str] = _EMPTY,
     ) -> tuple[Any, Node]:
-        """Read the arguments of the object that the keys in ``chosen`` select; absent ones get their defaults."""
+        """Read the arguments of the object that the keys in ``chosen`` select; missing ones get their defaults."""
         self._check_keys(block, at, {**chosen, **arguments}, refused)
         values: dict[str, Any] = {key: value for key, value in chosen.items() if value is not None}
         entries = [(Scalar(NOWHERE, key), _shown(value, block.get(key))) for key, value in values.items()]
@@ -225,7 +222,7 @@ def _join(path: str, key: str) -> str:
 
 
 def _block_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the block that a field holds; None if it holds a value."""
+    """Return the block class of a field; None if the field holds a value."""
     for one in (annotation, *get_args(annotation)):
         if isinstance(one, type) and issubclass(one, BaseModel):
             return one

@@ -11,7 +11,7 @@ _ESCAPED = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
 class Rendered:
-    """The text of a mapping: a line for each key.
+    """The text of a mapping, with one line for each key.
 
     Attributes:
         text: The YAML.
@@ -22,7 +22,7 @@ class Rendered:
 
         Args:
             root: The mapping.
-            comment: What follows the ``#`` after a value of a place; None writes no comments.
+            comment: Returns the comment for the place of a value; None writes no comments.
         """
         self._comment = comment
         self._lines: list[str] = []
@@ -31,7 +31,7 @@ class Rendered:
         self.text = "\n".join([*self._lines, ""])
 
     def origin(self, line: int, column: int) -> Place:
-        """Return the place of the node that was written here; line and column are from 1."""
+        """Return the place of the node that was written at a line and column, both counted from 1."""
         while column > 0 and (line, column) not in self._places:
             column -= 1
         return self._places.get((line, column), Place(line, 1))
@@ -53,7 +53,7 @@ class Rendered:
 
 
 def flow(node: Node) -> str:
-    """Return a value on one line."""
+    """Return a value in YAML's flow style, on one line."""
     if isinstance(node, Items):
         return f"[{', '.join(map(flow, node.items))}]"
     if isinstance(node, Entries):

@@ -13,7 +13,7 @@ from persia.runtime.yaml_tree import NOWHERE, Entries, Items, Node, Place, Scala
 
 
 def show(document: Document) -> str:
-    """Return all keys of a document, with their defaults. A comment says where each value came from."""
+    """Return all keys of a document with their defaults. Comments show the source of each value."""
 
     def comment(place: Place) -> str:
         if place.override:
@@ -29,10 +29,10 @@ def show(document: Document) -> str:
 
 
 def to_yaml(config: Config) -> str:
-    """Return a configuration as the text of a ``persia.yml``: all keys, and absolute paths of data and of checkpoints.
+    """Return a configuration as the text of a ``persia.yml``: all keys, with absolute paths of data and checkpoints.
 
     ``load_config`` of the text gives an equal configuration, except for these paths: features and labels are written as
-    they were given, because a string such as ``1e6`` differs from the number.
+    the file has them, because a string such as ``1e6`` differs from the number.
     """
     values = config.model_dump(by_alias=True)
     described = parse(config.described)
@@ -50,7 +50,8 @@ def to_yaml(config: Config) -> str:
     if saves is not None and not saves.is_null:
         tree.at("checkpoint").put("dir", _absolute(saves, Path.cwd()))
     start = tree.at("train").get("start_from")
-    if start is not None and not start.is_null and settings.nats_url is None:  # in a job, below PERSIA_CKPT_DIR
+    # in a job, the folder is below PERSIA_CKPT_DIR
+    if start is not None and not start.is_null and settings.nats_url is None:
         tree.at("train").put("start_from", _absolute(start, config.folder))
     return Rendered(tree).text
 

@@ -1,4 +1,4 @@
-"""The allowed values of a key, by the annotation of its field: a value is read, or refused with a message."""
+"""The allowed values of a key, by the annotation of its field. A value is converted, or refused with a message."""
 
 import types
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from persia.config.findings import near
 from persia.runtime.yaml_tree import Entries, Items, Node, Scalar, number, value_of, whole_number
 
 REQUIRED: Any = object()
-"""The default of a key that must be given."""
+"""The default of a key that must be set."""
 COMPUTED: Any = object()
 """The default of a key whose value is computed where it is used."""
 
@@ -23,8 +23,8 @@ class Argument:
     Attributes:
         annotation: The type.
         metadata: The limits that are not in the annotation.
-        default: The value if the key is not given; :data:`REQUIRED` if it must be.
-        text: Its description in the reference.
+        default: The value if the key is not set; :data:`REQUIRED` if it must be set.
+        text: The description in the reference.
     """
 
     annotation: Any
@@ -40,16 +40,16 @@ class Argument:
 
     @property
     def allowed(self) -> str:
-        """Its allowed values, in words."""
+        """The allowed values, in words."""
         return allowed(self.annotation, self.metadata)
 
 
 class RefusedError(ValueError):
-    """A value that is not allowed for a key.
+    """The error for a value that is not allowed for a key.
 
     Attributes:
         node: The value, or the part of it that is wrong.
-        path: Where the part is in the value, such as ``[0]``; empty if it is the whole value.
+        path: The path of the part within the value, such as ``[0]``; empty for the whole value.
     """
 
     def __init__(self, node: Node, allowed: str, choices: Sequence[str] = ()) -> None:
@@ -59,20 +59,20 @@ class RefusedError(ValueError):
         self.path = ""
 
     def within(self, step: str) -> "RefusedError":
-        """Return this error, of a part of a larger value; ``step`` leads to the part."""
+        """Return this error for a part of a larger value; ``step`` is the path from that value to the part."""
         self.path = step + self.path
         return self
 
 
 @dataclass(frozen=True)
 class Range:
-    """The limits of a number; None is no limit.
+    """The limits of a number; None means no limit.
 
     Attributes:
-        ge: At least.
-        gt: Above.
-        le: At most.
-        lt: Below.
+        ge: The inclusive minimum.
+        gt: The exclusive minimum.
+        le: The inclusive maximum.
+        lt: The exclusive maximum.
     """
 
     ge: float | None = None
@@ -116,12 +116,13 @@ def read(annotation: Any, node: Node, metadata: Sequence[Any] = ()) -> Any:
 
     Args:
         annotation: A type: bool, int, float, str, None, Any, a Literal, a list, tuple, Sequence or dict of them, a
-            union, or one with limits in ``Annotated``. With any other annotation, the type follows from the text.
+            union, or one with limits in ``Annotated``. For any other annotation, the text of the value determines its
+            type.
         node: The value.
         metadata: Limits that are not part of the annotation.
 
     Raises:
-        RefusedError: It is another value.
+        RefusedError: The value is not allowed by the type.
     """
     annotation, metadata = _unpacked(annotation, metadata)
     if _is_union(annotation):
@@ -148,12 +149,12 @@ def read(annotation: Any, node: Node, metadata: Sequence[Any] = ()) -> Any:
 
 
 def allowed(annotation: Any, metadata: Sequence[Any] = (), *, plural: bool = False) -> str:
-    """Return in words what an annotation allows, for messages and for the reference."""
+    """Return a description of what an annotation allows, for messages and the reference."""
     annotation, metadata = _unpacked(annotation, metadata)
     if _is_union(annotation):
         members = [*_members(annotation)]
         if float in members and int in members:
-            members.remove(int)  # a whole number is a number
+            members.remove(int)  # where a float is allowed, so is an integer
         return ", or ".join(allowed(one, metadata, plural=plural) for one in members)
     if get_origin(annotation) is Literal:
         return ", ".join(map(str, get_args(annotation)))
@@ -200,7 +201,7 @@ _SCALARS: dict[Any, Any] = {str: _text, bool: _boolean, int: _whole, float: _num
 
 
 def _unpacked(annotation: Any, metadata: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-    """Return an annotation without its ``Annotated``, and all limits."""
+    """Return an annotation without ``Annotated``, and all its limits."""
     while get_origin(annotation) is Annotated:
         annotation, *more = get_args(annotation)
         metadata = [*metadata, *more]
@@ -212,7 +213,7 @@ def _is_union(annotation: Any) -> bool:
 
 
 def _members(annotation: Any) -> Iterator[Any]:
-    """Yield the types of a union without None, numbers before strings: ``2024`` is a number if it may be one."""
+    """Yield the types of a union except None, numbers before strings: ``2024`` is a number if numbers are allowed."""
     members = [one for one in get_args(annotation) if one is not type(None)]
     yield from sorted(members, key=lambda one: one is str)
 
@@ -236,7 +237,7 @@ def _is_list(annotation: Any) -> bool:
 
 
 def _item(annotation: Any) -> tuple[int, Any]:
-    """Return how many items a list has (0: any number), and their type."""
+    """Return the length of a list (0 means any) and the type of its items."""
     arguments = get_args(annotation)
     if not arguments:
         return 0, Any

@@ -1,8 +1,8 @@
 """The contexts of training and evaluation scripts.
 
-A context is entered once; contexts nest, and an inner one shares the outermost one's engine and rows. If
-``PERSIA_NATS_URL`` is not set, the rows are in this process and are dropped with the outermost context: save a
-checkpoint to keep them. :class:`Checkpoints` is :class:`persia.checkpoint.policy.Checkpoints`.
+Each context object can be entered once. Contexts can be nested; an inner context shares the engine and rows of the
+outermost one. If ``PERSIA_NATS_URL`` is not set, the rows are in this process and are dropped with the outermost
+context: save a checkpoint to keep them. :class:`Checkpoints` is :class:`persia.checkpoint.policy.Checkpoints`.
 
 * :mod:`persia.ctx.base`: the base of all contexts
 * :mod:`persia.ctx.embedding`: look-ups and evaluation

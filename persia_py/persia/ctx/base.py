@@ -19,7 +19,7 @@ from persia_core import forward as _forward
 from persia_core.engine import Engine
 
 _WRITTEN_S = 15.0
-"""Seconds that a save may still be written when an error ends a context; a launcher gives its ranks 25."""
+"""Seconds that the end of a context waits for a save after an error; a launcher gives its ranks 25."""
 
 
 class PreprocessMode(Enum):
@@ -34,16 +34,17 @@ class BaseCtx:
     """Owns the engine inside its ``with`` block.
 
     Args:
-        threadpool_worker_size: PersiaML's; accepted, the engine sizes its own threads.
-        device_id: The CUDA device of the model; None, or a negative number, means the CPU. Batches are returned on it,
-            and gradients are summed on it. The outermost context makes it PyTorch's current device; nested contexts use
-            the outermost one's.
+        threadpool_worker_size: Accepted for compatibility with PersiaML, without effect: the engine chooses the number
+            of threads.
+        device_id: The CUDA device of the model; None, or a negative number, means the CPU. Batches are returned on this
+            device, and gradients are summed on it. The outermost context makes it PyTorch's current device; nested
+            contexts use the outermost one's.
         embedding_dtype: The dtype of the embedding tensors on that device: float32, float16 or bfloat16.
-        configuration: The slots, and the limits of the job; None reads ``embedding_config.yml`` and
-            ``global_config.yml``. A nested context has those of the outermost one.
+        configuration: The slots, and the limits of the job; None reads them from ``embedding_config.yml`` and
+            ``global_config.yml``. A nested context uses those of the outermost context.
 
     Attributes:
-        device_id: As given; None on the CPU.
+        device_id: The CUDA device; None on the CPU.
         common_context: The backend that nested contexts share; None before entry.
 
     Raises:
@@ -72,12 +73,12 @@ class BaseCtx:
         self._owner = False
 
     def __enter__(self) -> Self:
-        """Make this the current context."""
+        """Make this the current context. The outermost context starts the engine."""
         if self in contexts.stack:
             raise UsageError("this context is already entered; create a new one to nest contexts")
         self._owner = not contexts.stack
         if self._owner and self.device_id is not None:
-            torch.cuda.set_device(self.device_id)  # before the process group, which uses the device
+            torch.cuda.set_device(self.device_id)  # must precede the process group, which uses the device
         self.common_context = self._open_backend() if self._owner else contexts.stack[-1].common_context
         contexts.stack.append(self)
         try:
@@ -90,7 +91,7 @@ class BaseCtx:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the context; the outermost one ends the engine."""
+        """End the context. The outermost one stops the engine."""
         try:
             if self._owner and isinstance(value, Exception):
                 post_mortem.examine(value)
@@ -105,7 +106,7 @@ class BaseCtx:
             self._release(None if value is None or ends_well(value) else value)
 
     def _open_backend(self) -> Backend:
-        """Create what the outermost context holds for all contexts inside it."""
+        """Create the backend that the outermost context shares with all contexts inside it."""
         if settings.nats_url is not None:
             from persia.backend.remote import RemoteBackend  # this also imports gRPC
 
@@ -113,13 +114,13 @@ class BaseCtx:
         return LocalBackend(self._configuration, self._device)
 
     def _on_enter(self) -> None:
-        """What a subclass does on entry."""
+        """Hook for subclasses: called on entry."""
 
     def _on_exit(self) -> None:
-        """What a subclass does on exit."""
+        """Hook for subclasses: called on exit."""
 
     def _stop_if_requested(self, left_by: BaseException | None) -> None:
-        """What a subclass does when this process was asked to stop; it raises SystemExit then."""
+        """Hook for subclasses: raise SystemExit if this process was asked to stop."""
 
     def _release(self, error: BaseException | None) -> None:
         contexts.stack.remove(self)
@@ -140,8 +141,8 @@ class BaseCtx:
         return self.common_context
 
     def comm_stats(self) -> dict[str, Any]:
-        """Return what look-ups, pushes and other ranks have cost so far: see :meth:`persia.profile.comm.Comm.stats`."""
-        return Comm(lambda: self.engine).stats()
+        """Return times of look-ups, pushes and waits for other ranks: see :meth:`persia.profile.comm.Comm.stats`."""
+        return Comm(lambda: self.engine, lambda: getattr(self, "model", None)).stats()
 
     @property
     def engine(self) -> Engine:
@@ -150,6 +151,6 @@ class BaseCtx:
 
 
 def cnt_ctx() -> BaseCtx | None:
-    """Return the innermost context that is entered, or None."""
+    """Return the innermost entered context, or None."""
     context: BaseCtx | None = contexts.stack[-1] if contexts.stack else None
     return context

@@ -1,4 +1,4 @@
-"""Checks of model inputs and losses, where torch raises no error or does not name the tensor."""
+"""Checks of model inputs and losses, for cases in which torch raises no error or does not name the tensor."""
 
 from typing import Any
 
@@ -16,9 +16,9 @@ from persia_core.forward import TrainingBatch
 _logger = get_logger("ctx")
 
 _EXACT = 2**24
-"""Whole numbers up to this one are exact in float32."""
+"""Integers up to this value are exact in float32."""
 _NODES = 1000
-"""The number of nodes of a loss's graph that are searched for a broadcast."""
+"""The maximum number of nodes of the graph of a loss that are searched for a broadcast."""
 
 
 def named_error(
@@ -58,7 +58,7 @@ def named_error(
 def _devices(
     dense: list[torch.Tensor], names: list[str | None], embeddings: list[torch.Tensor], model: torch.nn.Module
 ) -> str:
-    """Return which tensors are on which device; empty if all are on one."""
+    """Return the tensors on each device; empty if all are on one device."""
     places: dict[str, list[str]] = {}
     for index, (tensor, name) in enumerate(zip(dense, names, strict=True)):
         places.setdefault(str(tensor.device), []).append(titled("dense input", index, name))
@@ -75,19 +75,19 @@ def _devices(
 
 
 class LabelCheck:
-    """Converts labels to floats like the output, if that is exact, and detects losses that broadcast them."""
+    """Converts labels to floats if this is exact, and detects losses that broadcast labels."""
 
     def __init__(self) -> None:
         self._suspects: list[tuple[torch.Tensor, torch.Tensor, str]] = []
         self._warned: set[str] = set()
 
     def forward(self, output: object, labels: list[torch.Tensor], names: list[str | None]) -> list[torch.Tensor]:
-        """Return the labels. Those of whole numbers that have the shape of an output of floats become floats.
+        """Return the labels. Integer labels with the shape of a float output are converted to floats.
 
         Args:
-            output: What the model returned.
+            output: The output of the model.
             labels: The labels of the batch.
-            names: Their names.
+            names: The names of the labels.
         """
         outputs = [output] if isinstance(output, torch.Tensor) else output if isinstance(output, list | tuple) else []
         tensors = [each for each in outputs if isinstance(each, torch.Tensor) and each.is_floating_point()]
@@ -107,7 +107,7 @@ class LabelCheck:
         if label.dtype in (torch.int32, torch.int64) and bool(((label > _EXACT) | (label < -_EXACT)).any()):
             self._warn(
                 f"{title} is {_dtype(label)} and has numbers beyond 2^24, which float32 does not hold exactly: it is "
-                "not converted. Scale it, and give float32: Label(data.astype(np.float32))"
+                "not converted. Scale it, and pass float32: Label(data.astype(np.float32))"
             )
             return label
         return label.to(torch.float64 if same[0].dtype == torch.float64 else torch.float32)
@@ -131,7 +131,7 @@ class LabelCheck:
 
 
 def _has_square(loss: torch.Tensor, output: torch.Tensor) -> bool:
-    """Return whether a tensor of shape ``[batch, batch]`` is between an output and the loss."""
+    """Return whether a tensor of shape ``[batch, batch]`` lies between an output and the loss."""
     square, seen, waiting = (output.numel(), output.numel()), {output.grad_fn}, [loss.grad_fn]
     while waiting and len(seen) < _NODES:
         node = waiting.pop()
@@ -145,7 +145,7 @@ def _has_square(loss: torch.Tensor, output: torch.Tensor) -> bool:
 
 
 def titled(kind: str, index: int, name: str | None) -> str:
-    """Return the name of a dense input or a label in messages: its own, else its place in the batch."""
+    """Return the name of a dense input or a label for messages: its name, or its position in the batch."""
     return f"{kind} {index}" if name is None else f"{kind} {name!r}"
 
 
@@ -154,13 +154,13 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 class TruncatedSlots:
-    """Logs once for each raw slot whose samples have more ids than positions."""
+    """Logs a message once for each raw slot whose samples have more ids than positions."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
 
     def log(self, batch: TrainingBatch) -> None:
-        """Log the slots of a batch that were not logged before."""
+        """Log the slots of a batch that have not been logged before."""
         for slot, truncated in zip(batch.slots, batch.truncated(), strict=True):
             if truncated and slot not in self._logged:
                 self._logged.add(slot)
@@ -173,18 +173,18 @@ class TruncatedSlots:
 
 
 def check_rows(given: object, where: str) -> None:
-    """Refuse slots, whose class has the same name, and anything else that does not configure new rows."""
+    """Check that the argument configures new rows. Slots, whose class has the same name, are refused."""
     if given is None or isinstance(given, EmbeddingConfig):
         return
     if isinstance(given, Slots):
         error = UsageError(
-            f"{where}(embedding_config=...): got slots, such as features.embedding_config() returns; want "
+            f"{where}(embedding_config=...): found slots, such as features.embedding_config() returns; expected "
             "persia.embedding.EmbeddingConfig, which sets how rows are initialized"
         )
         error.hint = "take the slots from the features: PERSIA_CONFIG=persia.yml in the environment"
         raise error
     raise UsageError(
-        f"{where}(embedding_config=...): want persia.embedding.EmbeddingConfig, got {type(given).__name__}"
+        f"{where}(embedding_config=...): expected persia.embedding.EmbeddingConfig, found {type(given).__name__}"
     )
 
 
@@ -192,7 +192,7 @@ def check_training(given: dict[str, Any]) -> None:
     """Check the arguments of a :class:`persia.ctx.TrainCtx`, by name.
 
     Raises:
-        UsageError: One has another class or value than it may have.
+        UsageError: An argument has a class or value that is not allowed.
     """
     classes: dict[str, tuple[type, str, bool]] = {
         "embedding_optimizer": (Optimizer, "one of persia.embedding.optim", False),
@@ -202,13 +202,15 @@ def check_training(given: dict[str, Any]) -> None:
     }
     for name, (kind, wanted, optional) in classes.items():
         if not isinstance(given[name], kind) and not (optional and given[name] is None):
-            raise UsageError(f"TrainCtx({name}=...): want {wanted}, got {type(given[name]).__name__}")
+            raise UsageError(f"TrainCtx({name}=...): expected {wanted}, found {type(given[name]).__name__}")
     choices = {"embedding_gradient_scale": ("mean", "none"), "nonfinite": ("raise", "skip")}
     for name, (first, second) in choices.items():
         if given[name] not in (first, second):
-            raise UsageError(f"TrainCtx({name}={given[name]!r}): want {first!r} or {second!r}")
+            raise UsageError(f"TrainCtx({name}={given[name]!r}): expected {first!r} or {second!r}")
     if given["grad_scalar_update_factor"] < 1:
-        raise UsageError(f"TrainCtx(grad_scalar_update_factor={given['grad_scalar_update_factor']}): want at least 1")
+        raise UsageError(
+            f"TrainCtx(grad_scalar_update_factor={given['grad_scalar_update_factor']}): must be at least 1"
+        )
     limit = given["clip_norm"]
     if limit is not None and not limit > 0:
-        raise UsageError(f"TrainCtx(clip_norm={limit}): want a number above 0, or None")
+        raise UsageError(f"TrainCtx(clip_norm={limit}): must be a number above 0, or None")

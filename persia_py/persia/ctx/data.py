@@ -1,5 +1,6 @@
 """Data-compose's context: sends batches to the trainers."""
 
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing_extensions import Self
 from persia.discovery import services
 from persia.embedding.data import PersiaBatch
 from persia.feed.protocol import RunRestarted, Stopped
+from persia.monitor import feeding
 from persia.runtime.contexts import ends_well
 from persia.runtime.errors import FeatureTypeError, UnreachableError, UsageError
 from persia.runtime.logging import get_logger
@@ -17,25 +19,28 @@ from persia.runtime.settings import settings
 if TYPE_CHECKING:
     from persia.feed.embedded import ScriptSender
     from persia.feed.sender import Sender
+    from persia.monitor.exporter import Exporter
+    from persia.monitor.feeding import FeedMetrics
     from persia_core.discovery import Announcement, Discovery
 
 _logger = get_logger("feed")
 
 
 class DataCtx:
-    """Sends the batches of one data-compose replica to the trainers that are announced.
+    """Sends the batches of one data-compose replica to the announced trainers.
 
-    Its ``n``-th batch (from 0) goes to rank ``n mod world_size``. The end of the block ends the replica's data, also by
-    ``sys.exit(0)`` or when a generator around it is closed. An exception that leaves the block is reported to the
-    trainers, which stop. When the trainers accept no more batches, the block ends early without an error. If
-    ``PERSIA_NATS_URL`` is not set, the training script runs this one in a thread, and batches stay in the process.
+    Batch ``n`` of the replica (from 0) goes to rank ``n mod world_size``. The end of the block ends the replica's data,
+    as do ``sys.exit(0)`` inside it and closing a generator around it. An exception that leaves the block is reported to
+    the trainers, which stop. When the trainers stop accepting batches, the block ends early without an error. If
+    ``PERSIA_NATS_URL`` is not set, the training script runs the data script in a thread, and batches stay in the
+    process.
 
-    A restarted script has to send the same batches: the replica skips those that the trainers have received, and warns
-    if they differ.
+    A restarted script must send the same batches: the replica skips those that the trainers have already received, and
+    logs a warning if they differ.
 
     Args:
-        *args: PersiaML's; accepted, without effect.
-        **kwargs: PersiaML's; accepted, without effect.
+        *args: Accepted for compatibility with PersiaML, without effect.
+        **kwargs: Accepted for compatibility with PersiaML, without effect.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -43,14 +48,17 @@ class DataCtx:
         self._sender: Sender | ScriptSender | None = None
         self._discovery: Discovery | None = None
         self._announcement: Announcement | None = None
+        self._exported: tuple[FeedMetrics, Exporter] | None = None
 
     def __enter__(self) -> Self:
         """Connect to every trainer rank; wait until they run and request data.
 
         Raises:
             AuthError: A trainer refuses the token.
-            IncompatibleError: A trainer of another job or version, or another number of replicas.
-            UsageError: Another process is this replica already, or the embedded mode runs no training script.
+            IncompatibleError: A trainer belongs to another job, has another version, or expects another number of
+                replicas.
+            UsageError: Another process already runs as this replica, or no training script runs this one in the
+                embedded mode.
         """
         if self._sender is not None:
             raise UsageError("this DataCtx is already entered")
@@ -72,15 +80,19 @@ class DataCtx:
         def find() -> list[dict[str, str]]:
             try:
                 return services.trainers(discovery)
-            except UnreachableError:  # NATS is unreachable, which discovery logs; trainers may appear later
+            except UnreachableError:  # NATS is unreachable, which discovery logs; trainers may still appear
                 return []
 
         sender = None
         try:
-            self._announcement = discovery.announce("persia-data", index, size, "", {})
+            self._exported = exported = feeding.start()
+            metrics = {} if exported is None or not exported[1].address else {"metrics": exported[1].address}
+            self._announcement = discovery.announce("persia-data", index, size, "", metrics)
             sender = Sender(job, index, size, find=find, start_timeout=settings.start_timeout)
             if note := settings.served:
                 Path(note).write_text(sender.rank_0, encoding="utf-8")
+            if exported is not None:
+                exported[0].begin(sender.generation)
             return sender
         except BaseException:
             if sender is not None:
@@ -91,10 +103,10 @@ class DataCtx:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        """Report how the data ended; at the end of the data, wait until every rank has received it.
+        """Report how the data ended. After the last batch, wait until every rank has received it.
 
         Returns:
-            True if the block was left because the trainers accept no more batches; False if the script ended it.
+            True if the block was left because the trainers stopped accepting batches; False if the script ended it.
         """
         sender = self._sender
         if sender is None:
@@ -113,27 +125,35 @@ class DataCtx:
             sender.close()
             self._release()
         if stopped is not None:
-            _logger.info("the trainers accept no more batches: %s", stopped)
+            _logger.info("the trainers stopped accepting batches: %s", stopped)
         return isinstance(value, Stopped)
 
     def _release(self) -> None:
-        if self._announcement is not None:
-            self._announcement.close()
-        if self._discovery is not None:
-            self._discovery.close()
-        self._sender = self._announcement = self._discovery = None
+        exported, self._exported = self._exported, None
+        try:
+            if exported is not None:
+                exported[1].push()
+        finally:
+            if self._announcement is not None:
+                self._announcement.close()
+            if self._discovery is not None:
+                self._discovery.close()
+            self._sender = self._announcement = self._discovery = None
 
     def send_data(self, persia_batch: PersiaBatch) -> None:
-        """Send a batch; wait while the buffer of its rank is full.
+        """Send a batch. Block while the buffer of its rank is full.
 
         Raises:
-            FeatureTypeError: It is not a :class:`~persia.embedding.data.PersiaBatch`.
+            FeatureTypeError: The argument is not a :class:`~persia.embedding.data.PersiaBatch`.
             DataError: The batch is too large to be sent.
             UsageError: Outside the ``with`` block.
         """
         if not isinstance(persia_batch, PersiaBatch):
-            raise FeatureTypeError(f"send_data: want a PersiaBatch, got {type(persia_batch).__name__}")
+            raise FeatureTypeError(f"send_data: expected a PersiaBatch, found {type(persia_batch).__name__}")
+        began = time.monotonic()
         self._entered().send(persia_batch.data)
+        if self._exported is not None:
+            self._exported[0].sent(persia_batch.data.batch_size, began)
 
     @property
     def world_size(self) -> int:
@@ -142,7 +162,7 @@ class DataCtx:
 
     @property
     def generation(self) -> int:
-        """The generation of the run that the batches are for."""
+        """The generation of the run for which the batches are sent."""
         return self._entered().generation
 
     @property
@@ -150,7 +170,7 @@ class DataCtx:
         """The ``transform`` of the ranks' ``StreamingDataset`` as JSON; empty if there is none.
 
         Raises:
-            IncompatibleError: The ranks have different ones.
+            IncompatibleError: The ranks have different transforms.
         """
         return self._entered().transform
 

@@ -24,6 +24,7 @@ from persia.embedding.inputs import Arrangement, arranged
 from persia.runtime import flight, preemption, watchdog
 from persia.runtime.errors import UsageError
 from persia.runtime.files import is_url
+from persia.runtime.places import Place
 from persia_core import forward as _forward
 from persia_core.data import Batch
 
@@ -32,15 +33,15 @@ class EmbeddingCtx(BaseCtx):
     """Looks up embeddings and runs the model on them.
 
     Args:
-        preprocess_mode: Look-ups change nothing. Those for training read missing rows as their push will insert them;
-            others read missing rows as zeros.
+        preprocess_mode: The purpose of look-ups, none of which changes rows. Look-ups for training read a missing row
+            as their push will insert it; others read it as zeros.
         model: Called as ``model(non_id_tensors, embedding_tensors)``; :meth:`forward` requires it.
-        embedding_config: The configuration of new rows; None keeps that of the outer context, else the default.
-        *args: For :class:`BaseCtx`.
-        **kwargs: For :class:`BaseCtx`.
+        embedding_config: The configuration of new rows; None keeps that of the outer context, or the default.
+        *args: Passed to :class:`BaseCtx`.
+        **kwargs: Passed to :class:`BaseCtx`.
 
     Raises:
-        UsageError: ``embedding_config`` is something else, such as slots.
+        UsageError: ``embedding_config`` is an object of another class, such as the configuration of slots.
     """
 
     def __init__(
@@ -58,7 +59,8 @@ class EmbeddingCtx(BaseCtx):
         self.embedding_config = embedding_config
         self.current_batch: _forward.TrainingBatch | None = None
         self._embeddings: list[torch.Tensor] = []
-        self._modes: list[tuple[torch.nn.Module, bool]] = []  # the modes of the model's modules before an evaluation
+        # the training modes of the model's modules before an evaluation
+        self._modes: list[tuple[torch.nn.Module, bool]] = []
         self._outer: RowSettings | None = None
         self._truncated = TruncatedSlots()
         self._arranger = Arranger()
@@ -80,7 +82,7 @@ class EmbeddingCtx(BaseCtx):
             self._evaluation.end()
         if self._modes and self.model is not None:
             self.model.train(self._modes[0][1])
-            for module, was_training in self._modes:  # a part may be frozen, such as a BatchNorm
+            for module, was_training in self._modes:  # some modules may be frozen, such as a BatchNorm
                 module.training = was_training
             self._modes = []
         self.current_batch = None
@@ -89,17 +91,20 @@ class EmbeddingCtx(BaseCtx):
             self._backend.apply(self._outer)
 
     def configure_embedding_parameter_servers(self, embedding_config: EmbeddingConfig) -> None:
-        """Use ``embedding_config`` for rows made from now on.
+        """Use ``embedding_config`` for rows that are inserted from now on.
 
         Raises:
-            UsageError: It is something else, such as slots.
+            UsageError: The argument is not an embedding configuration, but for example that of slots.
         """
         check_rows(embedding_config, "configure_embedding_parameter_servers")
         self._backend.begin(config=embedding_config)
 
     @property
     def evaluation_report(self) -> EvaluationReport:
-        """How many ids of this evaluation have no row; empty in training. It stays after the ``with`` block."""
+        """The number of ids of this evaluation that have no row; empty in training.
+
+        It remains after the ``with`` block.
+        """
         return EvaluationReport() if self._evaluation is None else self._evaluation.report
 
     def forward(self, batch: "_forward.TrainingBatch | PersiaBatch") -> tuple[Any, Any]:
@@ -107,17 +112,17 @@ class EmbeddingCtx(BaseCtx):
 
         Returns:
             The model's output, and the labels: a list of tensors, or None where :meth:`prepare_features` returns None.
-            A label of whole numbers or bools that has the shape of an output of floats is float32; with numbers beyond
-            2^24 it is not converted, and a warning names it.
+            A label of integers or bools that has the shape of a float output is converted to float32. If it has values
+            beyond 2^24 it is not converted, and a warning names it.
 
         Raises:
-            DataError: The batch has other inputs than those that the model was trained on; the message lists both.
+            DataError: The inputs of the batch differ from those that the model was trained on; the message lists both.
             UsageError: The context has no model.
             FeatureTypeError: The model does not accept the dtype of a dense input; the message names the input.
         """
         watchdog.progress()
         if self.model is None:
-            raise UsageError(f"{type(self).__name__}.forward without a model; give it as model=...")
+            raise UsageError(f"{type(self).__name__}.forward without a model; pass model=...")
         with torch.set_grad_enabled(self.preprocess_mode is PreprocessMode.TRAIN and torch.is_grad_enabled()):
             if isinstance(batch, PersiaBatch):
                 batch = self.get_embedding_from_data(batch)
@@ -127,10 +132,10 @@ class EmbeddingCtx(BaseCtx):
     def _run_model(
         self, batch: "_forward.TrainingBatch", dense: list[torch.Tensor], embeddings: list[torch.Tensor], labels: Any
     ) -> tuple[Any, Any]:
-        """Return the model's output for tensors of a batch, or of some of its rows, and their labels."""
+        """Return the model's output for the tensors of a batch, or of some of its rows, and the labels."""
         assert self.model is not None  # noqa: S101 - forward has checked it
         places, training = self._arrange(batch, whole=True), self.preprocess_mode is PreprocessMode.TRAIN
-        try:  # an evaluation runs on one rank alone, so it must not use a collective
+        try:  # an evaluation runs on one rank only, so it must not use a collective
             with contextlib.ExitStack() as calls:
                 if training:
                     calls.enter_context(self._backend.collective())
@@ -149,20 +154,20 @@ class EmbeddingCtx(BaseCtx):
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], Any]:
         """Return a batch's tensors, in the order of the first batch that the model was trained on.
 
-        Id features, and dense inputs and labels that have names, are found by name, so their order in the batch has
-        no effect. Other dense inputs and labels stay in their places. A batch that is not trained on may have only some
-        of the features, to look them up; :meth:`forward` requires all.
+        Id features, and dense inputs and labels that have names, are found by name, so their order in the batch has no
+        effect. Unnamed dense inputs and labels keep their positions. A batch that is only looked up may have only some
+        of the features; :meth:`forward` requires all.
 
         Returns:
             Dense inputs ``[batch, ...]``; one float32 tensor (or ``embedding_dtype``) per id feature, through which
-            gradients flow to the rows in training; a list of labels, or None of a batch without labels and in the mode
-            ``INFERENCE``. All are on the context's device, for the stream that is current in PyTorch during this call.
-            A pooled feature is ``[batch, dim]``. A raw (sequence) feature is ``[batch, sample_fixed_size, dim + 1]``:
-            the rows of the sample's first ids, padded with zeros. The last column is 1 for an id and 0 for padding;
-            :func:`persia.utils.split_mask` splits it off.
+            gradients flow to the rows in training; a list of labels, or None for a batch without labels and in the mode
+            ``INFERENCE``. All tensors are on the context's device, ready on the stream that is current in PyTorch
+            during this call. A pooled feature is ``[batch, dim]``. A raw (sequence) feature is ``[batch,
+            sample_fixed_size, dim + 1]``: the rows of the sample's first ids, padded with zeros. The last column is 1
+            for an id and 0 for padding; :func:`persia.utils.split_mask` splits it off.
 
         Raises:
-            DataError: A training batch has other inputs than the first one; the message lists both.
+            DataError: The inputs of a training batch differ from those of the first one; the message lists both.
         """
         if isinstance(batch, PersiaBatch):
             batch = self.get_embedding_from_data(batch)
@@ -190,7 +195,7 @@ class EmbeddingCtx(BaseCtx):
     def get_embedding_from_data(
         self, persia_batch: PersiaBatch, device_id: int | None = None
     ) -> "_forward.TrainingBatch":
-        """Look up a batch outside any data loader without changing rows; ``device_id`` None is the context's device."""
+        """Look up a batch outside any data loader; no row changes. ``device_id=None`` means the context's device."""
         return self._lookup(persia_batch.data, device_id)
 
     def get_embedding_from_bytes(self, data: bytes, device_id: int | None = None) -> "_forward.TrainingBatch":
@@ -213,7 +218,7 @@ class EmbeddingCtx(BaseCtx):
     def get_embedding_size(self) -> list[int]:
         """Return the number of rows each embedding server holds; one number in the embedded mode.
 
-        The pushes of this rank so far are applied; those of other ranks may be missing inside a loop.
+        All earlier pushes of this rank are included. Inside a loop, pushes of other ranks may be missing.
         """
         self.engine.drain()
         return self.engine.server_rows()
@@ -222,7 +227,7 @@ class EmbeddingCtx(BaseCtx):
         """Drop all rows.
 
         Raises:
-            UsageError: This process only evaluates, and other processes train on the rows.
+            UsageError: This process only evaluates, while another process trains on the rows.
         """
         self._backend.check_alone("clear_embeddings")
         self._backend.finish_checkpoint()
@@ -236,21 +241,22 @@ class EmbeddingCtx(BaseCtx):
         blocking: bool = True,
         with_jit_model: bool = False,
     ) -> None:
-        """Save rows and model as one checkpoint in ``dst_dir``, which is replaced atomically.
+        """Save rows and model as one checkpoint. ``dst_dir`` is replaced atomically.
 
         With several ranks, rank 0 saves; on the others the call is optional and returns immediately.
 
         Args:
-            dst_dir: A directory; made if missing. A relative one is below ``PERSIA_CKPT_DIR``, if that is set.
-            dense_filename: The model's state dict inside it.
-            jit_dense_filename: The scripted model inside it.
-            blocking: False returns after the cut; training may continue while files are written. The next dump or load
-                and the end of the context wait for the files and raise the error of writing them. If an exception
-                leaves the context, the wait is at most 15 s.
-            with_jit_model: Save the scripted model too.
+            dst_dir: A directory, which is created if missing, or a URL such as ``s3://bucket/prefix/name``. A relative
+                path is below ``PERSIA_CKPT_DIR``, if that is set.
+            dense_filename: The name of the file with the model's state dict.
+            jit_dense_filename: The name of the file with the scripted model.
+            blocking: Whether to wait until the files are written. If False, the call returns after the cut, and
+                training may continue meanwhile. The next dump or load and the end of the context wait for the files and
+                raise the error of writing them. If an exception leaves the context, the wait is at most 15 s.
+            with_jit_model: Whether to save the scripted model too.
 
         Raises:
-            StorageError: It cannot be written; the previous content of ``dst_dir`` remains.
+            StorageError: The checkpoint cannot be written; the previous content of ``dst_dir`` remains.
             UsageError: With servers, ``PERSIA_CKPT_DIR`` is not set, ``dst_dir`` is not below it, or this process only
                 evaluates.
         """
@@ -267,8 +273,8 @@ class EmbeddingCtx(BaseCtx):
                 save.add_state(inputs.FILE, names.state())
         self._write(save, blocking=blocking)
 
-    def _begin_save(self, directory: Path) -> snapshot.Save:
-        """Return a save of the rows as they are now, when no other is being written."""
+    def _begin_save(self, directory: Place) -> snapshot.Save:
+        """Return a save of the current rows, after any other save is complete."""
         self._backend.join_checkpoint_thread()
         return snapshot.Save(self.engine, directory, self._backend.trained_step)
 
@@ -286,21 +292,23 @@ class EmbeddingCtx(BaseCtx):
         dense_filename: str = "dense.pt",
         blocking: bool = True,
     ) -> None:
-        """Load rows and model; every file is verified before anything changes.
+        """Load rows and model. All files are verified before anything changes.
 
         With several ranks, rank 0 loads the rows, and each rank that calls this loads its model; ranks do not wait for
         each other.
 
         Args:
-            src_dir: The checkpoint; a relative one is below ``PERSIA_CKPT_DIR``, if that is set.
+            src_dir: The checkpoint: a directory or a URL. A relative one is below ``PERSIA_CKPT_DIR``, if that is set.
             map_location: As in :func:`torch.load`, but None means the CPU; the model's tensors stay on their devices.
-            dense_filename: The model's state dict inside it. A checkpoint of an :class:`~persia.nn.EmbeddingCollection`
-                has none of the default name: its ``model.pt`` is used, which ``save(model=...)`` has written.
-            blocking: PersiaML's; accepted, without effect: the load is complete when this returns.
+            dense_filename: The name of the file with the model's state dict. A checkpoint of an
+                :class:`~persia.nn.EmbeddingCollection` has no file of the default name; its ``model.pt`` is used
+                instead, which ``save(model=...)`` writes.
+            blocking: Accepted for compatibility with PersiaML, without effect: the load is complete when this call
+                returns.
 
         Raises:
-            CheckpointError: There is no checkpoint, it is damaged (the message names the file), or its configuration
-                differs.
+            CheckpointError: The directory has no checkpoint, the checkpoint is damaged (the message names the file), or
+                its configuration differs.
             UsageError: With servers, this process only evaluates.
         """
         del blocking
@@ -319,12 +327,12 @@ class EmbeddingCtx(BaseCtx):
         self._backend.inputs.set(self.model, names)
 
     def dump_embedding(self, dst_dir: str | os.PathLike[str], blocking: bool = True) -> None:
-        """Save the rows alone, as a checkpoint without dense files. With several ranks, rank 0 saves.
+        """Save only the rows, as a checkpoint without dense files. With several ranks, rank 0 saves.
 
-        ``blocking`` is that of :meth:`dump_checkpoint`.
+        ``blocking`` has the same meaning as in :meth:`dump_checkpoint`.
 
         Raises:
-            StorageError: It cannot be written; the previous content of ``dst_dir`` remains.
+            StorageError: The checkpoint cannot be written; the previous content of ``dst_dir`` remains.
             UnreachableError: Another rank has not left its training loop in ``PERSIA_RPC_TIMEOUT`` seconds.
             UsageError: With servers, this process only evaluates.
         """
@@ -337,8 +345,8 @@ class EmbeddingCtx(BaseCtx):
         """Replace the rows by those of a checkpoint; its dense files are ignored. With several ranks, rank 0 loads.
 
         Raises:
-            CheckpointError: There is no checkpoint, it is damaged (the message names the file), or its configuration
-                differs.
+            CheckpointError: The directory has no checkpoint, the checkpoint is damaged (the message names the file), or
+                its configuration differs.
             UsageError: With servers, this process only evaluates.
         """
         del blocking
@@ -350,12 +358,12 @@ class EmbeddingCtx(BaseCtx):
         """Wait until the last dump is complete, including one with ``blocking=False``.
 
         Raises:
-            StorageError: It could not be written; the previous content of its directory remains.
+            StorageError: The checkpoint could not be written; the previous content of its directory remains.
         """
         self._backend.finish_checkpoint()
 
     def wait_for_load_embedding(self) -> None:
-        """Do nothing: a load is complete when it returns."""
+        """Return immediately: a load is complete when the call that loads returns."""
 
     def dump_torch_state_dict(
         self,
@@ -364,10 +372,10 @@ class EmbeddingCtx(BaseCtx):
         file_name: str,
         is_jit: bool = False,
     ) -> None:
-        """Write the state of a module or optimizer to ``dst_dir/file_name``, atomically.
+        """Write the state of a module or optimizer to ``dst_dir/file_name`` atomically.
 
         Raises:
-            UsageError: ``dst_dir`` is a URL, or ranks have shards of the instance (FSDP) that are not gathered.
+            UsageError: ``dst_dir`` is a URL, or the instance is sharded over ranks (FSDP) and was not gathered.
         """
         torch_instance = with_whole_state(torch_instance)
         module = torch_instance if isinstance(torch_instance, torch.nn.Module) else None
@@ -384,7 +392,7 @@ class EmbeddingCtx(BaseCtx):
 
         Raises:
             CheckpointError: The file is missing, is not a state dict, or does not fit.
-            UsageError: ``src_dir`` is a URL, or ranks have shards of the instance (FSDP).
+            UsageError: ``src_dir`` is a URL, or the instance is sharded over ranks (FSDP).
         """
         check_loads(torch_instance)
         names = snapshot.load_state(torch_instance, _local("load_torch_state_dict", src_dir), map_location)
@@ -395,11 +403,11 @@ class EmbeddingCtx(BaseCtx):
 def _local(caller: str, path: str | os.PathLike[str]) -> Path:
     if is_url(path):
         raise UsageError(
-            f"{caller}: {os.fspath(path)}: want a path of this host; HDFS and object stores are not supported"
+            f"{caller}: {os.fspath(path)}: expected a path of this host; HDFS and object stores are not supported"
         )
     return Path(path)
 
 
 def eval_ctx(*args: Any, **kwargs: Any) -> EmbeddingCtx:
-    """Return a context for evaluation; its exit restores the mode of each module of the model."""
+    """Return a context for evaluation. On exit it restores the mode of each module of the model."""
     return EmbeddingCtx(PreprocessMode.EVAL, *args, **kwargs)

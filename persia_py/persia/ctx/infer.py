@@ -16,13 +16,13 @@ from persia.runtime.errors import UsageError
 from persia_core import forward as _forward
 
 _LOADS = "infer_config.embedding_checkpoint"
-"""What loads rows, for messages."""
+"""The call that loads rows, for messages."""
 
 
 class InferCtx(EmbeddingCtx):
     """Looks up embeddings on the servers of an infer job (``job_type: Infer``), without NATS.
 
-    Slots, tables and the order of the model's inputs are those of the checkpoint that the servers serve, so that this
+    Slots, tables and the order of the model's inputs are those of the checkpoint that the servers serve, so this
     process needs no configuration file. A process that has loaded a model calls :meth:`wait_for_serving`, and then
     :meth:`get_embedding_from_bytes` for each request; a ``with`` block is optional. An id without a row reads as zeros,
     as in evaluation.
@@ -30,29 +30,30 @@ class InferCtx(EmbeddingCtx):
     Args:
         embedding_worker_address_list: Addresses of middlewares, ``host:port`` or ``unix:/path``, such as those of
             :func:`persia.service.get_embedding_worker_services`.
-        *args: For :class:`EmbeddingCtx`, after ``preprocess_mode``.
-        **kwargs: For :class:`EmbeddingCtx`.
+        *args: Passed to :class:`EmbeddingCtx`, after ``preprocess_mode``.
+        **kwargs: Passed to :class:`EmbeddingCtx`.
 
     Raises:
-        UsageError: There is no address.
+        UsageError: The list of addresses is empty or is not a list.
     """
 
     def __init__(self, embedding_worker_address_list: list[str], *args: Any, **kwargs: Any) -> None:
         super().__init__(PreprocessMode.INFERENCE, *args, **kwargs)
-        given: Any = embedding_worker_address_list  # a string would be a list of characters
+        given: Any = embedding_worker_address_list  # a string would be read as a list of characters
         self._addresses = [] if isinstance(given, str) else ["".join(str(each).split()) for each in given]
         self._ended = False
-        self._connecting = threading.RLock()  # threads of a server share this context
+        self._connecting = threading.RLock()  # threads of a serving process share this context
         if not all(self._addresses) or not self._addresses:
             raise UsageError(
-                f"InferCtx({given!r}): want a list of the addresses of middlewares, such as ['embedding_worker:8887']"
+                f"InferCtx({given!r}): expected a list of the addresses of middlewares, such as "
+                "['embedding_worker:8887']"
             )
 
     def wait_for_serving(self) -> None:
-        """Wait until a middleware and all servers serve, and connect to the checkpoint that they serve now.
+        """Wait until a middleware and all servers respond, and connect to the checkpoint that they currently serve.
 
         Raises:
-            UnreachableError: A part makes no progress for ``PERSIA_START_TIMEOUT`` seconds; the message names it.
+            UnreachableError: A process makes no progress for ``PERSIA_START_TIMEOUT`` seconds; the message names it.
             IncompatibleError: The servers serve no checkpoint, or different ones.
         """
         with self._connecting:
@@ -68,7 +69,7 @@ class InferCtx(EmbeddingCtx):
         """Make this the current context."""
         if contexts.stack:
             raise UsageError(
-                "InferCtx inside another context: it has servers of its own; leave the other context before, or use "
+                "InferCtx inside another context: it has its own servers; leave the other context before, or use "
                 "InferCtx without a `with` block"
             )
         return super().__enter__()
@@ -90,12 +91,13 @@ class InferCtx(EmbeddingCtx):
 
     @property
     def _backend(self) -> Backend:
-        if self._evaluation is None and not self._ended:  # else look-ups do not wait while another thread reconnects
+        # otherwise look-ups do not wait while another thread reconnects
+        if self._evaluation is None and not self._ended:
             with self._connecting:
                 if self.common_context is None:
                     self.wait_for_serving()
         return super()._backend
 
     def _arrange(self, batch: "_forward.TrainingBatch", *, whole: bool) -> Arrangement:
-        del whole  # a request with fewer inputs than the model has would give a wrong score
+        del whole  # a request that lacks inputs of the model would give a wrong score
         return super()._arrange(batch, whole=True)

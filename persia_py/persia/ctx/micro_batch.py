@@ -1,4 +1,4 @@
-"""Some rows of a training batch, which the model is run on apart from the others."""
+"""A subset of the rows of a training batch, on which the model runs separately."""
 
 from dataclasses import dataclass
 
@@ -10,16 +10,16 @@ from persia_core.forward import TrainingBatch
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some rows of a training batch, from :meth:`persia.ctx.TrainCtx.micro_batches`.
+    """A subset of the rows of a training batch, from :meth:`persia.ctx.TrainCtx.micro_batches`.
 
     Attributes:
         batch: The whole batch.
         rows: The rows, as a slice of the batch.
-        share: The part of the batch's rows: the factor of a mean loss.
-        is_last: The step is made after this one.
+        share: The share of the batch's rows, by which a mean loss is multiplied.
+        is_last: Whether this is the last micro-batch of the batch.
         dense: The dense inputs of the rows.
-        embeddings: Their embeddings.
-        labels: Their labels.
+        embeddings: The embeddings of the rows.
+        labels: The labels of the rows.
     """
 
     batch: TrainingBatch
@@ -37,21 +37,21 @@ class MicroBatch:
 
 
 def check_splits(model: torch.nn.Module | None) -> None:
-    """Check that a model computes each row by itself, so that micro-batches have the gradients of the whole batch.
+    """Check that a model computes each row separately, so that micro-batches give the gradients of the whole batch.
 
     Raises:
-        UsageError: It normalises over the rows of a batch.
+        UsageError: The model has a batch-normalization layer.
     """
     names = batch_normalisations(model)
     if names:
         raise UsageError(
-            f"micro-batches: {', '.join(names[:3])} of the model normalises over the rows of a batch, so that the "
+            f"micro-batches: {', '.join(names[:3])} of the model normalizes over the rows of a batch, so the "
             "gradients would not be those of the whole batch: use LayerNorm or GroupNorm, or put it into eval() mode"
         )
 
 
 def batch_normalisations(model: torch.nn.Module | None) -> list[str]:
-    """Return the layers of a model that normalise over the rows of a batch, by name and class."""
+    """Return the layers of a model that normalize over the rows of a batch, by name and class."""
     return [
         f"{type(module).__name__} {name!r}"
         for name, module in ([] if model is None else model.named_modules())

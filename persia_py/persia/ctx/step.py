@@ -1,4 +1,4 @@
-"""The steps of training: forward, backward, and what is known of a step while it is open."""
+"""Training steps: forward, backward, and the data of an open step."""
 
 import contextlib
 import dataclasses
@@ -18,6 +18,8 @@ from persia.distributed.wrapped import (
     can_drop_step,
     drop_step,
     gather_weights,
+    rescale_averaging,
+    settle_step,
     synchronise_gradients,
     trained_module,
     zero_loss,
@@ -42,14 +44,14 @@ _logger = get_logger("ctx")
 
 @dataclass(frozen=True)
 class StepPolicy:
-    """How steps are made. The attributes are the arguments of :class:`persia.ctx.TrainCtx`.
+    """The options of training steps. The attributes are the arguments of :class:`persia.ctx.TrainCtx`.
 
     Attributes:
         nonfinite: ``raise`` or ``skip``.
-        clip_norm: The largest norm of the gradient of the model's weights; None does not clip.
+        clip_norm: The maximum norm of the gradient of the model's weights; None does not clip.
         precision: ``fp32``, ``bf16`` or ``fp16``; None leaves autocast to the model.
-        mixed_precision: Without ``precision``, scale the loss on a device.
-        growth_interval: Of the loss scale, in steps.
+        mixed_precision: Whether to scale the loss on a device, if ``precision`` is None.
+        growth_interval: The number of steps after which the loss scale grows.
     """
 
     nonfinite: str = "skip"
@@ -64,7 +66,7 @@ class StepPolicy:
         precision: Precision,
         device_id: int | None,
     ) -> Backward:
-        """Return the backward half of steps."""
+        """Return the object that performs the backward half of steps."""
         scale = precision.loss_scale(self.growth_interval)
         if self.mixed_precision and self.precision is None:
             scale = None if device_id is None else LossScale(self.growth_interval)
@@ -74,13 +76,13 @@ class StepPolicy:
 
 
 class StepCtx(EmbeddingCtx):
-    """Makes steps: an :class:`EmbeddingCtx` whose batches are trained on, in a loop that a subclass opens.
+    """Trains the model on batches: an :class:`EmbeddingCtx` with training steps. A subclass opens the training loop.
 
     Args:
-        dense_optimizer: Updates the model.
-        policy: How steps are made.
+        dense_optimizer: The optimizer of the model.
+        policy: The options of steps.
         *args: As in :class:`EmbeddingCtx`, after its mode.
-        **kwargs: For :class:`EmbeddingCtx`.
+        **kwargs: Passed to :class:`EmbeddingCtx`.
     """
 
     def __init__(self, dense_optimizer: torch.optim.Optimizer, policy: StepPolicy, *args: Any, **kwargs: Any) -> None:
@@ -91,9 +93,10 @@ class StepCtx(EmbeddingCtx):
         self._trained_batches = TrainedBatches()
         self._state: RunState | None = None
         self._loop: TrainingLoop | None = None  # the most recent loop
-        self._micro: MicroBatch | None = None  # of the last forward, if it was one of some rows
+        self._micro: MicroBatch | None = None  # the micro-batch of the last forward pass, if it ran on one
         self._given: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # dense inputs and labels of the step
-        self._outputs: list[tuple[int, Any]] = []  # of each forward, with the first sample in it
+        self.samples = 0
+        self._outputs: list[tuple[int, Any]] = []  # of each forward pass, with the index of its first sample
 
     @property
     def _run_state(self) -> RunState:
@@ -103,7 +106,7 @@ class StepCtx(EmbeddingCtx):
 
     @property
     def grad_scaler(self) -> torch.amp.GradScaler | None:
-        """The scaler of the loss, which also unscales the dense gradients; None without mixed precision or a GPU."""
+        """The loss scaler, which also unscales the dense gradients; None without mixed precision or a GPU."""
         scale = self._backward.loss_scale
         return None if scale is None else scale.scaler
 
@@ -114,13 +117,16 @@ class StepCtx(EmbeddingCtx):
 
     @property
     def skipped_steps(self) -> int:
-        """The steps of this context that were skipped for NaN or infinity."""
+        """The number of steps of this context that were skipped because of NaN or infinity."""
         return self._backward.skipped_steps
 
     def prepare_features(
         self, batch: TrainingBatch | PersiaBatch
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], Any]:
-        """Like that of :class:`EmbeddingCtx`; a previous training batch without :meth:`backward` is counted."""
+        """Like :meth:`EmbeddingCtx.prepare_features`.
+
+        Also counts a previous training batch without :meth:`backward`.
+        """
         before = self.current_batch
         if batch is not before:
             self._trained_batches.end_step(self._embeddings)
@@ -132,7 +138,7 @@ class StepCtx(EmbeddingCtx):
         return tensors
 
     def micro_batches(self, batch: TrainingBatch, rows: int) -> Iterator[MicroBatch]:
-        """Iterate the rows of a batch, some at a time, in one step.
+        """Iterate over parts of the rows of a batch, in one step.
 
         ::
 
@@ -140,19 +146,19 @@ class StepCtx(EmbeddingCtx):
                 output, labels = ctx.forward(part)
                 ctx.backward(loss_fn(output, labels[0]) * part.share)
 
-        Gradients are added up; the :meth:`backward` of the last part makes the step. With a mean loss, its gradients
+        Gradients are added up; the :meth:`backward` of the last part performs the step. With a mean loss, its gradients
         are those of the whole batch, except for rounding, and each row is pushed once. Layers with random numbers, such
-        as dropout, draw others.
+        as dropout, draw different ones.
 
         Args:
             batch: A batch of the training loop.
             rows: The number of rows of each part; the last one may have fewer.
 
         Raises:
-            UsageError: ``rows`` is below 1, or a layer of the model normalises over the rows of a batch.
+            UsageError: ``rows`` is below 1, or a layer of the model normalizes over the rows of a batch.
         """
         if rows < 1:
-            raise UsageError(f"micro_batches(rows={rows}): want at least 1")
+            raise UsageError(f"micro_batches(rows={rows}): must be at least 1")
         size = batch.batch_size
         if rows < size:
             check_splits(self.model)
@@ -166,10 +172,10 @@ class StepCtx(EmbeddingCtx):
             yield MicroBatch(batch, part, share, part.stop == size, dense_part, embeddings_part, labels_part)
 
     def forward(self, batch: TrainingBatch | PersiaBatch | MicroBatch) -> tuple[Any, Any]:
-        """As in :class:`EmbeddingCtx`, also for a part of :meth:`micro_batches`.
+        """Run the model as in :class:`EmbeddingCtx`; ``batch`` may also be a part of :meth:`micro_batches`.
 
         Raises:
-            OutOfMemoryError: The model needs more memory than there is; the message lists the largest tensors.
+            OutOfMemoryError: The model needs more memory than is available; the message lists the largest tensors.
         """
         if not isinstance(batch, MicroBatch):
             if self._micro is not None:
@@ -181,26 +187,27 @@ class StepCtx(EmbeddingCtx):
         return self._run_model(batch.batch, batch.dense, batch.embeddings, batch.labels)
 
     def gather_weights(self, batch: TrainingBatch) -> None:
-        """Gather the weights of a model that is sharded (FSDP) for a step; every rank calls this.
+        """Gather the weights of a sharded (FSDP) model for a step. Collective: every rank must call it.
 
         Raises:
-            OutOfMemoryError: There is no memory for them. The other ranks may wait in this, so it cannot be repeated.
+            OutOfMemoryError: There is not enough memory for the weights. Other ranks may be waiting in this collective,
+                so it cannot be repeated.
         """
         watchdog.progress()
         with self._reporting_memory(batch), self._backend.collective(), flight.Call(flight.FORWARD, batch.step):
             gather_weights(self.model)
 
     def average_gradients(self, last: MicroBatch) -> None:
-        """Let the ranks average the gradients that they have added up, and make the step, without another forward.
+        """Average the accumulated gradients over the ranks and finish the step, without another forward pass.
 
         Args:
-            last: The last part of the step, of which the script made the forward and the backward with ``is_last``
+            last: The last micro-batch of the step, whose forward and backward pass the script has run with ``is_last``
                 false.
 
         Raises:
             NonFiniteError, OutOfMemoryError: As in :meth:`backward`.
         """
-        assert self.model is not None  # noqa: S101 - it has made the forwards
+        assert self.model is not None  # noqa: S101 - it ran the forward passes
         watchdog.progress()
         self._micro = dataclasses.replace(last, is_last=True)
         synchronise_gradients(self.model, True)
@@ -209,8 +216,8 @@ class StepCtx(EmbeddingCtx):
         self.backward(loss)
 
     def _drop_step(self) -> None:
-        """Drop what is left of a step that the script, or an error, has ended in its middle."""
-        if self._micro is not None or self._outputs:  # also a whole batch whose forward had no backward
+        """Discard the rest of a step that the script, or an error, ended early."""
+        if self._micro is not None or self._outputs:  # also discards a whole batch without a backward pass
             self._micro = None
             drop_step(self.model)
         self._backward.begin()
@@ -229,7 +236,7 @@ class StepCtx(EmbeddingCtx):
         return out_of_memory.reported(batch.step, rows, lambda: self._known(batch).by_size(self.dense_optimizer))
 
     def _known(self, batch: TrainingBatch) -> StepTensors:
-        """Return what the step has computed with, to name what is wrong in it."""
+        """Return the tensors that the step was computed with, for error reports."""
         places, (dense, labels) = self._arrange(batch, whole=True), self._given
         fed = None if self._loop is None else self._loop.open_batch
         dense_names, label_names = arranged(batch.dense_names, places.dense), arranged(batch.label_names, places.labels)
@@ -245,13 +252,14 @@ class StepCtx(EmbeddingCtx):
     def backward(self, loss: torch.Tensor, embedding_gradient_check_frequency: int = 20) -> torch.Tensor:
         """Back-propagate, update the model, and push the embedding gradients.
 
-        A step with NaN or infinity in the loss or any gradient changes neither model nor rows, on any rank. The first
-        tensor that is not finite is named, in the order of the computation, with its sample and ids. It is logged, or
+        A step with NaN or infinity in the loss or any gradient changes neither model nor rows, on any rank. The message
+        names the first non-finite tensor in the order of the computation, with its sample and ids. It is logged, or
         raised with ``nonfinite="raise"``.
 
         Args:
             loss: A scalar that depends on the last :meth:`forward`.
-            embedding_gradient_check_frequency: PersiaML's; every step is checked.
+            embedding_gradient_check_frequency: Accepted for compatibility with PersiaML, without effect: every step is
+                checked.
 
         Returns:
             The back-propagated loss, detached; with mixed precision it is scaled.
@@ -259,13 +267,13 @@ class StepCtx(EmbeddingCtx):
         Raises:
             UsageError: :meth:`forward` was not called with a training batch.
             NonFiniteError: A tensor is not finite, or too many steps in a row were skipped.
-            OutOfMemoryError: The gradients need more memory than there is; the message lists the largest tensors.
+            OutOfMemoryError: The gradients need more memory than is available; the message lists the largest tensors.
         """
         del embedding_gradient_check_frequency
         watchdog.progress()
         batch = self.current_batch
         if batch is None or not batch.requires_grad:
-            raise UsageError("TrainCtx.backward was called without a forward of a training batch before it")
+            raise UsageError("TrainCtx.backward was called without a forward pass of a training batch before it")
         self._label_check.backward(loss)
         if self._micro is not None and not self._micro.is_last:
             try:
@@ -276,6 +284,7 @@ class StepCtx(EmbeddingCtx):
                 raise
             return loss.detach()
         self._trained_batches.backward()
+        rescale_averaging(self.model, self._backward.scale)
         can_repeat = False
         try:
             with self._reporting_memory(batch):
@@ -295,10 +304,12 @@ class StepCtx(EmbeddingCtx):
                 self._trained_batches.repeat(batch.step)
             else:
                 self._end_step()
+        settle_step(self.model, applied=self._backward.applied)
         self._trained_batches.skipped = self._backward.skipped_steps
+        self.samples += batch.batch_size
         if self._loop is not None:
             self._loop.trained(batch)
-        else:  # the loop is another context's
+        else:  # the loop belongs to another context
             self._backend.trained_step = batch.step
         return loss.detach()
 
@@ -307,9 +318,15 @@ class StepCtx(EmbeddingCtx):
         self._embeddings, self._given, self._outputs = [], ([], []), []
 
     @property
+    def loss(self) -> torch.Tensor | None:
+        """The loss of the last step, unscaled; None before the first one."""
+        return self._backward.loss
+
+    @property
     def grad_norm(self) -> float | None:
         """The norm of the gradient of the model's weights in the last step, before it is clipped.
 
-        None before the first step. It is NaN or infinity if a gradient was. On a device, reading it waits for the step.
+        None before the first step. The norm is NaN or infinity if a gradient has NaN or infinity. On a device, reading
+        it waits for the step.
         """
         return None if self._backward.grad_norm is None else float(self._backward.grad_norm)

@@ -1,9 +1,8 @@
-"""Training: forward, backward, and checkpoints of the whole run."""
+"""The training context: forward, backward, and checkpoints of the whole run."""
 
 import contextlib
 import os
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,43 +30,52 @@ from persia.loop.source import Source
 from persia.loop.trained import TrainedBatches
 from persia.loop.training import LoopOptions, TrainingLoop
 from persia.loop.watchdog import Watchdog
+from persia.monitor import trace
+from persia.monitor import trainer as monitor
+from persia.monitor.exporter import Exporter
+from persia.monitor.trace import StepSpans
+from persia.monitor.trainer import TrainerMetrics
 from persia.runtime import preemption
 from persia.runtime.errors import UsageError
 from persia.runtime.logging import get_logger
+from persia.runtime.places import Place
 from persia.runtime.settings import settings
 
 _logger = get_logger("ctx")
 
 
 class TrainCtx(StepCtx):
-    """Trains: an :class:`EmbeddingCtx` with a dense optimizer and an embedding optimizer.
+    """Trains a model: an :class:`EmbeddingCtx` with a dense optimizer and an embedding optimizer.
 
     Args:
-        embedding_optimizer: Updates the rows.
-        dense_optimizer: Updates the model.
+        embedding_optimizer: The optimizer of rows.
+        dense_optimizer: The optimizer of the model.
         grad_scalar_update_factor: With mixed precision, the loss scale's growth interval in steps.
-        backward_buffer_size: PersiaML's; accepted, the staleness bounds the pushes in flight.
-        backward_workers_size: PersiaML's; the engine sizes its own threads.
-        grad_update_buffer_size: PersiaML's; accepted, the staleness bounds the pushes in flight.
-        lookup_emb_directly: PersiaML's; accepted, a look-up always starts when its batch arrives.
-        mixed_precision: Scale the loss for float16, dense and embedding gradients together (``torch.autocast`` is the
-            model's own); it has no effect without a GPU, which is logged once, and none with ``precision``.
+        backward_buffer_size: Accepted for compatibility with PersiaML, without effect: the staleness bounds the pushes
+            in flight.
+        backward_workers_size: Accepted for compatibility, without effect: the engine chooses the number of threads.
+        grad_update_buffer_size: Accepted for compatibility, without effect: the staleness bounds the pushes in flight.
+        lookup_emb_directly: Accepted for compatibility, without effect: a look-up always starts when its batch arrives.
+        mixed_precision: Whether to scale the loss for float16, for dense and embedding gradients together. The model
+            itself calls ``torch.autocast``. Has no effect without a GPU, which is logged once, or with ``precision``.
         distributed_option: How several ranks train the model, one of :mod:`persia.distributed`; None is DDP. It has no
             effect with one rank.
         *args: As in :class:`EmbeddingCtx`, after its mode.
-        checkpoints: Saves the run while it trains, and resumes it from the newest checkpoint when it is restarted. The
-            same on every rank.
-        embedding_gradient_scale: With several ranks, ``mean`` divides embedding gradients by their number, as DDP does
-            the dense ones; ``none`` sums them, as PersiaML does.
+        checkpoints: Saves the run during training, and resumes it from the newest checkpoint after a restart. Must be
+            the same on every rank.
+        embedding_gradient_scale: With several ranks, ``mean`` divides embedding gradients by the number of ranks, as
+            DDP divides dense gradients; ``none`` sums them, as PersiaML does.
         precision: ``fp32``, ``bf16`` or ``fp16``: the model's forward runs under :func:`torch.autocast` of that dtype,
-            and its outputs are float32 again. ``fp16`` scales the loss. None: autocast is the model's own.
-        nonfinite: What happens at NaN or infinity in the loss or a gradient. ``skip``: all ranks skip the step.
-            ``raise``: they end with NonFiniteError. In both cases model and rows stay as they are.
-        clip_norm: The largest norm of the gradient of the model's weights. None: gradients are not clipped.
-        **kwargs: For :class:`EmbeddingCtx`.
+            and its outputs are converted to float32. ``fp16`` also scales the loss. None: autocast is left to the
+            model.
+        nonfinite: The reaction to NaN or infinity in the loss or a gradient. ``skip``: all ranks skip the step.
+            ``raise``: they end with NonFiniteError. In both cases model and rows do not change.
+        clip_norm: The maximum norm of the gradient of the model's weights. None: gradients are not clipped.
+        hooks: Additional hooks of the training loop, equal on all ranks: see :mod:`persia.loop.hooks`.
+        **kwargs: Passed to :class:`EmbeddingCtx`.
 
     Raises:
-        UsageError: An optimizer or the model is missing, or an argument has another value than it may have.
+        UsageError: An optimizer or the model is missing, or the value of an argument is not allowed.
     """
 
     def __init__(
@@ -87,6 +95,7 @@ class TrainCtx(StepCtx):
         precision: str | None = None,
         nonfinite: str = "skip",
         clip_norm: float | None = None,
+        hooks: Sequence[Any] = (),
         **kwargs: Any,
     ) -> None:
         del backward_buffer_size, backward_workers_size, grad_update_buffer_size, lookup_emb_directly
@@ -108,14 +117,18 @@ class TrainCtx(StepCtx):
         self._checkpoints = checkpoints
         self._option = distributed_option
         self._gradient_scale = embedding_gradient_scale
+        self._more_hooks = tuple(hooks)
         self._unwrapped: torch.nn.Module | None = None
         self._autosave: Autosave | None = None
         self._epochs: Epochs | None = None
         self._preemption = contextlib.ExitStack()
+        self._exported: tuple[TrainerMetrics, Exporter] | None = None
+        self._spans: StepSpans | None = None
 
     def _open_backend(self) -> Backend:
         if self._checkpoints is not None:
             self._checkpoints.validate_storage()
+        self._exported = monitor.start()
         if settings.nats_url is not None:
             if run.holds_session():
                 raise UsageError(
@@ -130,10 +143,12 @@ class TrainCtx(StepCtx):
                 option=self._option,
                 gradient_scale=self._gradient_scale,
                 configuration=self._configuration,
+                metrics="" if self._exported is None else self._exported[1].address,
             )
         return super()._open_backend()
 
     def _on_enter(self) -> None:
+        self._spans = trace.start()
         self._outer = None if self._owner else self._backend.row_settings
         self._backend.begin(optimizer=self.embedding_optimizer, config=self.embedding_config)
         if self.model is not None and unwrap_model(self.model) is self.model:
@@ -158,6 +173,10 @@ class TrainCtx(StepCtx):
             if self._backend.is_rank_0:
                 self._epochs.resumed = resume(self._checkpoints, self._state)
             self._preemption.enter_context(preemption.saving_run())
+        if self._exported is not None:
+            self._exported[0].open(self, self._checkpoints if self._backend.is_rank_0 else None)
+        if self._spans is not None:
+            self._spans.open(self)
 
     def _on_exit(self) -> None:
         self._trained_batches.end_step(self._embeddings)
@@ -172,13 +191,31 @@ class TrainCtx(StepCtx):
             self._autosave.exit_if_requested(left_by)
 
     def _unwrap(self) -> None:
-        """Return to the script's model, after the last checkpoint, which gathers the shards of the wrapped one."""
+        """Return to the script's own model, after the last checkpoint, which gathers the shards of the wrapper."""
         if self._unwrapped is not None:
             if isinstance(self.model, ShardedModel):
                 self.model.release(self.dense_optimizer)
             self._unwrapped, self.model = None, self._unwrapped
 
     def _release(self, error: BaseException | None) -> None:
+        try:
+            self._end_metrics()
+        finally:
+            try:
+                self._release_run(error)
+            finally:
+                spans, self._spans = self._spans, None
+                trace.stop(spans)  # the last pushes are applied at this point
+
+    def _end_metrics(self) -> None:
+        exported, self._exported = self._exported, None
+        if exported is not None:
+            try:
+                exported[1].push()
+            finally:
+                exported[0].close(self)
+
+    def _release_run(self, error: BaseException | None) -> None:
         try:
             self._unwrap()
             super()._release(error)
@@ -190,7 +227,7 @@ class TrainCtx(StepCtx):
             self._preemption.close()
 
     def start_loop(self, source: Source, options: LoopOptions) -> TrainingLoop:
-        """Start a pass over ``source``; every rank calls this. For :class:`persia.data.DataLoader`."""
+        """Start a pass over ``source``, for :class:`persia.data.DataLoader`. Collective: every rank must call it."""
         epochs = self._open_epochs
         epochs.begin_loop(self._loop)
         hooks: list[Any] = [Watchdog(run.hung, run.verdict), self._trained_batches, epochs]
@@ -198,11 +235,16 @@ class TrainCtx(StepCtx):
             hooks = [Preemption(), *hooks, Quarantine(self._checkpoints), self._autosave]
         if not self._backend.is_alone:
             hooks += [InputAgreement(self._backend.inputs, lambda: self.model), GatherModel(self._run_state)]
+        hooks += self._more_hooks
         self._loop = TrainingLoop(self._backend, self._run_state, source, Hooks(hooks), options).start()
+        if self._exported is not None:
+            self._exported[0].begin_loop(options.staleness, self._loop.step, self.model)
+        if self._spans is not None:
+            self._spans.begin_loop(self._loop.step)
         return self._loop
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Iterate the numbers of the epochs that are not finished; the body has one training loop.
+        """Iterate over the indices of the unfinished epochs. The body of the loop has one training loop.
 
         ::
 
@@ -210,15 +252,15 @@ class TrainCtx(StepCtx):
                 for batch in loader:
                     ...
 
-        A run that starts yields 0 to ``count - 1``. One that was resumed begins with the interrupted epoch, whose
-        training loop continues after the last batch of the checkpoint. If that was the last batch of the epoch, the
-        loop gets no batch, and the code after the loop is run again. Every rank calls this.
+        A new run yields 0 to ``count - 1``. A resumed run begins with the interrupted epoch, whose training loop
+        continues after the last batch of the checkpoint. If that was the last batch of the epoch, the loop gets no
+        batch, and the code after the loop is run again. Collective: every rank must call it.
 
         Args:
             count: The number of epochs of the whole run.
 
         Raises:
-            UsageError: ``count`` is negative or differs between ranks, or epochs are iterated already.
+            UsageError: ``count`` is negative or differs between ranks, or an iteration over epochs is already active.
         """
         return self._open_epochs.begin(count)
 
@@ -228,14 +270,14 @@ class TrainCtx(StepCtx):
             raise UsageError(f"{type(self).__name__} is used outside its `with` block")
         return self._epochs
 
-    def _begin_save(self, directory: Path) -> snapshot.Save:
+    def _begin_save(self, directory: Place) -> snapshot.Save:
         self._trained_batches.warn_untrained_save()
         return super()._begin_save(directory)
 
     def gather_model(self) -> None:
-        """With FSDP, gather the weights of all ranks, so that rank 0 can evaluate or save; else do nothing.
+        """With FSDP, gather the weights of all ranks so that rank 0 can evaluate or save; otherwise do nothing.
 
-        Every rank calls this after the same step. Automatic checkpoints and the end of a loop do it by themselves.
+        Every rank calls this after the same step. Automatic checkpoints and the end of a loop do this themselves.
         """
         self._run_state.gather_model()
 
@@ -258,22 +300,23 @@ class TrainCtx(StepCtx):
         position go into one checkpoint, which replaces the content of ``dst_dir`` atomically.
 
         With several ranks, rank 0 saves; on the others the call is optional and returns immediately. Between two
-        training loops rank 0 waits until every rank has left the last one, so that it includes the pushes of all ranks.
-        Inside a loop the cut is after rank 0's own pushes; those of other ranks may be missing.
+        training loops rank 0 waits until every rank has left the last one, so the checkpoint includes the pushes of all
+        ranks. Inside a loop the cut is after rank 0's own pushes; those of other ranks may be missing.
 
         Args:
-            dst_dir: A directory; made if missing. A relative one is below ``PERSIA_CKPT_DIR``, if that is set; with
-                servers, an absolute one must also be.
-            dense_model_filename: The model's state dict inside it.
-            jit_dense_model_filename: The scripted model inside it.
-            opt_filename: The dense optimizer's state dict inside it.
-            blocking: False returns after the cut; training may continue while files are written. The next dump or load
-                and the end of the context wait for the files and raise the error of writing them. If an exception
-                leaves the context, the wait is at most 15 s.
-            with_jit_model: Save the scripted model too.
+            dst_dir: A directory, which is created if missing, or a URL such as ``s3://bucket/prefix/name``, to which
+                this process and every server write. A relative path is below ``PERSIA_CKPT_DIR``, if that is set; with
+                servers, an absolute path must be below it too.
+            dense_model_filename: The name of the file with the model's state dict.
+            jit_dense_model_filename: The name of the file with the scripted model.
+            opt_filename: The name of the file with the dense optimizer's state dict.
+            blocking: Whether to wait until the files are written. If False, the call returns after the cut, and
+                training may continue meanwhile. The next dump or load and the end of the context wait for the files and
+                raise the error of writing them. If an exception leaves the context, the wait is at most 15 s.
+            with_jit_model: Whether to save the scripted model too.
 
         Raises:
-            StorageError: It cannot be written; the previous content of ``dst_dir`` remains.
+            StorageError: The checkpoint cannot be written; the previous content of ``dst_dir`` remains.
             UnreachableError: Another rank has not left its training loop in ``PERSIA_RPC_TIMEOUT`` seconds.
         """
         if not self._backend.is_rank_0:
@@ -286,7 +329,9 @@ class TrainCtx(StepCtx):
         self._write(save, blocking=blocking)
 
     def save_run(self) -> None:
-        """Save the run now, as ``checkpoints`` does at its interval, and return when it is written or abandoned.
+        """Save the run now, as ``checkpoints`` does at its interval.
+
+        Return when the checkpoint is written or abandoned.
 
         Every rank calls this after the same step: between two steps, or after a loop that the script has left early.
 
@@ -294,7 +339,7 @@ class TrainCtx(StepCtx):
             UsageError: The context has no ``checkpoints``.
         """
         if self._autosave is None:
-            raise UsageError("TrainCtx.save_run without checkpoints; give TrainCtx(checkpoints=Checkpoints(FOLDER))")
+            raise UsageError("TrainCtx.save_run without checkpoints; pass TrainCtx(checkpoints=Checkpoints(FOLDER))")
         self._autosave.save_last()
 
     def load_checkpoint(  # type: ignore[override]  # PersiaML's signature
@@ -305,24 +350,25 @@ class TrainCtx(StepCtx):
         opt_filename: str = "opt.pt",
         blocking: bool = True,
     ) -> None:
-        """Continue the run that :meth:`dump_checkpoint` saved; every file is verified before anything changes.
+        """Continue the run that :meth:`dump_checkpoint` saved. All files are verified before anything changes.
 
         The next data loader starts after the last batch that the checkpoint contains. In a context with
-        ``checkpoints``, the objects in their ``state`` are also loaded, if the checkpoint is one of theirs.
+        ``checkpoints``, the objects in their ``state`` are also loaded, if ``checkpoints`` wrote the checkpoint.
 
-        With several ranks, rank 0 loads; on the others the call is optional and returns immediately. They receive
-        model, optimizer and data position from rank 0 when the next training loop starts.
+        With several ranks, rank 0 loads; on the others the call is optional and returns immediately. The other ranks
+        receive model, optimizer and data position from rank 0 when the next training loop starts.
 
         Args:
-            src_dir: The checkpoint; a relative one is below ``PERSIA_CKPT_DIR``, if that is set.
+            src_dir: The checkpoint: a directory or a URL. A relative one is below ``PERSIA_CKPT_DIR``, if that is set.
             map_location: As in :func:`torch.load`, but None means the CPU; the model's tensors stay on their devices.
-            dense_model_filename: The model's state dict inside it.
-            opt_filename: The dense optimizer's state dict inside it.
-            blocking: PersiaML's; accepted, without effect: the load is complete when this returns.
+            dense_model_filename: The name of the file with the model's state dict.
+            opt_filename: The name of the file with the dense optimizer's state dict.
+            blocking: Accepted for compatibility with PersiaML, without effect: the load is complete when this call
+                returns.
 
         Raises:
-            CheckpointError: There is no checkpoint, it is damaged (the message names the file), its configuration
-                differs, or the embedding optimizer rejects its learning rate.
+            CheckpointError: The directory has no checkpoint, the checkpoint is damaged (the message names the file),
+                its configuration differs, or the embedding optimizer refuses its learning rate.
             UsageError: A data loader of this context is being iterated.
         """
         del blocking

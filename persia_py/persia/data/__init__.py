@@ -25,7 +25,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs PyTorch when it is used: `persia data inspect` and `persia config check` do without it."""
+    """Import modules that need PyTorch on first use: `persia data inspect` and `persia config check` do not load it."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

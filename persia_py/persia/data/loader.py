@@ -1,4 +1,4 @@
-"""The data loader: batches whose embeddings are looked up in advance."""
+"""The data loader, which looks up embeddings in advance."""
 
 import queue
 import threading
@@ -23,23 +23,24 @@ _logger = get_logger("data")
 
 
 class DataLoader:
-    """Iterates batches whose embeddings are looked up in advance.
+    """Iterates over batches whose embeddings are looked up in advance.
 
     Inside a :class:`persia.ctx.TrainCtx` the look-ups of coming batches overlap the dense step and the pushes of past
     ones; inside :func:`persia.ctx.eval_ctx` they change nothing.
 
     Args:
         dataset: The source of batches.
-        forward_buffer_size: PersiaML's; accepted, the staleness bounds the batches looked up ahead.
+        forward_buffer_size: Accepted for compatibility with PersiaML, without effect: the staleness bounds the number
+            of batches looked up ahead.
         timeout_ms: The time limit of a look-up. Waiting for the data set has no limit, but is logged every 30 s.
-        num_workers: PersiaML's; accepted, the engine sizes its own threads.
-        reproducible: Bit-identical runs: staleness 1 (with a warning if another one is given), and every look-up waits
-            for the previous push.
+        num_workers: Accepted for compatibility with PersiaML, without effect: the engine chooses the number of threads.
+        reproducible: Whether runs are bit-identical: the staleness is 1 (with a warning if another value is given), and
+            every look-up waits for the previous push.
         embedding_staleness: K: at most K - 1 pushes are unacknowledged when a look-up is served. None means
-            ``EMBEDDING_STALENESS``, else 8.
+            ``EMBEDDING_STALENESS``, by default 8.
 
     Raises:
-        UsageError: A number is out of range, or ``dataset`` is not an :class:`IterableDataset`.
+        UsageError: An argument is out of range, or ``dataset`` is not an :class:`IterableDataset`.
     """
 
     def __init__(
@@ -53,10 +54,10 @@ class DataLoader:
     ) -> None:
         del num_workers
         if not isinstance(dataset, IterableDataset):
-            raise UsageError(f"DataLoader(dataset=...): want an IterableDataset, got {type(dataset).__name__}")
+            raise UsageError(f"DataLoader(dataset=...): expected an IterableDataset, found {type(dataset).__name__}")
         if forward_buffer_size < 1 or timeout_ms < 1:
             raise UsageError(
-                f"DataLoader(forward_buffer_size={forward_buffer_size}, timeout_ms={timeout_ms}): want at least 1"
+                f"DataLoader(forward_buffer_size={forward_buffer_size}, timeout_ms={timeout_ms}): must be at least 1"
             )
         self.reproducible = reproducible or settings.reproducible
         self.staleness = settings.staleness(embedding_staleness)
@@ -73,7 +74,7 @@ class DataLoader:
 
     @property
     def dataset(self) -> IterableDataset:
-        """The source of batches. A new data set is iterated from its start."""
+        """The source of batches. A newly assigned data set is iterated from its start."""
         return self._dataset
 
     @dataset.setter
@@ -129,7 +130,7 @@ class DataLoader:
 
 
 def _wait_for(ready: "queue.Queue[PersiaBatch | BaseException | None]") -> PersiaBatch | BaseException | None:
-    """Return the next item; waiting for the data set has no limit, and is logged."""
+    """Return the next item. Waiting for the data set has no time limit, but is logged."""
     started = reminded = time.monotonic()
     while True:
         preemption.exit_if_requested()

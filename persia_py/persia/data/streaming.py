@@ -1,4 +1,4 @@
-"""The data set that data-compose fills."""
+"""The data set whose batches data-compose sends."""
 
 import threading
 from collections import deque
@@ -20,12 +20,12 @@ from persia.runtime.settings import settings
 _logger = get_logger("data")
 
 _AHEAD = 64
-"""The number of batches beyond the buffer by which look-ups may be ahead of training: the largest staleness."""
+"""The maximum number of batches beyond the buffer by which look-ups may be ahead of training: the largest staleness."""
 
 
 @dataclass
 class _Taken:
-    """A batch that was taken, and the position of the data set after it."""
+    """A batch taken from the inbox, and the position of the data set after it."""
 
     state: list[int]
     batch: PersiaBatch
@@ -39,14 +39,14 @@ class StreamingDataset(IterableDataset):
     data script (``PERSIA_DATALOADER_ENTRY``, else ``data_loader.py`` or ``data_compose.py`` next to the main script)
     runs in a thread of this process.
 
-    A training context has one stream: a loop continues where the previous one was left early, and after the last batch
-    every loop is empty.
+    A training context has one stream: a loop continues where the previous one ended early; after the last batch every
+    loop is empty.
 
     Args:
-        buffer_size: The number of batches of each replica that may wait here; a replica that is ahead waits in
+        buffer_size: The maximum number of waiting batches for each replica; a replica that is further ahead waits in
             ``send_data``.
-        transform: Makes the batches from rows: the built-in data-compose of a ``persia.yml`` gets it from here. All
-            ranks give the same.
+        transform: The transform that makes batches from rows. The built-in data-compose of a ``persia.yml`` receives it
+            from this data set. Must be the same on all ranks.
     """
 
     def __init__(self, buffer_size: int = 10, transform: Transform | None = None) -> None:
@@ -59,13 +59,15 @@ class StreamingDataset(IterableDataset):
         """Reset the state of a stream that is not open yet."""
         self._inbox = inbox
         self._taken: list[int] = []  # the number of batches of each replica that were taken from the inbox
-        self._trained: list[int] = []  # the number that were trained on
-        self._state: list[int] = []  # the number that were yielded
-        self._rounds = RoundDigests()  # after those that were taken
-        self._replay_digests: dict[str, Any] | None = None  # the same after those trained on, as a checkpoint keeps it
+        self._trained: list[int] = []  # the number of batches that were trained on
+        self._state: list[int] = []  # the number of batches that were yielded
+        self._rounds = RoundDigests()  # the position after the batches that were taken
+        # the position after the batches that were trained on, as a checkpoint saves it
+        self._replay_digests: dict[str, Any] | None = None
         self._drop = 0
-        self._held: deque[_Taken] = deque(maxlen=2 * self.buffer_size + _AHEAD)  # yielded, but not trained on
-        self._again: deque[_Taken] = deque()  # those that will be yielded again
+        # batches that were yielded, but not trained on
+        self._held: deque[_Taken] = deque(maxlen=2 * self.buffer_size + _AHEAD)
+        self._again: deque[_Taken] = deque()  # batches that will be yielded again
 
     def __iter__(self) -> Iterator[PersiaBatch]:
         """Yield batches until every replica has ended."""
@@ -90,7 +92,7 @@ class StreamingDataset(IterableDataset):
         return None
 
     def _open(self) -> Inbox:
-        """Return this context's inbox; let the senders in at the first iteration."""
+        """Return this context's inbox. At the first iteration, admit the senders."""
         backend = self._context()
         if backend is None:
             raise UsageError("a StreamingDataset is iterated inside TrainCtx; there is no such context here")
@@ -100,15 +102,15 @@ class StreamingDataset(IterableDataset):
         inbox: Inbox = backend.feed.inbox
         if self._inbox is not inbox:
             if inbox.is_open:
-                raise UsageError("this training context has a StreamingDataset already; use that one")
+                raise UsageError("this training context already has a StreamingDataset; use that one")
             self._begin(inbox)
         return inbox
 
     def _begin(self, inbox: Inbox) -> None:
         """Start the stream after the batches that the resumed run has trained on.
 
-        The sender of each replica skips the batches that every rank has certainly trained on. The rest is received and
-        dropped, because a replica that ended early may have sent this rank one batch less.
+        The sender of each replica skips the batches that every rank has certainly trained on. Other trained batches are
+        received and dropped, because a replica that ended early may have sent this rank one batch less.
         """
         self._inbox = inbox
         replicas, rounds = len(self._trained), batches_to_skip(self._trained)
@@ -119,7 +121,7 @@ class StreamingDataset(IterableDataset):
         inbox.open(self.buffer_size, skip=rounds, replicas=replicas or None, digests=digests, transform=self._transform)
 
     def _context(self) -> Any:
-        """Return the backend of the current context, and drop the stream of another one."""
+        """Return the backend of the current context. Drop a stream that belongs to another context."""
         context = contexts.current()
         backend = None if context is None else context.common_context
         feed = None if backend is None else backend.feed
@@ -128,23 +130,23 @@ class StreamingDataset(IterableDataset):
         return backend
 
     def interrupt(self) -> None:
-        """End an iteration in another thread; :meth:`prepare_next_pass` is to follow."""
+        """End an iteration that runs in another thread; :meth:`prepare_next_pass` must follow."""
         self._stop.set()
         if self._inbox is not None:
             self._inbox.wake()
 
     def waiting(self) -> int:
-        """Return the number of batches that have arrived and are still to be yielded, including those yielded again."""
+        """Return the number of received batches that were not yielded yet, including those to be yielded again."""
         return len(self._again) + (self._inbox.queued() if self._inbox is not None else 0)
 
     def trained(self, state: dict[str, Any]) -> None:
-        """Drop the batches up to ``state``, a result of :meth:`state_dict`: they were trained on."""
+        """Drop the batches up to ``state``, a result of :meth:`state_dict`, because they were trained on."""
         self._trained = state["taken"]
         while self._held and sum(self._held[0].state) <= sum(self._trained):
             self._replay_digests = self._held.popleft().replay_digests
 
     def used(self) -> None:
-        """Drop the batch that was yielded first: it was evaluated."""
+        """Drop the batch that was yielded first, because it was evaluated."""
         entry = self._held.popleft()
         self._trained, self._replay_digests = entry.state, entry.replay_digests
 
@@ -153,18 +155,18 @@ class StreamingDataset(IterableDataset):
         return self._replay_digests
 
     def set_replay_digests(self, replay_digests: dict[str, Any] | None) -> None:
-        """Set the digests of the batches that are skipped after :meth:`load_state_dict`; None if they are not known."""
+        """Set the digests of the batches that are skipped after :meth:`load_state_dict`; None if they are unknown."""
         if self._inbox is None:
             self._replay_digests = replay_digests
 
     def prepare_next_pass(self, *, completed: bool) -> None:
-        """Prepare for the next loop, after this one was interrupted.
+        """Prepare for the next loop after this one was interrupted.
 
         Args:
-            completed: Whether the loop came to its end. If it was left early, batches that were neither trained on nor
+            completed: Whether the loop ran to its end. If it ended early, batches that were neither trained on nor
                 evaluated are yielded again.
         """
-        self._stop = threading.Event()  # a thread of the last loop that is still running keeps its own queue
+        self._stop = threading.Event()  # a thread of the previous loop may still be running; it keeps the old queue
         if completed:
             self._held.clear()
             return
@@ -175,7 +177,7 @@ class StreamingDataset(IterableDataset):
         self._state = self._trained
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of batches yielded of each replica."""
+        """Return the number of yielded batches of each replica."""
         self._context()
         return {"taken": list(self._state), "world_size": settings.world_size}
 
@@ -197,5 +199,6 @@ class StreamingDataset(IterableDataset):
             self._state = self._trained = taken
         elif sum(taken) != sum(self._state):
             raise UsageError(
-                "load_checkpoint after a loop over a StreamingDataset: the stream cannot go back; load first"
+                "load_checkpoint after a loop over a StreamingDataset: the stream cannot go back; load the "
+                "checkpoint before the loop"
             )

@@ -1,4 +1,4 @@
-"""Synthetic clicks of a known model, the teacher, in any number, for benchmarks and for experiments with models."""
+"""Synthetic clicks drawn from a known model (the teacher), for benchmarks and experiments."""
 
 import os
 from collections.abc import Iterator
@@ -22,12 +22,13 @@ _CHUNK = 1 << 17
 _FACTORS = 4
 _BINS = 1 << 18
 _DOMAIN = 0x7465616368657273
-"""The seed of a second hash of random numbers, so that labels do not correlate with a split that hashes rows or ids."""
+"""The seed of a second hash for random numbers, so that labels do not correlate with a split that hashes rows or
+ids."""
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """A model of clicks that is known exactly.
+    """A model of clicks whose parameters are known exactly.
 
     With ids ``x_c`` of the columns ``id0, id1, …`` and dense inputs ``d_j``::
 
@@ -39,7 +40,7 @@ class Teacher:
     ``positive``.
 
     Attributes:
-        ids: The number of different ids of each id column. Columns with an even number hold integers, others strings.
+        ids: The number of distinct ids of each id column. Columns with an even index hold integers, others strings.
         dense: The number of dense columns.
         exponent: The exponent of the power law; 0 is uniform.
         positive: The share of labels that are 1.
@@ -53,27 +54,27 @@ class Teacher:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raise a :class:`UsageError` with all wrong numbers."""
-        wrong = [f"ids {count}: want 1 to 2^40" for count in self.ids if not 1 <= count <= 1 << 40]
+        """Raise a :class:`UsageError` that lists all invalid values."""
+        wrong = [f"ids {count}: must be from 1 to 2^40" for count in self.ids if not 1 <= count <= 1 << 40]
         if not self.ids:
-            wrong.append("ids: want at least one id column")
+            wrong.append("ids: expected at least one id column")
         if self.dense < 0:
-            wrong.append(f"dense {self.dense}: want 0 or more")
+            wrong.append(f"dense {self.dense}: must be 0 or more")
         if not 0 <= self.exponent <= 4:
-            wrong.append(f"exponent {self.exponent}: want 0 to 4")
+            wrong.append(f"exponent {self.exponent}: must be from 0 to 4")
         if not 0 < self.positive < 1:
-            wrong.append(f"positive {self.positive}: want a number between 0 and 1")
+            wrong.append(f"positive {self.positive}: must be a number between 0 and 1")
         if wrong:
             raise UsageError("synth: " + "; ".join(wrong))
 
     def batches(self, rows: int, skip: int = 0) -> Iterator[tuple[pa.RecordBatch, Floats]]:
-        """Yield rows with the probability of each label.
+        """Yield rows, with the probability that each label is 1.
 
-        The rows are a piece of one endless table: more rows begin with the same rows.
+        The rows are the first rows of an infinite table, so a longer output begins with the same rows.
 
         Args:
             rows: The number of rows.
-            skip: The number of rows of the table before the first one.
+            skip: The number of rows of the table to skip.
         """
         bias = self._bias()
         for number in range(skip // _CHUNK, -(-(skip + rows) // _CHUNK)):
@@ -86,7 +87,7 @@ class Teacher:
             yield batch.append_column("label", labels), probabilities
 
     def _bias(self) -> float:
-        """Return the ``b`` with which labels have their mean, computed on the first rows."""
+        """Return the ``b`` that gives labels their mean, computed on the first rows."""
         _, logits = self._chunk(0, _CHUNK)
         low, high = -30.0, 30.0
         for _ in range(60):
@@ -117,7 +118,7 @@ class Teacher:
         return pa.record_batch(columns), logits[:rows]
 
     def _draw_ids(self, uniform: Floats, count: int, column: int) -> Ids:
-        """Return ids drawn by the power law. Ids of similar frequency are far apart."""
+        """Return ids drawn from the power law. Ids of similar frequency are far apart."""
         slope = 1 - self.exponent
         if abs(slope) < 1e-9:
             ranks = np.exp(uniform * np.log(count + 1)) - 1
@@ -130,19 +131,24 @@ class Teacher:
 
 @dataclass(frozen=True)
 class Made:
-    """What was written.
+    """The result of :func:`write`.
 
     Attributes:
         rows: The number of rows.
         positive: The share of labels that are 1.
         best_auc: The expected AUC of the teacher's own probabilities; a model exceeds it only by chance.
-        best_log_loss: The same for the log loss.
+        best_log_loss: The expected log loss of the teacher's own probabilities.
+        auc: The AUC of the teacher's probabilities on the labels that were drawn. Compare a model that is evaluated on
+            these rows with this value, because both depend on the same draws. NaN if all labels are equal.
+        log_loss: The log loss of the teacher's probabilities on these labels.
     """
 
     rows: int
     positive: float
     best_auc: float
     best_log_loss: float
+    auc: float
+    log_loss: float
 
     def as_dict(self) -> dict[str, float]:
         """Return the fields by name."""
@@ -150,37 +156,35 @@ class Made:
 
 
 def write(path: str | os.PathLike[str], rows: int, teacher: Teacher, *, skip: int = 0) -> Made:
-    """Write rows to a file, which appears when it is complete.
+    """Write rows to a file. The file appears when it is complete.
 
     Args:
         path: A file that ends in ``.parquet`` or ``.csv``.
         rows: The number of rows.
         teacher: The model that draws them.
-        skip: The number of rows of the teacher before the first one: those of a file that was written before.
+        skip: The number of rows to skip, such as those of a file that was written earlier.
 
     Raises:
-        UsageError: The ending is another one, there are no rows, or ``skip`` is negative.
+        UsageError: The file has another extension, ``rows`` is below 1, or ``skip`` is negative.
         StorageError: The file cannot be written; the incomplete file is removed.
     """
     path = Path(path)
     if path.suffix not in (".parquet", ".csv") or rows < 1:
-        raise UsageError(f"synth {path}, {rows} rows: want a file that ends in .parquet or .csv, and at least 1 row")
+        raise UsageError(
+            f"synth {path}, {rows} rows: expected a file that ends in .parquet or .csv, and at least 1 row"
+        )
     if skip < 0:
-        raise UsageError(f"synth: skip {skip}: want 0 or more")
+        raise UsageError(f"synth: skip {skip}: must be 0 or more")
     part = path.with_name(f".{path.name}.part")
-    positive, log_loss = 0.0, 0.0
-    bins = np.zeros((2, _BINS))
+    best, drawn = _Quality(), _Quality()
     try:
         writer: Any = None
         try:
             for batch, probabilities in teacher.batches(rows, skip):
                 writer = writer or _writer(part, batch.schema)
                 writer.write_batch(batch)
-                positive += float(np.asarray(batch["label"]).sum())
-                log_loss -= float((_xlogx(probabilities) + _xlogx(1 - probabilities)).sum())
-                places = np.minimum((probabilities * _BINS).astype(np.int64), _BINS - 1)
-                bins[0] += np.bincount(places, probabilities, _BINS)
-                bins[1] += np.bincount(places, 1 - probabilities, _BINS)
+                best.add(probabilities, probabilities)
+                drawn.add(probabilities, np.asarray(batch["label"]).astype(np.float64))
         finally:
             if writer is not None:
                 writer.close()
@@ -189,7 +193,7 @@ def write(path: str | os.PathLike[str], rows: int, teacher: Teacher, *, skip: in
         raise StorageError(f"{path}: {error.strerror or error}") from error
     finally:
         part.unlink(missing_ok=True)
-    return Made(rows, positive / rows, _expected_auc(*bins), log_loss / rows)
+    return Made(rows, drawn.positive / rows, best.auc, best.log_loss / rows, drawn.auc, drawn.log_loss / rows)
 
 
 def _writer(path: Path, schema: pa.Schema) -> Any:
@@ -197,15 +201,38 @@ def _writer(path: Path, schema: pa.Schema) -> Any:
     return pa.csv.CSVWriter(path, schema) if csv else pa.parquet.ParquetWriter(path, schema)
 
 
-def _expected_auc(positives: Floats, negatives: Floats) -> float:
-    """Return the AUC of scores that fall into bins in ascending order; within a bin half of the pairs are in order."""
-    below = np.concatenate([[0.0], np.cumsum(negatives)[:-1]])
-    return float((positives * (below + negatives / 2)).sum() / (positives.sum() * negatives.sum()))
+class _Quality:
+    """The AUC and log loss of predicted probabilities, in bounded memory.
+
+    Attributes:
+        positive: The sum of the labels.
+        log_loss: The sum of the log loss.
+    """
+
+    def __init__(self) -> None:
+        self.positive, self.log_loss = 0.0, 0.0
+        self._bins = np.zeros((2, _BINS))
+
+    def add(self, probabilities: Floats, labels: Floats) -> None:
+        """Add rows, ``[rows]``. For expected values, pass the probability as the label."""
+        self.positive += float(labels.sum())
+        logs = labels * _log(probabilities) + (1 - labels) * _log(1 - probabilities)
+        self.log_loss -= float(logs.sum())
+        places = np.minimum((probabilities * _BINS).astype(np.int64), _BINS - 1)
+        self._bins += np.stack([np.bincount(places, share, _BINS) for share in (labels, 1 - labels)])
+
+    @property
+    def auc(self) -> float:
+        """The AUC; within a bin half of the pairs count as ordered. NaN if all labels are equal."""
+        positives, negatives = self._bins
+        pairs = float(positives.sum() * negatives.sum())
+        below = np.concatenate([[0.0], np.cumsum(negatives)[:-1]])
+        return float((positives * (below + negatives / 2)).sum()) / pairs if pairs else float("nan")
 
 
-def _xlogx(values: Floats) -> Floats:
+def _log(values: Floats) -> Floats:
     logs: Floats = np.log(np.maximum(values, 1e-300))
-    return values * logs
+    return logs
 
 
 def _uniform(numbers: Ids, seed: int) -> Floats:

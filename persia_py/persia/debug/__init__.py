@@ -1,14 +1,14 @@
 """Debug a run of several ranks: breakpoints on one rank, digests of tensors, stacks, and errors at their place.
 
 * :mod:`persia.debug.breakpoint`: ``breakpoint_()`` and ``clear_()``
-* :mod:`persia.debug.gate`: what the ranks know of each other's breakpoints
+* :mod:`persia.debug.gate`: the state of breakpoints that ranks share
 * :mod:`persia.debug.debugger`, :mod:`persia.debug.terminal`: pdb, and the terminal that it uses
-* :mod:`persia.debug.watcher`: what a rank does while another one is stopped
-* :mod:`persia.debug.examiner`: a post-mortem of the rank that fails
+* :mod:`persia.debug.watcher`: the behaviour of a rank while another one is stopped
+* :mod:`persia.debug.examiner`: a post-mortem of a failing rank
 * :mod:`persia.debug.process_groups`: the time limits of torch
 * :mod:`persia.debug.ranks`, :mod:`persia.debug.attach`: the running ranks of this host, their stacks, and debugpy
 * :mod:`persia.debug.step_digests`, :mod:`persia.debug.digest_files`: digests of tensors, and their comparison
-* :mod:`persia.debug.tensors`: tensors in files, compared number by number
+* :mod:`persia.debug.tensors`: tensors in files, compared element by element
 """
 
 import importlib

@@ -1,7 +1,7 @@
 """Attach an editor to a running rank with debugpy, on loopback only.
 
-``persia debug attach`` writes a request into the folder of the running ranks. The rank lets debugpy listen, answers,
-and waits for the editor for so many seconds, while it runs on.
+``persia debug attach`` writes a request into the folder of the running ranks. The rank starts debugpy's listener,
+responds, and accepts an editor for the requested time, while training continues.
 """
 
 import json
@@ -21,10 +21,10 @@ from persia.runtime.logging import get_logger
 
 LOOPBACK = "127.0.0.1"
 FIRST_PORT = 5678
-"""The port of rank 0, which VS Code proposes; rank R has this plus R."""
+"""The port of rank 0, which VS Code proposes; rank R uses this port plus R."""
 _POLL_S = 0.2
 _LISTENS_S = 30.0
-"""Seconds in which debugpy has to listen."""
+"""Seconds within which debugpy must listen."""
 _MISSING = "pip install 'persia[debug]'"
 
 _logger = get_logger("debug")
@@ -45,7 +45,7 @@ class Requests:
         self._thread: threading.Thread | None = None
 
     def look(self) -> None:
-        """Serve a request, if there is one. While debugpy waits for an editor, another request extends its wait."""
+        """Serve a request, if one exists. While debugpy waits for an editor, another request extends the wait."""
         path = ranks.own_path(".attach")
         if path is None or not path.exists():
             return
@@ -65,7 +65,7 @@ class Requests:
         except ImportError:
             _answer({"error": f"debugpy is not installed in the environment of the rank: {_MISSING}"})
             return
-        for thread in threading.enumerate():  # an editor that stops the script must not stop the signs of life
+        for thread in threading.enumerate():  # an editor that stops the script must not stop the heartbeat
             if thread.name.startswith("persia"):
                 thread.pydev_do_not_trace = True  # type: ignore[attr-defined]  # debugpy reads it
         try:
@@ -76,7 +76,7 @@ class Requests:
         _answer({"port": self._port, "connected": False})
         while not debugpy.is_client_connected():
             if time.monotonic() > self._until:
-                _logger.warning("no editor was attached in time; rank %d runs on", self._session.rank)
+                _logger.warning("no editor was attached in time; rank %d continues", self._session.rank)
                 return
             time.sleep(_POLL_S)
         self._set_connected(True)
@@ -99,20 +99,20 @@ def _answer_of(pid: int) -> Path:
 
 
 def ask(entry: Rank, port: int, timeout_s: float) -> int:
-    """Ask a rank to let debugpy listen, and return its port.
+    """Ask a rank to start debugpy's listener, and return the port.
 
     Raises:
-        UnreachableError: The rank does not answer.
+        UnreachableError: The rank does not respond.
         UsageError: debugpy is not installed there, or cannot listen.
     """
     _answer_of(entry.pid).unlink(missing_ok=True)
     request = json.dumps({"port": port, "timeout": timeout_s}).encode()
     write_whole(ranks.folder() / f"{entry.pid}.attach", request)
-    silent = UnreachableError(f"{entry.title} does not answer")
+    silent = UnreachableError(f"{entry.title} does not respond")
     silent.hint = "only ranks of `persia debug run`, and those that have passed a breakpoint_, can be attached to"
     try:
         answer = _wait(entry, lambda _: True, _LISTENS_S, silent)
-    except UnreachableError:  # a later breakpoint_ must not open a port that nobody waits for
+    except UnreachableError:  # a later breakpoint_ must not open a port for which no editor waits
         (ranks.folder() / f"{entry.pid}.attach").unlink(missing_ok=True)
         raise
     return int(answer["port"])
@@ -122,10 +122,10 @@ def wait_for_client(entry: Rank, timeout_s: float) -> None:
     """Wait until an editor is attached.
 
     Raises:
-        UnreachableError: None was within ``timeout_s`` seconds; the rank runs on.
+        UnreachableError: No editor attached within ``timeout_s`` seconds; the rank continues.
     """
-    none = UnreachableError(f"no editor was attached to {entry.title} within {timeout_s:g} s; the rank runs on")
-    none.hint = "start the configuration in the editor within that time, or give more: --timeout SECONDS"
+    none = UnreachableError(f"no editor was attached to {entry.title} within {timeout_s:g} s; the rank continues")
+    none.hint = "start the configuration in the editor within that time, or increase it: --timeout SECONDS"
     _wait(entry, lambda answer: bool(answer["connected"]), timeout_s, none)
 
 

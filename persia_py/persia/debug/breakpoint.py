@@ -1,9 +1,8 @@
-"""Breakpoints in a run of several ranks: one rank stops, the others run on or wait.
+"""Breakpoints in a run of several ranks: one rank stops, the other ranks continue or wait.
 
 ``breakpoint_()`` stops the rank that ``RANK_TO_DEBUG`` names (0 by default) in the frame of its caller; the other ranks
-run on until they need it. With ``breakpoint_(False)`` they wait at the same call until ``clear_()`` is called on that
-rank.
-docs/debug-breakpoint.md has the states of the ranks.
+continue until they need that rank. With ``breakpoint_(False)`` they wait at the same call until ``clear_()`` is called
+on that rank. docs/debug-breakpoint.md describes the states of the ranks.
 """
 
 import atexit
@@ -28,11 +27,11 @@ from persia.runtime.waits import REMIND_S
 
 _POLL_S = 0.05
 _ENDED_S = 3.0
-"""Seconds in which the other ranks acknowledge the end of all ranks."""
+"""Seconds that a rank waits until the other ranks have acknowledged the end of all ranks."""
 _KEPT = 64
-"""Calls whose places the other ranks can compare with their own."""
+"""The number of recent calls whose locations the other ranks can compare with their own."""
 _ENDED = 1 << 60
-"""The number of calls that a rank that has ended has passed."""
+"""The call count that a rank reports after it has ended."""
 
 _logger = get_logger("debug")
 
@@ -43,10 +42,10 @@ class Stop:
 
     Attributes:
         call: The number of the call of ``breakpoint_``, from 0, which is equal on all ranks.
-        file: The key of the record that is there as long as the breakpoint is open.
-        site: File and line.
+        file: The key of the record that exists while the breakpoint is open.
+        site: The file and line of the call.
         frame: The frame of the caller.
-        blocking: The other ranks wait until it is cleared.
+        blocking: Whether the other ranks wait until the breakpoint is cleared.
     """
 
     call: int
@@ -57,14 +56,14 @@ class Stop:
 
 
 class Session:
-    """The part of this rank in debugging. There is one for a process, from its first breakpoint on.
+    """The debugging session of this rank. A process has one session, from its first breakpoint on.
 
     Attributes:
         rank: This rank.
         world_size: The number of ranks.
         debug_rank: The rank that stops at breakpoints.
         gate: The records that the ranks share.
-        counter: The number of breakpoints that were cleared, which names the next one.
+        counter: The number of cleared breakpoints, which is the name of the next one.
     """
 
     def __init__(self) -> None:
@@ -84,7 +83,7 @@ class Session:
         self.place()
 
     def place(self) -> None:
-        """Find out which rank this is, and where the ranks share records.
+        """Determine the rank of this process, and where the ranks share records.
 
         Raises:
             UsageError: ``RANK_TO_DEBUG`` is not the number of a rank.
@@ -96,8 +95,8 @@ class Session:
             self.gate = StoreGate(process_groups.store())
 
     def arrive(self, frame: FrameType, *, blocking: bool, when: bool) -> None:
-        """Stop here, wait here or run on."""
-        if self._prompts:  # a breakpoint in code that is run at the prompt
+        """Stop, wait or continue at a call of ``breakpoint_``."""
+        if self._prompts:  # a breakpoint in code that runs at the prompt
             return
         self.place()
         call, self._calls = self._calls, self._calls + 1
@@ -115,11 +114,11 @@ class Session:
             if blocking:
                 self._wait(call, site)
             elif self._first(site):
-                _logger.info("rank %d runs on at %s; rank %d stops there", self.rank, site, self.debug_rank)
+                _logger.info("rank %d continues at %s; rank %d stops there", self.rank, site, self.debug_rank)
             return
         self._sites[str(call)] = site
         self._sites.pop(str(call - _KEPT), None)
-        self.clear()  # the breakpoint before it
+        self.clear()  # clears the previous breakpoint
         if when and (descriptor := self._find_terminal(site)) is not None:
             self._open(Stop(call, str(self.counter), site, frame, blocking), descriptor)
         else:
@@ -140,7 +139,7 @@ class Session:
         self.gate.put(stop.file, {"site": stop.site, "rank": self.rank})
         self._publish(passed=stop.call if stop.blocking else stop.call + 1, stopped=stop.site)
         self.use_terminal(descriptor)
-        others = "wait there until clear_()" if stop.blocking else "run on until they need this one"
+        others = "wait there until clear_()" if stop.blocking else "continue until they need this one"
         with self.prompting(stop.frame):
             sys.stdout.write(f"[{time.time():.3f}]counter_file created: {self.gate.name(stop.file)}\n")
             if self.world_size > 1:
@@ -158,9 +157,9 @@ class Session:
 
     @contextlib.contextmanager
     def prompting(self, frame: FrameType | None) -> Iterator[None]:
-        """Enclose a prompt. The clock of time limits stands still until :meth:`continues`, on all ranks."""
+        """Enclose a prompt. The clocks of time limits stop on all ranks until :meth:`continues`."""
         if self._terminal is None and (descriptor := terminal.find()) is not None:
-            self.use_terminal(descriptor)  # a breakpoint of pdb's own, after c
+            self.use_terminal(descriptor)  # one of pdb's own breakpoints, after c
         if frame is not None:
             self._publish(stopped=f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
         clock.stop("prompt")
@@ -172,11 +171,14 @@ class Session:
             self._prompts = False
 
     def stopped_at(self, site: str) -> None:
-        """Let the other ranks know that this one is stopped, and their clocks stand still."""
+        """Notify the other ranks that this rank is stopped, so that their clocks stop."""
         self._publish(stopped=site)
 
     def edited(self, attached: bool) -> None:
-        """Record whether an editor is attached, which may stop this rank: clocks stand still as long as it is."""
+        """Record whether an editor is attached, which may stop this rank.
+
+        Clocks are stopped as long as it is attached.
+        """
         self._edited = attached
         (clock.stop if attached else clock.go)("editor")
         self._publish()
@@ -189,7 +191,7 @@ class Session:
         self.gate.put(f"rank-{self.rank}", record)
 
     def clear(self) -> None:
-        """Close the open breakpoint, if there is one: ranks that wait at it go on."""
+        """Close the open breakpoint, if any, so that ranks waiting at it continue."""
         stop, self._stop = self._stop, None
         if stop is None:
             return
@@ -200,15 +202,15 @@ class Session:
             sys.stdout.write(f"[{time.time():.3f}]counter_file cleared: {self.gate.name(stop.file)}\n")
 
     def continues(self, *, stops_again: bool) -> str:
-        """Record that the program runs on; return what the person has to know about the other ranks."""
+        """Record that the program continues; return a message about the other ranks for the user."""
         clock.go("prompt")
         stop, told = self._stop, ""
         if stop is not None and stop.blocking and self.world_size > 1:
             told = (
-                f"the other ranks still wait at {stop.site}, because clear_() was not called; they go on when this "
+                f"the other ranks still wait at {stop.site}, because clear_() was not called; they continue when this "
                 "frame is left"
                 if stops_again
-                else f"clear_() was not called; the other ranks, which wait at {stop.site}, go on now"
+                else f"clear_() was not called; the other ranks, which wait at {stop.site}, continue now"
             )
         if stop is None or not stop.blocking or not stops_again:
             self.clear()
@@ -217,15 +219,15 @@ class Session:
         return told
 
     def release_terminal(self) -> None:
-        """Let another rank use the terminal, when the prompt is over."""
+        """Let another rank use the terminal after the prompt has ended."""
         held, self._terminal = self._terminal, None
         if held is not None:
             held.close()
 
     def left(self, frame: FrameType) -> None:
-        """Clear the breakpoint whose frame is left."""
+        """Clear the breakpoint in a frame that has returned."""
         if self._stop is not None and self._stop.frame is frame:
-            _logger.info("the frame of the breakpoint at %s is left: it is cleared", self._stop.site)
+            _logger.info("the frame of the breakpoint at %s has returned: the breakpoint is cleared", self._stop.site)
             self.clear()
             self._publish()
 
@@ -245,11 +247,11 @@ class Session:
         os._exit(ExitCode.INTERRUPTED)
 
     def end(self) -> None:
-        """At the end of this process: no rank waits for it any more."""
+        """Record the end of this process, so that no rank waits for it any longer."""
         watcher.stop()
         if self.rank == self.debug_rank and self._calls:
             self._stop = None
-            with contextlib.suppress(Exception):  # the store ends with rank 0
+            with contextlib.suppress(Exception):  # the store ends together with rank 0
                 self._publish(passed=_ENDED)
                 self.gate.remove(str(self.counter))
                 if self.world_size == 1 and isinstance(self.gate, FileGate):
@@ -266,7 +268,7 @@ class Session:
                     _logger.info("counter_file created: %s; waiting for clear_()", self.gate.name(opened))
                     self._check_site(record, call, site)
                 if opened and self.gate.get(opened) is None:
-                    _logger.info("rank %d goes on at %s", self.rank, site)
+                    _logger.info("rank %d continues at %s", self.rank, site)
                     return
                 if time.monotonic() - reminded > REMIND_S:
                     reminded = time.monotonic()
@@ -274,23 +276,23 @@ class Session:
                 time.sleep(_POLL_S)
         if record["passed"] == _ENDED:
             _logger.warning(
-                "breakpoint_(False) at %s: rank %d has ended without stopping there; rank %d runs on",
+                "breakpoint_(False) at %s: rank %d has ended without stopping there; rank %d continues",
                 *(site, self.debug_rank, self.rank),
             )
         elif opened:
-            _logger.info("rank %d goes on at %s", self.rank, site)
+            _logger.info("rank %d continues at %s", self.rank, site)
         else:
             self._check_site(record, call, site)
 
     def _record(self) -> Record | None:
-        """Return the record of the rank that is debugged; one that has ended has passed all calls."""
+        """Return the record of the debugged rank. A rank that has ended counts as having passed all calls."""
         record = self.gate.get(f"rank-{self.debug_rank}")
         if record is not None and not self.gate.is_alive(record):
             record["passed"] = _ENDED
         return record
 
     def _check_site(self, record: Record, call: int, site: str) -> None:
-        """Warn if this call of breakpoint_ is another one on the rank that is debugged."""
+        """Warn if the debugged rank made this call of breakpoint_ at a different line."""
         theirs = record["sites"].get(str(call), site)
         if theirs != site and self._first("mismatch"):
             _logger.warning(
@@ -300,26 +302,26 @@ class Session:
             )
 
     def _first(self, what: str) -> bool:
-        """Whether this is the first time that something is said."""
+        """Whether this message has not been logged before."""
         known = what in self._told
         self._told.add(what)
         return not known
 
 
 def on_one_host(world_size: int) -> bool:
-    """Whether all ranks are on this host, as far as their launcher says."""
+    """Whether all ranks are on this host, according to their launcher."""
     return world_size == 1 or variable("LOCAL_WORLD_SIZE") == str(world_size)
 
 
 def rank_to_debug(world_size: int) -> int:
-    """Return ``RANK_TO_DEBUG``, else 0.
+    """Return ``RANK_TO_DEBUG``, by default 0.
 
     Raises:
-        UsageError: It is not the number of a rank.
+        UsageError: The variable is not the number of a rank.
     """
     text = variable(RANK) or "0"
     if not text.isdecimal() or int(text) >= world_size:
-        raise UsageError(f"environment variable {RANK}={text!r}: want a rank from 0 to {world_size - 1}")
+        raise UsageError(f"environment variable {RANK}={text!r}: expected a rank from 0 to {world_size - 1}")
     return int(text)
 
 
@@ -337,26 +339,28 @@ def session() -> Session:
 
 
 def breakpoint_(non_block: bool = True, *, when: object = True) -> None:
-    """Stop the rank that is debugged in the frame of the caller, with pdb on its terminal. Every rank calls this.
+    """Stop the debugged rank in the frame of the caller, with pdb on its terminal. Collective: every rank must call it.
 
-    The rank is ``RANK_TO_DEBUG``, or that of ``persia debug run --rank``. At the prompt, ``c`` runs on, and ``q`` ends
-    all ranks with exit code 130. Without a terminal no rank stops, which is logged. Meanwhile no time limit of persia
-    or of torch's collectives ends a rank.
+    ``RANK_TO_DEBUG``, or ``persia debug run --rank``, selects the debugged rank. At the prompt, ``c`` continues, and
+    ``q`` ends all ranks with exit code 130. Without a terminal no rank stops, and a message is logged. While a rank is
+    stopped, no time limit of persia or of torch's collectives ends a rank.
 
     Args:
-        non_block: True lets the other ranks run on, until they need the one that is stopped. False lets them wait at
-            this call until ``clear_()``; leaving the frame of the caller clears, too.
-        when: A condition, which counts on the rank that is debugged only: false stops no rank.
+        non_block: If True, the other ranks continue until they need the stopped rank. If False, they wait at this call
+            until ``clear_()``, or until the calling function returns.
+        when: A condition, which is evaluated on the debugged rank only. If it is false, no rank stops.
 
     Raises:
-        UsageError: ``when`` is a text, ``RANK_TO_DEBUG`` is not a rank, or the ranks are on several hosts and have no
-            process group to wait over.
+        UsageError: ``when`` is a text, ``RANK_TO_DEBUG`` is not a rank, or the ranks are on several hosts without a
+            process group.
     """
     if isinstance(when, str):
-        raise UsageError(f"breakpoint_(when={when!r}): want a condition, such as digest('x') == 'ab12', not its text")
+        raise UsageError(
+            f"breakpoint_(when={when!r}): expected a condition, such as digest('x') == 'ab12', not its text"
+        )
     session().arrive(sys._getframe(1), blocking=not non_block, when=bool(when))
 
 
 def clear_() -> None:
-    """Let the ranks that wait at the open breakpoint go on; on a rank that is not debugged, do nothing."""
+    """Let the ranks that wait at the open breakpoint continue. Does nothing on a rank that is not debugged."""
     session().clear()

@@ -1,4 +1,4 @@
-"""pdb for one rank of several: it tells the others when it stops, goes on and ends."""
+"""pdb for one of several ranks. It notifies the other ranks when it stops, continues and ends."""
 
 import pdb
 import sys
@@ -7,16 +7,16 @@ from typing import Any, Protocol
 
 
 class Owner(Protocol):
-    """What a debugger tells, and to whom."""
+    """The object that receives the events of a debugger."""
 
     def prompting(self, frame: FrameType | None) -> Any:
-        """Return a context manager around a prompt, in which standard input and output are the terminal."""
+        """Return a context manager around a prompt. Inside it, standard input and output are the terminal."""
 
     def clear(self) -> None:
-        """Let the other ranks go on."""
+        """Let the other ranks continue."""
 
     def continues(self, *, stops_again: bool) -> str:
-        """Record that the program runs on; return what the person has to know, or an empty text."""
+        """Record that the program continues; return a message to the user, or an empty text."""
 
     def left(self, frame: FrameType) -> None:
         """Record that a frame was left."""
@@ -26,7 +26,7 @@ class Owner(Protocol):
 
 
 class Debugger(pdb.Pdb):
-    """pdb, which stops in user code only: the functions of this package are skipped.
+    """pdb that stops in user code only: functions of this package are skipped.
 
     Args:
         owner: The session of this rank.
@@ -48,13 +48,13 @@ class Debugger(pdb.Pdb):
         self.interaction(None, trace)
 
     def dispatch_return(self, frame: FrameType, arg: Any) -> Any:
-        """Note that a frame is left."""
+        """Notify the owner that a frame is left."""
         trace = super().dispatch_return(frame, arg)
         self._owner.left(frame)
         return trace
 
     def do_continue(self, arg: str) -> bool | None:
-        """c(ont(inue)): run on, until the next breakpoint."""
+        """c(ont(inue)): continue until the next breakpoint."""
         told = self._owner.continues(stops_again=bool(self.get_all_breaks()))
         if told:
             self.message(told)
@@ -63,7 +63,7 @@ class Debugger(pdb.Pdb):
     do_c = do_cont = do_continue
 
     def do_clear_(self, arg: str) -> None:
-        """clear_(): let the other ranks go on; this one stays at the prompt."""
+        """clear_(): let the other ranks continue; this one stays at the prompt."""
         del arg
         self._owner.clear()
 
@@ -76,13 +76,13 @@ class Debugger(pdb.Pdb):
     do_q = do_exit = do_quit
 
     def do_run(self, arg: str) -> None:
-        """run, restart: refused, because a rank cannot start again without the others."""
+        """run, restart: refused, because a rank cannot restart without the others."""
         del arg
-        self.error("a rank cannot start again without the others; end all ranks (q), and start them again")
+        self.error("a rank cannot restart without the others; end all ranks (q), and restart them")
 
     do_restart = do_run
 
     def do_EOF(self, arg: str) -> bool | None:  # noqa: N802  # pdb's name
-        """Ctrl-D, or a terminal that was closed: end all ranks of the run."""
+        """Ctrl-D, or a closed terminal: end all ranks of the run."""
         self.message("")
         return self.do_quit(arg)

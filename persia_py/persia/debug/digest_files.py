@@ -1,4 +1,4 @@
-"""The comparison of the digests of two runs, or of two ranks."""
+"""Compares the digests of two runs, or of two ranks."""
 
 import csv
 import re
@@ -20,10 +20,10 @@ class Difference:
 
     Attributes:
         rank: The rank, or the two ranks that were compared.
-        step: The step.
-        name: The tensor.
-        a: MD5 and norm in the first file; None if it is not there.
-        b: The same of the second file.
+        step: The step of the difference.
+        name: The name of the tensor.
+        a: MD5 and norm in the first file; None if the file lacks the tensor.
+        b: MD5 and norm in the second file, likewise.
     """
 
     rank: str
@@ -43,11 +43,12 @@ class Compared:
     """The result of a comparison.
 
     Attributes:
-        first: The first difference of the steps of all ranks; None if there is none.
+        first: The first difference over the steps of all ranks; None if all digests are equal.
         tensors: The number of digests that were compared.
         ranks: The ranks that were compared.
-        shared_only: Two different ranks were compared, so only tensors that are equal on all ranks.
-        unmatched: The number of steps that only one of the two has, which were not compared.
+        shared_only: Whether two different ranks were compared; in that case only tensors that must be equal on all
+            ranks are compared.
+        unmatched: The number of steps that were not compared, because only one of the two has them.
     """
 
     first: Difference | None
@@ -61,7 +62,7 @@ def diff(a: Path, b: Path) -> Compared:
     """Compare two folders of digests rank by rank, or two files.
 
     Raises:
-        DataError: A file is not one of digests.
+        DataError: A file is not a file of digests.
         UsageError: A path does not exist, or the two have nothing in common.
     """
     pairs = _pairs(a, b)
@@ -95,7 +96,7 @@ def _pairs(a: Path, b: Path) -> list[tuple[str, Path, Path]]:
         one, other = _rank(a), _rank(b)
         return [(f"rank {one}" if one == other else f"rank {one} and rank {other}", a, b)]
     if a.is_file() or b.is_file():
-        raise UsageError(f"{a} and {b}: want two folders of digests, or two files")
+        raise UsageError(f"{a} and {b}: expected two folders of digests, or two files")
     names = [{path.name for path in folder.glob("rank-*.csv") if _rank(path).isdecimal()} for folder in (a, b)]
     if not names[0] & names[1]:
         raise UsageError(f"{a} and {b} have no file rank-R.csv in common; PERSIA_DIGEST=N writes them")
@@ -117,11 +118,11 @@ def _read(path: Path, *, shared_only: bool) -> Digests:
     with path.open(encoding="utf-8", newline="") as file:
         lines = csv.reader(file)
         if next(lines, None) != _COLUMNS:
-            raise DataError(f"{path}: want the first line {','.join(_COLUMNS)}, as PERSIA_DIGEST writes it")
+            raise DataError(f"{path}: expected the first line {','.join(_COLUMNS)}, as PERSIA_DIGEST writes it")
         found: Digests = {}
         for number, line in enumerate(lines, 2):
             if len(line) != len(_COLUMNS) or not line[0].isdecimal():
-                raise DataError(f"{path}:{number}: want {','.join(_COLUMNS)}, found {','.join(line)}")
+                raise DataError(f"{path}:{number}: expected {','.join(_COLUMNS)}, found {','.join(line)}")
             step, name, md5, norm = line
             if not shared_only or name.startswith(_SHARED):
                 found[int(step), name] = (md5, norm)

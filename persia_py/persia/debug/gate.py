@@ -1,8 +1,8 @@
-"""What the ranks of a run know of each other's breakpoints: small records, in files of one host or in torch's store.
+"""The state of breakpoints that the ranks of a run share: small records, in files on one host or in torch's store.
 
-The rank that is debugged writes ``rank-R``: how many calls of ``breakpoint_`` it has passed, and where it is stopped.
-The others read it. While a breakpoint is open there is also the record ``N``, on one host the file
-``/tmp/debug_counter_RUN_N.txt``; a person may remove it by hand to let the other ranks go on.
+The debugged rank writes ``rank-R``: how many calls of ``breakpoint_`` it has passed, and where it is stopped. The other
+ranks read this record. While a breakpoint is open there is also the record ``N``, on one host the file
+``/tmp/debug_counter_RUN_N.txt``; the user may remove it to let the other ranks continue.
 """
 
 import contextlib
@@ -24,16 +24,17 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 RUN = "PERSIA_DEBUG_RUN"
-"""Variable by which the launcher names the run for its ranks."""
+"""The variable in which the launcher passes the name of the run to its ranks."""
 RANK = "RANK_TO_DEBUG"
-"""Variable that names the rank that stops at breakpoints."""
+"""The variable that selects the rank that stops at breakpoints."""
 POST_MORTEM = "PERSIA_DEBUG_POST_MORTEM"
-"""Variable that lets the rank that fails prompt at its error."""
+"""The variable that makes a failing rank prompt at its error."""
 PREFIX = "debug_counter_"
 _MOST = 1 << 16
-"""Bytes of a record."""
+"""The maximum size of a record, in bytes."""
 _OLD_S = 86_400.0
-"""Seconds after which a file of a process that has ended is removed; younger ones may be of another container."""
+"""The age in seconds from which a file of an ended process is removed. Younger files may belong to another
+container."""
 
 Record = dict[str, Any]
 
@@ -48,25 +49,25 @@ class Gate(Protocol):
         """Return a record, or None."""
 
     def remove(self, key: str) -> None:
-        """Remove a record, if it is there."""
+        """Remove a record, if it exists."""
 
     def name(self, key: str) -> str:
-        """Return where a record is, for a message."""
+        """Return the location of a record, for a message."""
 
     def is_alive(self, record: Record) -> bool:
-        """Whether the rank that wrote the record still runs, as far as this one can know."""
+        """Whether the rank that wrote the record is still running, as far as this rank can determine."""
 
 
 def folder() -> Path:
-    """Return the folder of the files: ``BREAKPOINT_TMP_FILE_PATH``, as in MindSpeed, else ``/tmp``."""
+    """Return the folder of the files: ``BREAKPOINT_TMP_FILE_PATH``, as in MindSpeed, otherwise ``/tmp``."""
     return Path(os.environ.get("BREAKPOINT_TMP_FILE_PATH") or tempfile.gettempdir())
 
 
 def run_name(environment: Mapping[str, str] = os.environ) -> str:
     """Return a name that all ranks of a run on this host share, and no other run has.
 
-    It is that of the launcher, else made of the process that started the ranks, and of the number of its restarts. A
-    process without a launcher is a run by itself.
+    The launcher sets the name. Otherwise it is derived from the process that started the ranks, and its number of
+    restarts. A process without a launcher is a run of its own.
     """
     if name := environment.get(RUN):
         return name
@@ -78,7 +79,7 @@ def run_name(environment: Mapping[str, str] = os.environ) -> str:
 
 
 class RankSession(Protocol):
-    """The part of a rank in debugging, as the threads beside its script see it.
+    """The debugging session of a rank, as other threads of its process see it.
 
     Attributes:
         rank: This rank.
@@ -95,7 +96,7 @@ class RankSession(Protocol):
 
 
 class FileGate:
-    """Records in files of this host. Those of another user, and links, do not count."""
+    """Records in files on this host. Files of other users, and links, are ignored."""
 
     def __init__(self, run: str) -> None:
         self._run = run
@@ -108,7 +109,7 @@ class FileGate:
         """Write the file, atomically.
 
         Raises:
-            StorageError: It cannot be written.
+            StorageError: The file cannot be written.
         """
         path = self._path(key)
         own = path.with_name(f".{path.name}.{os.getpid()}")
@@ -120,7 +121,7 @@ class FileGate:
             own.replace(path)
         except OSError as error:
             failed = StorageError(f"{path}: {error.strerror}; ranks share breakpoints by files in this folder")
-            failed.hint = "name a folder of this host that can be written: BREAKPOINT_TMP_FILE_PATH=FOLDER"
+            failed.hint = "specify a writable folder of this host: BREAKPOINT_TMP_FILE_PATH=FOLDER"
             raise failed from error
 
     def get(self, key: str) -> Record | None:
@@ -129,7 +130,7 @@ class FileGate:
 
     @staticmethod
     def read(path: Path) -> Record | None:
-        """Return the record in a file of this user; None for anything else."""
+        """Return the record in a file of this user; None if the file does not exist or has another owner."""
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
@@ -150,7 +151,7 @@ class FileGate:
             self._path(key).unlink()
 
     def is_alive(self, record: Record) -> bool:
-        """Whether the process that wrote the record runs."""
+        """Whether the process that wrote the record is running."""
         return psutil.pid_exists(int(record.get("pid", 0)))
 
     def remove_all(self) -> None:
@@ -185,11 +186,11 @@ class StoreGate:
         return record or None
 
     def remove(self, key: str) -> None:
-        """Set the key to nothing: not every store can delete."""
+        """Set the key to an empty value, because not every store can delete keys."""
         self._store.set(self._key(key), "{}")
 
     def is_alive(self, record: Record) -> bool:
-        """Return True: the process group knows better."""
+        """Return True, because the process group detects ranks that have ended."""
         del record
         return True
 
@@ -209,7 +210,7 @@ def sweep() -> None:
 
 
 def remove_files(pattern: str) -> list[Path]:
-    """Remove files of this user in the folder, and return them."""
+    """Remove the files of this user in the folder, and return their names."""
     removed = []
     for path in sorted(folder().glob(pattern)):
         with contextlib.suppress(OSError):

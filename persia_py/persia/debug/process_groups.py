@@ -1,4 +1,4 @@
-"""The time limits of torch's collectives, which must not end a run while a person thinks."""
+"""Extends the timeouts of torch's collectives, which must not end a run while a rank is stopped at a breakpoint."""
 
 import functools
 import inspect
@@ -10,11 +10,11 @@ from torch import distributed
 from torch.distributed import distributed_c10d as c10d
 
 LIMIT = timedelta(days=1)
-"""How long a collective may wait for the other ranks."""
+"""The time that a collective may wait for the other ranks."""
 
 
 def extend() -> None:
-    """Let the collectives of all process groups wait for a day. Every rank of a group calls this."""
+    """Extend the time-out of all process groups to a day. Every rank of a group calls this."""
     if distributed.is_available() and distributed.is_initialized():
         set_timeout: Callable[..., None] = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout
         for group in list(c10d._world.pg_map):
@@ -22,7 +22,7 @@ def extend() -> None:
 
 
 def extend_new() -> None:
-    """Give a limit of a day to each process group that is made from now on, whatever the script asks for."""
+    """Set the time-out of each process group created from now on to a day, regardless of the script's time-out."""
     if distributed.is_available():
         for name in ("init_process_group", "new_group"):
             patient = _patient(getattr(c10d, name))
@@ -43,12 +43,12 @@ def _patient(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def place() -> tuple[int, int] | None:
-    """Return rank and number of ranks of the process group; None without one."""
+    """Return rank and size of the process group; None if there is no process group."""
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
     return None
 
 
 def store() -> Any:
-    """Return the store of the process group; None without one."""
+    """Return the store of the process group; None if there is no process group."""
     return c10d._get_default_store() if place() is not None else None

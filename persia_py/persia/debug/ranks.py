@@ -1,4 +1,4 @@
-"""The running ranks of this host: each registers itself, and prints the stacks of its threads on SIGUSR1.
+"""The running ranks on this host. Each rank registers, and prints the stacks of its threads on SIGUSR1.
 
 A rank registers when a launcher of persia starts it, or at its first breakpoint. A crash (SIGSEGV, SIGABRT, SIGBUS,
 SIGFPE, SIGILL) prints the stacks to standard error.
@@ -30,9 +30,9 @@ _logger = get_logger("debug")
 
 _ERRORS = 2
 _ANSWER_S = 5.0
-"""Seconds in which a rank prints its stacks."""
+"""Seconds within which a rank must print its stacks."""
 _QUIET_S = 0.1
-"""Seconds without another line after which the stacks are complete."""
+"""Seconds without further output after which the stacks are complete."""
 _POLL_S = 0.02
 
 
@@ -41,14 +41,15 @@ class Rank:
     """A running rank.
 
     Attributes:
-        pid: Its process.
-        started: When that was created, in seconds since 1970, because process ids are used again.
-        rank: The rank.
+        pid: The process id.
+        started: The start time of the process, in seconds since 1970, because process ids are reused.
+        rank: The number of the rank.
         world_size: The number of ranks of its run.
         job: The name of its job; empty without servers.
         script: Its command line.
         folder: Its working directory.
-        registered: It prints its stacks on SIGUSR1. False: it was found by its variables, and the signal would end it.
+        registered: Whether it prints its stacks on SIGUSR1. Otherwise it was found by its environment variables, and
+            the signal would end it.
     """
 
     pid: int
@@ -62,7 +63,7 @@ class Rank:
 
     @property
     def title(self) -> str:
-        """A line about the rank."""
+        """A one-line description of the rank."""
         job = f" of job {self.job}" if self.job else ""
         return f"rank {self.rank} of {self.world_size}{job}, pid {self.pid}: {self.script}"
 
@@ -71,10 +72,10 @@ _registered: list[Any] = []
 
 
 def folder() -> Path:
-    """Return the folder in which ranks of this user register; only this user can read it.
+    """Return the folder in which ranks of this user register. Only this user can read it.
 
     Raises:
-        StorageError: It is not a folder of this user.
+        StorageError: The folder does not belong to this user.
     """
     path = Path(tempfile.gettempdir(), f"persia-ranks-{os.getuid()}")
     try:
@@ -84,13 +85,13 @@ def folder() -> Path:
         raise StorageError(f"{path}: {error.strerror}; running ranks register there") from error
     if status.st_uid != os.getuid() or status.st_mode & 0o077 or path.is_symlink():
         failed = StorageError(f"{path}: not a folder of this user alone; running ranks register there")
-        failed.hint = "remove it, or give another folder for temporary files: TMPDIR=FOLDER"
+        failed.hint = "remove it, or set another folder for temporary files: TMPDIR=FOLDER"
         raise failed
     return path
 
 
 def register(rank: int, world_size: int) -> None:
-    """Register this process, and print stacks on SIGUSR1 and after a crash. A handler of the script is kept."""
+    """Register this process, and print stacks on SIGUSR1 and after a crash. A signal handler of the script is kept."""
     if not faulthandler.is_enabled():
         faulthandler.enable(_ERRORS)
     if _registered or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
@@ -118,7 +119,7 @@ def own_path(suffix: str) -> Path | None:
 
 
 def running() -> list[Rank]:
-    """Return the registered ranks that run, in the order of their runs and ranks."""
+    """Return the registered ranks that are running, ordered by run and rank."""
     found = []
     for path in folder().glob("*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError, psutil.Error):
@@ -131,7 +132,7 @@ def running() -> list[Rank]:
 
 
 def _by_variables() -> Iterator[Rank]:
-    """Yield processes of this user that torchrun has started as ranks; they have its variables."""
+    """Yield processes of this user that torchrun has started as ranks, which are recognized by their variables."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ValueError):
             if process.uids().real != os.getuid() or "python" not in process.name():
@@ -144,9 +145,9 @@ def _by_variables() -> Iterator[Rank]:
 
 
 def stacks_of(entry: Rank) -> str:
-    """Return the stacks of all threads of a rank, which runs on; a text that says why where there are none."""
+    """Return the stacks of all threads of a rank, which continues running, or a text that says why there are none."""
     if not entry.registered:
-        return _py_spy(entry, "it did not register, so that SIGUSR1 would end it")
+        return _py_spy(entry, "it did not register, so SIGUSR1 would end it")
     path = folder() / f"{entry.pid}.stacks"
     before = path.stat().st_size if path.exists() else 0
     try:
@@ -162,7 +163,7 @@ def stacks_of(entry: Rank) -> str:
             size, since = now, time.monotonic()
         elif size > before and time.monotonic() - since > _QUIET_S:
             return path.read_bytes()[before:].decode(errors="replace")
-    return _py_spy(entry, f"it did not answer within {_ANSWER_S:g} s")
+    return _py_spy(entry, f"it did not respond within {_ANSWER_S:g} s")
 
 
 def _py_spy(entry: Rank, why: str) -> str:
@@ -178,7 +179,7 @@ def _py_spy(entry: Rank, why: str) -> str:
 
 
 def _sweep(own: Path) -> None:
-    """Remove what ranks that were killed have left."""
+    """Remove the files of ranks that were killed."""
     for path in own.iterdir():
         if path.stem.isdecimal() and not psutil.pid_exists(int(path.stem)):
             path.unlink(missing_ok=True)

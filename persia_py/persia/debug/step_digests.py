@@ -1,4 +1,4 @@
-"""Digests of tensors in a script and at a prompt."""
+"""Digests of tensors, in a script and at a prompt."""
 
 import sys
 from types import FrameType
@@ -18,12 +18,12 @@ def digest(tensor: torch.Tensor | str) -> str:
             digest is that of the last recorded step; or the name of a variable of the caller.
 
     Raises:
-        UsageError: There is no such tensor.
+        UsageError: The tensor does not exist.
     """
     if isinstance(tensor, torch.Tensor):
         return md5_of(tensor)
     if not isinstance(tensor, str):
-        raise UsageError(f"digest({type(tensor).__name__}): want a tensor or its name")
+        raise UsageError(f"digest({type(tensor).__name__}): expected a tensor or its name")
     recorder = digests.current()
     newest = {} if recorder is None else recorder.newest
     if tensor in newest:
@@ -46,15 +46,16 @@ def record(step: int, model: torch.nn.Module | None = None, **tensors: torch.Ten
 
     Args:
         step: The number of the step.
-        model: Its parameters and gradients are recorded; if ranks have shards of them, every rank calls this.
+        model: The model whose parameters and gradients are recorded; if it is sharded over ranks, every rank must call
+            this.
         **tensors: Other tensors, by name.
 
     Raises:
-        UsageError: A tensor is not one.
+        UsageError: An argument in ``tensors`` is not a tensor.
     """
     wrong = [name for name, tensor in tensors.items() if not isinstance(tensor, torch.Tensor | None)]
     if wrong:
-        raise UsageError(f"record(step, ...): {', '.join(wrong)}: want tensors")
+        raise UsageError(f"record(step, ...): {', '.join(wrong)}: expected tensors")
     recorder = digests.current()
     if recorder is None or not recorder.due(step):
         return

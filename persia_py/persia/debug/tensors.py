@@ -1,4 +1,4 @@
-"""Tensors in files, compared number by number: to find what differs between two runs, or two ranks."""
+"""Saves tensors to files and compares them element by element, to find differences between two runs or ranks."""
 
 import os
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ _BITS = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """How much two tensors differ.
+    """The difference between two tensors.
 
     Attributes:
         max_abs: The largest absolute difference.
         max_rel: The largest difference relative to the larger of the two absolute values.
-        max_ulp: The largest difference in units in the last place; 0 for whole numbers.
+        max_ulp: The largest difference in units in the last place; 0 for integers.
         at: The index of the largest absolute difference; None if the tensors are equal.
-        differing: The number of elements that differ. Two NaN are equal, NaN and a number differ.
+        differing: The number of elements that differ. Two NaN count as equal; NaN and a number differ.
         elements: The number of elements.
     """
 
@@ -40,7 +40,7 @@ class Comparison:
     elements: int
 
     def __repr__(self) -> str:
-        """Return what a person wants to read at a prompt."""
+        """Return a text to show at a prompt."""
         if not self.differing:
             return f"equal: {self.elements} elements"
         return (
@@ -55,15 +55,15 @@ def save_tensor(
     """Save a tensor as ``folder/NAME.rank-R.npy``, and return the path. bfloat16 becomes float32, which is exact.
 
     Raises:
-        StorageError: It cannot be written.
+        StorageError: The file cannot be written.
         UsageError: The file exists and ``overwrite`` is false, or the name is not that of a file.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise UsageError(f"save_tensor({name!r}, {type(tensor).__name__}): want a tensor")
+        raise UsageError(f"save_tensor({name!r}, {type(tensor).__name__}): expected a tensor")
     path = _path(name, settings.rank, folder)
     if path.exists() and not overwrite:
         error = UsageError(f"{path} exists")
-        error.hint = "give another name or folder, or overwrite=True"
+        error.hint = "use another name or folder, or overwrite=True"
         raise error
     whole = tensor.detach().cpu()
     try:
@@ -75,10 +75,10 @@ def save_tensor(
 
 
 def load_tensor(name: str, rank: int | None = None, folder: str | os.PathLike[str] = FOLDER) -> torch.Tensor:
-    """Return a tensor that :func:`save_tensor` saved; ``rank`` None means this one.
+    """Return a tensor that :func:`save_tensor` saved; ``rank=None`` means this rank.
 
     Raises:
-        UsageError: There is no such file, or it holds no tensor.
+        UsageError: The file does not exist or does not hold a tensor.
     """
     path = _path(name, settings.rank if rank is None else rank, folder)
     try:
@@ -89,7 +89,7 @@ def load_tensor(name: str, rank: int | None = None, folder: str | os.PathLike[st
 
 def _path(name: str, rank: int, folder: str | os.PathLike[str]) -> Path:
     if not name or "/" in name or name.startswith("."):
-        raise UsageError(f"tensor name {name!r}: want the name of a file, without /")
+        raise UsageError(f"tensor name {name!r}: expected the name of a file, without /")
     return Path(folder, f"{name}.rank-{rank}.npy")
 
 
@@ -97,11 +97,11 @@ def compare(a: torch.Tensor, b: torch.Tensor) -> Comparison:
     """Return how much two tensors of one shape and dtype differ.
 
     Raises:
-        UsageError: Their shapes or dtypes differ, or they are empty: nothing would be compared.
+        UsageError: Shapes or dtypes differ, or the tensors are empty.
     """
     for each in (a, b):
         if not isinstance(each, torch.Tensor):
-            raise UsageError(f"compare: want two tensors, got {type(each).__name__}")
+            raise UsageError(f"compare: expected two tensors, found {type(each).__name__}")
     if a.shape != b.shape or a.dtype != b.dtype:
         raise UsageError(f"compare: {tuple(a.shape)} of {a.dtype} and {tuple(b.shape)} of {b.dtype} are not comparable")
     if a.numel() == 0:
@@ -121,16 +121,16 @@ def compare(a: torch.Tensor, b: torch.Tensor) -> Comparison:
 
 
 def _max_ulp(a: torch.Tensor, b: torch.Tensor) -> int:
-    """Return the largest distance of two floats, counted in floats."""
+    """Return the largest distance between corresponding floats, in units in the last place."""
     left, right = _ordered(a), _ordered(b)
     far = (left.double() - right.double()).abs()
-    wraps = far > 2.0**62  # the distance of two float64 may exceed an int64
+    wraps = far > 2.0**62  # the distance of two float64 values may exceed the range of int64
     exact = torch.where(wraps, 0, (left - right).abs())
     return max(int(exact.max()), int(torch.where(wraps, far, 0.0).max()))
 
 
 def _ordered(tensor: torch.Tensor) -> torch.Tensor:
-    """Return whole numbers in the order of the floats, one apart for neighbours (both zeros are 0)."""
+    """Return integers in the order of the floats; neighbouring floats differ by one (both zeros are 0)."""
     bits = tensor.contiguous().view(_BITS[tensor.dtype]).to(torch.int64)
     least = torch.iinfo(_BITS[tensor.dtype]).min
     return torch.where(bits < 0, least - bits, bits)

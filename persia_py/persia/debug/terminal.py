@@ -1,4 +1,4 @@
-"""The terminal of the debugger: descriptors 0 and 1 are the terminal during a prompt, wherever they lead otherwise.
+"""The terminal of the debugger: during a prompt, descriptors 0 and 1 are the terminal, even if they are redirected.
 
 Python edits lines, with the arrow keys and a history, only on these two descriptors.
 """
@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 VARIABLE = "PERSIA_DEBUG_TTY"
-"""Variable by which the launcher names its terminal for its ranks, which lead sessions of their own."""
+"""The variable in which the launcher passes the path of its terminal to its ranks, which lead their own sessions."""
 
 
 def find() -> int | None:
-    """Return a descriptor of the terminal of this process; None if there is none.
+    """Return a descriptor of the terminal of this process; None if it has no terminal.
 
-    A process that its shell runs in the background has none: reading would stop it.
+    A process that its shell runs in the background has no terminal: reading from it would stop the process.
     """
     for path in (os.environ.get(VARIABLE), "/dev/tty"):
         if path:
@@ -34,15 +34,15 @@ def _usable(descriptor: int) -> bool:
         return False
     try:
         return os.tcgetpgrp(descriptor) == os.getpgrp()
-    except OSError:  # the terminal of another session, which does not stop readers
+    except OSError:  # a terminal of another session does not stop readers
         return True
 
 
 class Terminal:
-    """The terminal, for one rank at a time.
+    """The terminal, which one rank uses at a time.
 
     Args:
-        descriptor: A descriptor of it, which this object owns.
+        descriptor: A descriptor of the terminal, which this object owns.
         lock: The file that a rank locks while it uses the terminal.
     """
 
@@ -58,7 +58,7 @@ class Terminal:
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """Make standard input and output the terminal inside the block."""
+        """Connect standard input and output to the terminal inside the block."""
         before = sys.stdin, sys.stdout
         sys.stdout.flush()
         saved = [os.dup(number) for number in (0, 1)]
@@ -69,7 +69,7 @@ class Terminal:
         try:
             yield
         finally:
-            with contextlib.suppress(OSError):  # a terminal that is gone
+            with contextlib.suppress(OSError):  # the terminal was closed
                 sys.stdout.flush()
             sys.stdin, sys.stdout = before
             for number, descriptor in enumerate(saved):

@@ -1,4 +1,4 @@
-"""What a rank does while another one is stopped: its clock stands still, it logs what waits, and it ends with it."""
+"""Pauses the time limits of a rank while another one is stopped, logs the wait, and ends together with that rank."""
 
 import os
 import sys
@@ -19,19 +19,19 @@ _logger = get_logger("debug")
 
 _NAME = "persia-debug"
 _LEAVE_S = 5.0
-"""Seconds that the thread may take to end."""
+"""Seconds within which the thread must end."""
 _running: "list[_Watcher]" = []
 
 
 def start(session: RankSession) -> None:
-    """Start the thread that watches the other ranks; once in a process."""
+    """Start the thread that watches the other ranks. A process starts it once."""
     if not _running:
         ranks.register(session.rank, session.world_size)
         _running.append(_Watcher(session))
 
 
 def stop() -> None:
-    """End the thread. One that is in torch's store when the interpreter ends would abort the process."""
+    """End the thread. If it were inside torch's store when the interpreter exits, the process would abort."""
     while _running:
         _running.pop().stop()
 
@@ -51,13 +51,13 @@ class _Watcher:
         self._thread.join(_LEAVE_S)
 
     def _run(self) -> None:
-        """Look at the records of the other ranks, until the store of the process group is gone."""
+        """Read the records of the other ranks until the store of the process group is closed."""
         while not self._end.wait(_POLL_S):
             try:
                 self._look(self._session.gate)
-            except RuntimeError as error:  # of torch's store, whose server is rank 0
+            except RuntimeError as error:  # an error of torch's store, whose server is rank 0
                 clock.go(_NAME)
-                _logger.debug("the ranks share no breakpoints any more: %s", error)
+                _logger.debug("the ranks no longer share breakpoints: %s", error)
                 return
             self._requests.look()
 
@@ -77,7 +77,7 @@ class _Watcher:
         if stopped != self._stopped:
             self._stopped, self._said = stopped, False
             if stopped is not None:
-                _logger.info("rank %d is stopped at %s; the time limits of rank %d wait", *stopped, session.rank)
+                _logger.info("rank %d is stopped at %s; the time limits of rank %d are paused", *stopped, session.rank)
         if stopped is not None and not self._said:
             self._said = self._say_permits(*stopped)
 
@@ -90,19 +90,19 @@ class _Watcher:
         return None
 
     def _say_permits(self, rank: int, site: str) -> bool:
-        """Say that no look-up starts, once the staleness allows none; return whether that was said."""
+        """Log once that the staleness limit blocks further look-ups; return whether this was logged."""
         loop = training.running()
         if loop is None:
             return False
         try:
             held, most = loop.permits
-        except (PersiaError, AttributeError):  # the loop ends meanwhile
+        except (PersiaError, AttributeError):  # the loop may end at the same time
             return False
         if held < most:
             return False
         _logger.warning(
-            "rank %d holds the permits of %d steps that are looked up and not pushed, as many as staleness %d allows: "
-            "its look-up of the next step waits until rank %d, which is stopped at %s, goes on",
+            "rank %d has %d steps in flight, the limit of staleness %d. Its next look-up waits for rank %d, which is "
+            "stopped at %s",
             *(self._session.rank, held, most, rank, site),
         )
         return True

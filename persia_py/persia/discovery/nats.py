@@ -1,4 +1,4 @@
-"""Ask NATS once for the services of a job: connect, query, close."""
+"""Queries NATS once for the services of a job: connect, query, close."""
 
 import contextlib
 import json
@@ -19,16 +19,16 @@ with warnings.catch_warnings():
     from pynats.exceptions import NATSError, NATSUnexpectedResponse
 
 KINDS = ("persia-server", "persia-middleware", "persia-data", "persia-trainer")
-"""The service names of Persia."""
+"""The service names of Persia's processes."""
 
 _CONNECT = 3.0
-"""Seconds to connect and to log in."""
+"""The time limit for connecting and logging in, in seconds."""
 _FIRST = 1.0
-"""Seconds to wait for the first answer."""
+"""The time limit for the first response, in seconds."""
 _QUIET = 0.3
-"""Seconds to wait for each further answer."""
+"""The time limit for each further response, in seconds."""
 _LONGEST = 3.0
-"""Seconds to wait for all answers."""
+"""The time limit for all responses, in seconds."""
 _USER = "persia"
 _DEFAULT_PORT = 4222
 
@@ -48,17 +48,17 @@ class Service:
     metadata: dict[str, str]
 
     def text(self, key: str) -> str:
-        """Return a value of the metadata; empty if there is none."""
+        """Return a value of the metadata; empty if it does not exist."""
         return self.metadata.get(key, "")
 
     def number(self, key: str, default: int = -1) -> int:
-        """Return a value as a number; ``default`` if it is not one."""
+        """Return a value as a number; ``default`` if it is not a number."""
         text = self.text(key)
         return int(text) if text.isdecimal() else default
 
 
 def services(url: str, kind: str | None = None, *, job: str | None = None) -> list[Service]:
-    """Return the services that answer, sorted by kind and index.
+    """Return the services that respond, sorted by kind and index.
 
     Args:
         url: ``nats://host:port`` or ``tls://host:port``.
@@ -66,7 +66,7 @@ def services(url: str, kind: str | None = None, *, job: str | None = None) -> li
         job: The job; None means all jobs.
 
     Raises:
-        UnreachableError: NATS does not answer.
+        UnreachableError: NATS does not respond.
         AuthError: NATS refuses the password.
     """
     found: dict[str, Service] = {}
@@ -93,7 +93,7 @@ def _ask(url: str, subject: str) -> list[bytes]:
     )
     try:
         client.connect()
-        client.ping()  # the callback reports a refused password
+        client.ping()  # the error callback reports a refused password
         inbox = f"_INBOX.persia.{uuid.uuid4().hex}"
         client.subscribe(inbox, callback=note)
         client.publish(subject, reply=inbox)
@@ -106,7 +106,7 @@ def _ask(url: str, subject: str) -> list[bytes]:
     except (OSError, NATSError) as error:
         raise UnreachableError(f"NATS at {shown} is not reachable: {error or type(error).__name__}") from error
     finally:
-        with contextlib.suppress(OSError, AttributeError):  # it never connected, or is already closed
+        with contextlib.suppress(OSError, AttributeError):  # the client never connected, or is already closed
             client.close()
     return answers
 
@@ -114,7 +114,7 @@ def _ask(url: str, subject: str) -> list[bytes]:
 def _gather(client: NATSClient, answers: list[bytes]) -> None:
     deadline = time.monotonic() + _LONGEST
     while time.monotonic() < deadline:
-        client._socket.settimeout(_QUIET if answers else _FIRST)  # the library has one timeout for everything
+        client._socket.settimeout(_QUIET if answers else _FIRST)  # the library uses one timeout for all steps
         try:
             client.wait(count=1)
         except TimeoutError:
@@ -128,7 +128,7 @@ def _target(url: str) -> tuple[str, str]:
     except ValueError:
         port = 0
     if parts.scheme not in {"nats", "tls"} or not parts.hostname or not port:
-        raise UsageError(f"PERSIA_NATS_URL={url.rpartition('@')[2]!r}: want nats://HOST:PORT or tls://HOST:PORT")
+        raise UsageError(f"PERSIA_NATS_URL={url.rpartition('@')[2]!r}: expected nats://HOST:PORT or tls://HOST:PORT")
     address = f"{parts.hostname}:{port}"
     password = token("nats")
     user = f"{_USER}:{password}@" if password else ""

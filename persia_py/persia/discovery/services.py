@@ -1,4 +1,4 @@
-"""The addresses of the parts of this job."""
+"""The addresses of this job's services."""
 
 from persia.discovery import nats
 from persia.runtime import job, tokens
@@ -10,7 +10,7 @@ TRAINER = "persia-trainer"
 """The service name of ranks."""
 
 _DEFAULT_WORKER = "embedding_worker:8887"
-"""The middleware of PersiaML's compose file."""
+"""The default address of the middleware in PersiaML's compose file."""
 
 _WITHOUT_NATS = (
     "start NATS, or set PERSIA_NATS_URL to its address; to train without servers, in one process, set it to nothing: "
@@ -18,17 +18,17 @@ _WITHOUT_NATS = (
 )
 
 _ASK_S = 2.0
-"""Seconds to wait for answers."""
+"""The time limit for responses, in seconds."""
 
 
 def get_embedding_worker_services() -> list[str]:
     """Return the addresses of middlewares.
 
-    ``EMBEDDING_WORKER_SERVICE`` if it is set: one address, or several with commas between them. Otherwise those of this
+    If ``EMBEDDING_WORKER_SERVICE`` is set, these are its comma-separated addresses. Otherwise they are those of this
     job, sorted by index; without ``PERSIA_NATS_URL``, PersiaML's default.
 
     Raises:
-        UnreachableError: NATS does not answer.
+        UnreachableError: NATS does not respond.
     """
     given = variable("EMBEDDING_WORKER_SERVICE")
     if given is not None or settings.nats_url is None:
@@ -38,10 +38,10 @@ def get_embedding_worker_services() -> list[str]:
 
 
 def nats_url(given: str | None = None) -> str:
-    """Return ``given``, else ``PERSIA_NATS_URL``.
+    """Return ``given`` or, if it is None, ``PERSIA_NATS_URL``.
 
     Raises:
-        UsageError: Neither is given.
+        UsageError: Neither is set.
     """
     url = (given or "").strip() or settings.nats_url
     if url is None:
@@ -59,10 +59,10 @@ def connect() -> Discovery:
 
 
 def wait_connected(discovery: Discovery, limit_s: float) -> None:
-    """Wait until NATS answers.
+    """Wait until NATS responds.
 
     Raises:
-        UnreachableError: NATS does not answer within ``limit_s`` seconds; the hint says how to train without it.
+        UnreachableError: NATS does not respond within ``limit_s`` seconds; the hint says how to train without it.
         AuthError: NATS refuses the token.
     """
     try:
@@ -73,9 +73,9 @@ def wait_connected(discovery: Discovery, limit_s: float) -> None:
 
 
 def trainers(discovery: Discovery) -> list[dict[str, str]]:
-    """Return the announcements of this job's ranks.
+    """Return what the ranks of this job have announced.
 
     Raises:
-        UnreachableError: NATS does not answer.
+        UnreachableError: NATS does not respond.
     """
     return discovery.find(TRAINER, _ASK_S)

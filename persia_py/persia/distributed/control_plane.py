@@ -1,7 +1,7 @@
 """The control plane of a run: every rank above 0 keeps one connection to rank 0.
 
-Over it the ranks agree on flags (:meth:`Peers.all_gather`), and are informed immediately, by name, when one of them
-fails, dies or falls silent. Torch's collectives do neither.
+Over these connections the ranks agree on flags (:meth:`Peers.all_gather`), and learn immediately which rank fails, dies
+or stops responding. Torch's collectives provide neither.
 
 Messages are lines of JSON. The connections carry flags and names, never tensors.
 """
@@ -28,38 +28,38 @@ _logger = get_logger("peers")
 _ALIVE_S = 2.0
 """Seconds between the heartbeats of a rank."""
 SILENCE_S = 120.0
-"""Seconds that a rank may be silent before it counts as lost, such as one that is frozen, or without a network.
+"""Seconds without a message after which a rank counts as lost, for example because it is frozen or has no network.
 
-A shorter ``PERSIA_HANG_TIMEOUT`` counts here too.
+A shorter ``PERSIA_HANG_TIMEOUT`` also applies here.
 """
 _LEAST_SILENCE_S = 10.0
-"""Seconds of silence that a busy rank may have."""
+"""The minimum of this limit, because a busy rank may be silent for some seconds."""
 _GATHER_S = 4.0
-"""Seconds that ranks may take to answer where they are, when one hangs."""
+"""Seconds that ranks have to report where they are, after one of them hangs."""
 _VERDICT_S = 6.0
-"""Seconds that rank 0 may take to report which rank lags."""
+"""Seconds that rank 0 has to report which rank lags."""
 _GRACE_S = 15.0
-"""Seconds that the training loop may take to notice that a rank is lost, before this process ends by itself."""
+"""Seconds that the training loop has to notice a lost rank, before this process is ended."""
 _ENDED_S = 5.0
-"""Seconds in a collective after which a rank whose script has ended counts as lost: it will not come."""
+"""Seconds in a collective after which a rank whose script has ended counts as lost."""
 _LATE, _LATE_KEYS = "a collective of torch exceeded its time limit", "(dist.timeout_s, PERSIA_DIST_TIMEOUT)"
 _NOTICED_S = 3.0
-"""Seconds until this rank detects that another is gone, after a collective has failed because of that."""
+"""Seconds within which this rank detects, after a collective has failed, that another rank has ended."""
 
 
 class Peers:
-    """The other ranks, as this rank knows them.
+    """The connections of this rank to the other ranks, and their known states.
 
-    Made by :func:`persia.distributed.handshake.host` on rank 0, and by ``join`` of the same module on the others.
+    Created by :func:`persia.distributed.handshake.host` on rank 0, and by ``join`` of the same module on the others.
 
     Args:
-        rank: This one.
+        rank: This rank.
         world_size: The number of ranks.
-        links: A connection to each of the others on rank 0, to rank 0 on the others.
+        links: On rank 0, a connection to each other rank; on the others, the connection to rank 0.
 
     Attributes:
         loops: The number of training loops that this rank has begun, in all contexts of its process; for :meth:`note`.
-        limit_s: Seconds that a rank may wait in a collective, by the clock that a debugger stops; None is no limit.
+        limit_s: Seconds that a rank may wait in a collective, not counting time in a debugger; None means no limit.
     """
 
     def __init__(self, rank: int, world_size: int, links: dict[int, Link]) -> None:
@@ -76,9 +76,9 @@ class Peers:
         self._asked = False
         self._lost: tuple[int, str] | None = None
         self._left: set[int] = set()
-        self._ended: dict[int, int] = {}  # the step at which the script of a rank has ended, with exit code 0
+        self._ended: dict[int, int] = {}  # the step at which the script of a rank ended with exit code 0
         self._collective_since: float | None = None
-        self._reminded = 0.0  # when the log last named the ranks that a collective waits for
+        self._reminded = 0.0  # when the log last named the ranks for which a collective waits
         self._positions = lag.Positions(rank, links)
         self._held = Held(rank, links)
         self._closed = False
@@ -89,12 +89,12 @@ class Peers:
     def all_gather(self, topic: str, value: Any) -> list[Any]:
         """Return the values of all ranks for ``topic``, ordered by rank; blocks until all have called this.
 
-        Every rank calls this in the same order. There is no time limit while all ranks live, because one may wait for
-        data or evaluate; a log line every 30 s names the missing ranks.
+        Every rank calls this in the same order. There is no time limit while all ranks are alive, because a rank may be
+        waiting for data or evaluating. A log line every 30 s names the missing ranks.
 
         Raises:
-            RunLostError: A rank is gone; it is named.
-            SystemExit: A rank ends the run in :meth:`all_gather_at_exit`, and does not come here.
+            RunLostError: A rank has ended or cannot be reached; the message names it.
+            SystemExit: A rank ends the run in :meth:`all_gather_at_exit`, and does not make this call.
             UsageError: The ranks are at different places in the script.
         """
         number, self._count = self._count, self._count + 1
@@ -142,17 +142,17 @@ class Peers:
         return values
 
     def ended(self, step: int) -> None:
-        """Let the others know that the script of this rank has ended with exit code 0, at ``step``."""
+        """Notify the other ranks that the script of this rank has ended at ``step`` with exit code 0."""
         self._ended[self.rank] = step
         for link in self._links.values():
             link.send({"ended": [self.rank, step]})
 
     @contextlib.contextmanager
     def in_collective(self) -> Iterator[None]:
-        """Enclose a collective of torch, or a forward or backward with one.
+        """Enclose a collective of torch, or a forward or backward pass that contains one.
 
-        This rank may wait ``limit_s`` for others in it; what it computes has no limit here. It waits in vain for a rank
-        that has ended.
+        Inside, this rank may wait ``limit_s`` for other ranks; its own computation has no limit. Without the limit it
+        would wait forever for a rank that has ended.
         """
         self._collective_since = clock.now()
         try:
@@ -163,7 +163,7 @@ class Peers:
     def all_gather_at_exit(self, mine: Any, timeout_s: float) -> list[Any]:
         """Return the values of all ranks before the run ends.
 
-        A rank that waits in another all-gather gets SystemExit there, and then calls this.
+        A rank that waits in another all-gather receives SystemExit there, and then calls this.
 
         Raises:
             RunLostError: A rank is lost; the message names it.
@@ -183,18 +183,19 @@ class Peers:
 
         self._wait(complete, lambda: f"{names(missing())} to end the run")
         met, self._met = self._met, {}
-        self._count = max(count for count, _ in met.values())  # some waited in an all-gather that others did not reach
+        # some ranks waited in an all-gather that others did not reach
+        self._count = max(count for count, _ in met.values())
         return [met[rank][1] for rank in range(self.world_size)]
 
     def _note_at_exit(self, of: int, count: int, value: Any) -> None:
-        """Note that rank ``of`` waits in :meth:`all_gather_at_exit`."""
+        """Record that rank ``of`` waits in :meth:`all_gather_at_exit`."""
         with self._changed:
             self._met[of] = (count, value)
         preemption.note_remote_stop(gone=True)
         self._relay_stop(of, {"meet": [of, count, value]})
 
     def _relay_stop(self, of: int, message: Message) -> None:
-        """Inform all ranks that ``of`` ends the run; rank 0 forwards it."""
+        """Notify all ranks that ``of`` ends the run. Rank 0 forwards the message."""
         self._asked = True
         preemption.note_remote_stop()
         for rank, link in self._links.items():
@@ -207,7 +208,7 @@ class Peers:
             self._links[0].send({"note": value})
 
     def wait_for_notes(self, value: int, what: str, timeout_s: float) -> None:
-        """On rank 0: wait until every other rank has noted ``value`` or more.
+        """On rank 0: wait until every other rank has reported ``value`` or more with :meth:`note`.
 
         Raises:
             UnreachableError: A rank has not done so in time; the message names it.
@@ -225,7 +226,7 @@ class Peers:
         self._wait(done, lambda: f"{names(late())} {what}")
 
     def blame(self, error: BaseException) -> None:
-        """After a collective failed: raise an error that names the lost rank, or the one that lags.
+        """After a failed collective: raise an error that names the lost rank, or the rank that lags.
 
         Raises:
             RunLostError: A rank is lost.
@@ -245,7 +246,7 @@ class Peers:
             raise WaitTimeoutError(f"{_LATE} {_LATE_KEYS}\n{where}") from error
 
     def leave(self, reason: str | None) -> None:
-        """Report to the others that this rank leaves: cleanly, or with a reason."""
+        """Notify the other ranks that this rank leaves, either cleanly or with a reason."""
         self._held.close()
         with self._changed:
             self._closed = True
@@ -255,14 +256,14 @@ class Peers:
             link.hang_up()
 
     def hung(self, reason: str) -> None:
-        """End all ranks, each with its stacks printed, because this one makes no progress."""
+        """End all ranks, because this one makes no progress. Each rank prints its stacks."""
         for link in self._links.values():
             link.send({"hung": [reason, flight.position()]})
 
     def verdict(self) -> str:
         """After :meth:`hung`: return which rank lags, and where each one is.
 
-        Rank 0 waits a few seconds for the others to answer, and tells them; the others wait for that.
+        Rank 0 waits a few seconds for the responses, and sends the result, for which the other ranks wait.
         """
         positions = self._positions
         with self._changed:
@@ -278,7 +279,7 @@ class Peers:
     def gone(self, error: BaseException) -> bool:
         """Return whether another rank is lost or has left.
 
-        For a RuntimeError of torch, wait up to 3 s, because torch may notice first.
+        For a RuntimeError of torch, wait up to 3 s, because torch may notice the loss first.
         """
         may_be = isinstance(error, RuntimeError) and not isinstance(error, PersiaError)
         with self._changed:
@@ -292,7 +293,7 @@ class Peers:
         return self._closed
 
     def holds(self, rank: int) -> bool:
-        """Whether ``rank`` is still part of the run, according to what this rank has received."""
+        """Whether ``rank`` is still part of the run, according to the messages that this rank has received."""
         with self._changed:
             over = self._closed or self._lost is not None or rank in self._left
         return not over and not self._links[rank].over
@@ -301,21 +302,21 @@ class Peers:
         """Wait until ``look`` returns a value, and return it.
 
         Args:
-            look: Returns None as long as there is nothing.
-            what: Names what is waited for, in a log line.
-            late: The ranks that are waited for; the log line says where they are.
+            look: Returns the value, or None while it is not available.
+            what: The name of the awaited event, for log lines.
+            late: The ranks for which this rank waits; the log line reports their positions.
         """
         started = reminded = time.monotonic()
         with watchdog.waiting(), self._changed:
             while True:
-                if (found := look()) is not None:  # even if a rank has left afterwards
+                if (found := look()) is not None:  # the value counts even if a rank has left since
                     return found
                 if self._lost is not None:
                     raise self._lost_error()
                 if self._met and self.rank not in self._met:
                     raise SystemExit(preemption.exit_code())
                 if preemption.stop_asked() and not self._asked:
-                    self._relay_stop(self.rank, {"stop": self.rank})  # the rank that is waited for may be evaluating
+                    self._relay_stop(self.rank, {"stop": self.rank})  # the awaited rank may be evaluating
                 self._changed.wait(SLICE_S)
                 if time.monotonic() - reminded > REMIND_S:
                     reminded = time.monotonic()
@@ -323,7 +324,7 @@ class Peers:
                     _logger.warning("still waiting for %s after %.0f s%s", what(), reminded - started, where)
 
     def _lost_error(self) -> RunLostError:
-        assert self._lost is not None  # noqa: S101  # every caller has looked
+        assert self._lost is not None  # noqa: S101  # every caller has checked
         rank, why = self._lost
         return RunLostError(f"rank {rank} {why}" if why.startswith(LEFT) else f"rank {rank} is gone: {why}")
 
@@ -369,7 +370,7 @@ class Peers:
             reason, position = message["hung"]
             self._positions.note(rank, position)
             self._links[rank].send({"position": flight.position()})
-            end = (str(reason), self.hung, self.verdict)  # forwarded by rank 0, the hub of all connections
+            end = (str(reason), self.hung, self.verdict)  # rank 0, the hub of all connections, forwards this message
             threading.Thread(target=watchdog.end, args=end, name="persia-hung", daemon=True).start()
         elif "position" in message or "alive" in message:
             self._positions.note(rank, message.get("position") or message["alive"], answers="position" in message)
@@ -390,7 +391,7 @@ class Peers:
                 self._lost = self._lost or (rank, message["left"])
 
     def _note_left(self, rank: int) -> None:
-        """Record that a rank has left cleanly; rank 0 forwards it."""
+        """Record that a rank has left cleanly. Rank 0 forwards the message."""
         self._left.add(rank)
         for other, link in self._links.items():
             if self.rank == 0 and other != rank:
@@ -405,7 +406,7 @@ class Peers:
             self._changed.notify_all()
 
     def _watch(self) -> None:
-        """Send heartbeats, and end the process if its loop cannot notice that another rank is lost."""
+        """Send heartbeats. End the process if its training loop cannot notice that another rank is lost."""
         reported, ends = threading.Event(), 0.0
         while True:
             with self._changed:
@@ -434,7 +435,7 @@ class Peers:
                     _logger.error("%s", flight.keep(f"rank {rank} is silent"))
 
     def _end_if_left_alone(self) -> None:
-        """End the process if its main thread is in a collective without a rank whose script has ended."""
+        """End the process if its main thread waits in a collective for a rank whose script has ended."""
         since, others = self._collective_since, [rank for rank in self._ended if rank != self.rank]
         if since is None or not others or clock.now() - since < _ENDED_S:
             return
@@ -445,7 +446,7 @@ class Peers:
         self._end()
 
     def _end_if_late(self) -> None:
-        """End all ranks if the main thread of this one waits for others for longer than the limit of a collective."""
+        """End all ranks if the main thread of this rank waits for others longer than the limit of a collective."""
         since, limit = self._collective_since, self.limit_s
         if since is None or limit is None or clock.now() - since <= limit:
             return
@@ -453,7 +454,7 @@ class Peers:
             watchdog.end(f"rank {self.rank}: {_LATE} of {limit:g} s {_LATE_KEYS}", self.hung, self.verdict)
 
     def _remind(self) -> None:
-        """Log which rank lags, if the main thread of this one waits for it in a step for long."""
+        """Log which rank lags, if the main thread of this rank has waited for it in a step for long."""
         since, now = self._collective_since, clock.now()
         if since is None or now - max(since, self._reminded) <= REMIND_S:
             return
@@ -462,7 +463,7 @@ class Peers:
             _logger.warning("waiting in a forward, backward or collective for %.0f s\n%s", now - since, late)
 
     def _end(self) -> None:
-        """End the process from a thread, because its main thread waits in a collective that never returns."""
+        """End the process from this thread, because the main thread waits in a collective that never returns."""
         error = self._lost_error()
         try:
             sys.stderr.write(f"error: {error}\nnext: {error.hint}\n")
@@ -472,15 +473,15 @@ class Peers:
 
 
 LEFT = "left at step"
-"""How a reason begins that a script has left the run for."""
+"""The beginning of the reason that a rank sends when its script ends."""
 
 
 def left_at(step: int, code: object) -> str:
-    """Return the reason that a script has ended, with an exit code, while others train."""
+    """Return the reason that a rank sends when its script ends, with an exit code, while other ranks train."""
     return f"{LEFT} {step} (exit {code})"
 
 
 def _silence_limit() -> float:
-    """Return the seconds that a rank may be silent before it counts as lost."""
+    """Return the seconds without a message after which a rank counts as lost."""
     hang = settings.hang_timeout
     return SILENCE_S if not hang else min(SILENCE_S, max(_LEAST_SILENCE_S, hang))

@@ -1,4 +1,4 @@
-"""The handshake of a run's ranks: each introduces itself to rank 0, which admits or refuses it."""
+"""The handshake of the ranks of a run: each rank introduces itself to rank 0, which admits or refuses it."""
 
 import contextlib
 import hmac
@@ -21,11 +21,11 @@ from persia.runtime.settings import variable
 from persia.runtime.waits import REMIND_S, SLICE_S
 
 INTRODUCTION_S = 5.0
-"""Seconds that an introduction may take."""
+"""The time limit for an introduction, in seconds."""
 UNAUTHENTICATED = 64
-"""The number of connections that may be open without an introduction, in addition to one for each rank."""
+"""The maximum number of connections without an introduction, in addition to one per rank."""
 _HELLO = 1 << 14
-"""The largest size of an introduction in bytes."""
+"""The maximum size of an introduction, in bytes."""
 
 _logger = get_logger("meeting")
 
@@ -35,13 +35,13 @@ class Introduction:
     """The introduction of a rank, which is its first message.
 
     Attributes:
-        job: The job's name.
+        job: The name of the job.
         rank: The rank, from 0.
         world_size: The number of ranks in its configuration.
         version: The version of persia.
-        host: The host it runs on.
-        pid: Its process there.
-        token: The token of the trainer's role, or an empty string; in a message, the proof that the rank has it.
+        host: The host on which it runs.
+        pid: Its process id on the host.
+        token: The token of the trainer's role, or an empty string. A message has the proof of the token in its place.
     """
 
     job: str
@@ -58,7 +58,7 @@ class Introduction:
 
 
 def proof(me: Introduction, challenge: str) -> str:
-    """Return the proof that a rank has the token and sent this introduction, without revealing the token."""
+    """Return the proof that a rank knows the token and sent this introduction. The proof does not reveal the token."""
     said = json.dumps({**asdict(me), "token": challenge}, sort_keys=True)
     return hmac.new(me.token.encode(), said.encode(), "sha256").hexdigest()
 
@@ -70,13 +70,15 @@ def listen(address: str) -> socket.socket:
 
 
 def host(listener: socket.socket, me: Introduction, timeout_s: float, announced: str = "") -> Peers:
-    """On rank 0: wait for every other rank of the run. The end of the run, or a failure here, closes the listener.
+    """On rank 0: wait for every other rank of the run.
+
+    The listener is closed at the end of the run, or after a failure.
 
     Args:
-        listener: The socket that the other ranks connect to.
-        me: This rank.
-        timeout_s: Seconds to wait for all of them.
-        announced: The address that they were told, ``HOST:PORT``, for the message.
+        listener: The socket to which the other ranks connect.
+        me: The introduction of this rank.
+        timeout_s: The time limit for all ranks, in seconds.
+        announced: The address that was announced to the other ranks, ``HOST:PORT``, for the message.
 
     Raises:
         UnreachableError: Ranks did not connect in time; the message names all of them.
@@ -111,7 +113,7 @@ def host(listener: socket.socket, me: Introduction, timeout_s: float, announced:
 
 
 def _loopback(announced: str) -> str:
-    """Return what to say of an announced address if it is a loopback one that a variable has chosen, else nothing."""
+    """Return a note if a variable has set the announced address to a loopback address; otherwise an empty text."""
     if not is_loopback(announced.rpartition(":")[0]):
         return ""
     for name in ("PERSIA_ADVERTISE", "PERSIA_SOCKET_IFNAME"):
@@ -131,17 +133,17 @@ class _Pending:
 
 
 class _Lobby:
-    """Takes the introductions of several connections at once: an unfinished one does not block other ranks.
+    """Receives introductions concurrently, so that an unfinished one does not block other ranks.
 
     Args:
-        listener: The socket that they connect to; closed with the lobby.
-        most: The number of connections that may be open without an introduction; beyond it the oldest is closed.
+        listener: The socket to which ranks connect; closed together with the lobby.
+        most: The maximum number of open connections without an introduction; beyond it the oldest one is closed.
     """
 
     def __init__(self, listener: socket.socket, most: int) -> None:
         self._listener = listener
         self._most = most
-        self._pending: list[_Pending] = []  # in the order in which they arrived
+        self._pending: list[_Pending] = []  # in the order of their arrival
         self._ready: deque[tuple[socket.socket, str, Introduction]] = deque()
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
@@ -163,7 +165,7 @@ class _Lobby:
         return self._ready.popleft() if self._ready else None
 
     def close(self) -> None:
-        """Close the listener, and all connections that were not returned."""
+        """Close the listener and all connections that were not returned."""
         self._selector.close()
         self._listener.close()
         for connection in (*(pending.connection for pending in self._pending), *(ready[0] for ready in self._ready)):
@@ -204,7 +206,7 @@ class _Lobby:
 
 
 def _introduction(said: bytes) -> Introduction | None:
-    """Return the introduction of a rank; None for anything else."""
+    """Return the introduction of a rank; None if the message is something else."""
     message = parsed(said)
     try:
         them = Introduction(**message["hello"]) if message is not None else None
@@ -246,7 +248,7 @@ def _refuse(connection: socket.socket, them: Introduction, reason: tuple[str, st
 def _reason_to_refuse(
     me: Introduction, challenge: str, them: Introduction, same: Introduction | None
 ) -> tuple[str, str] | None:
-    """Return the kind of the error and its text."""
+    """Return the kind of the error and its text; None if the rank is admitted."""
     right = proof(replace(them, token=me.token), challenge)
     if not hmac.compare_digest(them.token.encode(errors="surrogatepass"), right.encode()):
         return "AuthError", f"rank 0 of job {me.job!r} does not accept the token of {them!r}: see PERSIA_TOKEN_FILE"
@@ -259,19 +261,19 @@ def _reason_to_refuse(
         )
     if same is not None:
         return "UsageError", (
-            f"rank {them.rank} of job {me.job!r} is running already: pid {same.pid} on {same.host}; pid {them.pid} on "
-            f"{them.host} has the same RANK: stop one of them, or give the other job another name (PERSIA_JOB)"
+            f"rank {them.rank} of job {me.job!r} is already running: pid {same.pid} on {same.host}; pid {them.pid} on "
+            f"{them.host} has the same RANK: stop one of them, or set another name for the other job (PERSIA_JOB)"
         )
     return None
 
 
 def _refuse_all(lobby: _Lobby, me: Introduction, peers: Peers, known: dict[int, Introduction]) -> None:
-    """Refuse ranks that connect when all ranks are connected, and name the process that holds the rank.
+    """Refuse ranks that connect after all ranks are connected, and name the process that holds the rank.
 
-    If the process that holds the rank is gone, or the run is ending, close the connection without an answer. The rank
-    retries; the next rank 0 admits it.
+    If the process that holds the rank has ended, or the run is ending, close the connection without a response. The
+    rank retries, and the next rank 0 admits it.
     """
-    with contextlib.closing(lobby), contextlib.suppress(OSError):  # if the listener fails, later ranks get no answer
+    with contextlib.closing(lobby), contextlib.suppress(OSError):  # if the listener fails, later ranks get no response
         while not peers.closed:
             if (arrived := lobby.next()) is None:
                 continue
@@ -287,7 +289,7 @@ def join(address: tuple[str, int], me: Introduction, timeout_s: float) -> Peers:
     """On the other ranks: connect to rank 0.
 
     Raises:
-        UnreachableError: Rank 0 cannot be reached; the message says whether its name resolves and its port answers.
+        UnreachableError: Rank 0 cannot be reached; the message tells whether its name resolves and its port responds.
         PersiaError: Rank 0 refused this rank; the message is that of rank 0.
     """
     try:
@@ -313,7 +315,7 @@ def join(address: tuple[str, int], me: Introduction, timeout_s: float) -> Peers:
 
 
 def unreachable(address: tuple[str, int], error: OSError) -> str:
-    """Describe why ``host:port`` cannot be reached: its name, or its port."""
+    """Return the reason why ``host:port`` cannot be reached: its name, or its port."""
     name, port = address
     if isinstance(error, socket.gaierror):
         return f"{name}:{port} not reachable (DNS failed: {error.strerror})"

@@ -1,4 +1,4 @@
-"""The ranks that a debugger holds: the time limits of every rank wait for them, wherever it is."""
+"""Ranks that a debugger holds. While it holds a rank, the time limits of all ranks are paused."""
 
 from collections.abc import Mapping
 
@@ -10,8 +10,8 @@ class Held:
     """Stops the clock of all ranks as long as a debugger holds one of them.
 
     Args:
-        rank: This one.
-        links: A connection to each of the ranks that this one is connected to.
+        rank: This rank.
+        links: A connection to each rank to which this rank is connected.
     """
 
     def __init__(self, rank: int, links: Mapping[int, Link]) -> None:
@@ -19,16 +19,16 @@ class Held:
         clock.observe(self._tell)
 
     def close(self) -> None:
-        """Tell the others no more."""
+        """Stop notifying the other ranks."""
         clock.unobserve(self._tell)
 
     def _tell(self, is_held: bool) -> None:
-        """Let the others know whether a debugger holds this rank."""
+        """Notify the other ranks whether a debugger holds this rank."""
         for link in self._links.values():
             link.send({"held": [self._rank, is_held]})
 
     def note(self, of: int, is_held: bool) -> None:
-        """Stop the clock for another rank, or let it run; rank 0 forwards it."""
+        """Stop the clock for another rank, or let it run again. Rank 0 forwards the message."""
         if is_held:
             clock.stop(f"rank {of}", elsewhere=True)
         else:

@@ -1,4 +1,4 @@
-"""Which rank the others wait for, from where each rank says that it is."""
+"""Determines for which rank the other ranks wait, from the reported position of each rank."""
 
 import time
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ Position = dict[str, Any]
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of where a rank is.
+    """The last known position of a rank.
 
     Attributes:
-        position: The last position that it has sent; None before the first.
+        position: The last position that the rank has sent; None before the first.
         age_s: Seconds since it was sent.
-        answers: It was sent just now, on request.
+        answers: Whether the position was sent on request, just now.
     """
 
     position: Position | None
@@ -28,19 +28,19 @@ class Known:
 
 
 LIVES_S = 8.0
-"""A rank whose last heartbeat is not older counts as alive. A rank sends one every 2 s."""
+"""A rank counts as alive if its last heartbeat is not older than this. A rank sends a heartbeat every 2 s."""
 
 
 class Positions:
-    """Where the other ranks are, as they have said.
+    """The reported positions of the other ranks.
 
     Args:
-        rank: This one.
-        links: A connection to each of the ranks that this one is connected to.
+        rank: This rank.
+        links: A connection to each rank to which this rank is connected.
 
     Attributes:
-        answered: The ranks that have answered where they are, since one hangs.
-        verdict: Which rank lags, as rank 0 has found; empty before that.
+        answered: The ranks that have reported their positions since a rank hung.
+        verdict: The report of rank 0 on which rank lags; empty until it arrives.
     """
 
     def __init__(self, rank: int, links: Mapping[int, Link]) -> None:
@@ -50,28 +50,28 @@ class Positions:
         self.verdict = ""
 
     def note(self, rank: int, position: object, *, answers: bool = False) -> None:
-        """Record where a rank is, if it says so; ``answers`` if it was asked."""
+        """Record the position of a rank, if the message has one; ``answers`` if the position was requested."""
         if isinstance(position, dict):
             self._said[rank] = (time.monotonic(), position)
         if answers:
             self.answered.add(rank)
 
     def report(self, *, answered: bool = False) -> str:
-        """Return which ranks lag, and where each one is.
+        """Return a report on which ranks lag, and where each rank is.
 
         Args:
-            answered: Only a rank that has answered is taken to live.
+            answered: Whether only a rank that has responded counts as alive.
         """
         return report(self._known(answered=answered))
 
     def late(self) -> str:
-        """Return the report of the ranks, if one other than this is known to lag, or on rank 0 if all wait."""
+        """Return the report on the ranks if another rank is known to lag; on rank 0, also if all ranks wait."""
         known = self._known(answered=False)
-        stuck = self._rank == 0 and all(map(_is_waiting, known.values()))  # the network, for example
+        stuck = self._rank == 0 and all(map(_is_waiting, known.values()))  # the network may have failed, for example
         return report(known) if self._others_lag(known) or stuck else ""
 
     def waited_s(self, seconds: float) -> float:
-        """Return how many of the last ``seconds`` this rank has waited for others; 0 while it computes as they do."""
+        """Return how many of the last ``seconds`` this rank waited for other ranks; 0 while all ranks compute."""
         known = self._known(answered=False)
         mine = known[self._rank].position
         if mine is not None and _waits(mine):
@@ -82,12 +82,12 @@ class Positions:
         return any(rank != self._rank for rank in lagging(known))
 
     def of(self, ranks: list[int]) -> str:
-        """Return where some ranks are, as the end of a message about a wait for them."""
+        """Return the positions of some ranks, as the end of a message about waiting for them."""
         known = self._known(answered=False)
         return "".join(f"; {described(rank, known[rank])}" for rank in ranks if known[rank].position is not None)
 
     def last_of(self, rank: int) -> str:
-        """Return where a rank was that is gone, as the end of a message."""
+        """Return the last position of a rank that has ended, as the end of a message."""
         if rank not in self._said:
             return ""
         said_at, position = self._said[rank]
@@ -105,10 +105,10 @@ class Positions:
 
 
 def lagging(known: Mapping[int, Known]) -> list[int]:
-    """Return the ranks that the others wait for; none if all are at the same place.
+    """Return the ranks for which the other ranks wait; none if all are at the same place.
 
-    These are the ranks that do not answer. If all answer, they are those that have begun the fewest calls at which
-    ranks wait for each other; among equal ones, those that are in no such call.
+    The lagging ranks are those that do not respond. If all ranks respond, they are the ranks that have begun the fewest
+    calls in which ranks wait for each other; among ranks with equal counts, those that are in no such call.
     """
     if silent := [rank for rank, each in known.items() if not each.answers]:
         return silent
@@ -121,7 +121,7 @@ def lagging(known: Mapping[int, Known]) -> list[int]:
 
 
 def report(known: Mapping[int, Known]) -> str:
-    """Return which ranks lag, and where each rank is: one line for each."""
+    """Return a report on which ranks lag, with one line on the position of each rank."""
     late = lagging(known)
     lines = [f"lagging: {described(rank, known[rank])}" for rank in late]
     rest = [rank for rank in known if rank not in late]
@@ -132,7 +132,7 @@ def report(known: Mapping[int, Known]) -> str:
 
 
 def described(rank: int, known: Known) -> str:
-    """Return where a rank is, as part of a message."""
+    """Return the position of a rank, as part of a message."""
     place = known.position
     if place is None:
         return f"rank {rank}: no heartbeat yet"
@@ -140,11 +140,11 @@ def described(rank: int, known: Known) -> str:
     if known.answers:
         return f"{name}: {doing(place, known.age_s)}"
     since = f"its last heartbeat, {known.age_s:.0f} s ago: {doing(place, 0.0)}"
-    return f"{name}: does not answer: it is stopped or frozen, or its network is gone; {since}"
+    return f"{name}: does not respond: it is stopped or frozen, or its network is gone; {since}"
 
 
 def doing(place: Position, age_s: float) -> str:
-    """Return what a rank does, and for how long."""
+    """Return what a rank is doing, and for how long."""
     seconds = f"for {place['seconds'] + age_s:.0f} s"
     if place["call"] is None:
         return f"after step {place['step']}, before its first call, {seconds}"
@@ -154,7 +154,7 @@ def doing(place: Position, age_s: float) -> str:
     )
     if place["open"]:
         return f"in {what} {seconds}"
-    return f"in the code of its script, behind {what}, {seconds}"
+    return f"in the code of its script, after {what}, {seconds}"
 
 
 def _waits(place: Position) -> bool:

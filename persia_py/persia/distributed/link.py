@@ -1,4 +1,4 @@
-"""One connection between two ranks, and its messages: lines of JSON, with flags and names, never tensors."""
+"""A connection between two ranks. Its messages are lines of JSON, with flags and names, never tensors."""
 
 import contextlib
 import json
@@ -10,13 +10,13 @@ from typing import Any
 from persia.runtime import clock
 
 _LINE = 1 << 20
-"""The largest size of a message in bytes."""
+"""The maximum size of a message, in bytes."""
 
 Message = dict[str, Any]
 
 
 class Link:
-    """One connection between two ranks, and lines of JSON over it."""
+    """A connection between two ranks that carries lines of JSON."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -26,7 +26,7 @@ class Link:
         self.heard = clock.now()
 
     def send(self, message: Message) -> bool:
-        """Send a message; return False if the connection is closed, which its reader notices too."""
+        """Send a message; return False if the connection is closed, which the reading thread notices too."""
         data = line(message)
         try:
             with self._sending:
@@ -51,23 +51,23 @@ class Link:
         try:
             poll.register(self._socket, select.POLLRDHUP)
             return bool(poll.poll(0))
-        except (OSError, ValueError):  # closed here
+        except (OSError, ValueError):  # this process has closed the connection
             return True
 
     def hang_up(self) -> None:
-        """Close the connection, and wake its reader."""
+        """Shut the connection down, and wake the reading thread."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Free the socket; no thread may be reading from it."""
+        """Free the socket. No thread may be reading from it."""
         self.hang_up()
         self._lines.close()
         self._socket.close()
 
 
 def line(message: Message) -> bytes:
-    """Return the encoded message."""
+    """Return a message as an encoded line."""
     return json.dumps(message).encode() + b"\n"
 
 
@@ -75,11 +75,11 @@ def parsed(data: bytes) -> Message | None:
     """Return the message in a complete line; None for an invalid one."""
     try:
         message = json.loads(data) if data.endswith(b"\n") else None
-    except (ValueError, RecursionError):  # RecursionError: lists that are nested too deeply
+    except (ValueError, RecursionError):  # RecursionError: the lists are nested too deeply
         return None
     return message if isinstance(message, dict) else None
 
 
 def names(ranks: list[int]) -> str:
-    """Name ranks in a message."""
+    """Return the names of ranks for a message."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,8 +1,9 @@
-"""Check the network interfaces and GPUs that the environment names, before a wrong one makes a collective hang."""
+"""Checks the network interfaces and GPUs that the environment names, because a wrong one makes a collective hang."""
 
 import ipaddress
 import os
 import socket
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -10,14 +11,14 @@ from persia.runtime import environment, settings
 from persia.runtime.errors import UsageError
 
 VARIABLES = ("PERSIA_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Environment variables in which the user may name an interface."""
+"""Environment variables that may name network interfaces."""
 
 
 def check() -> None:
     """Check every variable of :data:`VARIABLES`, and ``CUDA_VISIBLE_DEVICES``.
 
     Raises:
-        UsageError: One names something that does not exist; the message lists what exists.
+        UsageError: A variable names something that does not exist; the message lists what exists.
     """
     names = sorted(psutil.net_if_addrs())
     for variable in VARIABLES:
@@ -26,18 +27,18 @@ def check() -> None:
             plural = "interface" if "," not in value else "none of the interfaces"
             verb = "does not exist" if "," not in value else "exists"
             error = UsageError(f"{variable}={value}: {plural} {value.lstrip('=^')} {verb}; have {', '.join(names)}")
-            error.hint = "correct the variable, or dist.interface and nccl.socket_ifname of persia.yml"
+            error.hint = f"correct the variable, or dist.interface and nccl.socket_ifname of persia.yml; {suggestion()}"
             raise error
     environment.check_files()
     _check_gpus()
 
 
 def matching(variable: str, value: str, names: list[str]) -> list[str]:
-    """Return the interfaces that match. NCCL takes prefixes, ``=`` for exact names, and ``^`` for names to exclude.
+    """Return the matching interfaces. NCCL accepts prefixes, ``=`` for exact names, and ``^`` for names to exclude.
 
     Args:
         variable: One of :data:`VARIABLES`.
-        value: Its value.
+        value: The value of the variable.
         names: The names of the interfaces of this host.
     """
     nccl = variable == "NCCL_SOCKET_IFNAME"
@@ -50,8 +51,42 @@ def matching(variable: str, value: str, names: list[str]) -> list[str]:
     return [name for name in names if named(name) != avoid]
 
 
+def suggestion() -> str:
+    """Suggest an interface: that of the route to NATS or to ``MASTER_ADDR``, otherwise one that is up."""
+    up = {
+        name: next((each.address for each in psutil.net_if_addrs().get(name, []) if each.family == socket.AF_INET), "")
+        for name, status in psutil.net_if_stats().items()
+        if status.isup
+    }
+    usable = {name: number for name, number in up.items() if number and not is_loopback(number)}
+    for peer in (urlsplit(settings.settings.nats_url or "").hostname, settings.variable("MASTER_ADDR")):
+        name = None if peer is None else _of_route(peer)
+        if name in usable:
+            given = f"PERSIA_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}"
+            return f"the route to {peer} is {name} ({usable[name]}): {given}"
+    real = [name for name in usable if not name.startswith(_VIRTUAL)] or [*usable]
+    if not real:
+        return "this host has no interface but loopback"
+    listed = ", ".join(f"{name} ({usable[name]})" for name in real)
+    return f"have {listed}: for example PERSIA_SOCKET_IFNAME={real[0]} NCCL_SOCKET_IFNAME={real[0]}"
+
+
+_VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel")
+"""Prefixes of the names of interfaces that lead only to containers on this host."""
+
+
+def _of_route(peer: str) -> str | None:
+    """Return the interface of the route to a host name or IP address; None if no route exists."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((peer, 9))  # sends no packet: connecting a UDP socket only selects the route
+            return of_address(str(probe.getsockname()[0]))
+    except OSError:
+        return None
+
+
 def is_loopback(address: str) -> bool:
-    """Whether an address, a number, is a loopback address."""
+    """Whether a numeric address is a loopback address."""
     try:
         return ipaddress.ip_address(address.strip("[]")).is_loopback
     except ValueError:
@@ -71,7 +106,7 @@ def _check_gpus() -> None:
 
 
 def of_address(address: str) -> str | None:
-    """Return the interface with the IPv4 address of ``address``, a name or a number; None if there is none."""
+    """Return the interface that has the IPv4 address of a host name or IP address; None if no interface has it."""
     try:
         number = socket.gethostbyname(address)
     except OSError:

@@ -2,12 +2,14 @@
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as torch_distributed
 
+from persia.distributed.averaging import Averaged, Compression, check_together
 from persia.runtime import flight
 from persia.runtime.errors import UsageError
 from persia.runtime.logging import get_logger
@@ -19,16 +21,16 @@ if TYPE_CHECKING:
 _logger = get_logger("distributed")
 
 _COLLECTIVE = timedelta(days=1)
-"""How long torch waits for a rank. :class:`Peers` detects dead, silent and late ranks earlier, by a clock that stands
-still while a debugger holds a rank; torch cannot change the limit of a collective that has begun."""
+"""The time limit of torch for a collective. :class:`Peers` detects dead, silent and late ranks earlier, with a clock
+that stops while a debugger holds a rank; torch cannot change the limit of a collective that has begun."""
 
 
 _COLLECTIVES = 2000
-"""Collectives of NCCL that torch's flight recorder keeps."""
+"""The number of NCCL collectives that torch's flight recorder keeps."""
 
 
 class DistributedBaseOption(ABC):
-    """How several ranks train the dense part of a model.
+    """The base class of options for training the dense part of a model on several ranks.
 
     A subclass starts a process group and wraps the model. Rank 0's address is found through discovery; no option names
     it.
@@ -36,16 +38,19 @@ class DistributedBaseOption(ABC):
 
     @property
     def limit_s(self) -> float | None:
-        """Seconds that a collective may take, without those in which a debugger holds a rank; None is no limit."""
+        """Seconds that a collective may take, not counting those in which a debugger holds a rank.
+
+        None means no limit.
+        """
         return settings.dist_timeout
 
     @abstractmethod
     def initialize(self, store: "Store", rank: int, world_size: int, device_id: int | None) -> None:
-        """Start the process group; ``store`` is rank 0's, and every rank calls this."""
+        """Start the process group; ``store`` belongs to rank 0. Collective: every rank must call it."""
 
     @abstractmethod
     def wrap(self, model: torch.nn.Module, device_id: int | None) -> torch.nn.Module:
-        """Return the module whose gradients are averaged over all ranks; every rank calls this."""
+        """Return the module whose gradients are averaged over all ranks. Collective: every rank must call it."""
 
 
 class DDPOption(DistributedBaseOption):
@@ -54,13 +59,16 @@ class DDPOption(DistributedBaseOption):
     Args:
         initialization_method: ``tcp`` or ``file``, as in PersiaML; rank 0 is found through discovery in both cases.
         backend: ``nccl`` with GPUs, ``gloo`` without them.
-        timeout_s: Seconds that a collective may take; None is ``PERSIA_DIST_TIMEOUT``, else a day.
-        **options: For :class:`torch.nn.parallel.DistributedDataParallel`. ``find_unused_parameters`` is true unless
-            given, as in PersiaML. PersiaML's ``master_addr``, ``master_port`` and ``sync_file`` are accepted and have
+        timeout_s: Seconds that a collective may take; None means ``PERSIA_DIST_TIMEOUT``, by default a day.
+        regions: The ranks of each region, by its name. Gradients are added up within each region, then between regions.
+        compression: The compression of gradients, see :class:`persia.distributed.Compression`.
+        **options: Passed to :class:`torch.nn.parallel.DistributedDataParallel`. ``find_unused_parameters`` is true by
+            default, as in PersiaML. PersiaML's ``master_addr``, ``master_port`` and ``sync_file`` are accepted and have
             no effect.
 
     Raises:
-        UsageError: Another initialization method or backend, or a time that is not above 0.
+        UsageError: The initialization method or backend is not supported, a time limit is not above 0, or arguments are
+            mutually exclusive.
     """
 
     def __init__(
@@ -68,14 +76,17 @@ class DDPOption(DistributedBaseOption):
         initialization_method: str = "tcp",
         backend: str = "nccl",
         timeout_s: float | None = None,
+        *,
+        regions: Mapping[str, Sequence[int]] | None = None,
+        compression: Compression | None = None,
         **options: Any,
     ) -> None:
         if initialization_method not in {"tcp", "file"}:
-            raise UsageError(f"DDPOption(initialization_method={initialization_method!r}): want 'tcp' or 'file'")
+            raise UsageError(f"DDPOption(initialization_method={initialization_method!r}): expected 'tcp' or 'file'")
         if backend not in {"nccl", "gloo"}:
-            raise UsageError(f"DDPOption(backend={backend!r}): want 'nccl' or 'gloo'")
+            raise UsageError(f"DDPOption(backend={backend!r}): expected 'nccl' or 'gloo'")
         if timeout_s is not None and not timeout_s > 0:
-            raise UsageError(f"DDPOption(timeout_s={timeout_s!r}): want seconds, above 0")
+            raise UsageError(f"DDPOption(timeout_s={timeout_s!r}): expected seconds, above 0")
         names = ("master_addr", "master_port", "sync_file", "init_file")
         ignored = [name for name in names if options.pop(name, None) is not None]
         if ignored:
@@ -83,10 +94,12 @@ class DDPOption(DistributedBaseOption):
         self.backend = backend
         self.timeout_s = timeout_s
         self.options = {"find_unused_parameters": True, **options}
+        check_together(regions, compression, self.options)
+        self.regions, self.compression = regions, compression
 
     @property
     def limit_s(self) -> float | None:
-        """As given, else ``PERSIA_DIST_TIMEOUT``."""
+        """The argument ``timeout_s``, or else ``PERSIA_DIST_TIMEOUT``."""
         return self.timeout_s or super().limit_s
 
     def initialize(self, store: "Store", rank: int, world_size: int, device_id: int | None) -> None:
@@ -106,21 +119,31 @@ class DDPOption(DistributedBaseOption):
         )
 
     def wrap(self, model: torch.nn.Module, device_id: int | None) -> torch.nn.Module:
-        """Return the model in DistributedDataParallel."""
+        """Return the model wrapped in DistributedDataParallel.
+
+        Raises:
+            UsageError: An option of DistributedDataParallel is wrong, or a rank is in no region.
+        """
         devices = None if device_id is None else [device_id]
         try:
+            if self.regions is not None or self.compression is not None:
+                own = (self.regions, self.compression, _COLLECTIVE)
+                return Averaged(model, *own, device_ids=devices, **self.options)
             return torch.nn.parallel.DistributedDataParallel(model, device_ids=devices, **self.options)
         except TypeError as error:
             raise UsageError(f"DDPOption: {error}") from error
 
 
 def get_default_distributed_option(device_id: int | None = None) -> DDPOption:
-    """Return DDP over ``PERSIA_DIST_BACKEND``; without it, over nccl with a device, over gloo without."""
+    """Return DDP over ``PERSIA_DIST_BACKEND``; if it is not set, over nccl with a device and over gloo without one."""
     return DDPOption(backend=default_backend(device_id))
 
 
 def default_backend(device_id: int | None) -> str:
-    """Return ``PERSIA_DIST_BACKEND``, which ``dist.backend`` sets; without it, nccl with a device, gloo without."""
+    """Return ``PERSIA_DIST_BACKEND``, which ``dist.backend`` sets.
+
+    Otherwise nccl with a device and gloo without one.
+    """
     backend = settings.dist_backend
     if backend == "auto":
         backend = "gloo" if device_id is None else "nccl"
@@ -128,11 +151,11 @@ def default_backend(device_id: int | None) -> str:
 
 
 def _record_collectives() -> None:
-    """Let torch's flight recorder keep the last collectives of NCCL, for the report of a hang."""
+    """Let torch's flight recorder keep the last NCCL collectives, for reports about hangs."""
     folder = flight.folder()
     defaults = {
         "TORCH_FR_BUFFER_SIZE": str(_COLLECTIVES),
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": str(_COLLECTIVES),  # its name before torch 2.9
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": str(_COLLECTIVES),  # the name before torch 2.9
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_DUMP_TEMP_FILE": str(folder / "nccl-rank-"),
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(folder / "nccl-rank-"),
@@ -143,7 +166,7 @@ def _record_collectives() -> None:
 
 
 def _collectives() -> str | None:
-    """Return the last collectives of NCCL as JSON, from torch's flight recorder; None if this torch has none."""
+    """Return the last NCCL collectives as JSON, from torch's flight recorder; None if this torch has no recorder."""
     core: Any = torch._C._distributed_c10d
     dump = getattr(core, "_dump_nccl_trace_json", None)
     return None if dump is None else bytes(dump(includeCollectives=True, onlyActive=False)).decode()

@@ -1,4 +1,4 @@
-"""How ranks find each other: rank 0 announces itself to NATS, the others connect to it."""
+"""How ranks find each other: rank 0 announces itself to NATS, and the other ranks connect to it."""
 
 import os
 import socket
@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # it is exported, if not explicitly
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported, though not explicitly
 
 from persia import __version__
 from persia.discovery import services
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from persia_core.discovery import Announcement
 
 AFTER_OTHERS_S = 30.0
-"""Seconds for the steps after the wait for other ranks, regardless of how long that wait was."""
+"""Seconds that the steps after the wait for other ranks may take, regardless of the duration of that wait."""
 
 
 class Rendezvous:
-    """The start of a rank, which may take ``PERSIA_START_TIMEOUT`` seconds from now on.
+    """The start of a rank, which may take ``PERSIA_START_TIMEOUT`` seconds from construction.
 
     Args:
         discovery: The discovery of this job.
-        url: NATS's address.
-        rank: This process's.
+        url: The address of NATS.
+        rank: The rank of this process.
         world_size: The number of ranks of the run.
     """
 
@@ -47,14 +47,14 @@ class Rendezvous:
         self._store_listener: socket.socket | None = None
 
     def left(self, least: float = 1.0) -> float:
-        """Return the seconds left of ``PERSIA_START_TIMEOUT``, at least ``least``."""
+        """Return the remaining seconds of ``PERSIA_START_TIMEOUT``, at least ``least``."""
         return max(least, self._deadline - clock.now())
 
     def open(self) -> dict[str, str]:
-        """On rank 0: listen for the other ranks. Return the metadata to announce, which is empty on the others."""
+        """On rank 0: listen for the other ranks. Return the metadata to announce; it is empty on the other ranks."""
         if self._rank != 0:
             return {}
-        self._address = advertised_host(self._url)  # NATS is connected, so its name resolves
+        self._address = advertised_host(self._url)  # NATS is connected, so its name can be resolved
         self._listener = _listen(self._address)
         self._store_listener = _listen(self._address)
         return {
@@ -66,7 +66,7 @@ class Rendezvous:
         """Announce this rank, which serves its feed at ``address``.
 
         Raises:
-            UsageError: Another live process is this rank; the first one keeps it.
+            UsageError: Another live process has announced this rank; the first process keeps it.
         """
         announcement = self._discovery.announce(
             services.TRAINER, self._rank, self._world_size, address, {"rank": str(self._rank), **extra}
@@ -79,7 +79,7 @@ class Rendezvous:
         return announcement
 
     def connect(self) -> "tuple[Peers, Store]":
-        """Connect to the other ranks: rank 0 waits for them, each of them for rank 0.
+        """Connect to the other ranks: rank 0 waits for them, and each of them waits for rank 0.
 
         Raises:
             UnreachableError: A rank did not appear in time; the message names it.
@@ -95,7 +95,7 @@ class Rendezvous:
         )
         descriptor = None
         if self._listener is not None and self._store_listener is not None:
-            listener, self._listener = self._listener, None  # it belongs to the run from here on
+            listener, self._listener = self._listener, None  # from here on the listener belongs to the run
             announced = f"{self._address}:{listener.getsockname()[1]}"
             peers = handshake.host(listener, me, self.left(), announced)
             place = self._address, self._store_listener.getsockname()[1]
@@ -109,7 +109,7 @@ class Rendezvous:
             raise
 
     def close(self) -> None:
-        """Close the listener, unless the run uses it now."""
+        """Close the listener, unless the run is using it now."""
         for listener in (self._listener, self._store_listener):
             if listener is not None:
                 listener.close()
@@ -118,12 +118,12 @@ class Rendezvous:
         """Return the announcements of the ranks. NATS may be unreachable for a while.
 
         Raises:
-            UnreachableError: NATS is unreachable, and the time is up.
+            UnreachableError: NATS is unreachable, and the time limit has passed.
         """
         while True:
             try:
                 return services.trainers(self._discovery)
-            except UnreachableError:  # discovery logs it
+            except UnreachableError:  # discovery logs the error
                 if clock.now() > self._deadline:
                     raise
 
@@ -135,15 +135,15 @@ class Rendezvous:
             other = f"{peer['host']} {peer['pid']}"
             if other != mine and (own is None or (peer["started"], other) < (own, mine)):
                 raise UsageError(
-                    f"rank {self._rank} of job {self._job!r} is running already: pid {peer['pid']} on {peer['host']}; "
-                    f"pid {os.getpid()} on {socket.gethostname()} has the same RANK: stop one of them, give it another "
-                    "RANK, or give this job another name (PERSIA_JOB)"
+                    f"rank {self._rank} of job {self._job!r} is already running: pid {peer['pid']} on {peer['host']}; "
+                    f"pid {os.getpid()} on {socket.gethostname()} has the same RANK: stop one of them, set another "
+                    "RANK, or set another name for this job (PERSIA_JOB)"
                 )
 
     def _join_rank_0(self, me: handshake.Introduction) -> "tuple[Peers, tuple[str, int]]":
-        """Find rank 0 and connect to it; retry until it is there or the time is up."""
+        """Find rank 0 and connect to it. Retry until it exists or the time limit has passed."""
         nats = _shown(self._url)
-        why = f"rank 0 of job {self._job!r} is not there: no trainer of that rank announced itself to NATS at {nats}"
+        why = f"rank 0 of job {self._job!r} was not found: no trainer of that rank announced itself to NATS at {nats}"
         while True:
             found = [peer for peer in self._trainers() if peer["index"] == "0"]
             for peer in sorted(found, key=lambda peer: peer["started"]):
@@ -161,17 +161,17 @@ class Rendezvous:
 
 
 def _listen(address: str) -> socket.socket:
-    """Return a socket on a free port of ``address``, or of every interface if that is not an address of this host."""
+    """Return a socket on a free port of ``address``, or of all interfaces if this host does not have that address."""
     try:
         return handshake.listen(address)
     except OSError as error:
         if tokens.token("trainer") is None:
             raise UsageError(f"cannot listen on {address}: {error.strerror}; see PERSIA_ADVERTISE") from error
-        return handshake.listen("0.0.0.0")  # noqa: S104  # PERSIA_ADVERTISE is an address that others translate
+        return handshake.listen("0.0.0.0")  # noqa: S104  # the announced address may be translated
 
 
 def _store(host: str, port: int, timeout_s: float, descriptor: int | None = None) -> "Store":
-    """Return torch's store; with a listening socket's ``descriptor`` this rank serves it."""
+    """Return torch's store. A rank that passes the ``descriptor`` of a listening socket serves the store."""
     try:
         return TCPStore(
             host,
@@ -186,7 +186,7 @@ def _store(host: str, port: int, timeout_s: float, descriptor: int | None = None
 
 
 def _shown(url: str) -> str:
-    """Return a URL's host and port only, because other parts may include a password."""
+    """Return only host and port of a URL, because other parts may include a password."""
     return urlsplit(url).netloc.rpartition("@")[2]
 
 

@@ -1,4 +1,4 @@
-"""The run of this process: its other ranks, its progress, and its common end and summary."""
+"""The run of this process: its other ranks, its progress, its end on all ranks, and its summary."""
 
 import atexit
 import json
@@ -45,6 +45,7 @@ class _Process:
         self.steps = 0
         self.open_step = 0
         self.failed = ""
+        self.stopped = ""
         self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self.at_finish: Callable[[], None] | None = None
 
@@ -53,13 +54,13 @@ _process = _Process()
 
 
 def adopt(others: Peers, store: "Store", announced: dict[str, str]) -> None:
-    """Use ``others`` and ``store`` until the process ends; ranks stay connected between contexts."""
+    """Use ``others`` and ``store`` until the process ends. Ranks stay connected between contexts."""
     _process.peers, _process.store, _process.announced = others, store, announced
     atexit.register(_leave)
 
 
 def peers() -> Peers | None:
-    """Return the other ranks of this process's run; None if there are none."""
+    """Return the other ranks of this process's run; None if the run has only this rank."""
     return _process.peers
 
 
@@ -74,7 +75,7 @@ def hold(session: Session) -> None:
 
 
 def release(session: Session) -> None:
-    """Record that it is closed."""
+    """Record that the EmbeddingCollection is closed."""
     _process.sessions.discard(session)
 
 
@@ -84,7 +85,10 @@ def holds_session() -> bool:
 
 
 def trained(steps: int, *, generation: int | None = None) -> None:
-    """Record the number of steps for the summary. A ``generation`` that has just begun also clears the failure."""
+    """Record the number of steps for the summary.
+
+    A ``generation`` that has just begun also clears the recorded failure.
+    """
     _process.steps = steps
     if generation is not None:
         _process.generation = generation
@@ -92,7 +96,7 @@ def trained(steps: int, *, generation: int | None = None) -> None:
 
 
 def opened(step: int) -> None:
-    """Record the step that this process is at."""
+    """Record the current step of this process."""
     _process.open_step = step
 
 
@@ -103,20 +107,37 @@ def _leave(reason: str | None = None) -> None:
 
 
 def fail(reason: str) -> None:
-    """Report to the other ranks that this one cannot continue; they end too. The run is unfinished until a restart."""
+    """Notify the other ranks that this one cannot continue; they end too.
+
+    The run stays unfinished until it is restarted.
+    """
     _process.failed = _process.failed or reason
     _leave(reason)
 
 
 def reason_of(error: BaseException) -> str:
-    """Return why this rank leaves, for the others."""
+    """Return the reason why this rank leaves, for the other ranks."""
     if isinstance(error, SystemExit) and error.code not in (ExitCode.AGAIN, ExitCode.INTERRUPTED):
         return left_at(_process.open_step, error.code)
     return f"{type(error).__name__}: {error}".strip().split("\n")[0]
 
 
+def stop(reason: str) -> None:
+    """Record on every rank that the run stops early: :func:`finish` writes no summary, and the run can be resumed.
+
+    Args:
+        reason: The reason for stopping.
+    """
+    _process.stopped = reason
+
+
+def identity() -> dict[str, Any]:
+    """Return the job name and the generation of the run, for its summary."""
+    return {"job": job.job_name(), "generation": _process.generation}
+
+
 def failure() -> str:
-    """Return why the run has failed in this process; empty if it has not."""
+    """Return why the run has failed in this process; empty if it has not failed."""
     return _process.failed
 
 
@@ -131,7 +152,7 @@ def agree(flag: bool) -> bool:
 
 
 def hung(reason: str) -> None:
-    """End all other ranks, each with its stacks printed, because this one makes no progress."""
+    """End all other ranks, because this one makes no progress. Each rank prints its stacks."""
     if _process.peers is not None:
         _process.peers.hung(reason)
 
@@ -147,32 +168,37 @@ def report(result: dict[str, Any]) -> None:
     """Add ``result`` to the run's summary, which rank 0 writes when all ranks have finished.
 
     Raises:
-        UsageError: It contains a value that JSON cannot represent.
+        UsageError: The result contains a value that JSON cannot represent.
     """
     try:
         json.dumps(result, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise UsageError(f"report({result!r}): want numbers, strings, lists and dicts: {error}") from error
+        raise UsageError(f"report({result!r}): expected numbers, strings, lists and dicts: {error}") from error
     _process.result.update(result)
 
 
 def at_finish(mark: Callable[[], None]) -> None:
-    """Call ``mark`` when the run is finished, on rank 0, after its summary is written. The last one counts."""
+    """Call ``mark`` on rank 0 when the run is finished, after its summary is written.
+
+    A later call replaces ``mark``.
+    """
     _process.at_finish = mark
 
 
 def finish() -> None:
-    """End the run: once every rank has arrived, rank 0 writes ``summary.json``; then all ranks exit together.
+    """End the run: when every rank has arrived, rank 0 writes ``summary.json``; then all ranks exit together.
 
-    The launcher calls this after the script. A run whose summary is not written did not finish. An EmbeddingCollection
-    that the script left open is closed first, so that its pushes are applied.
+    After :func:`stop` no summary is written: the next start resumes the run.
+
+    The launcher calls this after the script. A run without a summary counts as unfinished. An EmbeddingCollection that
+    the script left open is closed first so that its pushes are applied.
 
     Raises:
         PersiaError: The pushes of an EmbeddingCollection cannot be applied.
         RunLostError: A rank is lost, or training in this process has failed, even if the script continued. No summary
             is written.
         StorageError: The summary cannot be written.
-        UsageError: There are other ranks, and the script ended without a ``TrainCtx`` or an EmbeddingCollection.
+        UsageError: The run has other ranks, and the script ended without a ``TrainCtx`` or an EmbeddingCollection.
     """
     if _process.failed:
         raise RunLostError(f"the run is not finished, its training failed: {_process.failed}")
@@ -187,7 +213,9 @@ def finish() -> None:
     if others is not None:
         others.ended(_process.open_step)
         others.all_gather("finish", None)
-    if settings.rank == 0:
+    if _process.stopped:
+        _logger.info("the run is not finished, it has stopped: %s", _process.stopped)
+    elif settings.rank == 0:
         _write_summary(job.run_dir())
     if others is not None:
         others.all_gather("finished", None)
@@ -197,11 +225,10 @@ def finish() -> None:
 
 
 def _write_summary(folder: Path) -> None:
-    """Write the file atomically."""
+    """Write the summary file atomically."""
     summary = {
         "status": "finished",
-        "job": job.job_name(),
-        "generation": _process.generation,
+        **identity(),
         "world_size": settings.world_size,
         "steps": _process.steps,
         "seconds": round(time.monotonic() - _process.started, 3),
@@ -217,10 +244,7 @@ def _write_summary(folder: Path) -> None:
         failed = StorageError(
             f"PERSIA_RUN_DIR: {path}: {error.strerror}; training is complete, but the run's summary cannot be written"
         )
-        failed.hint = (
-            "make it a folder that can be written, with free space; then start the trainers again, which writes the "
-            "summary"
-        )
+        failed.hint = "make it a writable folder with free space, then restart the trainers, which writes the summary"
         raise failed from error
 
 

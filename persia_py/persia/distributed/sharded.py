@@ -1,4 +1,4 @@
-"""A model that is sharded over the ranks: each holds a part of its weights, gradients and optimizer state (FSDP2)."""
+"""A model sharded over the ranks (FSDP2): each rank holds a part of the weights, gradients and optimizer state."""
 
 import copy
 import weakref
@@ -18,21 +18,26 @@ _logger = get_logger("distributed")
 class FSDPOption(DDPOption):
     """Torch's FSDP2: :func:`torch.distributed.fsdp.fully_shard` of the whole model.
 
-    Each rank holds a shard of the weights between steps, and all of them in a forward and a backward. Gradients and the
-    optimizer's state are sharded. The script's own model keeps a whole copy of the weights, for evaluations and
+    Each rank holds a shard of the weights between steps, and all weights during forward and backward passes. Gradients
+    and the optimizer's state are sharded. The script's model keeps a complete copy of the weights for evaluations and
     checkpoints.
 
     Args:
-        backend: ``nccl`` or ``gloo``; None is ``PERSIA_DIST_BACKEND``, else nccl with GPUs, gloo without.
-        timeout_s: Seconds that a collective may take; None is ``PERSIA_DIST_TIMEOUT``, else a day.
+        backend: ``nccl`` or ``gloo``; None means ``PERSIA_DIST_BACKEND``, by default nccl with GPUs, gloo without.
+        timeout_s: Seconds that a collective may take; None means ``PERSIA_DIST_TIMEOUT``, by default a day.
+        reshard_after_forward: Whether to shard the weights again between forward and backward pass, so that they are
+            gathered twice per step.
 
     Raises:
-        UsageError: Another backend, or a time that is not above 0.
+        UsageError: The backend is not supported, or a time is not above 0.
     """
 
-    def __init__(self, backend: str | None = None, timeout_s: float | None = None) -> None:
+    def __init__(
+        self, backend: str | None = None, timeout_s: float | None = None, *, reshard_after_forward: bool = False
+    ) -> None:
         super().__init__(backend=backend or "gloo", timeout_s=timeout_s)
         self._is_given = backend is not None
+        self._reshards = reshard_after_forward
 
     def initialize(self, store: Any, rank: int, world_size: int, device_id: int | None) -> None:
         """Start the process group.
@@ -51,13 +56,14 @@ class FSDPOption(DDPOption):
 
     def wrap(self, model: torch.nn.Module, device_id: int | None) -> torch.nn.Module:
         """Return the sharded copy of the model."""
-        sharded = ShardedModel(model, device_id)
+        sharded = ShardedModel(model, device_id, reshard_after_forward=self._reshards)
         _logger.info(
-            "the model is sharded over %d ranks (FSDP): rank %d holds %d of its %d weights",
+            "the model is sharded over %d ranks (FSDP): rank %d holds %d of its %d weights; reshard_after_forward: %s",
             torch_distributed.get_world_size(),
             torch_distributed.get_rank(),
             sum(_local(shard).numel() for shard in sharded.module.parameters()),
             sum(weight.numel() for weight in model.parameters()),
+            str(self._reshards).lower(),
         )
         return sharded
 
@@ -66,17 +72,18 @@ _sharded: "weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[ShardedModel]]
 
 
 class ShardedModel(torch.nn.Module):
-    """The sharded copy of a model, which trains.
+    """The sharded copy of a model, which is trained.
 
     Args:
-        whole: The script's model. It gets rank 0's weights.
-        device_id: The CUDA device; None is the CPU.
+        whole: The script's model, which receives rank 0's weights.
+        device_id: The CUDA device; None means the CPU.
+        reshard_after_forward: As in :class:`FSDPOption`.
 
     Attributes:
         whole: The script's model, with the weights of the last :meth:`gather`.
         module: The sharded copy.
-        is_current: ``whole`` has the weights of the copy.
-        is_bound: An optimizer updates the copy.
+        is_current: Whether ``whole`` has the weights of the copy.
+        is_bound: Whether an optimizer updates the copy.
 
     Raises:
         UsageError: Torch cannot shard the model; the message says why.
@@ -84,22 +91,23 @@ class ShardedModel(torch.nn.Module):
 
     whole: torch.nn.Module
 
-    def __init__(self, whole: torch.nn.Module, device_id: int | None) -> None:
+    def __init__(self, whole: torch.nn.Module, device_id: int | None, *, reshard_after_forward: bool = False) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         super().__init__()
-        self.__dict__["whole"] = whole  # not a part of this module
+        self.__dict__["whole"] = whole  # kept outside the submodules of this module
         for tensor in whole.state_dict().values():
             torch_distributed.broadcast(tensor, src=0)
         mesh = init_device_mesh("cpu" if device_id is None else "cuda", (torch_distributed.get_world_size(),))
         self.module = copy.deepcopy(whole)
         try:
-            sharded = fully_shard(self.module, mesh=mesh)
+            sharded = fully_shard(self.module, mesh=mesh, reshard_after_forward=reshard_after_forward)
         except (NotImplementedError, ValueError) as error:
             raise UsageError(f"FSDP cannot shard {type(whole).__name__}: {error}; use DDP") from error
         self._fsdp: Any = sharded
-        if torch_distributed.get_backend() == "gloo":  # which has no mean
+        self._reshards = reshard_after_forward
+        if torch_distributed.get_backend() == "gloo":  # gloo, which has no mean
             self._fsdp.set_force_sum_reduction_for_comms(True)
         if hasattr(self._fsdp, "set_reduce_scatter_unused_params"):  # ranks may use different layers, as with DDP
             self._fsdp.set_reduce_scatter_unused_params(True)
@@ -109,41 +117,44 @@ class ShardedModel(torch.nn.Module):
         _sharded[whole] = weakref.ref(self)
 
     def forward(self, *inputs: Any) -> Any:
-        """Run the sharded copy; every rank calls this."""
+        """Run the sharded copy. Collective: every rank must call it."""
         if torch.is_grad_enabled():
             self.is_current, self._optimizer_state = False, None
         return self.module(*inputs)
 
     @property
     def is_gathered(self) -> bool:
-        """Whether this rank has the whole weights and the whole state of the optimizer."""
+        """Whether this rank has all weights and the whole optimizer state."""
         return self.is_current and self._optimizer_state is not None
 
     @property
     def can_reset(self) -> bool:
-        """Whether this torch can make a step after an error in the middle of a backward."""
+        """Whether this version of torch can perform a step after an error in a backward pass."""
         return hasattr(self._fsdp, "reset_iter_state")
 
     def gather_weights(self) -> None:
-        """Gather the weights for the next forward; every rank calls this."""
+        """Gather the weights for the next forward. Collective: every rank must call it."""
         self._fsdp.unshard()
 
     def synchronise_gradients(self, on: bool) -> None:
-        """Whether the next backward reduces gradients over the ranks, or adds them up here.
+        """Set whether the next backward pass reduces gradients over the ranks, or accumulates them on this rank.
 
-        If it adds them up, the weights stay whole until the next forward. Only the first forward of a step gathers
-        weights then, and only its last backward reduces gradients: ranks may divide a step into different numbers of
-        parts.
+        If it accumulates them, the weights stay whole until the next forward pass. Then only the first forward pass of
+        a step gathers weights, and only its last backward pass reduces gradients, so ranks may divide a step into
+        different numbers of parts.
         """
         self._fsdp.set_requires_gradient_sync(on)
         self._fsdp.set_reshard_after_backward(on)
+        if self._reshards:
+            self._fsdp.set_reshard_after_forward(on)
 
     def drop_step(self) -> None:
-        """Drop the gradients of a step that was left in its middle, and shard the weights again.
+        """Drop the gradients of an incomplete step, and shard the weights again.
 
-        No other rank takes part, but each one that has made a forward of the step calls this before its next one.
+        This is not a collective, but each rank that has run a forward pass of the step must call it before its next
+        forward pass.
         """
-        self.module.zero_grad()  # the weights are whole, if a part was back-propagated
+        self.module.zero_grad()  # the weights are still whole if a part was back-propagated
         if self.can_reset:
             self._fsdp.reset_iter_state()
         self._fsdp.reshard()
@@ -157,7 +168,7 @@ class ShardedModel(torch.nn.Module):
         self._replace(optimizer, {weight: shards[name] for name, weight in self.whole.named_parameters()})
 
     def release(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give the optimizer the script's model back, with the state of the last :meth:`gather` if that is current."""
+        """Return the optimizer to the script's model, with the state of the last :meth:`gather` if it is current."""
         self.is_bound = False
         state = self._optimizer_state if self.is_current else None
         optimizer.state.clear()
@@ -175,7 +186,7 @@ class ShardedModel(torch.nn.Module):
             optimizer.state[by[weight]] = {key: _shard_of(value, by[weight]) for key, value in state.items()}
 
     def gather(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy the shards of all ranks into the script's model, and the optimizer's state; every rank calls this."""
+        """Copy the shards of model and optimizer into the script's model. Collective: every rank must call it."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
         self.whole.load_state_dict(get_model_state_dict(self.module, options=StateDictOptions(full_state_dict=True)))
@@ -183,13 +194,13 @@ class ShardedModel(torch.nn.Module):
         self.is_current = True
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the whole state of the optimizer, as it would be without shards."""
+        """Return the whole optimizer state, in the form that it has without shards."""
         if not self.is_current or (self._optimizer_state is None and optimizer.state):
             raise _not_gathered()
         return self._optimizer_state or optimizer.state_dict()
 
     def load(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Take this rank's shards of the script's model and of a whole optimizer state, without another rank."""
+        """Take this rank's shards of the script's model and of a whole optimizer state. Not a collective."""
         weights, buffers = dict(self.whole.named_parameters()), dict(self.whole.named_buffers())
         with torch.no_grad():
             for name, shard in self.module.named_parameters():
@@ -206,10 +217,10 @@ class ShardedModel(torch.nn.Module):
 
 
 def check_current(model: torch.nn.Module) -> None:
-    """Check that a model has the weights of its training, where they are sharded.
+    """Check that the script's model has the weights of its sharded copy.
 
     Raises:
-        UsageError: They were trained on since they were gathered.
+        UsageError: The model was trained after its weights were gathered.
     """
     sharded = _sharded_of(model)
     if sharded is not None and not sharded.is_current:
@@ -220,30 +231,30 @@ def check_loads(instance: torch.nn.Module | torch.optim.Optimizer) -> None:
     """Check that a state dict may be loaded into a model or an optimizer.
 
     Raises:
-        UsageError: Ranks have shards of it, which would keep what they have.
+        UsageError: The weights are sharded over the ranks, and loading would not change the shards.
     """
     if _is_sharded(instance):
         raise UsageError(
-            f"{type(instance).__name__}: its weights are sharded over the ranks (FSDP), which would keep their "
-            "values: load it before TrainCtx is entered, or use ctx.load_checkpoint"
+            f"{type(instance).__name__}: its weights are sharded over the ranks (FSDP), and a load would not "
+            "change the shards: load it before TrainCtx is entered, or use ctx.load_checkpoint"
         )
 
 
 def with_whole_state(
     instance: torch.nn.Module | torch.optim.Optimizer,
 ) -> torch.nn.Module | torch.optim.Optimizer:
-    """Return the model or the optimizer itself; for a sharded copy the script's model.
+    """Return the model or the optimizer itself; for a sharded copy, return the script's model.
 
     Raises:
-        UsageError: Weights were trained on since they were gathered, or the optimizer updates shards.
+        UsageError: The weights have been trained since they were gathered, or the optimizer updates shards.
     """
     if isinstance(instance, torch.nn.Module):
         check_current(instance)
         return instance.whole if isinstance(instance, ShardedModel) else instance
     if _is_sharded(instance):
         raise UsageError(
-            f"{type(instance).__name__}: its state is sharded over the ranks (FSDP): use ctx.dump_checkpoint, which "
-            "writes it whole, after ctx.gather_model()"
+            f"{type(instance).__name__}: its state is sharded over the ranks (FSDP): call ctx.gather_model(), then "
+            "ctx.dump_checkpoint, which writes the complete state"
         )
     return instance
 
@@ -270,7 +281,7 @@ def _not_gathered() -> UsageError:
 
 
 def _shard_of(value: Any, like: torch.Tensor) -> Any:
-    """Return this rank's shard of a whole tensor of the shape of ``like``; anything else as it is."""
+    """Return this rank's shard of a whole tensor with the shape of ``like``; return anything else unchanged."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     if not isinstance(like, DTensor) or not isinstance(value, torch.Tensor) or value.shape != like.shape:
@@ -284,7 +295,7 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def _whole_of(value: Any) -> Any:
-    """Return a state with whole tensors in place of sharded ones; every rank calls this."""
+    """Return a state with whole tensors instead of sharded ones. Collective: every rank must call it."""
     if isinstance(value, dict):
         return {key: _whole_of(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""``persia doctor``: checks of this machine, of the network and of a configuration, and the ladder of a new model.
+"""``persia doctor``: checks of this machine, of the network and of a configuration, and ``--ladder``.
 
 * :class:`persia.doctor.check.Check`: one result
 * :mod:`persia.doctor.run`: the checks by name, in the order in which they run

@@ -13,10 +13,10 @@ class Check:
     """The result of one check.
 
     Attributes:
-        name: What was checked: two or three words.
-        status: ``ok``; ``warn``: it may be intended; ``fail``: training will not work; ``skip``: not checked.
-        found: What was found.
-        why: Why this is a problem, or why it was not checked.
+        name: The subject of the check, in two or three words.
+        status: ``ok``; ``warn``: the finding may be intended; ``fail``: training will not work; ``skip``: not checked.
+        found: The finding.
+        why: Why the finding is a problem, or why the check was skipped.
         next: The next command, or what to change.
         code: The exit code of a failure.
     """
@@ -30,5 +30,5 @@ class Check:
 
 
 def worst(checks: list[Check]) -> ExitCode:
-    """Return the exit code of some checks: that of the first failure, else 0."""
+    """Return the exit code for some checks: that of the first failure, or 0."""
     return next((check.code for check in checks if check.status == "fail"), ExitCode.OK)

@@ -1,6 +1,7 @@
-"""The stack in containers: whether there is one here, its image, and commands in it."""
+"""The stack in containers: whether it exists here, its image, and commands inside it."""
 
 import json
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,9 +14,9 @@ from persia.runtime.exit_codes import ExitCode
 
 SERVICE = "trainer"
 _ASK_S = 20.0
-"""Seconds in which the Docker engine has to answer."""
+"""Seconds within which the Docker engine must respond."""
 _RUN_S = 300.0
-"""Seconds of a check in the image; the first import of PyTorch may take a minute."""
+"""The time limit of a check in the image, in seconds; the first import of PyTorch may take a minute."""
 
 _DISTRIBUTIONS = (
     "import importlib.metadata, json; "
@@ -23,31 +24,41 @@ _DISTRIBUTIONS = (
 )
 
 
-def ask(*words: str, seconds: float = _ASK_S) -> "subprocess.CompletedProcess[str]":
-    """Run ``docker`` with some arguments, and return what it said.
+def ask(*words: str, seconds: float = _ASK_S, given: str | None = None) -> "subprocess.CompletedProcess[str]":
+    """Run ``docker`` with some arguments, and return its output.
+
+    Args:
+        *words: The arguments.
+        seconds: The time limit, in seconds.
+        given: The standard input; None means empty.
 
     Raises:
-        UnreachableError: There is no docker, or it does not answer in time.
+        UnreachableError: docker is not installed, or does not respond in time.
     """
     try:
-        return subprocess.run(["docker", *words], capture_output=True, text=True, timeout=seconds, check=False)
+        done = subprocess.run(
+            ["docker", *words], input=(given or "").encode(), capture_output=True, timeout=seconds, check=False
+        )
+        # `text=True` would convert carriage returns inside a line to line ends.
+        said, errors = (each.decode(errors="replace") for each in (done.stdout, done.stderr))
+        return subprocess.CompletedProcess(done.args, done.returncode, said, errors)
     except FileNotFoundError as error:
         raise UnreachableError("docker is not on PATH") from error
     except subprocess.TimeoutExpired as error:
-        raise UnreachableError(f"docker {words[0]} did not answer in {seconds:.0f} s") from error
+        raise UnreachableError(f"docker {words[0]} did not respond in {seconds:.0f} s") from error
 
 
 def unavailable() -> str | None:
-    """Return why nothing can be run in containers here; None if it can."""
+    """Return why nothing can run in containers here; None if it can."""
     if shutil.which("docker") is None:
         return "docker is not on PATH"
     try:
         engine = ask("info", "--format", "{{.ServerVersion}}")
         if engine.returncode != 0:
-            return f"no Docker engine: {_last(engine)}"
+            return f"no Docker engine: {last_line(engine)}"
         composed = ask("compose", "config", "--quiet")
         if composed.returncode != 0:
-            return f"no stack in {Path.cwd()}: {_last(composed)}"
+            return f"no stack in {Path.cwd()}: {last_line(composed)}"
     except UnreachableError as error:
         return str(error)
     name = image()
@@ -58,13 +69,14 @@ def unavailable() -> str | None:
     return None
 
 
-def _last(done: "subprocess.CompletedProcess[str]") -> str:
+def last_line(done: "subprocess.CompletedProcess[str]") -> str:
+    """Return the last line of a command's output, or its exit code."""
     lines = (done.stderr or done.stdout).strip().splitlines()
     return lines[-1] if lines else f"exit code {done.returncode}"
 
 
 def settings() -> Mapping[str, Any]:
-    """Return the trainer's settings, as ``docker compose config`` resolves them; empty if there are none."""
+    """Return the trainer's settings, as ``docker compose config`` resolves them; empty if they do not exist."""
     done = ask("compose", "config", "--format", "json")
     if done.returncode != 0:
         return {}
@@ -78,12 +90,12 @@ def image() -> str:
 
 
 def run_words(*words: str, options: Sequence[str] = ()) -> list[str]:
-    """Return the command that runs something in a new container of the trainer, without the rest of the stack."""
+    """Return the command that runs something in a new trainer container, without the rest of the stack."""
     return ["docker", "compose", "run", "--rm", "--no-deps", *options, SERVICE, *words]
 
 
 def checks() -> Iterator[Check]:
-    """Yield the checks of the image: what it is, what is mounted, and the doctor inside it."""
+    """Yield the checks of the image: its identity, its mounts, and the doctor inside it."""
     reason = unavailable()
     if reason is not None:
         yield Check(
@@ -99,7 +111,7 @@ def checks() -> Iterator[Check]:
     except ValueError:
         found = None
     if found is None:
-        why = f"exit code {done.returncode}: {_last(done)}"
+        why = f"exit code {done.returncode}: {last_line(done)}"
         yield Check("image", "fail", "persia doctor does not run in the image", why, " ".join(words), ExitCode.FAILED)
         return
     for each in found:
@@ -108,7 +120,7 @@ def checks() -> Iterator[Check]:
 
 
 def in_use(trainer: Mapping[str, Any]) -> Iterator[Check]:
-    """Yield what the containers of the trainer get: image, start-up hook, mounts and variables.
+    """Yield the settings of the trainer's containers that are in use: image, start-up hook, mounts and variables.
 
     Args:
         trainer: The settings of the service.
@@ -122,7 +134,7 @@ def in_use(trainer: Mapping[str, Any]) -> Iterator[Check]:
     missing = [each["source"] for each in mounts if each.get("type") == "bind" and not Path(each["source"]).exists()]
     if missing:
         why = "docker makes an empty folder of root there, which the container may not write to"
-        yield Check("mounts", "fail", f"do not exist: {', '.join(missing)}", why, f"mkdir -p {' '.join(missing)}")
+        yield Check("mounts", "fail", f"do not exist: {', '.join(missing)}", why, f"mkdir -p {shlex.join(missing)}")
     names = sorted(name for name, value in trainer.get("environment", {}).items() if value is not None)
     yield Check("variables", "ok", ", ".join(names))
 
@@ -131,10 +143,10 @@ def differences() -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]
     """Return the packages whose versions differ between this machine and the image, and those that are equal.
 
     Returns:
-        Rows of name, version here, version in the image; ``-`` is not installed.
+        Rows of name, version here, version in the image; ``-`` means not installed.
 
     Raises:
-        UnreachableError: Nothing can be run in the image.
+        UnreachableError: Nothing can run in the image.
     """
     import importlib.metadata
 
@@ -143,7 +155,7 @@ def differences() -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]
     words = run_words("python", "-c", _DISTRIBUTIONS, options=["--no-TTY"])
     done = ask(*words[1:], seconds=_RUN_S)
     if done.returncode != 0:
-        raise UnreachableError(f"--diff-env: {_last(done)}")
+        raise UnreachableError(f"--diff-env: {last_line(done)}")
     there: dict[str, str] = json.loads(done.stdout.strip().splitlines()[-1])
     here = {str(each.metadata["Name"]).lower(): each.version for each in importlib.metadata.distributions()}
     return compared(here, there)
@@ -158,5 +170,5 @@ def compared(
     for name in sorted({*here, *there}):
         row = name, here.get(name, "-"), there.get(name, "-")
         (equal if row[1] == row[2] else different).append(row)
-    # What both have comes first: that one side has more packages is usual.
+    # Packages that exist on both sides come first, because one side usually has more packages.
     return sorted(different, key=lambda row: ("-" in row[1:], row[0])), equal

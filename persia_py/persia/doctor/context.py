@@ -1,4 +1,4 @@
-"""The context of a shell in the image: the files of a folder, copied to where changes do no harm."""
+"""The context of a shell in the image: a copy of the files of a folder, so that changes do not affect the original."""
 
 import contextlib
 import os
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from persia.doctor import compose
 from persia.doctor.disk import size
 from persia.launch import foreground
+from persia.runtime import signals
 from persia.runtime.config_files import EMBEDDING_CONFIG, GLOBAL_CONFIG
 from persia.runtime.errors import UnreachableError, UsageError
 
@@ -21,16 +22,16 @@ if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
 
 LIMIT = 128 << 20
-"""The largest context, in bytes."""
+"""The maximum size of a context, in bytes."""
 IGNORE = ".persiaignore"
-"""The file that names what is left out, in the syntax of ``.gitignore``."""
+"""The file that lists the names to omit, in the syntax of ``.gitignore``."""
 _ALWAYS = (".git/", "__pycache__/", ".venv/")
-"""What is left out of each context."""
+"""The names that are omitted from every context."""
 _DEFAULTS = {
     EMBEDDING_CONFIG: "/workspace/config/embedding_config.yml",
     GLOBAL_CONFIG: "/workspace/config/global_config.yml",
 }
-"""The defaults of docker-compose.yaml, which a context with a ``persia.yml`` does not have."""
+"""The defaults of docker-compose.yaml that do not apply to a context with a ``persia.yml``."""
 _LISTED = 5
 
 
@@ -40,9 +41,9 @@ class Context:
 
     Attributes:
         folder: The folder.
-        files: The files, and links to such files, relative to the folder.
-        bytes: Their size.
-        skipped: What cannot go into a container, as ``NAME: WHY``.
+        files: The files, and links to them, relative to the folder.
+        bytes: The total size of the files.
+        skipped: Entries that cannot be copied into a container, as ``NAME: WHY``.
     """
 
     folder: Path
@@ -58,11 +59,11 @@ def read(folder: Path) -> Context:
         folder: The folder.
 
     Raises:
-        UsageError: It is no folder, its files are larger than :data:`LIMIT` (the message has the five largest
-            entries), or the package pathspec is not installed.
+        UsageError: The path is not a folder, its files are larger than :data:`LIMIT` (the message lists the five
+            largest entries), or the package pathspec is not installed.
     """
     if not folder.is_dir():
-        raise UsageError(f"--context {folder}: no such folder (seen from {Path.cwd()})")
+        raise UsageError(f"--context {folder}: no such folder (working directory: {Path.cwd()})")
     ignored = folder / IGNORE
     lines = [*_ALWAYS, *(ignored.read_text(encoding="utf-8").splitlines() if ignored.is_file() else ())]
     spec = _patterns(lines)
@@ -87,7 +88,7 @@ def read(folder: Path) -> Context:
         largest = sorted(entries.items(), key=lambda entry: -entry[1])[:_LISTED]
         listed = "".join(f"\n  {size(length):>10}  {name}" for name, length in largest)
         error = UsageError(f"--context {folder}: {size(whole)}, more than {size(LIMIT)}; its largest entries:{listed}")
-        error.hint = f"name what is not needed in {ignored}; mount data with DATA_DIR, which is /data in containers"
+        error.hint = f"list what is not needed in {ignored}; mount data with DATA_DIR, which is /data in containers"
         raise error
     return Context(folder, files, whole, skipped)
 
@@ -119,7 +120,7 @@ def _patterns(lines: Sequence[str]) -> "GitIgnoreSpec":
 
 
 def _walk(folder: Path, is_ignored: Callable[[str], bool], skipped: list[str]) -> Iterator[Path]:
-    """Yield the files of a folder and all links, in order. Folders that are ignored are not entered.
+    """Yield the files of a folder and all links, in order. Ignored folders are not entered.
 
     Folders that cannot be read are added to ``skipped``.
     """
@@ -140,54 +141,60 @@ def _walk(folder: Path, is_ignored: Callable[[str], bool], skipped: list[str]) -
 
 @contextlib.contextmanager
 def prepared(folder: Path, *, mount: bool) -> Iterator[Path]:
-    """Give a folder for a container: a copy of the context, which is removed afterwards, or the folder itself.
+    """Provide a folder for a container: a copy of the context, or the folder itself.
+
+    The copy is removed at the end of the block, including an end by SIGTERM or SIGHUP.
 
     Args:
         folder: The folder.
-        mount: The folder itself.
+        mount: Whether to use the folder itself.
 
     Raises:
-        UsageError: As :func:`read`.
+        UsageError: As in :func:`read`.
     """
     if mount:
         if not folder.is_dir():
-            raise UsageError(f"--context {folder}: no such folder (seen from {Path.cwd()})")
+            raise UsageError(f"--context {folder}: no such folder (working directory: {Path.cwd()})")
         yield folder.absolute()
         return
     context = read(folder)
     _warn(context)
-    with tempfile.TemporaryDirectory(prefix="persia-context-", ignore_cleanup_errors=True) as name:
+    with (
+        signals.cleaned_up(),
+        tempfile.TemporaryDirectory(prefix="persia-context-", ignore_cleanup_errors=True) as name,
+    ):
         copy = Path(name, "workspace")
         for file in context.files:
             target = copy / file
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(folder / file, target, follow_symlinks=False)
         copy.mkdir(exist_ok=True)
-        for each in (copy, *copy.rglob("*")):  # the folder above stays closed to other users
+        for each in (copy, *copy.rglob("*")):  # other users cannot access the parent folder anyway
             if not each.is_symlink():
-                each.chmod(each.stat().st_mode | (0o777 if each.is_dir() else 0o666))  # the image's user may write
+                # the user of the image must be able to write
+                each.chmod(each.stat().st_mode | (0o777 if each.is_dir() else 0o666))
         yield copy
 
 
 def words_of(words: list[str], *, stack: bool = False, options: Sequence[str] = ()) -> list[str]:
-    """Return the command that runs words in a container, with ``/workspace`` as its working directory.
+    """Return the ``docker compose`` command that runs ``words`` in a container, with working directory ``/workspace``.
 
     Args:
         words: The command.
-        stack: Join the running stack; else the container has no servers.
-        options: More options of ``docker compose run``.
+        stack: Whether to join the running stack; otherwise the container has no servers.
+        options: Additional options of ``docker compose run``.
     """
     alone = [] if stack else ["--env", "PERSIA_NATS_URL="]
     chosen = compose.settings().get("environment", {})
     for name, default in _DEFAULTS.items():
-        if chosen.get(name) == default:  # the same file is found where it is there, and not asked for where it is not
+        if chosen.get(name) == default:  # an existing file is found by default, and a missing one is not required
             alone += ["--env", f"{name}="]
     tty = [] if sys.stdin.isatty() and sys.stdout.isatty() else ["--no-TTY"]
     return compose.run_words(*words, options=[*tty, "--workdir", "/workspace", *alone, *options])
 
 
 def variables(workspace: Path) -> dict[str, str]:
-    """Return the environment in which ``docker compose`` mounts a folder as ``/workspace``."""
+    """Return the environment variables with which ``docker compose`` mounts a folder as ``/workspace``."""
     return {**os.environ, "CUR_DIR": str(workspace)}
 
 
@@ -196,13 +203,13 @@ def run(folder: Path, words: list[str], *, mount: bool, stack: bool) -> int:
 
     Args:
         folder: The context.
-        words: The command.
-        mount: Work on the folder itself.
-        stack: Join the running stack.
+        words: The words of the command.
+        mount: Whether to work on the folder itself.
+        stack: Whether to join the running stack.
 
     Raises:
-        UsageError: As :func:`read`.
-        UnreachableError: Nothing can be run in containers here.
+        UsageError: As in :func:`read`.
+        UnreachableError: Nothing can run in containers here.
     """
     with prepared(folder, mount=mount) as workspace:
         check_stack()
@@ -211,10 +218,10 @@ def run(folder: Path, words: list[str], *, mount: bool, stack: bool) -> int:
 
 
 def check_stack() -> None:
-    """Refuse to run something where there is no stack.
+    """Check that a stack exists.
 
     Raises:
-        UnreachableError: Nothing can be run in containers here.
+        UnreachableError: Nothing can run in containers here.
     """
     if (reason := compose.unavailable()) is not None:
         error = UnreachableError(f"persia debug: {reason}")
@@ -223,21 +230,21 @@ def check_stack() -> None:
 
 
 def _warn(context: Context) -> None:
-    """Say what of a folder is not in its copy."""
+    """Print a warning about files of a folder that are not in its copy."""
     if not context.skipped:
         return
     more = len(context.skipped) - _LISTED
     listed = [*context.skipped[:_LISTED], *([f"and {more} more"] if more > 0 else [])]
     sys.stderr.write(
         "".join([f"warning: not in the container, of {context.folder}:\n", *(f"  {each}\n" for each in listed)])
-        + f"next: copy what is needed into the folder, or mount it with DATA_DIR; else name it in {IGNORE}\n"
+        + f"next: copy what is needed into the folder, or mount it with DATA_DIR; or list it in {IGNORE}\n"
     )
 
 
 def say(workspace: Path, *, mount: bool) -> None:
-    """Say what becomes of changes in the container."""
+    """Print whether changes in the container are kept."""
     if mount:
         told = f"/workspace is {workspace} itself: changes in the container are changes here"
     else:
-        told = "/workspace is a copy: changes in it are lost at the end; to keep them, give --mount"
+        told = "/workspace is a copy: changes in it are lost at the end; to keep them, use --mount"
     sys.stderr.write(f"{told}\n")

@@ -1,4 +1,4 @@
-"""The files that a configuration names: whether they are visible here, and in containers."""
+"""Checks that the files that a configuration names are visible here and in containers."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,11 +12,11 @@ from persia.runtime.exit_codes import ExitCode
 from persia.runtime.files import is_url
 
 _WRITTEN = ("run.", "checkpoint.")
-"""Keys of folders that training makes; the checks of disks have them."""
+"""Keys of folders that training creates; the disk checks cover them."""
 
 
 def checks(config: Config) -> Iterator[Check]:
-    """Yield a check of the rows, and one of each file that is not visible here.
+    """Yield a check of the rows, and one check for each file that is not visible here.
 
     Args:
         config: The configuration.
@@ -38,8 +38,8 @@ def checks(config: Config) -> Iterator[Check]:
 def paths(config: Config) -> Iterator[tuple[str, Path]]:
     """Yield key and path of each file that a configuration names.
 
-    Paths of ``data`` and ``train.start_from`` are relative to the folder of ``persia.yml``. Elsewhere, as in the
-    arguments of a model of one's own, a text that begins with ``/``, ``~/``, ``./`` or ``../`` is a path.
+    Paths of ``data`` and ``train.start_from`` are relative to the folder of ``persia.yml``. In other places, such as
+    the arguments of the user's model, a text that begins with ``/``, ``~/``, ``./`` or ``../`` is a path.
 
     Args:
         config: The configuration.
@@ -72,12 +72,12 @@ def _is_below(path: Path, folder: Path) -> bool:
 
 
 def hidden(key: str, path: Path, *, in_image: bool) -> Check:
-    """Return the check of a file that is not there.
+    """Return the check for a missing file.
 
     Args:
-        key: The key that names it.
+        key: The key that names the file.
         path: The file.
-        in_image: This process is in a container.
+        in_image: Whether this process is in a container.
     """
     if in_image:
         found = f"{key}: {path} is not visible in the container"

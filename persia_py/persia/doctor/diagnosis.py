@@ -1,4 +1,4 @@
-"""What the fault of a step of the ladder probably is, where the steps before it have passed."""
+"""The probable cause of a failed step of ``persia doctor --ladder``, given that the earlier steps have passed."""
 
 import re
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ _DIAGNOSES = {
     3: "the model is sound: the fault is in the data, the features, the optimizers or the storage",
     4: _IMAGE,
     5: _IMAGE,
-    6: "the model runs in the image, but the data is not there: persia doctor CONFIG names the files to mount",
+    6: "the model runs in the image, but the data is missing: persia doctor CONFIG names the files to mount",
     7: "it runs in one process, but not on the servers",
     8: "one batch passed: a later row, the memory or the disk is at fault; the message names file and row",
     9: "it runs on one rank, but not on several: the network, the devices, or a model whose ranks differ",
@@ -24,7 +24,7 @@ _DIAGNOSES = {
 }
 _SERVERS = {
     ExitCode.CONFIG: "the test was refused before it trained: the error above says why, and what to do",
-    ExitCode.UNREACHABLE: "a part of the job is not there, or does not answer",
+    ExitCode.UNREACHABLE: "a process of the job is missing or does not respond",
     ExitCode.REFUSED: (
         "the servers refuse this process. Its token, its version, or the slots of this file are not theirs: start "
         "them with the same PERSIA_CONFIG, PERSIA_TOKEN_FILE and image"
@@ -39,9 +39,9 @@ def of(number: int, code: int, output: str) -> Iterator[str]:
     """Yield lines with the diagnosis.
 
     Args:
-        number: The number of the step.
+        number: The number of the failed step.
         code: Its exit code.
-        output: Its last lines.
+        output: The last lines of its output.
     """
     if number != 7:
         yield _DIAGNOSES[number]

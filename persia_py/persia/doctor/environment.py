@@ -1,4 +1,4 @@
-"""The environment variables that a configuration needs, and the versions of this machine as a block to paste."""
+"""Checks the environment variables that a configuration needs, and prints the versions of this machine for a report."""
 
 import os
 from collections.abc import Iterator
@@ -10,9 +10,9 @@ _SHOWN = (
     *("PERSIA_", "NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES", "GPU_NUM", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_"),
     *("REPLICA_", "LOG_", "OMP_NUM_THREADS", "REPRODUCIBLE", "EMBEDDING_STALENESS", "PYTHONPATH"),
 )
-"""The beginnings of variables that decide about a run."""
+"""Prefixes of the names of variables that affect a run."""
 _SECRET = ("TOKEN", "SECRET", "PASSWORD", "KEY", "URL")
-"""Parts of names whose values are not shown: they may hold a secret."""
+"""Parts of names whose values are not shown, because they may be secrets."""
 
 
 def checks(config: Config) -> Iterator[Check]:
@@ -34,7 +34,7 @@ def checks(config: Config) -> Iterator[Check]:
 
 
 def variables() -> list[tuple[str, str]]:
-    """Return the variables that decide about a run; values that may be secrets are left out."""
+    """Return the variables that affect a run. Values that may be secrets are omitted."""
     return [
         (name, "(set)" if any(part in name for part in _SECRET) else value)
         for name, value in sorted(os.environ.items())
@@ -43,16 +43,21 @@ def variables() -> list[tuple[str, str]]:
 
 
 def block() -> str:
-    """Return versions, machine and variables as lines, to be pasted into a report."""
-    from persia.doctor import gpu, network, versions
+    """Return versions, machine properties and variables as lines, to paste into a report."""
+    import torch
 
-    found = gpu.facts()
+    from persia.doctor import gpu, network, versions
+    from persia.runtime import processors
+
+    found, limit = gpu.facts(), processors.quota()
+    usable = f"{processors.visible()} usable" + ("" if limit is None else f", limited to {limit:g}")
     rows = [
         *versions.environment(),
         ("CUDA of torch", found.torch_cuda or "none"),
         ("CUDA of driver", "none" if found.driver_cuda is None else ".".join(map(str, found.driver_cuda))),
         ("GPUs", "; ".join(found.smi or ()) or "none"),
         *network.environment(),
+        ("torch threads", f"{torch.get_num_threads()} ({usable} processors)"),
         ("container", "yes" if found.in_container else "no"),
         *variables(),
     ]

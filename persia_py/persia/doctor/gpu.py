@@ -1,4 +1,4 @@
-"""GPUs: the driver, the devices, what torch and the engine see of them, and the versions of driver and runtime."""
+"""Checks of GPUs: driver, devices, use by torch and the engine, and the versions of driver and runtime."""
 
 import ctypes
 import os
@@ -13,27 +13,27 @@ from persia.doctor.check import Check
 from persia.runtime.exit_codes import ExitCode
 
 _SMI_S = 20.0
-"""Seconds in which nvidia-smi has to answer; the first call after a start of the machine loads the driver."""
+"""The time limit for nvidia-smi, in seconds; the first call after a boot loads the driver."""
 OVERLAY = "COMPOSE_FILE=docker-compose.yaml:docker-compose.gpu.yaml docker compose up"
 STANZA = "deploy: {resources: {reservations: {devices: [{driver: nvidia, count: all, capabilities: [gpu]}]}}}"
-"""What gives a compose service the GPUs of its host."""
+"""The stanza that gives a compose service access to the GPUs of its host."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What this machine says of its GPUs.
+    """The facts about the GPUs of this machine.
 
     Attributes:
-        wanted: ``GPU_NUM``: the ranks of this host that use a GPU each.
-        driver_loaded: The kernel has the NVIDIA driver.
+        wanted: ``GPU_NUM``, the number of ranks on this host that use a GPU each.
+        driver_loaded: Whether the kernel has loaded the NVIDIA driver.
         devices: The device files, such as ``/dev/nvidia0``.
-        in_container: This process is in a container.
-        smi: The lines of ``nvidia-smi``, one for each GPU; None if there is no such program.
-        smi_error: What nvidia-smi said when it failed.
+        in_container: Whether this process is in a container.
+        smi: The lines of ``nvidia-smi``, one for each GPU; None if the program does not exist.
+        smi_error: The message of nvidia-smi if it failed.
         driver_cuda: The CUDA version that the driver supports; None without a driver.
-        torch_cuda: The CUDA version that torch was built for; None if for the CPU only.
-        torch_devices: The devices that torch sees.
-        engine_cuda: The engine was built with CUDA.
+        torch_cuda: The CUDA version for which torch was built; None for a CPU-only build.
+        torch_devices: The number of devices that torch can use.
+        engine_cuda: Whether the engine was built with CUDA.
         visible: ``CUDA_VISIBLE_DEVICES``; None if it is not set.
     """
 
@@ -56,20 +56,20 @@ def in_container() -> bool:
 
 
 def wanted() -> int:
-    """Return ``GPU_NUM``; 0 if it is not set or is no number."""
+    """Return ``GPU_NUM``; 0 if it is not set or is not a number."""
     text = os.environ.get("GPU_NUM", "").strip()
     return int(text) if text.isdecimal() else 0
 
 
 def visible_gpus() -> int:
-    """Return the number of GPUs that a process started now can use."""
+    """Return the number of GPUs that a process started now could use."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def facts() -> Facts:
-    """Ask this machine."""
+    """Collect the facts about the GPUs of this machine."""
     import torch
 
     import persia_core
@@ -105,7 +105,7 @@ def _smi() -> tuple[tuple[str, ...] | None, str]:
 
 
 def _driver_cuda() -> tuple[int, int] | None:
-    """Return the CUDA version that the driver supports, as ``cuDriverGetVersion`` has it: 12040 is 12.4."""
+    """Return the CUDA version that the driver supports. ``cuDriverGetVersion`` encodes 12.4 as 12040."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
         version = ctypes.c_int(0)
@@ -119,7 +119,7 @@ def checks(found: Facts | None = None) -> Iterator[Check]:
     """Yield the checks of GPUs.
 
     Args:
-        found: What the machine says; None asks it.
+        found: The facts about the machine; None collects them.
     """
     found = facts() if found is None else found
     yield device(found)
@@ -133,7 +133,7 @@ def checks(found: Facts | None = None) -> Iterator[Check]:
 
 
 def device(found: Facts) -> Check:
-    """Check that torch sees a GPU; else tell apart why it does not."""
+    """Check that torch finds a GPU; otherwise report why it does not."""
     if found.torch_devices:
         listed = "; ".join(found.smi or ()) or f"{found.torch_devices} device(s)"
         return Check("gpu", "ok", f"torch sees {found.torch_devices}: {listed}")
@@ -145,9 +145,9 @@ def device(found: Facts) -> Check:
         return Check("gpu", bad, what + needed, f"its service lacks `{STANZA}`", OVERLAY, code)
     if found.driver_loaded and found.smi is None and not found.devices:
         what = "the NVIDIA driver is loaded, but nvidia-smi and /dev/nvidia0 are missing"
-        return Check("gpu", bad, what + needed, "the driver is not installed whole", "reinstall the driver", code)
+        return Check("gpu", bad, what + needed, "the driver is not installed completely", "reinstall the driver", code)
     if found.smi_error:
-        why = "the driver does not answer; a driver that was updated needs a restart of the machine"
+        why = "the driver does not respond; a driver that was updated needs a restart of the machine"
         return Check("gpu", bad, f"nvidia-smi failed: {found.smi_error}{needed}", why, "nvidia-smi", code)
     if found.smi or found.devices:
         return _unseen(found, bad, needed)
@@ -161,7 +161,7 @@ def device(found: Facts) -> Check:
 
 
 def _unseen(found: Facts, bad: Literal["fail", "warn"], needed: str) -> Check:
-    """Say why torch does not see a GPU that the machine has."""
+    """Return why torch does not find a GPU of this machine."""
     count = len(found.smi or found.devices)
     what = f"the machine has {count} GPU(s), but torch.cuda.is_available() is False{needed}"
     if found.torch_cuda is None:
@@ -182,11 +182,11 @@ def _unseen(found: Facts, bad: Literal["fail", "warn"], needed: str) -> Check:
 def driver(supports: tuple[int, int], runtime: str) -> Check:
     """Check that the driver is not older than the CUDA runtime of torch.
 
-    A driver runs code of its own major version and of older ones (CUDA's minor version compatibility).
+    A driver runs code for its major version and for older ones (CUDA's minor version compatibility).
 
     Args:
         supports: The CUDA version that the driver supports.
-        runtime: That torch was built for, such as ``12.4``.
+        runtime: The CUDA version for which torch was built, such as ``12.4``.
     """
     wants = tuple(int(part) for part in runtime.split(".")[:2])
     what = f"the driver supports CUDA {supports[0]}.{supports[1]}, torch was built for {runtime}"
@@ -201,7 +201,7 @@ def driver(supports: tuple[int, int], runtime: str) -> Check:
 def ranks(wanted: int, there: int, visible: str | None) -> Check:
     """Check that each rank has a GPU."""
     if wanted <= there:
-        return Check("ranks", "ok", f"{wanted} asked (GPU_NUM), {there} visible")
+        return Check("ranks", "ok", f"{wanted} requested (GPU_NUM), {there} visible")
     where = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
-    what = f"{wanted} asked (GPU_NUM), {there} visible{where}"
-    return Check("ranks", "fail", what, "each rank needs a GPU of its own", f"GPU_NUM={there}, or show it more devices")
+    what = f"{wanted} requested (GPU_NUM), {there} visible{where}"
+    return Check("ranks", "fail", what, "each rank needs its own GPU", f"GPU_NUM={there}, or show it more devices")

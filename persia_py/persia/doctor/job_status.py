@@ -3,8 +3,8 @@
 import json
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -17,13 +17,23 @@ from persia.feed import channel
 from persia.proto import tables_pb2, tables_pb2_grpc
 
 _DEADLINE = 2.0
-"""Seconds in which a process has to answer."""
+"""Seconds within which a process must respond."""
 _PIPED_COLUMNS = 240
 """The width of the table if the output is not a terminal."""
 _NEEDED = ("persia-server", "persia-middleware")
-"""Services of which a trainer needs at least one process."""
+"""Services of which training needs at least one process."""
+_SKEW = 1.5
+"""The maximum ratio between the rows of one server and the mean of all servers; hashing spreads ids evenly."""
+_SKEW_ROWS = 10_000
+"""The number of rows on all servers below which a difference is not significant."""
+Cause = Literal["absent", "missing", "duplicate", "replicas", "version", "protocol", "generation", "health", "skew"]
+"""The kinds of problems of a job. ``absent``: no process of a service has announced itself. ``missing``, ``duplicate``:
+the index of a replica has no process, or several. ``replicas``, ``version``, ``protocol``, ``generation``: processes
+have different values of it. ``health``: a process does not serve. ``skew``: one server holds far more rows than
+the mean."""
+_Attribute = Literal["replicas", "version", "protocol", "generation"]
 _COUNTED = ("persia-server", "persia-data", "persia-trainer")
-"""Services whose indices exist once each. Middlewares are equal, and can be scaled while they run."""
+"""Services whose replicas have distinct indices. Middlewares are equivalent, and can be scaled while they run."""
 
 
 @dataclass(frozen=True)
@@ -32,19 +42,21 @@ class Process:
 
     Attributes:
         service: ``persia-server``, ``persia-middleware``, ``persia-trainer`` or ``persia-data``.
-        job: The job's name.
+        job: The name of the job.
         index: Its index among the replicas.
         replicas: The number of replicas in its configuration.
-        address: The address at which it serves; empty if it serves nothing.
+        address: The address at which it serves; empty if it accepts no connections.
         metrics: The address of its metrics; empty if it has none.
         host: The name of its machine.
         version: The version of persia.
         protocol: The version of the protocol.
         started: The time of its start.
         health: ``serving``, ``not serving``, the error of the health check, or ``announced`` if it has no address.
-        generation: The generation of its rows; None unless it is a server that answered.
-        rows: The number of its rows; None unless it is a server that answered.
-        tables: The statistics of its part of each table; empty unless it is a server that answered.
+        generation: The generation of its rows; None unless the process is a server that responded.
+        rows: The number of its rows, likewise.
+        tables: The statistics of its part of each table; empty unless the process is a server that responded.
+        payload_bytes: The bytes of weights and optimizer state; None unless the process is a server that responded.
+        threads: The torch threads of a rank; None for other processes.
     """
 
     service: str
@@ -61,11 +73,26 @@ class Process:
     generation: int | None
     rows: int | None
     tables: list[dict[str, Any]]
+    payload_bytes: int | None = None
+    threads: int | None = None
 
     @property
     def name(self) -> str:
-        """The service's name and the index."""
+        """The name of the service and the index."""
         return f"{self.service} {self.index}"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A problem of a job.
+
+    Attributes:
+        cause: The kind of problem.
+        text: The problem, for a user.
+    """
+
+    cause: Cause
+    text: str
 
 
 @dataclass(frozen=True)
@@ -73,30 +100,44 @@ class Status:
     """The processes of one or all jobs, and the problems that were found."""
 
     processes: list[Process]
-    problems: list[str]
+    problems: list[Problem]
+
+    def targets(self) -> str:
+        """Return the addresses of metrics as JSON, for Prometheus's ``file_sd_configs``."""
+        found = [
+            {
+                "targets": [one.metrics],
+                "labels": {"service": one.service, "replica": str(one.index), "persia_job": one.job},
+            }
+            for one in self.processes
+            if one.metrics
+        ]
+        return json.dumps(found, indent=1)
 
     def to_json(self) -> str:
         """Return the status as JSON."""
-        return json.dumps({"processes": [asdict(one) for one in self.processes], "problems": self.problems}, indent=1)
+        processes, problems = [asdict(one) for one in self.processes], [one.text for one in self.problems]
+        return json.dumps({"processes": processes, "problems": problems}, indent=1)
 
 
 def status(url: str, job: str | None) -> Status:
-    """Ask NATS for the processes, and each process for its health.
+    """Query NATS for the processes, and each process for its health.
 
     Args:
         url: The URL of NATS.
         job: The job; None means all jobs.
 
     Raises:
-        UnreachableError: NATS does not answer.
+        UnreachableError: NATS does not respond.
         AuthError: NATS refuses the password.
     """
     processes = _ask(nats.services(url, job=job))
     jobs = sorted({one.job for one in processes} | ({job} if job else set()))
-    problems: list[str] = []
+    problems: list[Problem] = []
     for name in jobs:
         prefix = "" if len(jobs) == 1 else f"job {name}: "
-        problems += [prefix + text for text in _problems([one for one in processes if one.job == name])]
+        of_job = problems_of([one for one in processes if one.job == name])
+        problems += [replace(problem, text=prefix + problem.text) for problem in of_job]
     return Status(processes, problems)
 
 
@@ -105,11 +146,14 @@ def show(found: Status) -> None:
     jobs = {one.job for one in found.processes}
     table = Table(box=None, pad_edge=False)
     columns = ["service", "replica", "health", "address", "metrics", "host", "version"]
+    if any(one.threads is not None for one in found.processes):
+        columns.append("threads")
     for column in ["job", *columns] if len(jobs) > 1 else columns:
         table.add_column(column, overflow="fold")
     for one in found.processes:
         replica = f"{one.index} of {one.replicas}"
         cells = [one.service, replica, one.health, one.address, one.metrics, one.host, one.version]
+        cells += ["" if one.threads is None else str(one.threads)] if "threads" in columns else []
         table.add_row(*([one.job, *cells] if len(jobs) > 1 else cells))
     wide = None if sys.stdout.isatty() else _PIPED_COLUMNS
     console = Console(highlight=False, markup=False, soft_wrap=True, width=wide)
@@ -129,7 +173,7 @@ def show(found: Status) -> None:
             if generation and (parts := [part for one in servers for part in one.tables]):
                 vocabulary.show(vocabulary.of_parts(parts))
     for problem in found.problems:
-        console.print(f"problem: {problem}")
+        console.print(f"problem: {problem.text}")
 
 
 def _ask(services: Iterable[nats.Service]) -> list[Process]:
@@ -152,6 +196,8 @@ def _ask(services: Iterable[nats.Service]) -> list[Process]:
                 health=_health(health),
                 generation=None if rows is None else int(rows.get("generation", 0)),
                 rows=None if rows is None else sum(rows["rows"]),
+                threads=service.number("threads", 0) or None,
+                payload_bytes=None if rows is None else int(rows.get("payload_bytes", 0)),
                 tables=[] if rows is None else rows.get("tables", []),
             )
         )
@@ -169,7 +215,7 @@ def _calls(service: nats.Service) -> tuple[grpc.Channel | None, Any, Any]:
     health = health_pb2_grpc.HealthStub(connection).Check.future(health_pb2.HealthCheckRequest(), timeout=_DEADLINE)
     stats = None
     if service.kind == "persia-server":
-        server: Any = tables_pb2_grpc.EmbeddingServerStub  # generated without types
+        server: Any = tables_pb2_grpc.EmbeddingServerStub  # the generated code has no types
         stats = server(connection).Stats.future(
             tables_pb2.StatsRequest(), timeout=_DEADLINE, metadata=channel.metadata("admin")
         )
@@ -192,47 +238,63 @@ def _stats(call: Any) -> Mapping[str, Any] | None:
     try:
         answered = call.result().answered
     except grpc.RpcError:
-        return None  # the health shows the reason
+        return None  # the health already shows the reason
     return None if not answered else dict(json.loads(answered[0].stats))
 
 
-def _problems(processes: list[Process]) -> list[str]:
-    found = [f"no {service} has announced itself" for service in _NEEDED if not _of(processes, service)]
+def problems_of(processes: list[Process]) -> list[Problem]:
+    """Return the problems of a job, from its processes."""
+    absent = [service for service in _NEEDED if not _of(processes, service)]
+    found = [Problem("absent", f"no {service} has announced itself") for service in absent]
     for service in _COUNTED:
         found += _gaps(service, _of(processes, service))
-    for attribute in ("version", "protocol"):
-        found += _disagreement(attribute, processes)
+    found += _disagreement("version", processes) + _disagreement("protocol", processes)
     found += _disagreement("generation", [one for one in processes if one.generation is not None])
-    found += [
-        f"{one.name} at {one.address}: {one.health}" for one in processes if one.health not in {"serving", "announced"}
-    ]
-    return found
+    bad = [one for one in processes if one.health not in {"serving", "announced"}]
+    found += [Problem("health", f"{one.name} at {one.address}: {one.health}") for one in bad]
+    return found + _skewed([one for one in processes if one.rows is not None])
+
+
+def _skewed(servers: list[Process]) -> list[Problem]:
+    """Return a problem if a server holds many more rows than the mean."""
+    held = {one.name: one.rows or 0 for one in servers}
+    total = sum(held.values())
+    if len(held) < 2 or total < _SKEW_ROWS:
+        return []
+    name = max(held, key=lambda each: held[each])
+    skew = held[name] * len(held) / total
+    if skew <= _SKEW:
+        return []
+    text = f"{name} holds {held[name]:,} of {total:,} rows, {skew:.1f} times the mean of {len(held)} servers"
+    return [Problem("skew", text)]
 
 
 def _of(processes: Iterable[Process], service: str) -> list[Process]:
     return [one for one in processes if one.service == service]
 
 
-def _gaps(service: str, processes: list[Process]) -> list[str]:
+def _gaps(service: str, processes: list[Process]) -> list[Problem]:
     found = _disagreement("replicas", processes)
     sizes = {one.replicas for one in processes}
     if len(sizes) == 1:
         there = {one.index for one in processes}
         absent = [str(index) for index in range(sizes.pop()) if index not in there]
-        found += [f"{service} {', '.join(absent)} of {processes[0].replicas} is missing"] if absent else []
+        if absent:
+            text = f"{service} {', '.join(absent)} of {processes[0].replicas} is missing"
+            found.append(Problem("missing", text))
     for index in sorted({one.index for one in processes}):
         same = [one for one in processes if one.index == index]
         if len(same) > 1:
             where = ", ".join(f"{one.host} {one.address}".strip() for one in same)
-            found.append(f"{service} {index} runs {len(same)} times: {where}")
+            found.append(Problem("duplicate", f"{service} {index} runs {len(same)} times: {where}"))
     return found
 
 
-def _disagreement(attribute: str, processes: Iterable[Process]) -> list[str]:
+def _disagreement(attribute: _Attribute, processes: Iterable[Process]) -> list[Problem]:
     holders: dict[str, list[str]] = {}
     for one in processes:
         holders.setdefault(str(getattr(one, attribute)), []).append(one.name)
     if len(holders) < 2:
         return []
     listed = "; ".join(f"{value or 'none'}: {', '.join(names)}" for value, names in sorted(holders.items()))
-    return [f"different values of {attribute}: {listed}"]
+    return [Problem(attribute, f"different values of {attribute}: {listed}")]

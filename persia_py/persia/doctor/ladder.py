@@ -1,4 +1,4 @@
-"""The ladder of a new model: ten steps, from the model alone to a whole run on several ranks.
+"""The steps of ``persia doctor --ladder``: ten, from the model alone to a complete run on several ranks.
 
 Each step adds one part. The first step that fails names the part.
 """
@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,23 +19,24 @@ from persia.doctor import compose
 from persia.doctor.gpu import visible_gpus, wanted
 from persia.launch import foreground
 from persia.launch.binaries import MIDDLEWARE, SERVER, resolve_binary_execute_path
+from persia.runtime import signals
 from persia.runtime.errors import UsageError
 from persia.runtime.exit_codes import ExitCode
 from persia.runtime.settings import settings
 
 _TAIL = 15
-"""Lines of a failed step that are shown."""
+"""The number of lines of a failed step that are shown."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step.
+    """One step of the ladder.
 
     Attributes:
-        number: From 1.
-        title: What is tested.
-        words: The command.
-        skip: Why the step cannot be run here; empty if it can.
+        number: The number of the step, from 1.
+        title: The subject of the test.
+        words: The words of the command.
+        skip: Why the step cannot run here; empty if it can.
     """
 
     number: int
@@ -45,7 +46,7 @@ class Step:
 
     @property
     def command(self) -> str:
-        """The command as a user types it."""
+        """The command as a user would type it."""
         return shlex.join(self.words)
 
 
@@ -55,10 +56,10 @@ class Result:
 
     Attributes:
         step: The step.
-        code: Its exit code; None if it was skipped.
-        seconds: How long it took.
-        output: The last lines of its output.
-        log: The file with all of it.
+        code: The exit code; None if the step was skipped.
+        seconds: The duration of the step, in seconds.
+        output: The last lines of the output.
+        log: The file with the full output.
     """
 
     step: Step
@@ -69,7 +70,7 @@ class Result:
 
     @property
     def failed(self) -> bool:
-        """Whether it was run and did not pass."""
+        """Whether the step ran and failed."""
         return self.code not in (None, 0)
 
 
@@ -78,16 +79,16 @@ def steps(path: Path, *, ranks: int | None = None) -> list[Step]:
 
     Args:
         path: The ``persia.yml``.
-        ranks: The ranks of the last two steps; None is the number of GPUs that are used, but at least 2.
+        ranks: The number of ranks in the last two steps; None means the number of usable GPUs, but at least 2.
 
     Raises:
-        ConfigError: The configuration has mistakes.
+        ConfigError: The configuration has errors.
     """
     config = load_config(path)
     file, folder = str(path), str(path.absolute().parent)
     count = ranks or max(2, wanted() and visible_gpus())
     in_image, on_servers, on_ranks = compose.unavailable() or "", _no_servers(), _no_ranks()
-    # A folder of its own: the whole runs of the ladder are not the newest run of runs/LATEST.
+    # A separate folder, so that runs/LATEST does not point to a run of the ladder.
     whole = ("--set", f"run.dir={Path(config.run.dir) / 'ladder'}", "--set", f"run.name={_stamp()}")
     shell = ("persia", "debug", "shell", "--context", folder, "--")
     check, test = ("python", "-m", "persia.testing"), ("persia", "train")
@@ -115,7 +116,7 @@ def _no_servers() -> str:
 
 
 def _no_ranks() -> str:
-    """Return why no servers can be started here; empty if they can."""
+    """Return why servers cannot be started here; empty if they can."""
     if shutil.which("nats-server") is None and shutil.which("nats-server", path="/usr/sbin:/usr/local/sbin") is None:
         return "nats-server is not on PATH"
     try:
@@ -126,8 +127,13 @@ def _no_ranks() -> str:
     return ""
 
 
-def climb(found: list[Step], until: int = 10, started: Callable[[Step], None] | None = None) -> Iterator[Result]:
-    """Run the steps in order, and yield their results. The first one that fails is the last one.
+def climb(
+    found: list[Step], until: int = 10, started: Callable[[Step], None] | None = None
+) -> Generator[Result, None, None]:
+    """Run the steps in order, and yield their results. The iteration ends after the first failure.
+
+    The log of a failed step is kept. Close the generator if the iteration ends early, because it holds the folder of
+    the other logs.
 
     Args:
         found: The steps.
@@ -137,19 +143,20 @@ def climb(found: list[Step], until: int = 10, started: Callable[[Step], None] | 
     Raises:
         KeyboardInterrupt: A step was interrupted.
     """
-    folder, keeps = Path(tempfile.mkdtemp(prefix="persia-ladder-")), False
-    try:
-        for step in found[:until]:
-            if started is not None:
-                started(step)
-            result = Result(step, None) if step.skip else _run(step, folder / f"step-{step.number}.log")
-            keeps = result.failed
-            yield result
-            if result.failed:
-                return
-    finally:
-        if not keeps:  # the log of a step that failed
-            shutil.rmtree(folder)
+    with signals.cleaned_up():
+        folder, keeps = Path(tempfile.mkdtemp(prefix="persia-ladder-")), False
+        try:
+            for step in found[:until]:
+                if started is not None:
+                    started(step)
+                result = Result(step, None) if step.skip else _run(step, folder / f"step-{step.number}.log")
+                keeps = result.failed
+                yield result
+                if result.failed:
+                    return
+        finally:
+            if not keeps:
+                shutil.rmtree(folder)
 
 
 def _run(step: Step, log: Path) -> Result:
@@ -163,11 +170,11 @@ def _run(step: Step, log: Path) -> Result:
 
 
 def summary(found: list[Step], results: list[Result]) -> Iterator[str]:
-    """Yield lines with what was run, what was skipped and why, and what was not run.
+    """Yield lines about the steps that passed, were skipped (with the reason), and did not run.
 
     Args:
         found: All steps.
-        results: The results of those that were reached.
+        results: The results of the steps that were reached.
     """
     passed = [each.step.number for each in results if each.code == 0]
     skipped: dict[str, list[int]] = {}
@@ -191,6 +198,6 @@ def _stamp() -> str:
 
 
 def _real(words: tuple[str, ...]) -> list[str]:
-    """Return a command with this Python in place of the names ``persia`` and ``python``."""
+    """Return a command with this Python interpreter instead of the names ``persia`` and ``python``."""
     program = {"persia": [sys.executable, "-m", "persia"], "python": [sys.executable]}
     return [*program[words[0]], *words[1:]]

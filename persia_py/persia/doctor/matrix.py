@@ -1,4 +1,4 @@
-"""The connections of ranks: each rank listens, connects to each other one, and all learn which connections fail."""
+"""Checks the connections of ranks: each rank connects to every other rank, and all ranks get the list of failures."""
 
 import os
 import shlex
@@ -8,13 +8,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import psutil
 
 from persia import __version__
-from persia.doctor import network
+from persia.doctor import link_speed, network
 from persia.doctor.check import Check
 from persia.runtime import tokens
 from persia.runtime.errors import UnreachableError, UsageError
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 _PERIOD_S = 0.2
 """Seconds between two attempts to find rank 0."""
 _SUFFIX = "-doctor"
-"""What the job in which the ranks of this check find each other has in addition: no rank that trains is disturbed."""
+"""The suffix of the job in which the ranks of this check meet, so that ranks in training are unaffected."""
 
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank is.
+    """The address of a rank.
 
     Attributes:
         host: The name of its host.
         address: The address at which other ranks reach it.
-        port: A port on which it listens, chosen by the kernel, as those of gloo and NCCL.
+        port: A port on which it listens. The kernel chooses it, as it does for gloo and NCCL.
     """
 
     host: str
@@ -49,48 +49,53 @@ class Seat:
 
 @dataclass(frozen=True)
 class Matrix:
-    """What became of each connection.
+    """The results of all connections.
 
     Attributes:
         seats: Where the ranks are, by rank.
         rows: For each rank, its connections to the ranks: an outcome and a reason; empty for itself.
+        speeds: How fast connections are, by the ranks that connect and are connected to; empty if not measured.
     """
 
     seats: list[Seat]
     rows: list[list[tuple[str, str]]]
+    speeds: dict[tuple[int, int], str] = field(default_factory=dict)
 
 
-def here(size: int) -> Iterator[Check]:
+def here(size: int, *, measure: bool = False) -> Iterator[Check]:
     """Yield the checks of one rank, ``RANK``, whose other ranks run the same check.
 
     Args:
         size: The number of ranks.
+        measure: Whether to measure the connections, one after another, if all ranks request this.
 
     Raises:
-        UsageError: ``WORLD_SIZE`` is another number, the rank is not below it, or ranks have no place to meet.
-        UnreachableError: The ranks do not find each other; the message names those that are missing.
+        UsageError: ``WORLD_SIZE`` differs from ``size``, the rank is not below it, or no rendezvous address is set.
+        UnreachableError: Ranks did not connect; the message names the missing ones.
     """
     if (given := variable("WORLD_SIZE")) not in (None, str(size)):
-        raise UsageError(f"--matrix {size}: found WORLD_SIZE={given}; give all ranks, --matrix {given}")
+        raise UsageError(f"--matrix {size}: found WORLD_SIZE={given}; specify all ranks, --matrix {given}")
     os.environ["WORLD_SIZE"] = str(size)
     reload_env()
     yield network.interfaces()
     if settings.nats_url is None and settings.rank == 0:
         yield from _rendezvous()
-    yield from of(connected(settings.rank, size))
+    yield from of(connected(settings.rank, size, measure=measure))
 
 
-def on_this_host(size: int, *, as_json: bool) -> int:
+def on_this_host(size: int, *, as_json: bool, measure: bool = False) -> int:
     """Run the check with all ranks on this host; rank 0 prints. Return its exit code.
 
     Args:
         size: The number of ranks.
-        as_json: Print JSON.
+        as_json: Whether to print JSON.
+        measure: Whether to measure each connection.
     """
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PERSIA_NATS_URL": "", "WORLD_SIZE": str(size)}
-    words = [sys.executable, "-m", "persia", "doctor", "--matrix", str(size), *(["--json"] if as_json else [])]
+    options = [*(["--json"] if as_json else []), *(["--measure"] if measure else [])]
+    words = [sys.executable, "-m", "persia", "doctor", "--matrix", str(size), *options]
     with ExitStack() as opened:
         started = [
             opened.enter_context(
@@ -114,47 +119,70 @@ def _rendezvous() -> Iterator[Check]:
     """Yield the check of the port on which rank 0 will listen.
 
     Raises:
-        UsageError: It cannot.
+        UsageError: Rank 0 cannot listen on the port.
     """
     host = variable("MASTER_ADDR")
     if host is not None and not network.is_here(host):
         error = UsageError(f"--matrix: rank 0 listens at MASTER_ADDR={host}, which is not an address of this host")
-        error.hint = "give all ranks the address of the host of rank 0 as MASTER_ADDR; or run RANK=0 on that host"
+        error.hint = "set MASTER_ADDR on all ranks to the address of rank 0's host; or run RANK=0 on that host"
         raise error
     for check in network.rendezvous():
         yield check
         if check.status == "fail" or "in use" in check.found:
             error = UsageError(f"--matrix: rank 0 cannot listen: {check.found}")
-            error.hint = check.next or "end the run that uses the port, or give MASTER_PORT another one"
+            error.hint = check.next or "end the run that uses the port, or set MASTER_PORT to another one"
             raise error
 
 
-def connected(rank: int, size: int) -> Matrix:
-    """Meet the other ranks, connect to each, and return the connections of all.
+def connected(rank: int, size: int, *, measure: bool = False) -> Matrix:
+    """Meet the other ranks, connect to each, and return the connections of all ranks.
 
     Args:
-        rank: This one.
+        rank: This rank.
         size: The number of ranks.
+        measure: Whether to measure each connection, if all ranks request this.
 
     Raises:
         UsageError: There is neither a job nor a rendezvous.
-        UnreachableError: The ranks do not find each other.
+        UnreachableError: Ranks did not connect.
     """
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
     with socket.create_server(("", 0), family=family, backlog=max(128, size), dualstack_ipv6=dual) as server:
         peers = _met(rank, size)
         try:
-            mine = [socket.gethostname(), address(), server.getsockname()[1]]
-            seats = [Seat(*each) for each in peers.all_gather("doctor: addresses", mine)]
+            mine = [socket.gethostname(), address(), server.getsockname()[1], measure]
+            said = peers.all_gather("doctor: addresses", mine)
+            seats = [Seat(*each[:3]) for each in said]
             row = [_outcome(seat) if other != rank else ["", ""] for other, seat in enumerate(seats)]
             rows = peers.all_gather("doctor: connections", row)
-            peers.all_gather("doctor: end", None)  # no rank stops listening before
+            speeds = {}
+            if all(each[3] for each in said):
+                link_speed.serve(server)
+                speeds = _measured(peers, rank, seats, rows)
+            peers.all_gather("doctor: end", None)  # keeps all ranks listening until the end
         except BaseException as error:
             peers.leave(f"{type(error).__name__}: {error}")
             raise
         peers.leave(None)
-    return Matrix(seats, [[(str(one), str(why)) for one, why in row] for row in rows])
+    return Matrix(seats, [[(str(one), str(why)) for one, why in row] for row in rows], speeds)
+
+
+def _measured(peers: "Peers", rank: int, seats: list[Seat], rows: list[list[list[str]]]) -> dict[tuple[int, int], str]:
+    """Measure the open connections, one after another, to avoid interference. All ranks call this."""
+    found: dict[tuple[int, int], str] = {}
+    for source, row in enumerate(rows):
+        for target, (outcome, _) in enumerate(row):
+            if outcome != "reached":
+                continue
+            mine = ""
+            if rank == source:
+                try:
+                    mine = str(link_speed.measure(seats[target].address, seats[target].port))
+                except OSError as error:
+                    mine = f"not measured: {error}"
+            found[source, target] = str(peers.all_gather(f"doctor: speed {source} {target}", mine)[source])
+    return found
 
 
 def _outcome(seat: Seat) -> list[str]:
@@ -163,7 +191,7 @@ def _outcome(seat: Seat) -> list[str]:
 
 
 def address() -> str:
-    """Return the address at which other ranks reach this one: that of ``GLOO_SOCKET_IFNAME``, else of the route."""
+    """Return the address at which other ranks reach this one: that of ``GLOO_SOCKET_IFNAME``, or that of the route."""
     name = variable("GLOO_SOCKET_IFNAME")
     if name is not None:
         given = psutil.net_if_addrs().get(name.split(",")[0], [])
@@ -177,7 +205,7 @@ def address() -> str:
     host, port = _master()
     family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(place)  # nothing is sent: it only chooses the route
+        probe.connect(place)  # sends no packet: connecting a UDP socket only selects the route
         return str(probe.getsockname()[0])
 
 
@@ -187,13 +215,13 @@ def _master() -> tuple[str, int]:
         error = UsageError(
             "--matrix: RANK is set, but there is neither PERSIA_NATS_URL nor MASTER_ADDR and MASTER_PORT"
         )
-        error.hint = "set them as the ranks have them; or unset RANK, to connect ranks of this host"
+        error.hint = f"{network.WHO_SETS}; to connect ranks of this host, unset RANK"
         raise error
     return host, int(port)
 
 
 def _met(rank: int, size: int) -> "Peers":
-    """Return the other ranks, which have found rank 0 by NATS, or at ``MASTER_ADDR``."""
+    """Return the other ranks, after meeting through NATS or at ``MASTER_ADDR``."""
     from persia.distributed import handshake
 
     introduction = handshake.Introduction(
@@ -246,7 +274,7 @@ def _rank_0(found: list[dict[str, str]]) -> tuple[str, int] | None:
 
 
 def _joined(introduction: "Introduction", find: Callable[[], tuple[str, int] | None]) -> "Peers":
-    """Connect to rank 0; repeat until it is there, or ``PERSIA_START_TIMEOUT`` is over."""
+    """Connect to rank 0. Retry until it exists, or ``PERSIA_START_TIMEOUT`` has passed."""
     from persia.distributed import handshake
 
     deadline, why = time.monotonic() + settings.start_timeout, "rank 0 has not announced itself to NATS"
@@ -265,7 +293,7 @@ def _joined(introduction: "Introduction", find: Callable[[], tuple[str, int] | N
 
 
 def of(found: Matrix) -> Iterator[Check]:
-    """Yield a check with the whole matrix, and one of each connection that fails.
+    """Yield a check with the whole matrix, and one check for each failed connection.
 
     Args:
         found: The connections.
@@ -288,17 +316,22 @@ def of(found: Matrix) -> Iterator[Check]:
 
 
 def _next(outcome: str, seat: Seat, other: Seat) -> str:
-    """Return what to do about a connection that fails."""
+    """Return the next step for a failed connection."""
     if outcome == "unresolved":
         return f"getent hosts {shlex.quote(seat.address)}"
     if outcome == "filtered":
         return f"let all TCP ports of {seat.address} through for {other.address}: gloo and NCCL use any free one"
-    return f"{seat.address} is not reached: name another interface of {seat.host}, GLOO_SOCKET_IFNAME or dist.interface"
+    return f"{seat.address} is not reached: specify another interface there, GLOO_SOCKET_IFNAME or dist.interface"
 
 
 def _table(found: Matrix) -> list[str]:
-    """Return the matrix as lines: a row for each rank that connects, a column for each that is connected to."""
-    shown = [["-" if not one else "ok" if one == "reached" else one for one, _ in row] for row in found.rows]
+    """Return the matrix as lines: a row for each source rank, a column for each target rank."""
+
+    def cell(source: int, target: int) -> str:
+        outcome, _ = found.rows[source][target]
+        return "-" if not outcome else found.speeds.get((source, target), "ok") if outcome == "reached" else outcome
+
+    shown = [[cell(source, target) for target in range(len(row))] for source, row in enumerate(found.rows)]
     heads = ["from \\ to", *(f"rank {rank}" for rank in range(len(found.seats)))]
     lines = [heads, *([f"rank {rank} {found.seats[rank].host}", *row] for rank, row in enumerate(shown))]
     widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]

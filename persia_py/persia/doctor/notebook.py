@@ -13,7 +13,7 @@ from persia.launch import foreground
 from persia.runtime.errors import UsageError
 
 READY_S = 60.0
-"""Seconds in which a notebook has to answer."""
+"""Seconds within which a notebook must respond."""
 _PERIOD_S = 0.2
 """Seconds between two requests."""
 
@@ -24,17 +24,17 @@ def run(folder: Path, port: int, token: str, *, mount: bool, ready: Callable[[],
     Args:
         folder: The context.
         port: The port on this host; the container publishes it on loopback only.
-        token: What a browser has to send.
-        mount: Work on the folder itself.
-        ready: Called when the server answers an HTTP request that has the token.
+        token: The token that a browser must send.
+        mount: Whether to work on the folder itself.
+        ready: Called when the server responds to an HTTP request that has the token.
 
     Raises:
-        UsageError: As :func:`persia.doctor.context.read`, or the port is in use.
-        UnreachableError: Nothing can be run in containers here.
+        UsageError: As in :func:`persia.doctor.context.read`, or the port is in use.
+        UnreachableError: Nothing can run in containers here.
     """
     if (used := ports.free("port", port, "--port", "127.0.0.1")).status == "fail":
         error = UsageError(f"--port {port}: {used.found}")
-        error.hint = f"give another one: --port {port + 1}"
+        error.hint = f"use another one: --port {port + 1}"
         raise error
     options = ["--publish", f"127.0.0.1:{port}:8888", "--env", "JUPYTER_TOKEN", "--env", "HOME=/tmp"]
     server = ["python", "-m", "jupyterlab", "--ip=0.0.0.0", "--port=8888", "--no-browser"]
@@ -48,14 +48,14 @@ def run(folder: Path, port: int, token: str, *, mount: bool, ready: Callable[[],
 
         return foreground.run(
             context.words_of(server, options=options),
-            env=context.variables(workspace) | {"JUPYTER_TOKEN": token},  # other users can read a command line
+            env=context.variables(workspace) | {"JUPYTER_TOKEN": token},  # because other users can read a command line
             started=started,
             ends_at_interrupt=True,
         )
 
 
 def _check_jupyter(workspace: Path) -> None:
-    """Refuse an image without a notebook server."""
+    """Check that the image has a notebook server."""
     words = context.words_of(["python", "-c", "import jupyterlab"])
     if subprocess.run(words, env=context.variables(workspace), capture_output=True, check=False).returncode != 0:
         error = UsageError(f"the image {compose.image()} has no notebook server")
@@ -64,7 +64,7 @@ def _check_jupyter(workspace: Path) -> None:
 
 
 def _wait(process: "subprocess.Popen[bytes]", port: int, token: str, ready: Callable[[], None]) -> None:
-    """Call ``ready`` when the server answers; say why if it does not in time."""
+    """Call ``ready`` when the server responds; after a time limit, report why it does not."""
     pause, why = threading.Event(), ""
     for _ in range(int(READY_S / _PERIOD_S)):
         if process.poll() is not None:
@@ -74,13 +74,13 @@ def _wait(process: "subprocess.Popen[bytes]", port: int, token: str, ready: Call
             return
         pause.wait(_PERIOD_S)
     sys.stderr.write(
-        f"warning: the notebook does not answer at 127.0.0.1:{port} after {READY_S:.0f} s: {why}\n"
+        f"warning: the notebook does not respond at 127.0.0.1:{port} after {READY_S:.0f} s: {why}\n"
         "next: see its log above; Ctrl-C ends it\n"
     )
 
 
 def _no_answer(port: int, token: str) -> str:
-    """Return why the server does not answer a request that has the token; empty if it does.
+    """Return why the server does not respond to a request with the token; empty if it responds.
 
     A connection proves nothing: Docker's proxy accepts it before the server in the container listens.
     """
@@ -89,5 +89,5 @@ def _no_answer(port: int, token: str) -> str:
     try:
         with direct.open(request, timeout=1.0) as answer:
             return "" if answer.status == 200 else f"HTTP status {answer.status}"
-    except (OSError, http.client.HTTPException) as error:  # those of urllib are OSErrors
+    except (OSError, http.client.HTTPException) as error:  # exceptions of urllib are OSErrors
         return str(error) or type(error).__name__

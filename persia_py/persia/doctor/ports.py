@@ -1,4 +1,4 @@
-"""Ports of this host: whether one is free, and which program uses it."""
+"""Checks of ports on this host: whether a port is free, and which program uses it."""
 
 import errno
 import os
@@ -23,8 +23,8 @@ class User:
     """The process that listens on a port.
 
     Attributes:
-        pid: Its number; None if it belongs to another user.
-        name: The name of its program; empty if that is not known.
+        pid: Its process id; None if it belongs to another user.
+        name: The name of its program; empty if it is unknown.
         words: Its command line.
         environment: Its environment; empty if it belongs to another user.
     """
@@ -35,20 +35,20 @@ class User:
     environment: Mapping[str, str] | None = None
 
     def __str__(self) -> str:
-        """Return it as ``pid N (program)``."""
+        """Return the process as ``pid N (program)``."""
         if self.pid is None:
             return "a process of another user"
         return f"pid {self.pid} ({self.name})" if self.name else f"pid {self.pid}"
 
     @property
     def is_persia(self) -> bool:
-        """Whether it runs a program of Persia."""
+        """Whether the process runs a program of Persia."""
         modules = [after for before, after in zip(self.words, self.words[1:], strict=False) if before == "-m"]
         programs = {Path(word).name for word in self.words[:2]}
         return bool(programs & _PROGRAMS) or any(each.split(".")[0] == "persia" for each in modules)
 
     def has(self, name: str) -> bool:
-        """Whether a variable has the same value in its environment and in this one."""
+        """Whether a variable has the same value in the environment of the process and in this one."""
         return (self.environment or {}).get(name, "").strip() == os.environ.get(name, "").strip()
 
 
@@ -73,15 +73,15 @@ def user_of(port: int) -> User:
 
 
 def free(name: str, port: int, origin: str, host: str = "") -> Check:
-    """Check that a program can listen on a port of this host; else say which one does.
+    """Check that a program can listen on a port of this host; otherwise name the process that uses the port.
 
-    The service that the variable belongs to may run already: a program of Persia that listens there and has the same
-    variable, or rank 0 of the same rendezvous. That is no mistake.
+    It is not an error if the service that the variable configures is already running: a program of Persia that listens
+    there and has the same variable, or rank 0 of the same rendezvous.
 
     Args:
         name: The name of the check.
         port: The port.
-        origin: The variable or the option that has the port.
+        origin: The variable or the option that sets the port.
         host: The address to listen at; empty means all addresses.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -91,17 +91,17 @@ def free(name: str, port: int, origin: str, host: str = "") -> Check:
             probe.bind((host or _ANY[family], port))
         except PermissionError:
             why = "ports below 1024 need root"
-            return Check(name, "fail", f"port {port} cannot be bound", why, f"give {origin} a port above 1023")
+            return Check(name, "fail", f"port {port} cannot be bound", why, f"set {origin} to a port above 1023")
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 return _used(name, port, origin, user_of(port))
-            why = f"{error.strerror or error}: {host} is no address of this host"
+            why = f"{error.strerror or error}: {host} is not an address of this host"
             return Check(name, "fail", f"{host}:{port} cannot be bound", why, f"{origin}=0.0.0.0:{port}")
     return Check(name, "ok", f"port {port} is free")
 
 
 def _used(name: str, port: int, origin: str, user: User) -> Check:
-    """Return the check of a port in use: by the service that it is for, by another one of Persia, or by a stranger."""
+    """Return the check of a port in use by the intended service, another service of Persia, or another program."""
     found = f"port {port} in use by {user}"
     if _is_own(origin, user):
         return Check(name, "ok", f"{found}, the process that {origin} is for", f"a second one needs another {origin}")
@@ -109,11 +109,11 @@ def _used(name: str, port: int, origin: str, user: User) -> Check:
     if user.is_persia:
         why += f"; this one is a program of Persia that has another {origin}"
     look = "" if user.pid is None else f"; to see what it is: ps -fp {user.pid}"
-    return Check(name, "fail", found, why, f"give {origin} another port{look}")
+    return Check(name, "fail", found, why, f"set {origin} to another port{look}")
 
 
 def _is_own(origin: str, user: User) -> bool:
-    """Whether a process is the one that a variable is for."""
+    """Whether a process is the one that a variable configures."""
     if origin == "MASTER_PORT":
         rank_0 = (user.environment or {}).get("RANK", "").strip() == "0"
         return rank_0 and user.has("MASTER_PORT") and user.has("MASTER_ADDR")
@@ -125,8 +125,8 @@ def listening(name: str, value: str, what: str) -> Check:
 
     Args:
         name: The variable.
-        value: Its value, ``HOST:PORT``.
-        what: What listens there.
+        value: The value of the variable, ``HOST:PORT``.
+        what: The name of the service, for messages.
     """
     try:
         parts = urlsplit(f"//{value}")
@@ -134,7 +134,7 @@ def listening(name: str, value: str, what: str) -> Check:
     except ValueError:
         host, port = "", None
     if port is None:
-        return Check(name, "fail", f"{name}={value}", "want HOST:PORT, the port up to 65535", f"{name}=0.0.0.0:8888")
+        return Check(name, "fail", f"{name}={value}", "expected HOST:PORT, a port up to 65535", f"{name}=0.0.0.0:8888")
     if port == 0:
         return Check(name, "ok", f"{value}: {what} is chosen when it starts")
     try:

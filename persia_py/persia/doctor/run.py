@@ -1,6 +1,7 @@
 """The checks of ``persia doctor`` by name, in the order in which they run."""
 
 import json
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,25 +13,28 @@ from persia.doctor.check import Check
 from persia.runtime import own_frames
 from persia.runtime.errors import ConfigError, UsageError
 from persia.runtime.exit_codes import ExitCode
+from persia.runtime.places import Place
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is checked.
+    """The subject of the checks.
 
     Attributes:
-        config: The configuration; None without one, or if it has mistakes.
-        path: Its file.
-        folders: Folders to write to, in place of those of the configuration.
+        config: The configuration; None if there is none, or if it has errors.
+        path: The file of the configuration.
+        folders: The folders to check, instead of those of the configuration.
+        measure: Whether to measure disks.
     """
 
     config: Config | None = None
     path: Path | None = None
-    folders: list[Path] = field(default_factory=list)
+    folders: list[Place] = field(default_factory=list)
+    measure: bool = False
 
 
 def _of_config(check: Callable[[Config], Iterator[Check]]) -> Callable[[Subject], Iterator[Check]]:
-    """Return a check that runs where there is a configuration."""
+    """Return a check that runs only if there is a configuration."""
 
     def run(subject: Subject) -> Iterator[Check]:
         if subject.config is not None:
@@ -44,29 +48,32 @@ CHECKS: dict[str, Callable[[Subject], Iterator[Check]]] = {
     "gpu": lambda _: gpu.checks(),
     "network": lambda _: network.checks(),
     "services": lambda _: services.checks(),
-    "disk": lambda subject: disk.checks(subject.config, subject.folders),
+    "disk": lambda subject: disk.checks(subject.config, subject.folders, measure=subject.measure),
     "env": _of_config(environment.checks),
     "data": _of_config(data.checks),
 }
-"""All checks, by the names that ``--only`` takes."""
+"""All checks, by the names that ``--only`` accepts."""
 NEED_CONFIG = ("config", "env", "data")
-"""Those that check a configuration."""
+"""The checks that need a configuration."""
 
 
-def checks(path: Path | None, only: Sequence[str] = (), folders: Sequence[Path] = ()) -> Iterator[Check]:
-    """Yield the checks, each when it is done.
+def checks(
+    path: Path | None, only: Sequence[str] = (), folders: Sequence[Place] = (), *, measure: bool = False
+) -> Iterator[Check]:
+    """Run checks, and yield each result as it arrives.
 
     Args:
-        path: A ``persia.yml``; None without one.
-        only: The names of the checks to run; none means all.
-        folders: Folders to write to, in place of those of the configuration.
+        path: A ``persia.yml``; None if there is none.
+        only: The names of the checks to run; an empty list means all.
+        folders: The folders to check, instead of those of the configuration.
+        measure: Whether to measure disks.
 
     Raises:
-        UsageError: There is no check of a name.
+        UsageError: A name in ``only`` is not a check.
     """
     wrong = [name for name in only if name not in (*CHECKS, "config")]
     if wrong:
-        raise UsageError(f"--only {','.join(wrong)}: no such check; there are config, {', '.join(CHECKS)}")
+        raise UsageError(f"--only {','.join(wrong)}: no such check; the checks are config, {', '.join(CHECKS)}")
     config = None
     if path is not None:
         config, found = read(path)
@@ -77,14 +84,14 @@ def checks(path: Path | None, only: Sequence[str] = (), folders: Sequence[Path] 
         yield Check("config", "fail", "no persia.yml", why, "persia doctor FILE, or run it in the folder of the file")
     elif not only:
         yield Check("config", "skip", "no persia.yml", "config, data and env are not checked", "persia doctor FILE")
-    subject = Subject(config, path, [*folders])
+    subject = Subject(config, path, [*folders], measure)
     for name, check in CHECKS.items():
         if not only or name in only:
             yield from _guarded(name, check(subject))
 
 
 def _guarded(name: str, found: Iterator[Check]) -> Iterator[Check]:
-    """Yield checks; an error of a check, such as one of a model of the user's own, is a finding as well."""
+    """Yield checks. An exception in a check, for example from the user's model, becomes a finding."""
     try:
         yield from found
     except Exception as error:
@@ -102,19 +109,19 @@ def _guarded(name: str, found: Iterator[Check]) -> Iterator[Check]:
 
 
 def read(path: Path) -> tuple[Config | None, Check]:
-    """Read a configuration, and return it with the check of it.
+    """Read a configuration, and return it with the result of checking it.
 
     Args:
         path: The file.
     """
-    command = f"persia config check {path}"
+    command = f"persia config check {shlex.quote(str(path))}"
     try:
         document = open_document(path)
     except ConfigError as error:
         return None, Check("config", "fail", str(error), "", error.hint or command)
     findings = document.findings
     if document.config is None:
-        return None, Check("config", "fail", "\n".join(findings.errors), "other checks of it are left out", command)
+        return None, Check("config", "fail", "\n".join(findings.errors), "its other checks are skipped", command)
     if findings.warnings:
         return document.config, Check("config", "warn", "\n".join(findings.warnings), "", command)
     config = document.config
@@ -127,7 +134,7 @@ def to_json(found: Sequence[Check]) -> str:
 
 
 def lines(check: Check) -> list[str]:
-    """Return the lines that show a check."""
+    """Return the lines that show the result of a check."""
     first, *more = check.found.splitlines() or [""]
     shown = [f"{check.status:<5} {check.name:<14} {first}", *(f"{'':<20} {each}" for each in more)]
     shown += [f"{'':<20} why: {check.why}"] if check.why and check.status != "ok" else []

@@ -1,18 +1,28 @@
-"""The services of the job around this process: NATS, servers, middlewares, data-compose and trainers."""
+"""Checks of the services of the surrounding job: NATS, servers, middlewares, data-compose and trainers."""
 
 import socket
 from collections.abc import Iterator
 
 from persia.doctor import job_status, network
 from persia.doctor.check import Check
-from persia.doctor.job_status import Process, Status
+from persia.doctor.job_status import Cause, Process, Status
 from persia.runtime.errors import PersiaError, UnreachableError
 from persia.runtime.exit_codes import ExitCode
 from persia.runtime.job import job_name
 from persia.runtime.settings import settings
 
 _TRAINING = ("persia-data", "persia-trainer")
-"""Services that are there while a job trains only."""
+"""Services that run only while a job trains."""
+_SAME_VERSION = "run the same version everywhere; in each environment: persia doctor --only versions"
+_REMEDIES: dict[Cause, str] = {
+    "missing": "start the missing process, and see its log",
+    "duplicate": "stop all but one of the processes with the same number",
+    "replicas": "start all processes with the same number of replicas (REPLICA_SIZE)",
+    "version": _SAME_VERSION,
+    "protocol": _SAME_VERSION,
+    "generation": "a server was restarted: restart the trainers, which resume after the newest checkpoint",
+}
+"""The remedies for problems of a whole job. Problems with other causes are reported by the check of the service."""
 
 
 def checks() -> Iterator[Check]:
@@ -29,7 +39,7 @@ def checks() -> Iterator[Check]:
     found = network.endpoint("nats", host, port, what="NATS", start="docker compose up --detach persia_nats_service")
     yield found
     if found.status != "ok":
-        yield Check("services", "skip", "not asked", "NATS cannot be reached")
+        yield Check("services", "skip", "not queried", "NATS cannot be reached")
         return
     try:
         yield from services(job_status.status(url, job_name()), job_name())
@@ -38,11 +48,11 @@ def checks() -> Iterator[Check]:
 
 
 def services(found: Status, job: str) -> Iterator[Check]:
-    """Yield a check of each kind of service, and one of the problems of the whole job.
+    """Yield a check for each kind of service, and one for the problems of the whole job.
 
     Args:
-        found: The status of the job.
-        job: Its name.
+        found: The status of the job's processes.
+        job: The name of the job.
     """
     for kind in ("persia-server", "persia-middleware", *_TRAINING):
         there = [one for one in found.processes if one.service == kind]
@@ -58,15 +68,15 @@ def services(found: Status, job: str) -> Iterator[Check]:
             rows = sum(one.rows or 0 for one in there)
             held = f", {rows:,} rows" if kind == "persia-server" else ""
             yield Check(kind, "ok", f"{len(there)} of {max(one.replicas for one in there)}{held}")
-    told = ("no persia-server", "no persia-middleware", *(f"{one.name} at {one.address}" for one in found.processes))
-    problems = [one for one in found.problems if not one.startswith(told)]
+    problems = [one for one in found.problems if one.cause in _REMEDIES]
     if problems:
-        why = f"the parts of job {job} do not fit together"
-        yield Check("job", "fail", "; ".join(problems), why, _remedy(problems), ExitCode.UNREACHABLE)
+        texts, remedies = (one.text for one in problems), dict.fromkeys(_REMEDIES[one.cause] for one in problems)
+        why = f"the processes of job {job} do not fit together"
+        yield Check("job", "fail", "; ".join(texts), why, "; ".join(remedies), ExitCode.UNREACHABLE)
 
 
 def _unhealthy(kind: str, bad: list[Process]) -> Iterator[Check]:
-    """Yield a check of the processes of one kind that do not serve, for each reason."""
+    """Yield a check for the processes of one kind that do not serve, one for each reason."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for one in bad:
         reasons.setdefault(_reason(one), []).append(f"{one.name} at {one.address}: {one.health}")
@@ -75,7 +85,7 @@ def _unhealthy(kind: str, bad: list[Process]) -> Iterator[Check]:
 
 
 def _reason(one: Process) -> tuple[str, str]:
-    """Return why a process that has announced itself does not answer, and what to do."""
+    """Return why an announced process does not respond, and what to do."""
     from persia.distributed.network import is_loopback
 
     silent = ("it announced itself, but does not serve", f"see its log on host {one.host}")
@@ -86,7 +96,7 @@ def _reason(one: Process) -> tuple[str, str]:
         why = f"it is on host {one.host}, and announces a loopback address there, which other hosts cannot reach"
         return (
             why,
-            f"on {one.host}: unset PERSIA_SOCKET_IFNAME and PERSIA_ADVERTISE, or correct them, and start it again",
+            f"on {one.host}: unset PERSIA_SOCKET_IFNAME and PERSIA_ADVERTISE, or correct them, and restart it",
         )
     reached = network.reach(host.strip("[]"), int(port))
     if reached.outcome == "filtered":
@@ -98,30 +108,16 @@ def _reason(one: Process) -> tuple[str, str]:
     if reached.outcome == "unreachable":
         return f"{host} cannot be reached: {reached.reason}", f"ip route get {reached.address}"
     if reached.outcome == "reached":
-        why = "its port accepts connections, but the process does not answer: it is stopped, busy, or is about to end"
+        why = "its port accepts connections, but the process does not respond: it is stopped, busy, or is about to end"
         return why, f"see its log on host {one.host}"
     return silent
 
 
-def _remedy(problems: list[str]) -> str:
-    """Return what to do about problems of a whole job."""
-    remedies = {
-        "is missing": "start the missing part, and see its log",
-        " times: ": "stop all but one of the processes with the same number",
-        "of replicas": "start all parts with the same number of replicas (REPLICA_SIZE)",
-        "of version": "run the same version everywhere; in each environment: persia doctor --only versions",
-        "of protocol": "run the same version everywhere; in each environment: persia doctor --only versions",
-        "of generation": "a server was restarted: restart the trainers, which resume after the newest checkpoint",
-    }
-    fitting = dict.fromkeys(text for part, text in remedies.items() if any(part in one for one in problems))
-    return "; ".join(fitting) or "see the logs of these parts"
-
-
 def missing_parts(found: Status) -> None:
-    """Refuse a job without a server or a middleware.
+    """Check that the job has a server and a middleware.
 
     Raises:
-        UnreachableError: One of them has not announced itself.
+        UnreachableError: A server or a middleware has not announced itself.
     """
     there = {one.service for one in found.processes}
     absent = [kind for kind in ("persia-server", "persia-middleware") if kind not in there]

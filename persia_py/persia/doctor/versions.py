@@ -1,8 +1,9 @@
-"""Versions: Python, torch, persia and its compiled part, and which file of it is loaded."""
+"""Checks of versions: Python, torch, persia and its compiled part, and which file of that part is loaded."""
 
 import hashlib
 import platform
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -14,9 +15,9 @@ from persia.doctor.check import Check
 from persia.runtime.exit_codes import ExitCode
 
 PYTHON = (3, 10)
-"""The oldest Python."""
+"""The minimum version of Python."""
 REQUIREMENTS = {"torch": "2.4", "numpy": "1.26", "grpcio": "1.85.1", "pydantic": "2.11", "protobuf": "7.35.1"}
-"""The oldest versions of packages whose older versions fail late: those of ``pyproject.toml``."""
+"""The minimum versions of packages of which older versions fail late; they equal those in ``pyproject.toml``."""
 
 
 def checks() -> Iterator[Check]:
@@ -38,7 +39,7 @@ def python(version: tuple[int, ...]) -> Check:
 
 
 def installed(names: "dict[str, str] | list[str]") -> dict[str, str | None]:
-    """Return the installed version of each package; None where it is not installed."""
+    """Return the installed version of each package; None if it is not installed."""
     found: dict[str, str | None] = {}
     for name in names:
         try:
@@ -66,13 +67,13 @@ def packages(found: dict[str, str | None]) -> Iterator[Check]:
 
 
 def number_of(version: str) -> tuple[int, ...]:
-    """Return the release of a version as numbers: ``2.4.1+cpu`` is (2, 4, 1)."""
+    """Return the release of a version as a tuple of integers: ``2.4.1+cpu`` is (2, 4, 1)."""
     release = re.match(r"[0-9]+(\.[0-9]+)*", version)
     return tuple(map(int, release[0].split("."))) if release else ()
 
 
 def core_version(package: str, core: str) -> Check:
-    """Check that the package and its compiled part have one version."""
+    """Check that the package and its compiled part have the same version."""
     if package != core:
         why = "the Python package and its compiled part have different versions"
         return Check("persia", "fail", f"persia {package}, persia_core {core}", why, "make setup", ExitCode.REFUSED)
@@ -80,10 +81,10 @@ def core_version(package: str, core: str) -> Check:
 
 
 def core_file(loaded: Path, path: list[str]) -> Check:
-    """Check which file of ``persia_core`` is loaded, and which ones it hides.
+    """Check which file of ``persia_core`` is loaded, and which other files it hides.
 
     Args:
-        loaded: The file.
+        loaded: The loaded file.
         path: The folders that Python searches, in order.
     """
     found = [each for folder in dict.fromkeys(path) for each in _cores(Path(folder or "."))]
@@ -92,7 +93,8 @@ def core_file(loaded: Path, path: list[str]) -> Check:
         return Check("persia_core", "ok", f"{loaded}{_features()}")
     listed = ", ".join(map(str, hidden))
     why = "it is found first in PYTHONPATH; the other file is not used"
-    return Check("persia_core", "warn", f"{loaded} hides {listed}", why, f"if that is not intended: rm {loaded}")
+    remedy = f"if that is not intended: rm {shlex.quote(str(loaded))}"
+    return Check("persia_core", "warn", f"{loaded} hides {listed}", why, remedy)
 
 
 def _cores(folder: Path) -> list[Path]:
@@ -109,7 +111,7 @@ def _features() -> str:
 
 
 def build(loaded: Path) -> Check:
-    """Check the file's hash against the ``BUILD_INFO`` beside it, and say how it was built."""
+    """Compare the file's hash with the ``BUILD_INFO`` next to it, and report how the file was built."""
     how = ", ".join(f"{key} {value}" for key, value in persia_core.BUILD_INFO.items())
     record = loaded.parent / "BUILD_INFO"
     if not record.is_file():
@@ -117,7 +119,7 @@ def build(loaded: Path) -> Check:
     lines = {line.split()[1]: line.split()[0] for line in record.read_text().splitlines() if len(line.split()) > 1}
     expected = lines.get(loaded.name)
     if expected is None:
-        return Check("build", "warn", f"{record} does not name {loaded.name}", "the file is of another build", REBUILD)
+        return Check("build", "warn", f"{record} does not list {loaded.name}", "the file is of another build", REBUILD)
     if expected != hashlib.sha256(loaded.read_bytes()).hexdigest():
         why = f"{loaded.name} was changed after {record} was written"
         return Check("build", "warn", f"the hash differs from that in {record}", why, REBUILD)
@@ -125,11 +127,11 @@ def build(loaded: Path) -> Check:
 
 
 REBUILD = "make third-party"
-"""Builds the compiled parts, and records their hashes."""
+"""The command that builds the compiled parts and records their hashes."""
 
 
 def environment() -> list[tuple[str, str]]:
-    """Return the versions of this machine as names and values, to be pasted into a report."""
+    """Return the versions of this machine as names and values, to paste into a report."""
     names = [*REQUIREMENTS, "pyarrow", "rich", "typer", "psutil", "obstore", "nats-python"]
     rows = [
         ("persia", persia.__version__),

@@ -1,4 +1,4 @@
-"""The vocabulary of a job: the ids of each table that have a row, and how they came and went."""
+"""The vocabulary of a job: the ids that have rows, for each table, and how they were inserted and removed."""
 
 import sys
 from collections.abc import Iterable, Mapping
@@ -19,19 +19,20 @@ _PIPED_COLUMNS = 240
 
 @dataclass(frozen=True)
 class TableReport:
-    """The vocabulary of one table. None is not known.
+    """The vocabulary of one table. None means that a value is unknown.
 
     Attributes:
-        name: The table.
-        rows: Its rows.
-        memory_bytes: The bytes that servers hold for them: weights, optimizer state, ids and index.
-        inserted: The rows that were inserted: ids that were admitted.
-        evicted: The rows that were evicted.
-        expired: The rows that were removed because their time to live had passed.
-        looked_up: The ids that were looked up for training, once in each batch; of an infer job, all ids.
-        hits: Those of them that had a row.
-        waiting: The ids that wait for more pushes until they get a row.
-        seen_once: Those of them that were pushed once.
+        name: The name of the table.
+        rows: The number of rows.
+        memory_bytes: The memory of the rows on the servers, in bytes: weights, optimizer state, ids and index.
+        inserted: The number of rows that were inserted because their ids were admitted.
+        evicted: The number of rows that were evicted.
+        expired: The number of rows that were removed because their time to live had passed.
+        looked_up: The number of ids that were looked up for training, counted once per batch; in an infer job, of all
+            ids.
+        hits: The number of these ids that had a row.
+        waiting: The number of ids that need more pushes to get a row.
+        seen_once: The number of waiting ids with one push.
     """
 
     name: str
@@ -47,15 +48,15 @@ class TableReport:
 
     @property
     def hit_rate(self) -> float | None:
-        """The share of looked-up ids that had a row, from 0 to 1; None without a look-up."""
+        """The share of looked-up ids that had a row, from 0 to 1; None if no id was looked up."""
         return self.hits / self.looked_up if self.looked_up and self.hits is not None else None
 
 
 def of_parts(parts: Iterable[Mapping[str, Any]]) -> list[TableReport]:
-    """Return the reports of tables whose parts are on servers.
+    """Return the reports of tables whose parts are on several servers.
 
     Args:
-        parts: The statistics of one table on one server each, as a server or a manifest has them.
+        parts: The statistics, each of one table on one server, in the form of a server's report or a manifest.
     """
     sums: dict[str, dict[str, int]] = {}
     for part in parts:
@@ -72,7 +73,7 @@ def of_parts(parts: Iterable[Mapping[str, Any]]) -> list[TableReport]:
 def of_manifest(head: Mapping[str, Any]) -> list[TableReport]:
     """Return the reports of the tables of a checkpoint, from the ``head`` of its manifest.
 
-    A checkpoint of an older version, or of imported rows, has the number of rows only.
+    A checkpoint of an older version, or of imported rows, records only the number of rows.
     """
     if head.get("tables"):
         return of_parts(head["tables"])

@@ -5,7 +5,7 @@
 * :mod:`persia.embedding.optim`: optimizers; :mod:`persia.embedding.schedule`: learning-rate schedules
 
 The initial weights of a row are a function of the run's seed, the name of the table, the id and the position in the
-row. They do not depend on the number of servers. A table can have its own settings in ``embedding_config.yml``:
+row. They do not depend on the number of servers. Settings of a single table can be made in ``embedding_config.yml``:
 ``init``, ``optimizer``, ``admission``, ``dtype``, ``rounding`` and ``ttl``. ``init`` is written as ``{name: gamma,
 shape: 2}``, with the names and parameters of the classes here in snake case.
 """
@@ -43,7 +43,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a sub-module, or a name that has moved to :mod:`persia.nn`."""
+    """Import a submodule, or return a name that has moved to :mod:`persia.nn`."""
     if name in {"data", "optim", "schedule"}:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in {"EmbeddingCollection", "TableConfig"}:

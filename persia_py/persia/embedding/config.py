@@ -22,7 +22,7 @@ MAX_POISSON_MEAN = 500
 
 @dataclass(frozen=True)
 class Uniform:
-    """New weights are uniform in ``[low, high)``: ``low + (high - low) * u``."""
+    """Initial weights with a uniform distribution in ``[low, high)``: ``low + (high - low) * u``."""
 
     low: float
     high: float
@@ -37,7 +37,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Normal:
-    """New weights are normal: ``mean + std * n``, with ``n`` drawn by the method of Box and Muller (1958)."""
+    """Normally distributed initial weights: ``mean + std * n``, with ``n`` drawn by Box and Muller's method (1958)."""
 
     mean: float = 0.0
     std: float = 0.01
@@ -52,7 +52,7 @@ class Normal:
 
 @dataclass(frozen=True)
 class Zero:
-    """New weights are zero."""
+    """Initial weights of zero."""
 
     @property
     def _spec(self) -> InitializerSpec:
@@ -64,7 +64,7 @@ class Zero:
 
 @dataclass(frozen=True)
 class Gamma:
-    """New weights have the gamma distribution of mean ``shape * scale`` and variance ``shape * scale ** 2``.
+    """Initial weights with a gamma distribution of mean ``shape * scale`` and variance ``shape * scale ** 2``.
 
     They are drawn by the method of Marsaglia and Tsang (2000).
     """
@@ -82,7 +82,7 @@ class Gamma:
 
 @dataclass(frozen=True)
 class Poisson:
-    """New weights have the Poisson distribution of mean and variance ``lam``, which is at most 500.
+    """Initial weights with a Poisson distribution of mean and variance ``lam``, at most 500.
 
     They are drawn by multiplying uniform numbers (Knuth, The Art of Computer Programming 2, section 3.4.1).
     """
@@ -99,7 +99,7 @@ class Poisson:
 
 @dataclass(frozen=True)
 class InverseSqrtDim:
-    """New weights are uniform in ``[-b, b)`` with ``b = 1 / sqrt(dim)``; PersiaML's ``InverseEmbeddingSizeSqrt``.
+    """Initial weights, uniform in ``[-b, b)`` with ``b = 1 / sqrt(dim)``; PersiaML's ``InverseEmbeddingSizeSqrt``.
 
     The expected squared length of a row is 1/3 for any dimension.
     """
@@ -126,9 +126,9 @@ class EmbeddingConfig:
         admit_probability: The probability that an id without a row gets one at a push, in ``[0, 1]``.
             The draw is a hash of seed, id and step.
         weight_bound: Weights are clamped to ``±weight_bound`` after each update; 0 means no bound.
-        admit_min_count: An id gets a row at the push that is this number of its pushes, from 1. The count restarts
-            when the id loses its row. Counts are exact for twice as many ids as the capacity; with more ids, all counts
-            are halved, and ids at 0 are forgotten.
+        admit_min_count: The number of pushes of an id, from 1, at which the id gets a row. The count restarts when the
+            id loses its row. Counts are exact for twice as many ids as the capacity; with more ids, all counts are
+            halved, and ids at 0 are forgotten.
     """
 
     emb_initialization: tuple[float, float] | Initialization = (-0.01, 0.01)
@@ -137,7 +137,7 @@ class EmbeddingConfig:
     admit_min_count: int = 1
 
     def __post_init__(self) -> None:
-        """Check all fields; the error names every wrong one.
+        """Check all fields. The error names all invalid ones.
 
         Raises:
             ConfigError: A field is out of its range.
@@ -146,20 +146,20 @@ class EmbeddingConfig:
         if not isinstance(self._initialization(), Initialization):
             names = ", ".join(kind.__name__ for kind in get_args(Initialization))
             wrong.append(
-                f"emb_initialization={self.emb_initialization!r}: want a tuple (low, high), or one of {names} of "
+                f"emb_initialization={self.emb_initialization!r}: expected a tuple (low, high), or one of {names} of "
                 "persia.embedding"
             )
         elif not self._has_valid_parameters():
             wrong.append(
-                f"emb_initialization={self.emb_initialization}: want finite numbers, low <= high, std >= 0, shape > 0, "
-                f"scale >= 0, lam from 0 to {MAX_POISSON_MEAN}"
+                f"emb_initialization={self.emb_initialization}: expected finite numbers, low <= high, std >= 0, "
+                f"shape > 0, scale >= 0, lam from 0 to {MAX_POISSON_MEAN}"
             )
         if not 0 <= self.admit_probability <= 1:
-            wrong.append(f"admit_probability={self.admit_probability}: want 0 to 1")
+            wrong.append(f"admit_probability={self.admit_probability}: must be from 0 to 1")
         if not (math.isfinite(self.weight_bound) and self.weight_bound >= 0):
-            wrong.append(f"weight_bound={self.weight_bound}: want a finite number of at least 0")
+            wrong.append(f"weight_bound={self.weight_bound}: must be a finite number of at least 0")
         if not (isinstance(self.admit_min_count, int) and 1 <= self.admit_min_count <= MAX_MIN_COUNT):
-            wrong.append(f"admit_min_count={self.admit_min_count}: want a whole number from 1 to {MAX_MIN_COUNT}")
+            wrong.append(f"admit_min_count={self.admit_min_count}: must be an integer from 1 to {MAX_MIN_COUNT}")
         if wrong:
             raise ConfigError("EmbeddingConfig: " + "; ".join(wrong))
 
@@ -170,17 +170,17 @@ class EmbeddingConfig:
     def _has_valid_parameters(self) -> bool:
         try:
             return self._initialization()._is_valid()
-        except TypeError:  # not a number
+        except TypeError:  # not numeric
             return False
 
     @property
     def initializer(self) -> InitializerSpec:
-        """``emb_initialization`` in the form of the store."""
+        """``emb_initialization`` in the form that the store reads."""
         return self._initialization()._spec
 
 
 def get_default_embedding_config() -> EmbeddingConfig:
-    """Return the configuration of a context that gets none."""
+    """Return the configuration of a context to which none is passed."""
     return EmbeddingConfig()
 
 
@@ -190,9 +190,9 @@ class Configuration:
 
     Attributes:
         source: The name of the embedding configuration in messages.
-        digest: The digest of its text. All ranks of a run must have the same.
+        digest: The digest of its text, which must be equal on all ranks of a run.
         embedding: The slots.
-        general: The job's name and its limits.
+        general: The name and the limits of the job.
     """
 
     source: str
@@ -214,12 +214,12 @@ class Configuration:
 
     @classmethod
     def find(cls) -> Self:
-        """Read both files, which are found by the environment variables or in a folder ``config/``.
+        """Read both files. They are found through environment variables, or in the folder ``config/``.
 
         With ``PERSIA_CONFIG`` the slots are those of the features of that ``persia.yml``.
 
         Raises:
-            ConfigError: The embedding configuration is missing, or a file has mistakes.
+            ConfigError: The embedding configuration is missing, or a file has errors.
         """
         if (whole := persia_config()) is not None:
             text, source = read_config(whole)
@@ -237,7 +237,7 @@ class Configuration:
         """Parse the text of an embedding configuration, and read the global one if it exists.
 
         Raises:
-            ConfigError: A file has mistakes; the message lists all of them.
+            ConfigError: A file has errors; the message lists all of them.
         """
         return cls.of_slots(_config.parse_embedding_config(text, source), text, source)
 
@@ -247,11 +247,11 @@ class Configuration:
 
         Args:
             embedding: The slots.
-            text: Their text, for the digest.
+            text: The text of the slots, for the digest.
             source: The name of the text in messages.
 
         Raises:
-            ConfigError: The global configuration has mistakes.
+            ConfigError: The global configuration has errors.
         """
         path = find_config(GLOBAL_CONFIG, "global_config.yml")
         general = _config.parse_global_config(*read_config(path)) if path else _config.GlobalConfig()

@@ -1,4 +1,4 @@
-"""Features, labels and batches that a script makes."""
+"""Features, labels and batches that a script creates."""
 
 import os
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ IdArray: TypeAlias = "npt.NDArray[np.integer] | Sequence[int] | torch.Tensor"
 _logger = get_logger("data")
 
 MAX_BATCH_SIZE = 65535
-"""PersiaML's limit of the batch size. The name is kept for PersiaML's scripts; larger batches work too."""
+"""PersiaML's limit on the batch size. The name is kept for PersiaML's scripts; larger batches work too."""
 
 _EXACT = 2**24
-_rounded: set[str] = set()  # dense inputs and labels whose rounding was logged
+_rounded: set[str] = set()  # dense inputs and labels whose rounding has been logged
 
 _ND_ARRAY_SUPPORT_TYPE = {np.bool_, np.int8, np.int16, np.int32, np.int64, np.uint8, np.float32, np.float64}
 _DTYPES = sorted(map(np.dtype, _ND_ARRAY_SUPPORT_TYPE), key=lambda dtype: (dtype.kind, dtype.itemsize))
@@ -45,9 +45,10 @@ class IDTypeFeature:
             all.
 
     Raises:
-        FeatureTypeError: The ids of a sample are something else, or the weights are not float32; the message names the
+        FeatureTypeError: The ids of a sample have another type, or the weights are not float32; the message names the
             sample.
-        DataError: An id is negative, or the numbers of weights and ids differ; the message names the sample.
+        DataError: An id is negative, or a sample has different numbers of weights and ids; the message names the
+            sample.
     """
 
     def __init__(
@@ -79,13 +80,13 @@ class IDTypeFeature:
         Args:
             name: The name of the slot.
             values: All ids, sample after sample: a 1-d array of any integer dtype, or a list of ints.
-            offsets: Batch size + 1 whole numbers: sample ``i`` has ``values[offsets[i]:offsets[i + 1]]``.
+            offsets: Batch size + 1 integers: sample ``i`` has ``values[offsets[i]:offsets[i + 1]]``.
             weights: A 1-d float32 array with one finite number for each id; None means 1 for all.
 
         Raises:
             FeatureTypeError: An array has another dtype or shape.
-            DataError: An id is negative, the offsets do not ascend from 0 to ``len(values)``, or the numbers of weights
-                and ids differ.
+            DataError: An id is negative, the offsets do not ascend from 0 to ``len(values)``, or there are different
+                numbers of weights and ids.
         """
         feature = cls.__new__(cls)
         feature.name = _name(name)
@@ -94,10 +95,12 @@ class IDTypeFeature:
         feature.weights = None
         if weights is not None:
             if not isinstance(weights, np.ndarray) or weights.dtype != np.float32 or weights.ndim != 1:
-                raise FeatureTypeError(f"feature {name!r}, weights: want a 1-d float32 array, got {kind_of(weights)}")
+                raise FeatureTypeError(
+                    f"feature {name!r}, weights: expected a 1-d float32 array, found {kind_of(weights)}"
+                )
             if len(weights) != len(feature.values):
                 raise DataError(
-                    f"feature {name!r}: {len(weights)} weights for {len(feature.values)} ids; give one for each id"
+                    f"feature {name!r}: {len(weights)} weights for {len(feature.values)} ids; pass one for each id"
                 )
             feature.weights = np.ascontiguousarray(weights)
         return feature
@@ -122,7 +125,7 @@ class IDTypeFeatureWithSingleID:
             :mod:`persia.embedding.ids`.
 
     Raises:
-        FeatureTypeError: The data is something else.
+        FeatureTypeError: The data has another type.
         DataError: An id is negative; the message names the row.
     """
 
@@ -142,7 +145,7 @@ class IDTypeFeatureWithSingleID:
 
 
 class NdarrayDataBase:
-    """The base of dense inputs and labels: an array whose first dimension is the sample.
+    """The base class of dense inputs and labels: an array whose first dimension is the sample.
 
     Args:
         data: ``[batch, ...]`` of bool, int8, int16, int32, int64, uint8, float32 or float64.
@@ -159,8 +162,8 @@ class NdarrayDataBase:
         self.given_name = None if name is None else _name(name)
         if not isinstance(data, np.ndarray) or data.dtype not in _DTYPES or data.ndim == 0:
             raise FeatureTypeError(
-                f"{self.title}: want an array of at least one dimension and dtype {', '.join(d.name for d in _DTYPES)} "
-                f"(this machine's byte order); got {kind_of(data)}"
+                f"{self.title}: expected an array of at least one dimension and dtype "
+                f"{', '.join(d.name for d in _DTYPES)} (this machine's byte order); found {kind_of(data)}"
             )
         self.data = np.ascontiguousarray(data)
 
@@ -171,7 +174,7 @@ class NdarrayDataBase:
 
     @property
     def name(self) -> str:
-        """The name, else the default one of the class."""
+        """The name, or the default name of the class."""
         return self.given_name or self.DEFAULT_NAME
 
     @property
@@ -203,7 +206,7 @@ class Label(NdarrayDataBase):
     Args:
         data: ``[batch, ...]`` of the dtypes of :class:`NonIDTypeFeature`.
         name: A name for messages.
-        binary: Refuse values other than 0 and 1.
+        binary: Whether to refuse values other than 0 and 1.
 
     Raises:
         FeatureTypeError: The data has another dtype, or is not an array.
@@ -229,26 +232,25 @@ IDFeature = IDTypeFeature | IDTypeFeatureWithSingleID
 
 
 class PersiaBatch:
-    """One batch: ids, dense inputs and labels. Its ids are deduplicated when it is made.
+    """A batch of ids, dense inputs and labels. The ids are deduplicated on construction.
 
-    Dense inputs and labels of float64 become float32, rounded to nearest. A number beyond the largest float32 is
-    refused. If a whole number beyond 2^24 changes, such as a time in seconds, a warning names it.
+    Dense inputs and labels of float64 are rounded to the nearest float32. A value beyond the largest float32 is
+    refused. If an integer beyond 2^24 changes, such as a time in seconds, a warning names it.
 
     Args:
         id_type_features: The ids of at least one slot.
         non_id_type_features: The dense inputs.
         labels: The labels; required with ``requires_grad``.
-        batch_size: The number of samples that every part must have; None means that of the first feature.
+        batch_size: The number of samples that every part must have; None takes it from the first feature.
         requires_grad: Whether the batch is for training.
         meta: Bytes that are sent with the batch.
 
     Raises:
-        MissingLabelError: ``requires_grad`` is set, and there is no label.
+        MissingLabelError: ``requires_grad`` is set, and the batch has no label.
         FeatureTypeError: A feature has another class, or is not in a list.
-        BatchSizeError: There is no sample, or parts differ in size; the message names all parts.
-        DataError: Two features have one name, a weight or a dense input has NaN or infinity, or a number that float32
-            cannot hold (of a dense input, the message names row and column), or there are more ids than a batch may
-            hold.
+        BatchSizeError: The batch has no sample, or parts differ in size; the message names all parts.
+        DataError: Two features have the same name; a weight or a dense input has NaN, infinity or a value beyond
+            float32 (for a dense input, the message names row and column); or the batch has too many ids.
     """
 
     def __init__(
@@ -269,7 +271,7 @@ class PersiaBatch:
             raise BatchSizeError("PersiaBatch: id_type_features is empty; a batch has at least one id feature")
         if requires_grad and not targets:
             raise MissingLabelError(
-                "PersiaBatch(requires_grad=True) without labels; for evaluation, give requires_grad=False"
+                "PersiaBatch(requires_grad=True) without labels; for evaluation, pass requires_grad=False"
             )
         sizes = [(feature.name, feature.batch_size) for feature in id_type_features]
         sizes += [(part.title, part.batch_size) for part in (*dense, *targets)]
@@ -277,7 +279,7 @@ class PersiaBatch:
         if expected <= 0 or any(size != expected for _, size in sizes):
             listed = ", ".join(f"{name}: {size}" for name, size in sizes)
             raise BatchSizeError(
-                f"PersiaBatch: want the same number of samples ({expected}) in all parts, got {listed}"
+                f"PersiaBatch: expected the same number of samples ({expected}) in all parts, found {listed}"
             )
         builder = _core.BatchBuilder(expected, requires_grad, meta)
         for feature in id_type_features:
@@ -314,7 +316,7 @@ class PersiaBatch:
 
 
 def split_mask(raw: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
-    """Split the tensor that the model gets for a raw slot.
+    """Split the tensor of a raw slot into rows and mask.
 
     Args:
         raw: ``[batch, sample_fixed_size, dim + 1]``.
@@ -327,7 +329,7 @@ def split_mask(raw: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
 
 
 def with_mask(rows: "torch.Tensor", mask: "torch.Tensor") -> "torch.Tensor":
-    """Return the tensor that the model gets for a raw slot: the rows, with their mask as the last column.
+    """Return the tensor of a raw slot: the rows, with their mask as the last column.
 
     Args:
         rows: ``[batch, sample_fixed_size, dim]``.
@@ -340,12 +342,12 @@ def with_mask(rows: "torch.Tensor", mask: "torch.Tensor") -> "torch.Tensor":
 
 def _name(name: str) -> str:
     if not isinstance(name, str) or not name or not name.isascii() or len(name) > 128:
-        raise DataError(f"feature name {name!r}: want 1 to 128 ASCII characters")
+        raise DataError(f"feature name {name!r}: must be from 1 to 128 ASCII characters")
     return name
 
 
 def _narrowed(item: NdarrayDataBase) -> npt.NDArray[Any]:
-    """Return the data, with float64 converted to float32."""
+    """Return the data, converting float64 to float32."""
     if item.data.dtype != np.float64:
         return item.data
     with np.errstate(over="ignore"):
@@ -362,7 +364,7 @@ def _narrowed(item: NdarrayDataBase) -> npt.NDArray[Any]:
             _rounded.add(item.title)
             place = tuple(changed[0])
             _logger.warning(
-                "%s, %s: %.0f becomes %.0f as float32, which holds whole numbers up to 2^24 exactly. Scale the column "
+                "%s, %s: %.0f becomes %.0f as float32, which holds integers up to 2^24 exactly. Scale the column "
                 "before a batch is made: (data - data.mean()) / data.std(), or hours instead of seconds",
                 item.title,
                 _place(changed[0]),
@@ -380,7 +382,7 @@ def _check_weights(name: str, weights: Sequence[object]) -> None:
     for sample, array in enumerate(weights):
         if not isinstance(array, np.ndarray) or array.dtype != np.float32 or array.ndim != 1:
             raise FeatureTypeError(
-                f"feature {name!r}, weights of sample {sample}: want a 1-d float32 array, got {kind_of(array)}"
+                f"feature {name!r}, weights of sample {sample}: expected a 1-d float32 array, found {kind_of(array)}"
             )
 
 
@@ -388,13 +390,15 @@ def _first_difference(weights: list[int], ids: list[int]) -> str:
     if len(weights) != len(ids):
         return f"weights for {len(weights)} samples, ids for {len(ids)}"
     sample = next(index for index, (one, other) in enumerate(zip(weights, ids, strict=True)) if one != other)
-    return f"sample {sample} has {weights[sample]} weights for {ids[sample]} ids; give one for each id"
+    return f"sample {sample} has {weights[sample]} weights for {ids[sample]} ids; pass one for each id"
 
 
 def _check_classes(argument: str, items: object, allowed: tuple[type, ...]) -> None:
     wanted = " or ".join(cls.__name__ for cls in allowed)
     if isinstance(items, allowed) or not isinstance(items, Sequence) or isinstance(items, str | os.PathLike):
-        raise FeatureTypeError(f"PersiaBatch({argument}=...): want a list of {wanted}, got {type(items).__name__}")
+        raise FeatureTypeError(
+            f"PersiaBatch({argument}=...): expected a list of {wanted}, found {type(items).__name__}"
+        )
     for index, item in enumerate(items):
         if not isinstance(item, allowed):
-            raise FeatureTypeError(f"PersiaBatch({argument}[{index}]): want {wanted}, got {kind_of(item)}")
+            raise FeatureTypeError(f"PersiaBatch({argument}[{index}]): expected {wanted}, found {kind_of(item)}")

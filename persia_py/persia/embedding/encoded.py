@@ -1,4 +1,7 @@
-"""Ids in an encoded batch, to name them in an error. The layout is that of ``rust_core/engine/src/batch/codec.rs``."""
+"""Reads ids from an encoded batch, to name them in an error.
+
+The layout is that of ``rust_core/engine/src/batch/codec.rs``.
+"""
 
 import struct
 
@@ -10,12 +13,12 @@ _LISTS, _WEIGHTED = 1, 2
 
 
 def sample_ids(encoded: bytes, slot: str, sample: int) -> list[int]:
-    """Return the ids of one sample of a slot, in their order; empty if the batch has no such slot.
+    """Return the ids of one sample of a slot, in order; empty if the batch has no such slot.
 
     Args:
         encoded: The result of :meth:`persia.embedding.data.PersiaBatch.to_bytes`.
         slot: The name of the slot.
-        sample: The number of the sample, from 0.
+        sample: The index of the sample, from 0.
     """
     magic, _, _, samples, features, _, _, meta = _HEAD.unpack_from(encoded)
     if magic != b"PBAT":

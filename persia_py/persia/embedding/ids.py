@@ -1,8 +1,8 @@
-"""The conversion of ids for the engine: one rule for batches and for :class:`persia.nn.EmbeddingCollection`.
+"""Converts ids for the engine, in the same way for batches and for :class:`persia.nn.EmbeddingCollection`.
 
-An id is a whole number from 0 to 2^64 - 1. Arrays and tensors of any integer dtype and lists of ints are converted to
-uint64; an empty array may have any dtype. A negative number is refused, because a filler, such as the -1 of a missing
-category, would get a row. Hashes of 64 bits in an int64 array are ids after ``.view(np.uint64)``.
+An id is an integer from 0 to 2^64 - 1. Arrays and tensors of any integer dtype and lists of ints are converted to
+uint64; an empty array may have any dtype. Negative values are refused, because a placeholder, such as -1 for a missing
+category, would get a row. Convert 64-bit hashes in an int64 array with ``.view(np.uint64)``.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ Ids = npt.NDArray[np.uint64]
 Offsets = npt.NDArray[np.int64]
 
 _FIRST_NEGATIVE = np.uint64(2**63)
-"""The smallest number that a negative int64 becomes when it is read as unsigned."""
+"""The smallest value that a negative int64 becomes when it is read as unsigned."""
 
 
 def as_ids(feature: str, value: object, *, what: str = "ids") -> Ids:
@@ -24,11 +24,11 @@ def as_ids(feature: str, value: object, *, what: str = "ids") -> Ids:
 
     Args:
         feature: The name of the feature, for messages.
-        value: A 1-d array, tensor or list of whole numbers.
-        what: The place in the feature, for messages.
+        value: A 1-d array, tensor or list of integers.
+        what: The location in the feature, for messages.
 
     Raises:
-        FeatureTypeError: The value is something else.
+        FeatureTypeError: The value has another type.
         DataError: An id is negative, or larger than 2^64 - 1.
     """
     values, signed = _unsigned(feature, value, what)
@@ -43,14 +43,16 @@ def as_bags(feature: str, samples: Sequence[object]) -> tuple[Ids, Offsets]:
 
     Args:
         feature: The name of the feature, for messages.
-        samples: The ids of each sample, as :func:`as_ids` takes them.
+        samples: The ids of each sample, in a form that :func:`as_ids` accepts.
 
     Raises:
-        FeatureTypeError: The ids of a sample are something else.
+        FeatureTypeError: The ids of a sample have another type.
         DataError: An id is negative, or larger than 2^64 - 1; the message names the sample.
     """
     if not hasattr(samples, "__len__") or isinstance(samples, str | bytes):
-        raise FeatureTypeError(f"feature {feature!r}: want a list with the ids of each sample, got {kind_of(samples)}")
+        raise FeatureTypeError(
+            f"feature {feature!r}: expected a list with the ids of each sample, found {kind_of(samples)}"
+        )
     parts = [_unsigned(feature, ids, f"sample {sample}") for sample, ids in enumerate(samples)]
     offsets = np.zeros(len(parts) + 1, np.int64)
     np.cumsum([len(ids) for ids, _ in parts], out=offsets[1:])
@@ -68,18 +70,18 @@ def as_offsets(feature: str, value: object, ids: int, hint: str = "") -> Offsets
 
     Args:
         feature: The name of the feature, for messages.
-        value: A 1-d array, tensor or list of batch size + 1 whole numbers.
+        value: A 1-d array, tensor or list of batch size + 1 integers.
         ids: The number of ids.
         hint: The end of the message about wrong offsets.
 
     Raises:
-        FeatureTypeError: The value is something else.
-        DataError: The numbers do not ascend from 0 to ``ids``.
+        FeatureTypeError: The value has another type.
+        DataError: The offsets do not ascend from 0 to ``ids``.
     """
     offsets = _integers(feature, value, "offsets").astype(np.int64, copy=False)
     if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != ids or (np.diff(offsets) < 0).any():
         raise DataError(
-            f"feature {feature!r}: want batch + 1 offsets that ascend from 0 to the number of ids ({ids}){hint}"
+            f"feature {feature!r}: expected batch + 1 offsets that ascend from 0 to the number of ids ({ids}){hint}"
         )
     return np.ascontiguousarray(offsets)
 
@@ -93,7 +95,7 @@ def kind_of(value: object) -> str:
 
 
 def _unsigned(feature: str, value: object, what: str) -> tuple[Ids, bool]:
-    """Return the ids, and whether they may have been negative numbers, which are read as unsigned here."""
+    """Return the ids, and whether they may contain negative values, which appear as large unsigned values."""
     if isinstance(value, np.ndarray) and value.dtype == np.uint64 and value.ndim == 1:
         return np.ascontiguousarray(value), False
     integers = _integers(feature, value, what)
@@ -104,11 +106,11 @@ def _integers(feature: str, value: object, what: str) -> npt.NDArray[np.integer]
     try:
         array = _array(value)
     except OverflowError as error:
-        raise DataError(f"feature {feature!r}, {what}: want whole numbers from 0 to 2^64 - 1, got {value}") from error
+        raise DataError(f"feature {feature!r}, {what}: expected integers from 0 to 2^64 - 1, found {value}") from error
     if array is None or array.ndim != 1 or not (array.dtype.kind in "iu" or array.size == 0):
         raise FeatureTypeError(
-            f"feature {feature!r}, {what}: want a 1-d array or list of whole numbers, such as uint64 or int64; "
-            f"got {kind_of(value)}{_TEXT if isinstance(value, str | bytes) or _is_text(array) else ''}"
+            f"feature {feature!r}, {what}: expected a 1-d array or list of integers, such as uint64 or int64; "
+            f"found {kind_of(value)}{_TEXT if isinstance(value, str | bytes) or _is_text(array) else ''}"
         )
     integers: npt.NDArray[np.integer] = array if array.dtype.kind in "iu" else array.astype(np.uint64)  # type: ignore[assignment]
     return integers
@@ -128,12 +130,12 @@ def _is_text(array: npt.NDArray[np.generic] | None) -> bool:
 
 
 def _array(value: object) -> npt.NDArray[np.generic] | None:
-    """Return arrays, tensors of torch, columns of pandas and lists as an array; None for anything else."""
+    """Return numpy arrays, torch tensors, pandas columns and lists as an array; None for anything else."""
     if isinstance(value, np.ndarray):
         return value
     if isinstance(value, list | tuple):
         return _of_list(value)
-    if hasattr(value, "detach"):  # a tensor of torch, which this module does not import
+    if hasattr(value, "detach"):  # a torch tensor; this module does not import torch
         value = value.detach().cpu()
     return np.asarray(value) if hasattr(value, "__array__") else None
 
@@ -144,9 +146,9 @@ def _of_list(value: list[object] | tuple[object, ...]) -> npt.NDArray[np.generic
     if not all(isinstance(each, int | np.integer) and not isinstance(each, bool) for each in value):
         try:
             return np.asarray(value)
-        except ValueError:  # lists of different lengths
+        except ValueError:  # the lists have different lengths
             return None
-    try:  # for a mix of large and small numbers numpy chooses float64, which rounds them
+    try:  # for a mix of large and small integers numpy chooses float64, which rounds them
         return np.array(value, np.int64)
     except OverflowError:
         return np.array(value, np.uint64)
@@ -154,7 +156,7 @@ def _of_list(value: list[object] | tuple[object, ...]) -> npt.NDArray[np.generic
 
 def _negative(feature: str, place: str, unsigned: np.uint64) -> DataError:
     return DataError(
-        f"feature {feature!r}, {place}: {int(unsigned) - 2**64} is negative; an id is a whole number from 0 to "
-        "2^64 - 1. Leave out padding; give missing values a separate id; give hashes of 64 bits as "
+        f"feature {feature!r}, {place}: {int(unsigned) - 2**64} is negative; an id is an integer from 0 to "
+        "2^64 - 1. Leave out padding; use a separate id for missing values; pass hashes of 64 bits as "
         "array.view(np.uint64)"
     )

@@ -1,4 +1,4 @@
-"""The order in which a model gets the parts of a batch: by name, as in the first batch that it was trained on."""
+"""The order in which a model receives the parts of a batch: by name, as in its first training batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from typing import Any, Protocol, TypeVar
 from persia.runtime.errors import CheckpointError, DataError
 
 FILE = "inputs.state"
-"""The file of a checkpoint that holds the names; no state dict of the user's has such a name."""
+"""The file of a checkpoint that holds the names. No state dict of a user has such a name."""
 
 _METADATA = "persia.inputs"
 
 Names = tuple[str | None, ...]
-"""Names of dense inputs or labels; None where one has no name."""
+"""Names of dense inputs or labels; None for one without a name."""
 Part = TypeVar("Part")
 
 
@@ -21,25 +21,25 @@ class NamedBatch(Protocol):
 
     @property
     def slots(self) -> list[str]:
-        """Names of the id features, in the batch's order."""
+        """The names of the id features, in the order of the batch."""
 
     @property
     def dense_names(self) -> list[str | None]:
-        """Names of the dense inputs."""
+        """The names of the dense inputs."""
 
     @property
     def label_names(self) -> list[str | None]:
-        """Names of the labels."""
+        """The names of the labels."""
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The positions of inputs in a batch: for each input of the model, an index into the batch's; None means unchanged.
+    """The positions of inputs in a batch: for each input of the model, its index in the batch; None means unchanged.
 
     Attributes:
-        id_features: Those of the id features.
-        dense: Those of the dense inputs.
-        labels: Those of the labels.
+        id_features: The names of the id features.
+        dense: The names of the dense inputs.
+        labels: The names of the labels.
         unchecked: Parts that were taken by position, because only the batch or only the model's inputs have names.
     """
 
@@ -51,12 +51,12 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class InputNames:
-    """The names of the inputs of a model, in its order.
+    """The names of a model's inputs, in the order of the model.
 
     Attributes:
-        id_features: Those of the id features.
-        dense: Those of the dense inputs; None if they are not known.
-        labels: Those of the labels; None if they are not known.
+        id_features: The names of the id features.
+        dense: The names of the dense inputs; None if they are unknown.
+        labels: The names of the labels; None if they are unknown.
     """
 
     id_features: tuple[str, ...]
@@ -65,21 +65,21 @@ class InputNames:
 
     @classmethod
     def of(cls, batch: NamedBatch) -> "InputNames":
-        """Return the names of a batch, in its order."""
+        """Return the names of the parts of a batch, in its order."""
         return cls(tuple(batch.slots), tuple(batch.dense_names), tuple(batch.label_names) or None)
 
     @classmethod
     def from_state(cls, state: Any) -> "InputNames":
-        """Return the names from the result of :meth:`state`.
+        """Restore the names from a result of :meth:`state`.
 
         Raises:
-            CheckpointError: It is something else.
+            CheckpointError: The state does not hold names of inputs.
         """
         try:
             dense, labels = (None if state[key] is None else tuple(state[key]) for key in ("dense", "labels"))
             return cls(tuple(map(str, state["id_features"])), dense, labels)
         except (KeyError, TypeError) as error:
-            raise CheckpointError(f"{FILE}: want the names of a model's inputs, got {state!r}") from error
+            raise CheckpointError(f"{FILE}: expected the names of a model's inputs, found {state!r}") from error
 
     def state(self) -> dict[str, list[str | None] | None]:
         """Return the names as plain lists, for a checkpoint."""
@@ -94,11 +94,11 @@ class InputNames:
 
         Args:
             batch: The batch.
-            whole: Refuse a batch with other inputs. Otherwise those that it has are in the model's order, and others
-                follow.
+            whole: Whether to refuse a batch with other inputs. Otherwise the inputs of the model come first, in the
+                model's order, and other inputs follow.
 
         Raises:
-            DataError: The batch has other parts; the message has both lists of each kind that differs.
+            DataError: The batch has other parts; for each kind that differs, the message has both lists.
         """
         given = InputNames(tuple(batch.slots), tuple(batch.dense_names), tuple(batch.label_names))
         dense = given.dense if self.dense is None else self.dense
@@ -123,9 +123,9 @@ class InputNames:
         ]
         if wrong:
             raise DataError(
-                f"the batch has other inputs than the model was trained on: {'; '.join(wrong)}. Every batch needs the "
-                "same ones: parts that have names in any order, others in the same places. A feature without ids in a "
-                "batch has an empty array for each sample"
+                f"the inputs of the batch differ from those that the model was trained on: {'; '.join(wrong)}. Every "
+                "batch needs the same inputs: named inputs in any order, unnamed ones at the same positions. A feature "
+                "without ids in a batch has an empty array for each sample"
             )
         unchecked = [
             kind
@@ -139,7 +139,7 @@ class InputNames:
 def _places(model_gets: Names, batch_has: Names, *, more: bool) -> list[int] | None:
     """Return the position of each input in the batch; None if it cannot be determined.
 
-    ``more``: the batch may have more parts, which follow; where there are no names it may have fewer.
+    With ``more`` the batch may have additional parts, which follow; without names it may also have fewer.
     """
     same = [*range(len(batch_has))]
     if all(model_gets) and all(batch_has):
@@ -157,7 +157,7 @@ def _places(model_gets: Names, batch_has: Names, *, more: bool) -> list[int] | N
 
 
 def _known_first(model_gets: Names, batch_has: Names) -> list[int]:
-    """Return the order of a batch's parts in which those of the model come first, in its order."""
+    """Return the order of a batch's parts in which those of the model come first, in the model's order."""
     known = {name: place for place, name in enumerate(model_gets) if name is not None}
     return sorted(range(len(batch_has)), key=lambda place: known.get(batch_has[place] or "", len(model_gets)))
 
@@ -172,7 +172,7 @@ def arranged(parts: list[Part], places: list[int] | None) -> list[Part]:
 
 
 def annotate(state: dict[str, Any], names: InputNames | None) -> dict[str, Any]:
-    """Add the names to the metadata of a module's state dict, which torch saves with it; return the state dict."""
+    """Add the names to the metadata of a module's state dict, which torch saves too; return the state dict."""
     metadata = getattr(state, "_metadata", None)
     if names is not None and metadata is not None:
         metadata[_METADATA] = names.state()
@@ -180,6 +180,6 @@ def annotate(state: dict[str, Any], names: InputNames | None) -> dict[str, Any]:
 
 
 def annotated(state: dict[str, Any]) -> InputNames | None:
-    """Return the names in a state dict's metadata, if there are any."""
+    """Return the names in the metadata of a state dict; None if it has none."""
     metadata = getattr(state, "_metadata", None) or {}
     return InputNames.from_state(metadata[_METADATA]) if _METADATA in metadata else None

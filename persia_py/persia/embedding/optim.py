@@ -17,11 +17,11 @@ from persia_core import optim as _core
 
 
 class Optimizer:
-    """The base of all embedding optimizers.
+    """The base class of embedding optimizers.
 
     Attributes:
         lr: The current learning rate, before the schedule.
-        spec: The formula and its parameters in the form of the store.
+        spec: The formula and its parameters, in the form that the store reads.
     """
 
     def __init__(self, spec: _core.OptimizerSpec, lr: float) -> None:
@@ -32,7 +32,7 @@ class Optimizer:
 
     @property
     def fingerprint(self) -> str:
-        """The schedule as text, which ranks compare."""
+        """The schedule as text, which the ranks compare."""
         if self._schedule is None:
             return "none"
         shown = is_dataclass(self._schedule)
@@ -43,23 +43,24 @@ class Optimizer:
 
         Args:
             schedule: A :class:`persia.embedding.schedule.LRSchedule`, or any function of the global step (from 1) that
-                returns a finite number of at least 0. It must depend on the step only: checkpoints do not keep it.
+                returns a finite number of at least 0. It must depend only on the step, because checkpoints do not save
+                it.
 
         Raises:
-            ConfigError: It is not callable.
+            ConfigError: The schedule is not callable.
         """
         if not callable(schedule):
-            raise ConfigError(f"scheduled({schedule!r}): want a function of the step, for example an LRSchedule")
+            raise ConfigError(f"scheduled({schedule!r}): expected a function of the step, for example an LRSchedule")
         self._schedule = schedule
         return self
 
     def update_lr(self, lr: float) -> None:
-        """Use ``lr`` from the next push on. A schedule multiplies it, and checkpoints keep it.
+        """Use ``lr`` from the next push on. The schedule multiplies it; checkpoints save it.
 
         To follow a torch scheduler of the dense optimizer, call ``update_lr(scheduler.get_last_lr()[0])`` in each step.
 
         Raises:
-            ConfigError: ``lr`` is not finite or is negative, or the optimizer was made with ``lr=0``.
+            ConfigError: ``lr`` is not finite or is negative, or the optimizer was created with ``lr=0``.
         """
         self.check_lr(lr)
         self.lr = lr
@@ -72,13 +73,15 @@ class Optimizer:
         """
         _check({"lr": lr}, at_least_zero=("lr",))
         if self._base_lr == 0 and lr != 0:
-            raise ConfigError("update_lr: the optimizer was made with lr=0, which no factor can raise; start above 0")
+            raise ConfigError(
+                "update_lr: the optimizer was created with lr=0, which no factor can change; create it with lr above 0"
+            )
 
     def apply(self) -> None:
         """Make this the optimizer of the current context. ``TrainCtx`` calls it on entry.
 
         Raises:
-            UsageError: There is no context.
+            UsageError: No context is entered.
         """
         context = contexts.current()
         if context is None or context.common_context is None:
@@ -96,7 +99,9 @@ class Optimizer:
             return factor
         scheduled = self._schedule(step)
         if not (math.isfinite(scheduled) and scheduled >= 0):
-            raise ConfigError(f"learning-rate schedule: {scheduled} at step {step}; want a finite number of at least 0")
+            raise ConfigError(
+                f"learning-rate schedule: {scheduled} at step {step}; expected a finite number of at least 0"
+            )
         return factor * scheduled
 
 
@@ -104,11 +109,11 @@ def _check(values: dict[str, float], at_least_zero: tuple[str, ...], below_one: 
     wrong = []
     for name, value in values.items():
         if not math.isfinite(value):
-            wrong.append(f"{name}={value}: want a finite number")
+            wrong.append(f"{name}={value}: must be a finite number")
         elif name in at_least_zero and value < 0:
-            wrong.append(f"{name}={value}: want at least 0")
+            wrong.append(f"{name}={value}: must be at least 0")
         elif name in below_one and not 0 <= value < 1:
-            wrong.append(f"{name}={value}: want at least 0 and below 1")
+            wrong.append(f"{name}={value}: must be at least 0 and below 1")
     if wrong:
         raise ConfigError("embedding optimizer: " + "; ".join(wrong))
 
@@ -117,8 +122,8 @@ class SGD(Optimizer):
     """``w -= lr * (g + wd * w)``; with momentum ``v = momentum * v + g; w -= lr * (v + wd * w)``.
 
     Attributes:
-        momentum: As given.
-        weight_decay: As given.
+        momentum: The momentum.
+        weight_decay: The weight decay ``wd``.
     """
 
     def __init__(self, lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
@@ -138,9 +143,9 @@ class Adam(Optimizer):
     and ``b = 1 / (1 - beta2 ** t)``: ``w -= a * m / (sqrt(v * b) + eps)``. ``g`` includes ``weight_decay * w``.
 
     Attributes:
-        betas: As given.
-        weight_decay: As given.
-        eps: As given.
+        betas: The decay rates ``beta1`` and ``beta2``.
+        weight_decay: The weight decay.
+        eps: The value added to the root.
     """
 
     def __init__(
@@ -162,15 +167,15 @@ class Adam(Optimizer):
 class Adagrad(Optimizer):
     """``w -= lr * g / sqrt(s + eps)`` with the old ``s``, then ``s = s * g_square_momentum + g * g``.
 
-    ``s`` starts at ``initial_accumulator_value``. With ``vectorwise_shared`` a row has one ``s``, which grows by the
-    mean of ``g * g``: less memory, and faster.
+    ``s`` starts at ``initial_accumulator_value``. With ``vectorwise_shared`` a row has a single ``s``, which grows by
+    the mean of ``g * g``. This uses less memory and is faster.
 
     Attributes:
-        initial_accumulator_value: As given.
-        weight_decay: As given.
-        g_square_momentum: As given.
-        eps: As given.
-        vectorwise_shared: As given.
+        initial_accumulator_value: The initial ``s``.
+        weight_decay: The weight decay.
+        g_square_momentum: The factor of ``s`` before each addition.
+        eps: The value added to ``s`` before the root.
+        vectorwise_shared: Whether a row has a single ``s``.
     """
 
     def __init__(

@@ -14,11 +14,11 @@ from persia.runtime.errors import ConfigError
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """Linear warm-up, then a constant, linear or cosine course.
+    """Linear warm-up, followed by a constant, linear or cosine course.
 
     The learning rate of step ``t`` is multiplied by ``warm-up * course``, where
 
-    * ``warm-up = min(t / warmup_steps, 1)``, and 1 without warm-up steps (Goyal and others 2017, section 2.2)
+    * ``warm-up = min(t / warmup_steps, 1)``, and 1 without warm-up steps (Goyal et al. 2017, section 2.2)
     * ``course`` is a function of ``p = (t - warmup_steps) / (total_steps - warmup_steps)``, clamped to ``[0, 1]``:
       1 if constant, ``1 - (1 - end) * p`` if linear, ``end + (1 - end) * (1 + cos(pi * p)) / 2`` if cosine
       (Loshchilov and Hutter 2017, equation 5)
@@ -28,9 +28,9 @@ class LRSchedule:
 
     Attributes:
         course: ``constant``, ``linear`` or ``cosine``.
-        warmup_steps: The number of steps of the warm-up.
-        total_steps: The step at which the course reaches ``end``, where it stays; None for a constant course.
-        end: The last value of the course, in ``[0, 1]``; 0 for a constant course, which does not use it.
+        warmup_steps: The number of warm-up steps.
+        total_steps: The step from which the course has the value ``end``; None for a constant course.
+        end: The final value of the course, in ``[0, 1]``; a constant course does not use it and requires 0.
     """
 
     course: Literal["constant", "linear", "cosine"] = "constant"
@@ -39,17 +39,17 @@ class LRSchedule:
     end: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check all fields; the error names every wrong one.
+        """Check all fields. The error names all invalid ones.
 
         Raises:
             ConfigError: A field is out of its range.
         """
         wrong = []
         if self.course not in {"constant", "linear", "cosine"}:
-            wrong.append(f"course={self.course!r}: want constant, linear or cosine")
+            wrong.append(f"course={self.course!r}: expected constant, linear or cosine")
         warms_up = _is_a(Integral, self.warmup_steps) and self.warmup_steps >= 0
         if not warms_up:
-            wrong.append(f"warmup_steps={self.warmup_steps!r}: want a whole number of at least 0")
+            wrong.append(f"warmup_steps={self.warmup_steps!r}: must be an integer of at least 0")
         if self.course == "constant":
             if self.total_steps is not None:
                 wrong.append(f"total_steps={self.total_steps}: a constant course has no end")
@@ -59,16 +59,16 @@ class LRSchedule:
             total = self.total_steps
             if total is None or not _is_a(Integral, total) or (warms_up and total <= self.warmup_steps):
                 wrong.append(
-                    f"total_steps={self.total_steps!r}: want a whole number, more than warmup_steps "
+                    f"total_steps={self.total_steps!r}: must be an integer, more than warmup_steps "
                     f"({self.warmup_steps})"
                 )
             if not (_is_a(Real, self.end) and 0 <= self.end <= 1):
-                wrong.append(f"end={self.end!r}: want 0 to 1")
+                wrong.append(f"end={self.end!r}: must be from 0 to 1")
         if wrong:
             raise ConfigError("LRSchedule: " + "; ".join(wrong))
 
     def __call__(self, step: int) -> float:
-        """Return the factor of the learning rate at ``step``."""
+        """Return the factor by which the learning rate is multiplied at ``step``."""
         warmup = min(step / self.warmup_steps, 1.0) if self.warmup_steps else 1.0
         if self.total_steps is None:
             return warmup
@@ -79,5 +79,5 @@ class LRSchedule:
 
 
 def _is_a(kind: type, value: object) -> bool:
-    """Return whether ``value``, which may be of any type, is such a number; NumPy numbers count too."""
+    """Return whether ``value`` has the numeric type ``kind``. NumPy scalars are accepted."""
     return isinstance(value, kind)

@@ -9,8 +9,8 @@ serving, from Arrow tables and from JSON records::
     served = transform('[{"user": "u1"}]', strict=False, labels=False)
 
 * :class:`Features`: the declarations of the file; ``embedding_config()`` has its slots and tables
-* :class:`Fitter`: one pass over the training data, for data that is not one stream; it can be merged
-* :class:`Transform`: features with their fitted values; ``digest`` is equal where ids, floats and labels are
+* :class:`Fitter`: one pass over the training data, for data that is not a single stream; fitters can be merged
+* :class:`Transform`: features with their fitted values; transforms with the same ``digest`` give the same results
 * :class:`Samples`: ids, floats and labels of rows, and a :class:`Report` of their unusual values
 
 The types of features and their rules are in ``docs/transforms.md``.
@@ -45,11 +45,11 @@ _logger = get_logger("features")
 def read_features(path: Path | str) -> Features:
     """Read the features and labels of a ``persia.yml``.
 
-    The slots of a context come from ``PERSIA_CONFIG``, which is this file, or from an ``embedding_config.yml``. If it
-    is the latter, a warning lists the differences between its slots and the features.
+    The slots of a context come from ``PERSIA_CONFIG``, which names this file, or from an ``embedding_config.yml``. In
+    the latter case, a warning lists the differences between its slots and the features.
 
     Raises:
-        ConfigError: The file cannot be read, or has mistakes; the message and ``findings`` have all of them.
+        ConfigError: The file cannot be read, or has errors; the message and ``findings`` list all of them.
     """
     given = read_config(Path(path))
     features = Features.parse(*given)
@@ -68,7 +68,7 @@ def _warn_of_other_slots(given: tuple[str, str]) -> None:
             return
         parse_embedding_config(*slots)
     except ConfigError:
-        return  # the context that needs the file raises it
+        return  # the context that needs the file raises this error
     if found := differences(given, slots):
         lines = "".join(f"\n  {each}" for each in found)
         _logger.warning(
@@ -77,16 +77,16 @@ def _warn_of_other_slots(given: tuple[str, str]) -> None:
 
 
 def to_batch(samples: Samples, *, requires_grad: bool = True, meta: bytes | None = None) -> PersiaBatch:
-    """Return the batch of these rows: its slots, one dense input ``[rows, columns]``, and a label ``[rows, 1]`` each.
+    """Return a batch of these rows: its slots, one dense input ``[rows, columns]``, and labels ``[rows, 1]``.
 
     Args:
-        samples: At least one row.
+        samples: The transformed rows, at least one.
         requires_grad: Whether the batch is for training, which needs labels.
         meta: Bytes that are sent with the batch.
 
     Raises:
         MissingLabelError: ``requires_grad`` is set, and the rows were transformed without labels.
-        BatchSizeError: There is no row.
+        BatchSizeError: There are no rows.
         DataError: There are more ids than a batch may hold.
     """
     return PersiaBatch.wrap(samples.batch(requires_grad, meta))

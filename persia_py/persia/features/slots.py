@@ -1,4 +1,4 @@
-"""Comparison of the slots of a ``persia.yml`` with those of an ``embedding_config.yml``."""
+"""Compares the slots of a ``persia.yml`` with those of an ``embedding_config.yml``."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ _DEFAULTS: dict[str, Any] = {
     "ttl": None,
 }
 _PLACES = 10
-"""``sample_fixed_size`` where ``embedding_config.yml`` does not give it."""
+"""The value of ``sample_fixed_size`` if ``embedding_config.yml`` does not set it."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class _Slot:
 
 
 def differences(persia: tuple[str, str], embedding: tuple[str, str]) -> list[str]:
-    """Return the differences between the slots of two valid files; empty if batches have the same meaning for both.
+    """Return the differences between the slots of two valid files; empty if batches have the same meaning with both.
 
     Args:
         persia: The text and the name of a ``persia.yml``.
@@ -68,7 +68,7 @@ def _of_features(root: Node) -> dict[str, _Slot]:
     for name, feature in _children(root, "features").items():
         keys = _keys(feature)
         if not keys["dim"]:
-            continue  # no embedding
+            continue  # the feature has no embedding
         last, table = feature.get("last"), feature.get("table")
         keys |= {"sequence": None if last is None else value_of(last), "sqrt_scaling": False, "hash_stack_rounds": 0}
         slots[name] = _Slot(feature.place, keys, table.text if isinstance(table, Scalar) else name)
@@ -112,7 +112,7 @@ def _value(block: Entries, key: str, default: Any) -> Any:
 
 
 def _sharing(slots: dict[str, _Slot], name: str) -> set[str]:
-    """Return the slots that have the table of this one, itself included."""
+    """Return the slots that share the table of this slot, including itself."""
     return {other for other, slot in slots.items() if slot.table == slots[name].table}
 
 

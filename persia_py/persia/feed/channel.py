@@ -1,4 +1,4 @@
-"""gRPC connections between the parts of a job: addresses, role tokens, TLS, limits."""
+"""gRPC connections between the processes of a job: addresses, role tokens, TLS, limits."""
 
 import hmac
 import time
@@ -27,9 +27,9 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
     *_OPTIONS,
     ("grpc.so_reuseport", 0),
     ("grpc.max_concurrent_streams", MAX_REPLICAS),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 ]
-"""Options of a gRPC server."""
+"""The options of a gRPC server."""
 _OPEN_TO_ALL = "/grpc.health.v1.Health/"
 _LOG_INTERVAL_S = 1.0
 """Seconds between two log lines about refused calls: unauthenticated peers must not fill the log."""
@@ -46,7 +46,7 @@ def connect(address: str) -> grpc.Channel:
         ConfigError: The CA's file cannot be read.
     """
     if address.startswith("unix:"):
-        # By default grpc sends the path as the host name, which other HTTP/2 servers refuse.
+        # By default gRPC sends the path as the host name, which other HTTP/2 servers refuse.
         return grpc.insecure_channel(address, options=[*_CLIENT_OPTIONS, ("grpc.default_authority", "localhost")])
     if settings.tls_ca is None:
         return grpc.insecure_channel(address, options=_CLIENT_OPTIONS)
@@ -56,7 +56,7 @@ def connect(address: str) -> grpc.Channel:
 
 
 def metadata(role: tokens.Role) -> tuple[tuple[str, str], ...]:
-    """Return the metadata of a call by this role.
+    """Return the metadata of a call made by this role.
 
     Raises:
         AuthError: The token file cannot be read.
@@ -75,12 +75,12 @@ def server_credentials() -> grpc.ServerCredentials | None:
     if certificate is None and key is None:
         return None
     if certificate is None or key is None:
-        raise ConfigError("PERSIA_TLS_CERT and PERSIA_TLS_KEY: one is set without the other")
+        raise ConfigError("PERSIA_TLS_CERT and PERSIA_TLS_KEY: only one is set; set both or neither")
     return grpc.ssl_server_credentials([(_content("PERSIA_TLS_KEY", key), _content("PERSIA_TLS_CERT", certificate))])
 
 
 class AuthInterceptor(grpc.ServerInterceptor):
-    """Refuse calls of another role and, if there is a token file, calls without that role's token."""
+    """Refuses calls of other roles and, if there is a token file, calls without the token of the role."""
 
     def __init__(self, role: tokens.Role) -> None:
         self._role = role
@@ -117,7 +117,7 @@ class AuthInterceptor(grpc.ServerInterceptor):
 
 
 def auth_error(address: str, details: str | None) -> AuthError:
-    """Return the error for a call that a peer refused because of its role or token."""
+    """Return the error for a call that a peer refused because of the caller's role or token."""
     given = tokens.token_file() or "not set"
     return AuthError(f"{address} refuses this process: {details} (PERSIA_TOKEN_FILE: {given})")
 

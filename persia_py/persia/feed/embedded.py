@@ -1,4 +1,4 @@
-"""Embedded mode: run the data script in a thread of the training process."""
+"""Embedded mode: runs the data script in a thread of the training process."""
 
 import shlex
 import sys
@@ -19,13 +19,13 @@ _logger = get_logger("feed")
 _NAMES = ("data_loader.py", "data_compose.py")
 _SELF = "this process"
 _LEAVE_S = 5.0
-"""Seconds in which the script has to end after training."""
+"""Seconds within which the script must end after training."""
 
 _running: "ScriptFeed | None" = None
 
 
 class ScriptFeed:
-    """Run the data script, and receive the batches that its ``DataCtx`` sends.
+    """Runs the data script, and receives the batches that its ``DataCtx`` sends.
 
     Attributes:
         inbox: The waiting batches.
@@ -51,7 +51,7 @@ class ScriptFeed:
         self._thread.start()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Refuse more batches, and wait a few seconds for the end of the script. ``error`` has no effect."""
+        """Refuse more batches, and wait a few seconds for the script to end. ``error`` has no effect."""
         global _running
         del error
         self.inbox.stop("training is over")
@@ -66,7 +66,8 @@ class ScriptFeed:
     def _run(self) -> None:
         """Execute the script, and pass its error to the training loop.
 
-        It does not use runpy, which would replace ``__main__``: the training script could not pickle its classes.
+        The method does not use runpy, which would replace ``__main__``, so that the training script could not pickle
+        its classes.
         """
         folder, before = str(self._path.parent), sys.argv
         if folder not in sys.path:
@@ -95,13 +96,13 @@ class ScriptFeed:
             _logger.error("%s failed after its DataCtx: %r", self._path, error)
 
     def connect(self) -> ReplayCheck:
-        """Connect the script's ``DataCtx``, as soon as the training loop requests batches.
+        """Connect the script's ``DataCtx`` when the training loop requests batches.
 
         Returns:
-            The check of the batches that it has to skip.
+            The check of the batches that the script must skip.
 
         Raises:
-            Stopped: Training is over.
+            Stopped: Training has ended.
         """
         self._connected = True
         ignored = SenderCallbacks(taken=lambda _: None, stopped=lambda _: None, replaced=lambda: None)
@@ -109,22 +110,22 @@ class ScriptFeed:
         return ReplayCheck(0, 0, position.received, position.digest) if position else ReplayCheck(0, 0, 0, None)
 
     def send(self, number: int, batch: Batch) -> None:
-        """Add batch ``number`` to the inbox; wait until there is space.
+        """Add batch ``number`` to the inbox; wait while it is full.
 
         Raises:
-            Stopped: Training is over.
+            Stopped: Training has ended.
         """
         self.inbox.wait_for_room(0)
         self.inbox.put(0, _SELF, number, number, batch, batch.to_bytes())
 
     def report_end(self, batches: int, error: BaseException | None = None) -> None:
-        """Report that all batches are sent, or the error of the script."""
+        """Report that all batches are sent, or that the script failed."""
         self._reported = error
         self.inbox.end(0, _SELF, batches, error)
 
 
 class ScriptSender:
-    """The sender of a ``DataCtx`` in embedded mode. It has the methods of :class:`persia.feed.sender.Sender`.
+    """The sender of a ``DataCtx`` in embedded mode. Has the methods of :class:`persia.feed.sender.Sender`.
 
     Attributes:
         world_size: The number of ranks, which is 1.
@@ -145,10 +146,10 @@ class ScriptSender:
         return self._feed.inbox.transform
 
     def send(self, batch: Batch) -> None:
-        """Add a batch to the inbox; wait until there is space.
+        """Add a batch to the inbox; wait while it is full.
 
         Raises:
-            Stopped: Training is over.
+            Stopped: Training has ended.
         """
         if self._sent < self._replay.batches:
             self._replay.skip(batch)
@@ -165,7 +166,7 @@ class ScriptSender:
         self._feed.report_end(self._sent, error)
 
     def close(self) -> None:
-        """Do nothing: there is no connection."""
+        """Return immediately, because there is no connection."""
 
 
 def running() -> ScriptFeed:
@@ -183,16 +184,16 @@ def running() -> ScriptFeed:
 
 
 def find_script() -> tuple[Path, list[str]]:
-    """Return the data script and its arguments: ``PERSIA_DATALOADER_ENTRY``, else a file next to the main script.
+    """Return the data script and its arguments: ``PERSIA_DATALOADER_ENTRY``, or a file next to the main script.
 
     Raises:
-        ConfigError: There is no such file.
+        ConfigError: The file does not exist.
     """
     entry = settings.data_script
     if entry is not None:
         name, *arguments = [entry] if Path(entry).is_file() else shlex.split(entry)
         if not Path(name).is_file():
-            raise ConfigError(f"PERSIA_DATALOADER_ENTRY={entry}: no file {name} (seen from {Path.cwd()})")
+            raise ConfigError(f"PERSIA_DATALOADER_ENTRY={entry}: no file {name} (working directory: {Path.cwd()})")
         return Path(name).resolve(), arguments
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     folder = Path(main).resolve().parent if main else Path.cwd()

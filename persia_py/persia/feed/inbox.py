@@ -1,6 +1,6 @@
-"""The batches of all data-compose replicas for one rank, merged alternately.
+"""The batches of all data-compose replicas for one rank, in alternating order.
 
-The order depends on the indices of the replicas only, never on their speed: the first batch of replica 0, the first of
+The order depends only on the indices of the replicas, not on their speed: the first batch of replica 0, the first of
 replica 1, ..., the second of replica 0, and so on. A replica that has ended is skipped.
 """
 
@@ -20,18 +20,18 @@ _logger = get_logger("feed")
 
 
 class ReplicaInUseError(UsageError):
-    """Two processes have the same replica index."""
+    """Another process has the same replica index."""
 
 
 @dataclass
 class Position:
-    """The position at which a data-compose replica that connects has to resume.
+    """The position at which a connecting data-compose replica must resume.
 
     Attributes:
-        received: The number of its batches that this rank has received. They are not sent again.
-        queued: The number of those that were not taken yet.
-        buffer: The number of batches that may wait.
-        digest: The digest of the received batches; None if it is not known.
+        received: The number of its batches that this rank has received; they are not sent again.
+        queued: The number of received batches that were not taken yet.
+        buffer: The maximum number of waiting batches.
+        digest: The digest of the received batches; None if it is unknown.
     """
 
     received: int
@@ -45,9 +45,9 @@ class SenderCallbacks:
     """Functions that the inbox calls for a connected sender.
 
     Attributes:
-        taken: One of its batches was taken; the argument is the number of the batch.
-        stopped: The rank accepts no more batches; the argument is the reason.
-        replaced: The same process has connected again.
+        taken: Called when one of its batches was taken, with the number of the batch.
+        stopped: Called when the rank has stopped accepting batches, with the reason.
+        replaced: Called when the same process has connected again.
     """
 
     taken: Callable[[int], None]
@@ -62,7 +62,7 @@ class _ReplicaQueue:
     received: int = 0
     digest: Digest = 0  # the digest of the received batches
     waiting: deque[tuple[int, Batch, Digest]] = field(default_factory=deque)
-    sender: str | None = None  # None while it is not connected
+    sender: str | None = None  # None while the replica is not connected
     callbacks: SenderCallbacks | None = None
     ended: bool = False
     error: BaseException | None = None
@@ -76,7 +76,7 @@ class Inbox:
     """A queue for each data-compose replica; each holds at most ``buffer`` batches.
 
     Attributes:
-        transform: The transform that makes the batches, as JSON; empty if the data script makes its own. Set by
+        transform: The transform that makes the batches, as JSON; empty if the data script makes its own batches. Set by
             :meth:`open`.
     """
 
@@ -91,7 +91,7 @@ class Inbox:
         self._turn = 0
         self._stopped: str | None = None
 
-    # This is for the data loader.
+    # The methods below are for the data loader.
 
     def open(
         self,
@@ -105,10 +105,10 @@ class Inbox:
         """Let senders connect.
 
         Args:
-            buffer: The number of batches of each replica that may wait.
+            buffer: The maximum number of waiting batches for each replica.
             skip: The number of batches of each replica that the resumed run has trained on.
-            replicas: The number of replicas of the resumed run; None if it does not matter.
-            digests: The digest of the skipped batches of each replica; None if they are not known.
+            replicas: The number of replicas of the resumed run; None if any number is allowed.
+            digests: The digest of the skipped batches of each replica; None if they are unknown.
             transform: The transform that makes the batches, as JSON, for the built-in data-compose.
         """
         with self._changed:
@@ -132,7 +132,7 @@ class Inbox:
         """Wait for the next batch; return its replica, the batch, and the digest of the replica's batches up to it.
 
         Return None after the last batch, after :meth:`stop`, and when ``stop`` is set; call :meth:`wake` after setting
-        it. The wait has no limit, but it is logged.
+        it. The wait has no time limit, but is logged.
 
         Raises:
             BaseException: The error of the replica's script.
@@ -159,7 +159,7 @@ class Inbox:
         return None
 
     def _next_replica(self) -> int | None:
-        """Return the next replica that has not ended, or that failed; None if all have ended."""
+        """Return the next replica that has not ended, or one that failed; None if all have ended."""
         if self._replicas is None:
             return 0
         for offset in range(self._replicas):
@@ -189,7 +189,7 @@ class Inbox:
             self._changed.notify_all()
 
     def stop(self, reason: str) -> None:
-        """Stop every sender: those that are connected, and later ones when they connect."""
+        """Stop all senders: connected ones now, later ones when they connect."""
         with self._changed:
             if self._stopped is None:
                 self._stopped = reason
@@ -199,7 +199,7 @@ class Inbox:
                         queue.callbacks.stopped(reason)
                 self._changed.notify_all()
 
-    # For senders.
+    # The methods below are for senders.
 
     def connect(
         self,
@@ -209,20 +209,20 @@ class Inbox:
         callbacks: SenderCallbacks,
         gone: Callable[[], bool] = lambda: False,
     ) -> Position | None:
-        """Connect a sender, as soon as the data loader requests batches.
+        """Connect a sender when the data loader requests batches.
 
         Args:
             index: The index of its replica.
             replicas: The number of replicas in its configuration.
             sender: The id of its process. A process that connects again replaces its own connection.
-            callbacks: They are called from other threads and under a lock, so they must not block.
-            gone: Whether the sender has disconnected in the meantime; call :meth:`wake` when that changes.
+            callbacks: The functions to call. They run in other threads and under a lock, so they must not block.
+            gone: Returns whether the sender has disconnected in the meantime; call :meth:`wake` when this changes.
 
         Returns:
-            The position at which it has to resume; None if it has disconnected.
+            The position at which the sender must resume; None if it has disconnected.
 
         Raises:
-            Stopped: Training is over, or the replica has sent all batches of this generation.
+            Stopped: Training has ended, or the replica has sent all batches of this generation.
             ReplicaInUseError: Another process is connected as this replica.
             ConfigError: The index or the number of replicas contradicts other replicas or the checkpoint.
         """
@@ -239,7 +239,7 @@ class Inbox:
                 raise Stopped(f"replica {index} has sent all its batches of this generation")
             if queue.sender not in (None, sender):
                 raise ReplicaInUseError(
-                    f"another process is connected as data-compose replica {index} of {replicas}; give each replica "
+                    f"another process is connected as data-compose replica {index} of {replicas}; set for each replica "
                     "its own index (REPLICA_INDEX)"
                 )
             if queue.callbacks is not None:
@@ -250,7 +250,7 @@ class Inbox:
 
     def _check_replica(self, index: int, replicas: int) -> None:
         if index >= replicas:
-            raise ConfigError(f"REPLICA_INDEX={index}: want less than REPLICA_SIZE={replicas}")
+            raise ConfigError(f"REPLICA_INDEX={index}: must be less than REPLICA_SIZE={replicas}")
         if self._replicas not in (None, replicas):
             raise ConfigError(
                 f"data-compose replica {index} has REPLICA_SIZE={replicas}, this run has {self._replicas} replicas"
@@ -272,10 +272,10 @@ class Inbox:
             seq: The number of the batch among all that the replica sends.
             number: The number of the batch among those for this rank, from 0.
             batch: The batch.
-            encoded: Its bytes, for the digest; they are not kept.
+            encoded: The encoded batch, for the digest; it is not kept.
 
         Raises:
-            DataError: It is not the next batch, or too many batches wait.
+            DataError: The batch is not the next one, or too many batches are waiting.
         """
         with self._changed:
             queue = self._queues[index]
@@ -297,10 +297,10 @@ class Inbox:
             index: The index of the replica.
             sender: The id of its process.
             batches: The number of batches it has sent to this rank, over all its connections.
-            error: The error of its script, for the training loop; None if it did not fail.
+            error: The error of its script, for the training loop; None if the script succeeded.
 
         Raises:
-            DataError: Another number of batches has arrived.
+            DataError: The number of batches sent differs from the number of batches received.
         """
         with self._changed:
             queue = self._queues[index]
@@ -318,7 +318,7 @@ class Inbox:
             raise error
 
     def disconnect(self, index: int, callbacks: SenderCallbacks) -> bool:
-        """Remove a connection; return whether the replica has to connect again."""
+        """Remove a connection; return whether the replica must connect again."""
         with self._changed:
             queue = self._queues[index]
             if queue.callbacks is not callbacks:
@@ -327,10 +327,10 @@ class Inbox:
             return not queue.ended and self._stopped is None
 
     def wait_for_room(self, index: int) -> None:
-        """Wait until the replica may add another batch; for a sender inside this process.
+        """Wait until the replica may add another batch. For a sender inside this process.
 
         Raises:
-            Stopped: The rank wants no more batches.
+            Stopped: The rank has stopped accepting batches.
         """
         with self._changed:
             while self._stopped is None and len(self._queues[index].waiting) >= (self._buffer or 0):

@@ -1,4 +1,4 @@
-"""A data-compose replica's stream to one rank: connect, send what fits into the rank's buffer, resend what was lost."""
+"""A data-compose replica's stream to one rank: connects, sends up to the rank's buffer, resends lost batches."""
 
 import contextlib
 import random
@@ -23,7 +23,7 @@ from persia.runtime.logging import get_logger
 _logger = get_logger("feed")
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 5.0
-"""Seconds between two attempts to connect; the pause doubles from the first to the last."""
+"""Seconds between two attempts to connect; the pause doubles from the first value to the last."""
 
 
 @dataclass
@@ -31,17 +31,17 @@ class SenderState:
     """The state that the streams of one sender share; guarded by ``changed``.
 
     Attributes:
-        job: The job's name.
+        job: The name of the job.
         index: The index of the replica.
         size: The number of replicas.
         sender: The id of this process.
-        start_timeout: Seconds in which the connection of a replica that died has to be closed.
+        start_timeout: Seconds within which the connection of a dead replica must be closed.
         world_size: The number of ranks.
         changed: Notified at every change of this state or of a stream.
         generation: The generation of the run; None before the first welcome.
-        restarted: Why the script has to restart; empty if it need not.
+        restarted: Why the script must restart; empty if it need not.
         error: The error that ends the sender.
-        batches: The number of batches given to the sender.
+        batches: The number of batches passed to the sender.
         ended: Whether the script has sent its last batch.
         failure: The error of the script; empty if it did not fail.
         closed: Whether the sender is being closed.
@@ -69,7 +69,7 @@ class SenderState:
 
 
 class RankStream:
-    """Send batches to one rank, and reconnect when a connection fails.
+    """Sends batches to one rank, and reconnects when a connection fails.
 
     A batch is kept until the rank has taken it for training, so that it can be sent again.
 
@@ -91,14 +91,14 @@ class RankStream:
         self._locate = locate
         self._pending: deque[tuple[int, int, bytes]] = deque()  # number, seq, encoded batch
         self._buffer = 0
-        self._queued = 0  # batches of an earlier process of this replica that wait at the rank
+        self._queued = 0  # batches of an earlier process of this replica that are waiting at the rank
         self._call: grpc.Future[Any] | None = None
         self._logged = ""
         self._refused_at: float | None = None
         self._thread = threading.Thread(target=self._run, name=f"persia-feed-rank-{rank}", daemon=True)
         self._thread.start()
 
-    # This is for the sender. The caller holds ``state.changed``.
+    # The methods below are for the sender. The caller holds ``state.changed``.
 
     @property
     def welcomed(self) -> bool:
@@ -107,7 +107,7 @@ class RankStream:
 
     @property
     def full(self) -> bool:
-        """Whether the next batch has to wait until the rank has taken one."""
+        """Whether the next batch must wait until the rank has taken one."""
         return self.stopped is None and len(self._pending) + self._queued >= self._buffer
 
     def add(self, number: int, seq: int, data: bytes) -> None:
@@ -121,7 +121,7 @@ class RankStream:
             call.cancel()
         self._thread.join(timeout)
 
-    # The thread of the stream.
+    # The methods below run in the thread of the stream.
 
     def _run(self) -> None:
         state, pause = self._state, _FIRST_PAUSE_S
@@ -152,13 +152,13 @@ class RankStream:
         return self.delivered or self.stopped is not None or self._state.over
 
     def _log_once(self, text: str, *values: object) -> None:
-        """Log the message, unless it is the same as the last one."""
+        """Log the message, unless it equals the previous one."""
         if text != self._logged:
             self._logged = text
             _logger.info(text, *values)
 
     def _handle_error(self, error: grpc.RpcError, address: str) -> None:
-        """Let the stream reconnect if the error may be temporary; else end the sender."""
+        """Let the stream reconnect if the error may be temporary; otherwise end the sender."""
         code, details = error.code(), error.details()
         if self._state.over:
             return
@@ -237,9 +237,9 @@ class RankStream:
                 f"{state.generation}"
             )
         elif welcome.generation < state.generation:
-            connection.broken = True  # the rank still runs the previous generation
+            connection.broken = True  # the rank is still in the previous generation
         else:
-            if self.skip is None:  # a later welcome counts batches that this process has sent
+            if self.skip is None:  # a later welcome includes batches that this process has sent
                 digest = welcome.digest if welcome.HasField("digest") else None
                 self.replay = ReplayCheck(state.index, self.rank, welcome.skip, digest)
                 self.transform = welcome.transform
@@ -247,12 +247,12 @@ class RankStream:
             own = sum(number < welcome.skip for number, _, _ in self._pending)
             self._queued = max(0, welcome.queued - own)
             for _ in range(own - min(own, welcome.queued)):
-                self._pending.popleft()  # taken while there was no connection
+                self._pending.popleft()  # taken while the connection was down
             connection.next = welcome.skip
             connection.open = True
 
     def _requests(self, connection: "_Connection") -> Iterator[pb.FeedRequest]:
-        """Yield the requests of one connection; gRPC iterates in a separate thread."""
+        """Yield the requests of one connection. gRPC iterates over them in a separate thread."""
         state = self._state
         yield pb.FeedRequest(
             hello=pb.FeedHello(
@@ -286,13 +286,13 @@ class RankStream:
 
 @dataclass
 class _Connection:
-    """One connection to the rank.
+    """A connection to the rank.
 
     Attributes:
-        open: The rank has sent its welcome.
-        broken: The connection has ended, or is to end.
+        open: Whether the rank has sent its welcome.
+        broken: Whether the connection has ended, or must end.
         next: The number of the next batch to send.
-        end_sent: All batches and the end are sent.
+        end_sent: Whether all batches and the end have been sent.
     """
 
     open: bool = False

@@ -1,6 +1,6 @@
-"""Check whether a restarted data script sends the same batches: digests of the batches, in their order.
+"""Checks whether a restarted data script sends the same batches, by digests of the batches in their order.
 
-A digest is a CRC over the checksums at the end of encoded batches: 0 before the first batch, None if it is not known.
+A digest is a CRC over the checksums at the end of encoded batches: 0 before the first batch, None if unknown.
 """
 
 import zlib
@@ -17,7 +17,8 @@ Digest = int | None
 
 _CHECKSUM_BYTES = 4
 _KEPT = 3
-"""Digests that are kept of a replica. Replicas take turns, so none is more than two batches ahead of a round."""
+"""The number of digests that are kept for a replica. Replicas take turns, so none is more than two batches ahead of a
+round."""
 
 
 def extend(digest: Digest, encoded: bytes) -> Digest:
@@ -26,13 +27,13 @@ def extend(digest: Digest, encoded: bytes) -> Digest:
 
 
 class ReplayCheck:
-    """Compare the batches that are skipped for a rank with those that it received from the same replica before.
+    """Compares the batches that are skipped for a rank with those that the rank has received from the same replica.
 
     Args:
         index: The data-compose replica.
         rank: The rank.
         batches: The number of batches that the rank received.
-        digest: Their digest; None if it is not known, and nothing is compared.
+        digest: The digest of these batches; None if it is unknown, in which case nothing is compared.
     """
 
     def __init__(self, index: int, rank: int, batches: int, digest: Digest) -> None:
@@ -44,7 +45,7 @@ class ReplayCheck:
         self._left = batches
 
     def skip(self, batch: Batch) -> None:
-        """Add the next of these batches to the digest. After the last one, warn if the digests differ."""
+        """Add the next skipped batch to the digest. After the last one, warn if the digests differ."""
         if self._expected is None:
             return
         self._found = extend(self._found, batch.to_bytes())
@@ -53,7 +54,7 @@ class ReplayCheck:
             _logger.warning(
                 "data-compose replica %d: the %d batches that are skipped, because rank %d has received them, differ "
                 "from those it received: samples of these batches were trained on twice or not at all, so their "
-                "results are not exactly-once; give the script a fixed seed and a fixed order, or start a new run",
+                "results are not exactly-once; use a fixed seed and a fixed order in the script, or start a new run",
                 self._index,
                 self.batches,
                 self._rank,
@@ -61,30 +62,30 @@ class ReplayCheck:
 
 
 class RoundDigests:
-    """The digests of all replicas after the same number of batches: those that a resumed run will skip.
+    """The digests of all replicas after the same number of batches, which a resumed run will skip.
 
     Args:
         number: The number of batches of each replica at the start.
-        digests: Their digests.
+        digests: The digests after these batches.
     """
 
     def __init__(self, number: int = 0, digests: list[Digest] | None = None) -> None:
         self._number = number
         self._digests = [
             deque([digest]) for digest in digests or []
-        ]  # per replica; first, that after ``number`` batches
+        ]  # for each replica; the first is that after ``number`` batches
 
     def take(self, replica: int, digest: Digest, taken: list[int]) -> None:
         """Add a batch that was taken from the inbox.
 
         Args:
-            replica: Its replica.
+            replica: The replica of the batch.
             digest: The digest of the replica's batches up to this one.
             taken: The number of batches taken of each replica, including this one.
         """
         while len(self._digests) <= replica:
             self._digests.append(deque([0]))
-        if len(self._digests[replica]) < _KEPT:  # after the end of another replica there is no further round
+        if len(self._digests[replica]) < _KEPT:  # after another replica has ended there is no further round
             self._digests[replica].append(digest)
         while self._number < batches_to_skip(taken):
             self._number += 1
@@ -92,22 +93,22 @@ class RoundDigests:
                 kept.popleft()
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: numbers, strings and lists."""
+        """Return the state for a checkpoint: integers, strings and lists."""
         return {"version": __version__, "batches": self._number, "digests": [kept[0] for kept in self._digests]}
 
 
 def batches_to_skip(taken: list[int]) -> int:
-    """Return how many batches of each replica every rank has certainly taken, given those that one rank has taken."""
+    """Return how many batches of each replica all ranks have taken for certain, given those that one rank has taken."""
     return max(0, min(taken, default=0) - 1)
 
 
 def digests_after(batches: int, replicas: int, state: object) -> list[Digest]:
-    """Return the digests of all replicas after this number of batches, from a :meth:`RoundDigests.state`.
+    """Return the digests of all replicas after this number of batches, from a result of :meth:`RoundDigests.state`.
 
     Args:
         batches: The number of batches of each replica.
         replicas: The number of replicas.
-        state: The state in a checkpoint. It may be of any type; one that does not fit gives None for each digest.
+        state: The state in a checkpoint. It may have any type; an unsuitable one gives None for each digest.
     """
     if batches == 0:
         return [0] * replicas

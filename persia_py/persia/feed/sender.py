@@ -1,4 +1,4 @@
-"""The feed's end in data-compose: send batch ``n`` of the replica to rank ``n mod world size``."""
+"""The sending side of the feed in data-compose: sends batch ``n`` of the replica to rank ``n mod world size``."""
 
 import threading
 import uuid
@@ -14,22 +14,22 @@ from persia_core.data import Batch
 _logger = get_logger("feed")
 
 Find = Callable[[], Iterable[Mapping[str, Any]]]
-"""A function that returns the announced ranks: ``index``, ``replicas``, ``address`` and ``started`` of each."""
+"""A function that returns ``index``, ``replicas``, ``address`` and ``started`` of each announced rank."""
 
 _PAUSE_S = 1.0
 _LEAVE_S = 5.0
-"""Seconds in which the streams have to end when the sender is closed."""
+"""Seconds within which the streams must end when the sender is closed."""
 
 
 class Sender:
-    """Send batches to every rank of a run. It waits without limit for ranks to appear, and logs that.
+    """Sends batches to every rank of a run. It waits without a time limit for ranks to appear, and logs this.
 
     Args:
-        job: The job's name.
+        job: The name of the job.
         index: The index of this replica.
         size: The number of data-compose replicas.
         find: Returns the announced ranks.
-        start_timeout: Seconds in which the connection of a replica that died has to be closed.
+        start_timeout: Seconds within which the connection of a dead replica must be closed.
 
     Attributes:
         world_size: The number of ranks.
@@ -37,7 +37,7 @@ class Sender:
 
     Raises:
         AuthError: A rank refuses the token.
-        IncompatibleError: A rank is of another job, version or number of replicas.
+        IncompatibleError: A rank belongs to another job, has another version, or expects another number of replicas.
         UsageError: Another process is connected as this replica.
         RunRestarted: A new generation of the run began.
     """
@@ -65,21 +65,23 @@ class Sender:
         """The transform that makes the batches, as JSON; empty if the script makes its own batches.
 
         Raises:
-            IncompatibleError: The ranks have different ones.
+            IncompatibleError: The ranks have different transforms.
         """
         first, *others = (stream.transform for stream in self._streams)
         for rank, other in enumerate(others, 1):
             if other != first:
-                raise IncompatibleError(f"rank {rank} has another transform than rank 0; give all ranks the same files")
+                raise IncompatibleError(
+                    f"the transform of rank {rank} differs from rank 0's; use the same files on all ranks"
+                )
         return first
 
     @property
     def rank_0(self) -> str:
-        """The address of the rank 0 that receives the batches. Every training context has a different address."""
+        """The address of the rank 0 that receives the batches. It is different for every training context."""
         return self._streams[0].address
 
     def _wait_for_trainers(self, job: str) -> int:
-        """Wait until ranks are announced that agree on the world size, and return it."""
+        """Wait until ranks are announced that agree on the world size. Return the world size."""
         pause = threading.Event()
         waiting = False
         while True:
@@ -92,7 +94,10 @@ class Sender:
             pause.wait(_PAUSE_S)
 
     def _locate(self, rank: int) -> str | None:
-        """Return the address of a rank; that of the process started last, if several announce this rank."""
+        """Return the address of a rank.
+
+        If several processes announce this rank, return that of the one started last.
+        """
         found = [peer for peer in self._find() if int(peer["index"]) == rank]
         return str(max(found, key=lambda peer: str(peer["started"]))["address"]) if found else None
 
@@ -104,7 +109,7 @@ class Sender:
         return all(stream.stopped is not None for stream in self._streams)
 
     def _check(self, *, stopped: bool = True) -> None:
-        """Raise the error that ends the sender, if there is one. The caller holds the lock."""
+        """Raise the error that ends the sender, if any. The caller holds the lock."""
         if self._state.error is not None:
             raise self._state.error
         if self._state.restarted:
@@ -113,10 +118,10 @@ class Sender:
             raise Stopped(self._streams[0].stopped)
 
     def send(self, batch: Batch) -> None:
-        """Send a batch; wait until its rank has space.
+        """Send a batch. Block until its rank has space.
 
         Raises:
-            Stopped: The ranks want no more batches.
+            Stopped: The ranks have stopped accepting batches.
             RunRestarted: A new generation of the run began.
             DataError: The batch is too large.
             PersiaError: As in the constructor.
@@ -146,7 +151,7 @@ class Sender:
         """Report that all batches are sent, and wait until every rank has received them.
 
         Raises:
-            Stopped: The ranks want no more batches.
+            Stopped: The ranks have stopped accepting batches.
             RunRestarted: A new generation of the run began.
             PersiaError: As in the constructor.
         """
@@ -156,7 +161,7 @@ class Sender:
             self._check()
 
     def fail(self, error: BaseException) -> None:
-        """Report to every rank that can be reached that the script failed."""
+        """Report to all reachable ranks that the script has failed."""
         self._end(f"{type(error).__name__}: {error}")
         with self._state.changed:
             self._state.changed.wait_for(lambda: self._state.over or self._arrived(), _LEAVE_S)

@@ -1,4 +1,4 @@
-"""The feed's end in a rank: a gRPC server that fills the rank's inbox."""
+"""The receiving side of the feed in a rank: a gRPC server that fills the rank's inbox."""
 
 import queue
 import threading
@@ -22,20 +22,20 @@ from persia_core.data import Batch
 _logger = get_logger("feed")
 
 _GRACE_S = 5.0
-"""Seconds in which senders can receive the end of the feed."""
+"""Seconds within which senders can receive the end of the feed."""
 
 
 _Refusal = tuple[grpc.StatusCode, str]
 _Reply = pb.FeedReply | _Refusal | None
-"""The next reply of a stream. A refusal, and None, end the stream."""
+"""The next reply of a stream. A refusal or None ends the stream."""
 
 
 class FeedServer:
-    """Receive the batches of all data-compose replicas for one rank; made by :func:`serve`.
+    """Receives the batches of all data-compose replicas for one rank; created by :func:`serve`.
 
     Attributes:
         inbox: The waiting batches.
-        address: The address for senders, ``host:port``.
+        address: The address to which senders connect, ``host:port``.
     """
 
     def __init__(self, job: str, *, host: str) -> None:
@@ -53,7 +53,7 @@ class FeedServer:
         )
         services.add_TrainerServicer_to_server(_FeedService(self, job), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), self._server)
-        listen = "0.0.0.0:0" if open_to_network else "127.0.0.1:0"  # the token protects it
+        listen = "0.0.0.0:0" if open_to_network else "127.0.0.1:0"  # the token protects the port
         try:
             port = (
                 self._server.add_insecure_port(listen)
@@ -71,18 +71,18 @@ class FeedServer:
         return self._run
 
     def welcome(self, generation: int, rank: int, world_size: int) -> None:
-        """Let senders connect: the generation has begun."""
+        """Let senders connect, because the generation has begun."""
         self._run = generation, rank, world_size
 
     def stop(self, reason: str) -> None:
-        """Report to every sender that the rank accepts no more batches."""
+        """Report to every sender that the rank has stopped accepting batches."""
         self.inbox.stop(reason)
 
     def close(self, error: BaseException | None = None) -> None:
         """Stop the server.
 
         Args:
-            error: The error that ends this attempt. With one, senders wait for the next generation.
+            error: The error that ends this attempt, if any. After an error, senders wait for the next generation.
         """
         if not self._closed:
             self._closed = True
@@ -126,7 +126,8 @@ class _FeedService(services.TrainerServicer):
                 hello.replica_index, hello.replica_size, hello.sender, callbacks, gone=is_gone
             )
         except Stopped as stopped:
-            # Only after the generation has begun. Otherwise an attempt that never began would appear to be finished.
+            # This is sent only after the generation has begun. Otherwise an attempt that never began would appear to be
+            # finished.
             generation, rank, world_size = self._current_run(context)
             yield pb.FeedReply(welcome=pb.FeedWelcome(generation=generation, rank=rank, world_size=world_size))
             yield _stop(str(stopped))
@@ -147,7 +148,7 @@ class _FeedService(services.TrainerServicer):
         callbacks: SenderCallbacks,
         replies: "queue.SimpleQueue[_Reply]",
     ) -> Iterator[pb.FeedReply]:
-        """Welcome a connected sender, and yield replies until the end of its stream."""
+        """Welcome a connected sender, and yield replies until its stream ends."""
         index, name = hello.replica_index, f"data-compose replica {hello.replica_index}"
         try:
             generation, rank, world_size = self._current_run(context)
@@ -172,7 +173,7 @@ class _FeedService(services.TrainerServicer):
                 _logger.warning("%s: connection lost before its end; waiting for it to reconnect", name)
 
     def _current_run(self, context: grpc.ServicerContext) -> tuple[int, int, int]:
-        """Return generation, rank and world size; if the generation has not begun, make the sender retry."""
+        """Return generation, rank and world size. If the generation has not begun, make the sender retry."""
         run = self._server.run
         if run is None:
             context.abort(grpc.StatusCode.UNAVAILABLE, "the run has not begun")
@@ -199,7 +200,8 @@ class _FeedService(services.TrainerServicer):
             )
         if not 1 <= hello.replica_size <= MAX_REPLICAS:
             context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION, f"REPLICA_SIZE={hello.replica_size}: want 1 to {MAX_REPLICAS}"
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"REPLICA_SIZE={hello.replica_size}: must be from 1 to {MAX_REPLICAS}",
             )
         return hello
 
@@ -211,7 +213,10 @@ class _FeedService(services.TrainerServicer):
         world_size: int,
         replies: "queue.SimpleQueue[_Reply]",
     ) -> None:
-        """Fill the inbox until the replica's end, in a separate thread; that of the handler sends the replies."""
+        """Fill the inbox until the replica ends.
+
+        This runs in a separate thread, while the thread of the handler sends replies.
+        """
         index, sender = hello.replica_index, hello.sender
         try:
             for request in requests:
@@ -248,12 +253,13 @@ def _stop(reason: str) -> pb.FeedReply:
 def serve(job: str, *, host: str) -> FeedServer:
     """Listen for the batches of data-compose, on a free port.
 
-    The server starts before the rank is announced, so that its address is known. Senders wait until
+    The server starts before the rank is announced, so its address is known. Senders wait until
     :meth:`FeedServer.welcome` has set the generation and the rank's data loader asks for its first batch.
 
     Args:
         job: The job's name. Senders of another job are refused.
-        host: The host by which data-compose reaches this process. Without ``PERSIA_TOKEN_FILE`` it is loopback.
+        host: The host at which data-compose reaches this process. Without ``PERSIA_TOKEN_FILE`` the server listens on
+            loopback only.
 
     Raises:
         AuthError: The token file cannot be read.

@@ -1,4 +1,7 @@
-"""A command that outlives its terminal: ``persia train --follow``. Its output goes to a file, which is shown."""
+"""A command that outlives its terminal: ``persia train --follow``.
+
+Its output goes to a file, whose content is shown.
+"""
 
 import contextlib
 import os
@@ -16,28 +19,28 @@ from persia.runtime.exit_codes import ExitCode
 from persia.runtime.files import make_folders
 
 _PERIOD_S = 0.1
-"""Seconds between two looks at the file."""
+"""Seconds between two reads of the file."""
 _PIECE = 1 << 16
-"""Bytes that are read at a time."""
+"""The number of bytes that are read at a time."""
 
 
 class Background:
     """A command that runs in the background.
 
     Args:
-        process: Its process, the leader of a session of its own: no terminal and no Ctrl-C reaches it.
-        log: The file of its output and errors.
+        process: Its process, the leader of a separate session, so that terminals and Ctrl-C do not affect it.
+        log: The file with its output and errors.
     """
 
     def __init__(self, process: "subprocess.Popen[bytes]", log: Path) -> None:
         self.process, self.log = process, log
-        self._shown = -1  # bytes of the file; -1: nothing was said
+        self._shown = -1  # the number of bytes shown; -1 until the start was reported
 
     def follow(self) -> int:
-        """Write its output to standard output until it ends, and return its exit code.
+        """Copy its output to standard output until it ends, and return its exit code.
 
-        Ctrl-C asks on a terminal whether to end it; otherwise, and elsewhere, it runs on, and the result is 130. It is
-        also 130 if the reader of standard output has ended.
+        On a terminal, Ctrl-C asks whether to end the command. If the user declines, or without a terminal, the command
+        continues and the result is 130. The result is also 130 if the reader of standard output has ended.
         """
         while True:
             try:
@@ -48,7 +51,7 @@ class Background:
                     return ExitCode.INTERRUPTED
                 self.process.send_signal(signal.SIGINT)
             except BrokenPipeError:  # the reader of `persia train --follow | head` has ended
-                with Path(os.devnull).open("wb") as nowhere:  # for the flush at the end of Python
+                with Path(os.devnull).open("wb") as nowhere:  # Python flushes it again at its end
                     os.dup2(nowhere.fileno(), sys.stdout.fileno())
                 self._say_detached()
                 return ExitCode.INTERRUPTED
@@ -59,7 +62,7 @@ class Background:
             self._shown = 0
         with self.log.open("rb") as file:
             while True:
-                code = self.process.poll()  # first: what it wrote before its end is in the file then
+                code = self.process.poll()  # checked first, so that the file has all output of the process
                 file.seek(self._shown)
                 while piece := file.read(_PIECE):
                     sys.stdout.buffer.write(piece)
@@ -73,16 +76,16 @@ class Background:
     def _say_detached(self) -> None:
         pid, log = self.process.pid, shlex.quote(str(self.log))
         sys.stderr.write(
-            f"\ntraining runs on: pid {pid}\n"
+            f"\ntraining continues: pid {pid}\n"
             f"to follow it: tail --follow --lines=+1 --pid={pid} {log}\nto end it: kill -INT {pid}\n"
         )
 
 
 def _wants_end() -> bool:
-    """Ask at the terminal whether to end what is followed; a second Ctrl-C means no."""
+    """Ask at the terminal whether to end the training; a second Ctrl-C means no."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return False
-    sys.stderr.write("\nCtrl-C: training runs on in the background. End it? [y/N] ")
+    sys.stderr.write("\nCtrl-C: training continues in the background. End it? [y/N] ")
     sys.stderr.flush()
     try:
         return sys.stdin.readline().strip().lower() in ("y", "yes")
@@ -91,16 +94,16 @@ def _wants_end() -> bool:
 
 
 def start(words: Sequence[str], folder: Path) -> Background:
-    """Start a verb of ``persia`` in the background.
+    """Start a command of ``persia`` in the background.
 
     Args:
-        words: The verb and its arguments.
-        folder: The folder that gets the file of its output.
+        words: The command and its arguments.
+        folder: The folder for the file with its output.
 
     Raises:
-        StorageError: The file cannot be made.
+        StorageError: The file cannot be created.
     """
-    # A shell without job control makes its background jobs, and what they start, ignore Ctrl-C.
+    # A shell without job control makes its background jobs and their children ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     log = folder / f"train-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{os.getpid()}.log"
     columns = str(shutil.get_terminal_size().columns)
@@ -116,5 +119,5 @@ def start(words: Sequence[str], folder: Path) -> Background:
                 start_new_session=True,
             )
     except OSError as error:
-        raise StorageError(f"{log}: {error.strerror or error}; it is to get the output of the training") from error
+        raise StorageError(f"cannot write the output of the training to {log}: {error.strerror or error}") from error
     return Background(process, log)

@@ -1,4 +1,4 @@
-"""Find and execute the programs of embedding servers and middlewares."""
+"""Finds and runs the programs of embedding servers and middlewares."""
 
 import os
 import shutil
@@ -20,23 +20,24 @@ _VARIABLES = {
     "--embedding-config": "PERSIA_EMBEDDING_CONFIG",
     "--global-config": "PERSIA_GLOBAL_CONFIG",
 }
-"""The variable of each flag of a configuration file."""
+"""The variable that corresponds to each option for a configuration file."""
 
 
 def run(
     binary: str, *, port: int, files: Mapping[str, Path | None], index: int, size: int, servers: str | None = None
 ) -> NoReturn:
-    """Replace this process by a server or a middleware.
+    """Replace this process with a server or a middleware.
 
     Args:
         binary: :data:`SERVER` or :data:`MIDDLEWARE`.
-        port: The port to listen on, unless ``PERSIA_LISTEN`` is set. Without a token it is on loopback only.
-        files: The configuration file of each flag: ``--config`` or ``--embedding-config`` has the slots,
-            ``--global-config`` the limits. None means that of the variable.
+        port: The port to listen on, unless ``PERSIA_LISTEN`` is set. Without a token, the process listens on loopback
+            only.
+        files: The configuration file for each option: ``--config`` or ``--embedding-config`` has the slots,
+            ``--global-config`` the limits. None takes the path from the variable.
         index: The index of this replica.
         size: The number of replicas.
-        servers: The addresses of all servers for a middleware, with commas between them; None means those of the global
-            configuration, or those that NATS knows.
+        servers: The comma-separated addresses of all servers, for a middleware; None takes them from the global
+            configuration or from NATS.
 
     Raises:
         UsageError: The binary or a configuration file was not found.
@@ -54,16 +55,16 @@ def run(
             continue
         if not Path(path).is_file():
             origin = f"{flag} {path}" if given else f"{name}={path}"
-            raise UsageError(f"{origin}: no such file (seen from {Path.cwd()})")
-        command += [flag, str(path)]  # an env_file of Docker may keep trailing white space in the variable
+            raise UsageError(f"{origin}: no such file (working directory: {Path.cwd()})")
+        command += [flag, str(path)]  # Docker's env_file may keep trailing white space in the value
     os.execv(program, command)  # noqa: S606
 
 
 def resolve_binary_execute_path(binary_name: str) -> str:
-    """Return the path of a program: the one in ``THIRD_PARTY_PATH`` if there is one, else the first on ``PATH``.
+    """Return the path of a program: the one in ``THIRD_PARTY_PATH``, or else the first one on ``PATH``.
 
-    The folder of the running Python counts as the last one of ``PATH``, so that an environment works without being
-    activated.
+    The folder of the running Python counts as the last folder on ``PATH``, so that an environment works without
+    activation.
 
     Raises:
         UsageError: The program is in none of these folders.
@@ -77,6 +78,6 @@ def resolve_binary_execute_path(binary_name: str) -> str:
     if found is None:
         raise UsageError(
             f"{binary_name}: neither in THIRD_PARTY_PATH ({override or 'unset'}) nor on PATH "
-            "(in a clone, make setup builds persia's own)"
+            "(the wheel persia-server of a release contains persia's own; in a clone, make setup builds them)"
         )
     return found

@@ -15,7 +15,7 @@ from persia.runtime.config_files import persia_config
 from persia.runtime.errors import PersiaError, UsageError
 
 _NATS_URL = "nats://persia_nats_service:4222"
-"""PersiaML's default, which its compose files rely on."""
+"""PersiaML's default, on which its compose files rely."""
 
 app = typer.Typer(
     add_completion=False,
@@ -30,8 +30,8 @@ _File = Annotated[
     str | None, typer.Argument(metavar="[FILE]", help="A script, with arguments if any: 'train.py --lr 1'.")
 ]
 _Arguments = Annotated[list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="Arguments of the script.")]
-_Index = Annotated[int | None, typer.Option(help="Default: REPLICA_INDEX, else 0.")]
-_Size = Annotated[int | None, typer.Option(help="Default: REPLICA_SIZE, else 1.")]
+_Index = Annotated[int | None, typer.Option(help="Default: REPLICA_INDEX, or 0.")]
+_Size = Annotated[int | None, typer.Option(help="Default: REPLICA_SIZE, or 1.")]
 _Config = Annotated[Path | None, typer.Option(help="The job's persia.yml. Default: PERSIA_CONFIG.")]
 _Slots = Annotated[Path | None, typer.Option(help="Default: PERSIA_EMBEDDING_CONFIG.")]
 _General = Annotated[Path | None, typer.Option(help="Default: PERSIA_GLOBAL_CONFIG.")]
@@ -44,12 +44,12 @@ def nn_worker(
     nproc_per_node: Annotated[
         int | None, typer.Option(help="Ranks on this node. Default: GPU_NUM; one CPU rank if it is 0.")
     ] = None,
-    node_rank: Annotated[int | None, typer.Option(help="Default: REPLICA_INDEX, else 0.")] = None,
-    nnodes: Annotated[int | None, typer.Option(help="Default: REPLICA_SIZE, else 1.")] = None,
+    node_rank: Annotated[int | None, typer.Option(help="Default: REPLICA_INDEX, or 0.")] = None,
+    nnodes: Annotated[int | None, typer.Option(help="Default: REPLICA_SIZE, or 1.")] = None,
 ) -> None:
     """Run the ranks of one trainer replica.
 
-    FILE defaults to PERSIA_NN_WORKER_ENTRY. Without both, the ranks train from PERSIA_CONFIG.
+    FILE defaults to PERSIA_NN_WORKER_ENTRY. If neither is set, the ranks train from PERSIA_CONFIG.
     """
     from persia.launch import nn_worker
 
@@ -71,16 +71,22 @@ def data_loader(
     arguments: _Arguments = None,
     replica_index: _Index = None,
     replica_size: _Size = None,
+    until_finished: Annotated[
+        bool,
+        typer.Option(
+            "--until-finished", help="End with 0 when the run is finished or stopped, and with 75 after SIGTERM before."
+        ),
+    ] = False,
 ) -> None:
     """Run the data script of one data-compose replica.
 
-    FILE defaults to PERSIA_DATALOADER_ENTRY. Without both, the rows of PERSIA_CONFIG are sent.
+    FILE defaults to PERSIA_DATALOADER_ENTRY. If neither is set, the rows of PERSIA_CONFIG are sent.
     """
     from persia.launch import data_loader
 
     script, given = _script(file, arguments or (), variable="PERSIA_DATALOADER_ENTRY")
     index, size = _replica(replica_index, replica_size)
-    raise typer.Exit(data_loader.run(script, given, index=index, size=size))
+    raise typer.Exit(data_loader.run(script, given, index=index, size=size, until_finished=until_finished))
 
 
 @app.command()
@@ -132,12 +138,12 @@ def _become(
 
 
 def _replica(given_index: int | None, given_size: int | None) -> tuple[int, int]:
-    """Return index and number of replicas: the options, else ``REPLICA_INDEX`` and ``REPLICA_SIZE``."""
+    """Return replica index and number of replicas, from the options, or ``REPLICA_INDEX`` and ``REPLICA_SIZE``."""
     index, size = _or(given_index, "REPLICA_INDEX", 0), _or(given_size, "REPLICA_SIZE", 1)
     if size < 1:
-        raise UsageError(f"replica size {size}: want at least 1")
+        raise UsageError(f"replica size {size}: must be at least 1")
     if not 0 <= index < size:
-        raise UsageError(f"replica index {index}: want 0 to {size - 1}, because the replica size is {size}")
+        raise UsageError(f"replica index {index}: must be from 0 to {size - 1}, because the replica size is {size}")
     return index, size
 
 
@@ -150,7 +156,7 @@ def _number(variable: str, default: int) -> int:
     if not text:
         return default
     if not text.isdecimal():
-        raise UsageError(f"environment variable {variable}={text!r}: want a whole number of at least 0")
+        raise UsageError(f"environment variable {variable}={text!r}: must be an integer of at least 0")
     return int(text)
 
 
@@ -159,18 +165,18 @@ def _script(given: str | None, arguments: Sequence[str], *, variable: str) -> tu
 
     Args:
         given: A path, or a path and arguments as in a shell; None means the content of the variable.
-        arguments: More arguments, appended to those.
+        arguments: Additional arguments, which are appended.
         variable: ``PERSIA_NN_WORKER_ENTRY`` or ``PERSIA_DATALOADER_ENTRY``.
 
     Raises:
         UsageError: No script is given, or it does not exist.
-        ConfigError: ``PERSIA_CONFIG`` names no file, or is set together with ``PERSIA_EMBEDDING_CONFIG``.
+        ConfigError: The file of ``PERSIA_CONFIG`` does not exist, or is set together with ``PERSIA_EMBEDDING_CONFIG``.
     """
     text = (given or os.environ.get(variable, "")).strip()
     if not text:
         if persia_config() is not None:
             return None, []
-        raise UsageError(f"no script: give FILE, or set {variable}, or PERSIA_CONFIG to the path of a persia.yml")
+        raise UsageError(f"no script: specify FILE, or set {variable}, or PERSIA_CONFIG to the path of a persia.yml")
     if Path(text).is_file():
         return Path(text).resolve(), list(arguments)
     origin = "FILE" if given else variable
@@ -180,14 +186,14 @@ def _script(given: str | None, arguments: Sequence[str], *, variable: str) -> tu
         raise UsageError(f"{origin}={text!r}: {error}") from error
     path = Path(name)
     if not path.is_file():
-        raise UsageError(f"{origin}: {path}: no such file (seen from {Path.cwd()})")
+        raise UsageError(f"{origin}: {path}: no such file (working directory: {Path.cwd()})")
     return path.resolve(), [*own, *arguments]
 
 
 def main() -> None:
-    """Run the command. An error is one message, the next step and the exit code of its class.
+    """Run the command. Print an error as one message with the next step, and return the exit code of its class.
 
-    Where ``PERSIA_NATS_URL`` is not set it gets PersiaML's default; set to nothing it means the embedded mode.
+    If ``PERSIA_NATS_URL`` is not set, PersiaML's default is used; an empty value means the embedded mode.
     """
     os.environ.setdefault("PERSIA_NATS_URL", _NATS_URL)
     try:

@@ -1,6 +1,6 @@
 """The process of a data script: ``python -m persia.launch.data_loader_main FILE ARGUMENTS...``.
 
-Without arguments it sends the rows of ``PERSIA_CONFIG``.
+Without arguments, the process sends the rows of ``PERSIA_CONFIG``.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The command after ``persia debug run --``: a script, or the launch line of torch, whose script runs in its place."""
+"""The command after ``persia debug run --``: a script, or a launch command of torch, of which the script is run."""
 
 import os
 import re
@@ -20,8 +20,8 @@ class Script:
         ranks: The number of ranks on this host.
         node: The index of this host.
         nodes: The number of hosts.
-        master: The host of rank 0; empty means this one.
-        port: The port of torch's store there; 0 means a free one.
+        master: The host of rank 0; empty means this host.
+        port: The port of torch's store on that host; 0 means a free port.
     """
 
     words: list[str]
@@ -33,16 +33,17 @@ class Script:
 
 
 def script_of(words: Sequence[str], *, rank: int, ranks: int | None) -> Script:
-    """Return the script of a command.
+    """Return the script in a command.
 
     Args:
-        words: ``FILE ...``, ``-m MODULE ...``, both also after ``python``, ``torchrun ...`` or ``python -m
+        words: ``FILE ...`` or ``-m MODULE ...``, optionally after ``python``, ``torchrun ...`` or ``python -m
             torch.distributed.run ...``.
         rank: The rank that is debugged.
-        ranks: The number of ranks; None means that of torchrun, else ``GPU_NUM``, else as many as make ``rank`` one.
+        ranks: The number of ranks; None means the number of torchrun, or ``GPU_NUM``, or the smallest number with which
+            ``rank`` exists.
 
     Raises:
-        UsageError: There is no script, or an option of torchrun is not understood.
+        UsageError: The command has no script, or an option of torchrun is not supported.
     """
     left = list(words)
     if left and re.fullmatch(r"python(\d(\.\d+)?)?", Path(left[0]).name):
@@ -56,12 +57,12 @@ def script_of(words: Sequence[str], *, rank: int, ranks: int | None) -> Script:
             raise UsageError("-m without the name of a module")
     elif not left or not Path(left[0]).is_file():
         what = "no script" if not left else f"{left[0]}: no such file"
-        error = UsageError(f"{what} (seen from {Path.cwd()})")
+        error = UsageError(f"{what} (working directory: {Path.cwd()})")
         error.hint = "persia debug run --rank R --nproc N -- SCRIPT ARGUMENTS"
         raise error
     count = _gpus() or rank + 1 if ranks is None else ranks
     if count < 1:
-        raise UsageError(f"--nproc {count}: want at least 1")
+        raise UsageError(f"--nproc {count}: must be at least 1")
     return Script(left, count)
 
 
@@ -71,15 +72,15 @@ def _gpus() -> int:
 
 
 def _of_torchrun(words: Sequence[str], ranks: int | None) -> Script:
-    """Return what torchrun would start."""
+    """Return the script and the ranks that torchrun would start."""
     from torch.distributed.run import get_args_parser
 
     options = get_args_parser().parse_args(list(words))
     if options.no_python:
-        raise UsageError("torchrun --no-python: want a Python script, which a debugger can stop")
+        raise UsageError("torchrun --no-python: expected a Python script, which a debugger can stop")
     if ranks is None and not str(options.nproc_per_node).isdecimal():
-        error = UsageError(f"torchrun --nproc-per-node {options.nproc_per_node}: want a number")
-        error.hint = "say it here: persia debug run --nproc N"
+        error = UsageError(f"torchrun --nproc-per-node {options.nproc_per_node}: expected a number")
+        error.hint = "specify it: persia debug run --nproc N"
         raise error
     nodes = str(options.nnodes).partition(":")[0]
     count = int(options.nproc_per_node) if ranks is None else ranks

@@ -1,8 +1,7 @@
 """The process of one rank of ``persia debug run``: ``python -m persia.launch.debug_rank FILE|-m MODULE ARGUMENTS...``.
 
-It differs from :mod:`persia.launch.rank_main` in what a debugger needs: no limit of torch on the wait for another rank,
-a watch over the other ranks from the start, and, with ``PERSIA_DEBUG_POST_MORTEM=1``, a prompt at the error of the rank
-that fails.
+In contrast to :mod:`persia.launch.rank_main`, torch has no time limit for waiting for other ranks, a thread watches the
+other ranks from the start, and with ``PERSIA_DEBUG_POST_MORTEM=1`` a failing rank prompts at its error.
 """
 
 import runpy
@@ -20,7 +19,7 @@ from persia.runtime.settings import flag, settings
 
 
 def main() -> int:
-    """Run the script, which is in ``sys.argv[1:]``, as one rank."""
+    """Run the script in ``sys.argv[1:]`` as one rank."""
     words = sys.argv[1:]
     handle_sigterm()
     ranks.register(settings.rank, settings.world_size)

@@ -1,4 +1,4 @@
-"""``persia debug run``: the ranks of a script as children, one of them in the foreground with the terminal."""
+"""``persia debug run``: runs the ranks of a script as children, one of them in the foreground with the terminal."""
 
 import os
 import secrets
@@ -21,25 +21,26 @@ from persia.runtime.errors import UsageError
 from persia.runtime.exit_codes import ExitCode
 
 LONGEST_S = "86400"
-"""Seconds that a look-up or push may take: a rank that is stopped holds the turns of a reproducible run."""
+"""The time limit of a look-up or push in seconds. It is long because a stopped rank blocks the turns of a reproducible
+run."""
 _NOTICE_S = 5.0
-"""Seconds in which the other ranks may end by themselves after one has ended them or has failed."""
+"""Seconds that the other ranks have to end after one rank has ended them or has failed."""
 _LOOK_S = 0.5
 _TAIL = 15
-"""Lines of the output of a rank that failed in the background."""
+"""The number of last lines that are shown of a rank that failed in the background."""
 _FATAL = "Fatal Python error"
 
 
 @dataclass(frozen=True)
 class DebugRun:
-    """What ``persia debug run`` starts.
+    """The ranks that ``persia debug run`` starts.
 
     Attributes:
-        script: The script, and the ranks that it is to have.
+        script: The script, and its number of ranks.
         rank: The rank in the foreground.
-        logs: The folder of the output of the other ranks.
-        post_mortem: The rank that fails prompts at its error.
-        paths: Folders that are added at the end of ``PYTHONPATH``.
+        logs: The folder for the output of the other ranks.
+        post_mortem: Whether a failing rank prompts at its error.
+        paths: The folders that are appended to ``PYTHONPATH``.
     """
 
     script: Script
@@ -49,7 +50,7 @@ class DebugRun:
     paths: Sequence[str] = ()
 
     def environment(self, run: str, port: int) -> dict[str, str]:
-        """Return the variables that all ranks of this host get."""
+        """Return the environment variables for all ranks of this host."""
         script = self.script
         path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), *self.paths])
         own = {
@@ -69,7 +70,7 @@ class DebugRun:
 
 
 def run(job: DebugRun) -> int:
-    """Run the ranks of this host to their end, and return the exit code: that of the first rank that failed.
+    """Run the ranks of this host until they end, and return the exit code: that of the first rank that failed.
 
     Raises:
         UsageError: The rank does not exist.
@@ -77,7 +78,7 @@ def run(job: DebugRun) -> int:
     script = job.script
     world_size = script.nodes * script.ranks
     if not 0 <= job.rank < world_size:
-        error = UsageError(f"rank {job.rank} of {world_size} rank(s): want a rank from 0 to {world_size - 1}")
+        error = UsageError(f"rank {job.rank} of {world_size} rank(s): expected a rank from 0 to {world_size - 1}")
         error.hint = f"choose another rank, or start more: --nproc {job.rank + 1}"
         raise error
     if _terminal() is None:
@@ -91,7 +92,7 @@ def run(job: DebugRun) -> int:
     gate = FileGate(name)
     with Logs(job.logs) as logs, events.signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP)):
         if script.ranks > 1:
-            _say(f"rank {job.rank} of {world_size} runs here; the output of the others is in {job.logs}/rank-N.log")
+            _say(f"rank {job.rank} of {world_size} runs here; the other ranks write to {job.logs}/rank-N.log")
         try:
             started = {
                 first + local: _start(job, first, local, environment, logs, events) for local in range(script.ranks)
@@ -121,7 +122,7 @@ class _Supervision:
         self._interrupted = 0.0
 
     def run(self) -> int:
-        """Wait for the end of all ranks, and return the exit code."""
+        """Wait until all ranks have ended, and return the exit code."""
         while self._left:
             event = self._events.next()
             if isinstance(event, Process):
@@ -134,7 +135,7 @@ class _Supervision:
         return 0
 
     def _passed_on(self) -> bool:
-        """Give Ctrl-C to the rank in the foreground, as the terminal would; return False for a second one."""
+        """Pass Ctrl-C on to the rank in the foreground, as the terminal would. Return False for a second one."""
         now, foreground = time.monotonic(), self._ranks.get(self._job.rank)
         impatient = bool(self._interrupted) and now - self._interrupted > ONE_SIGNAL and not self._prompts()
         self._interrupted = self._interrupted or now
@@ -144,7 +145,10 @@ class _Supervision:
         return True
 
     def _prompts(self) -> bool:
-        """Whether the rank in the foreground is stopped: its person must not lose what they look at."""
+        """Whether the rank in the foreground is stopped at a prompt.
+
+        Its session must then continue after another rank fails.
+        """
         record = self._gate.get(f"rank-{self._job.rank}")
         return record is not None and bool(record["stopped"]) and self._gate.is_alive(record)
 
@@ -173,7 +177,7 @@ class _Supervision:
                 return
 
     def _report(self, rank: int, failed: Process) -> None:
-        """Print what a rank has said last, and after a crash where the other ranks are."""
+        """Print the last output of a rank and, after a crash, the positions of the other ranks."""
         _say(f"{failed.name} {failed.outcome()}")
         if rank != self._job.rank:
             path = self._job.logs / f"rank-{rank}.log"
@@ -198,10 +202,10 @@ class _Supervision:
 
 
 def _terminal() -> str | None:
-    """Return the path of the terminal of this process, or None."""
+    """Return the path of the terminal of this process; None if it has no terminal."""
     try:
         return os.ttyname(0) if os.isatty(0) else None
-    except OSError:  # it is of another mount namespace; ranks use the descriptor
+    except OSError:  # it belongs to another mount namespace; ranks use the descriptor
         return ""
 
 

@@ -1,7 +1,7 @@
-"""Run a program that the kernel kills when its parent dies: ``die_with_parent.py PARENT_PID PROGRAM ARGUMENTS...``.
+"""Runs a program that the kernel kills when its parent dies: ``die_with_parent.py PARENT_PID PROGRAM ARGUMENTS...``.
 
-A launcher that is killed leaves no processes. This file is run by its path and without site-packages, which takes a
-few milliseconds.
+With this program, a killed launcher leaves no processes behind. It is run by its path and without site-packages, so
+that its start takes only a few milliseconds.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Ask the kernel for SIGKILL at the parent's death, then replace this process by the program."""
+    """Ask the kernel to send SIGKILL when the parent dies, then replace this process with the program."""
     parent, command = int(sys.argv[1]), sys.argv[2:]
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before the call above

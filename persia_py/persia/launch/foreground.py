@@ -1,4 +1,4 @@
-"""A program that has the terminal of this process: a shell in a container, a step of the ladder."""
+"""Runs a program on the terminal of this process: a shell in a container, or a step of ``persia doctor --ladder``."""
 
 import signal
 import subprocess
@@ -17,23 +17,24 @@ def run(
     started: "Callable[[subprocess.Popen[bytes]], None] | None" = None,
     ends_at_interrupt: bool = False,
 ) -> int:
-    """Run a program to its end, and return its exit code.
+    """Run a program until it ends, and return its exit code.
 
-    Ctrl-C is for the program, which has the same terminal. SIGTERM and SIGHUP are passed on to it; once it has ended,
-    this process ends too, and what encloses this call is cleaned up. Only in the main thread.
+    Ctrl-C is left to the program, which has the same terminal. SIGTERM and SIGHUP are passed on to the program; when it
+    has ended, this process ends too, after cleaning up the blocks around this call. Call this only in the main thread.
 
     Args:
-        words: Program and arguments.
+        words: The program and its arguments.
         env: The whole environment.
-        output: The file of its output and errors; None is that of this process.
-        started: Called when it runs.
-        ends_at_interrupt: Ctrl-C ends the program by SIGTERM, because it would ask at the terminal.
+        output: The file for its output and errors; None means those of this process.
+        started: Called when the program is running.
+        ends_at_interrupt: Whether Ctrl-C ends the program with SIGTERM, because it would otherwise prompt at the
+            terminal.
 
     Returns:
         The exit code; minus the number of the signal that killed it.
 
     Raises:
-        SystemExit: A signal has ended it.
+        SystemExit: A signal has ended the call.
     """
     process: subprocess.Popen[bytes] | None = None
     received: list[int] = []
@@ -46,19 +47,20 @@ def run(
             process.terminate()
 
     numbers = [signal.SIGTERM, signal.SIGINT]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored signals stay ignored: nohup
         numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, handle) for number in numbers}
     try:
         process = subprocess.Popen(words, env=env, stdout=output, stderr=None if output is None else subprocess.STDOUT)
-        if received:  # it arrived before there was a process
+        if received:  # the signal arrived before the process existed
             process.terminate()
         if started is not None:
             started(process)
         code = process.wait()
     finally:
         for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
+            # None means that the handler was not set from Python
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
     if received:
         raise SystemExit(AGAIN)
     return code

@@ -1,6 +1,6 @@
-"""The YAML file of ``persia up``: read and check the description of a job on one host.
+"""The YAML file of ``persia up``: reads and checks the description of a job on one host.
 
-It is a ``persia.yml``, or a file with the keys of :class:`JobConfig`.
+The file is a ``persia.yml``, or has the keys of :class:`JobConfig`.
 """
 
 import difflib
@@ -20,7 +20,7 @@ from persia.runtime.errors import ConfigError, UsageError
 _AUTO = "auto"
 _NAME = r"^[A-Za-z0-9._-]{1,64}$"
 MAX_REPLICAS = 64
-"""The largest number of processes of one kind."""
+"""The maximum number of processes of one kind."""
 _MAX_RESTARTS = 100
 _Count = Annotated[int, Field(ge=1, le=MAX_REPLICAS)]
 
@@ -34,7 +34,7 @@ def _as_text(value: object) -> str:
 
 
 def _check_entry(entry: str) -> str:
-    if not shlex.split(entry):  # raises ValueError at a quote that is not closed
+    if not shlex.split(entry):  # raises ValueError for an unclosed quote
         raise ValueError("the path of a script, and arguments")
     return entry
 
@@ -51,16 +51,16 @@ class DataCompose(_Strict):
     """The data script, which sends batches."""
 
     entry: _Entry | None = None
-    """The path of the script, with arguments if any. None sends the rows of ``config``."""
+    """The path of the script, optionally with arguments. None sends the rows of ``config``."""
     replicas: _Count = 1
-    """The number of replicas; each sends its part of the data."""
+    """The number of replicas; each sends a part of the data."""
 
 
 class Trainer(_Strict):
     """The training script."""
 
     entry: _Entry | None = None
-    """The path of the script, with arguments if any. None trains from ``config``."""
+    """The path of the script, optionally with arguments. None trains from ``config``."""
     ranks: _Count = 1
     """The number of ranks."""
 
@@ -69,42 +69,43 @@ class JobConfig(_Strict):
     """A job on this host. Paths are relative to the folder of the file."""
 
     job: Annotated[str, Field(pattern=_NAME)] = "local"
-    """The job's name. Jobs with different names are isolated from each other."""
+    """The name of the job. Jobs with different names are isolated from each other."""
     servers: _Count = 1
     """The number of embedding servers."""
     middlewares: _Count = 1
     """The number of middlewares."""
     config: str | None = None
-    """The path of a ``persia.yml``, whose features give the slots."""
+    """The path of a ``persia.yml``, whose features define the slots."""
     embedding_config: str | None = None
-    """The path of ``embedding_config.yml``: the slots, without ``config``."""
+    """The path of ``embedding_config.yml``, which defines the slots if ``config`` is not set."""
     global_config: str | None = None
     """The path of ``global_config.yml``: capacity and other limits."""
     data_compose: DataCompose | None = None
-    """None: the trainer makes its own batches. A trainer without an entry has one replica then."""
+    """None means that the trainer makes its own batches. A trainer without an entry has one data-compose replica
+    then."""
     trainer: Trainer | None = None
-    """None: the servers run until Ctrl-C, for trainers that are started by hand."""
+    """None means that the servers run until Ctrl-C, for trainers that are started separately."""
     env: dict[str, _Text] = Field(default_factory=dict)
-    """Variables for every process. true is 1, false is 0."""
+    """Environment variables for every process. true becomes 1, false becomes 0."""
     token: str = _AUTO
-    """The path of a file with the secret, at least 32 bytes. ``auto`` makes one for this run."""
+    """The path of a file with the secret, at least 32 bytes. ``auto`` generates a secret for this run."""
     run_dir: str | None = None
     """The folder of logs, checkpoints and the summary; None means ``runs/JOB`` below the working directory."""
     restarts: Annotated[int, Field(ge=0, le=_MAX_RESTARTS)] = 3
-    """How often a part that died is restarted before the job ends."""
+    """The number of times that a failed process is restarted before the job ends."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The processes of a job of a ``persia.yml``, and its name. None of them means the default.
+    """The numbers of processes of a job from a ``persia.yml``, and its name. None means the default in each case.
 
     Attributes:
-        servers: The number of embedding servers; 1.
-        middlewares: The number of middlewares; 1.
-        data_compose: The number of data-compose replicas; 1.
-        ranks: The number of ranks; 1.
-        name: The run's name; ``run.name``, else the time of the start in UTC. A run of this name that was interrupted
-            is resumed.
+        servers: The number of embedding servers, by default 1.
+        middlewares: The number of middlewares, by default 1.
+        data_compose: The number of data-compose replicas, by default 1.
+        ranks: The number of ranks, by default 1.
+        name: The name of the run; by default ``run.name``, or the start time in UTC. An interrupted run of this name is
+            resumed.
     """
 
     servers: int | None = None
@@ -119,12 +120,12 @@ def read_job_config(path: Path, sizes: Sizes | None = None, *, folder: Path | No
 
     Args:
         path: A ``persia.yml``, or a file with the keys of :class:`JobConfig`.
-        sizes: For a ``persia.yml``; None means the defaults.
-        folder: To what paths of a ``persia.yml`` are relative; None means its folder.
+        sizes: The numbers of processes, for a ``persia.yml``; None means the defaults.
+        folder: The folder to which paths in a ``persia.yml`` are relative; None means its folder.
 
     Raises:
-        ConfigError: It lists every mistake: where it is, what was found, what is allowed.
-        UsageError: ``sizes`` are given with a file that has them.
+        ConfigError: The file is invalid. The message lists every error: its line, the value found, the values allowed.
+        UsageError: ``sizes`` is given with a file that sets the numbers itself.
     """
     sizes = sizes or Sizes()
     try:
@@ -145,7 +146,8 @@ def read_job_config(path: Path, sizes: Sizes | None = None, *, folder: Path | No
     if mistakes:
         raise _error(path, mistakes)
     if config.trainer is not None and config.trainer.entry is None and config.data_compose is None:
-        config = config.model_copy(update={"data_compose": DataCompose()})  # such a trainer gets its batches from it
+        # such a trainer gets its batches from data-compose
+        config = config.model_copy(update={"data_compose": DataCompose()})
     return _with_absolute_paths(config, path)
 
 
@@ -154,7 +156,7 @@ def _job_of(path: Path, sizes: Sizes, folder: Path | None) -> JobConfig:
     from persia.config import load_config
     from persia.config.document import open_document
 
-    # With a folder it is the copy of a file whose warnings have been logged.
+    # With a folder, the file is a copy, and the warnings about the original have been logged.
     config = load_config(path) if folder is None else open_document(path, folder=folder).checked()
     name = sizes.name or config.run.name or f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
     if not re.fullmatch(_NAME, name):
@@ -175,7 +177,7 @@ def _job_of(path: Path, sizes: Sizes, folder: Path | None) -> JobConfig:
 
 
 def _without_slots(content: Any) -> list[str]:
-    """Return the mistakes in ``config`` and in the keys that it replaces."""
+    """Return the errors in ``config`` and in the keys that it replaces."""
     if not isinstance(content, dict):
         return []
     whole, slots = (content.get(key) is not None for key in ("config", "embedding_config"))
@@ -189,7 +191,7 @@ def _without_slots(content: Any) -> list[str]:
 
 
 def makes_token(config: JobConfig) -> bool:
-    """Return whether a secret is made for this run."""
+    """Return whether a secret is generated for this run."""
     return config.token == _AUTO
 
 
@@ -201,7 +203,7 @@ def _with_absolute_paths(config: JobConfig, path: Path) -> JobConfig:
         files["token"] = config.token
     found = {key: _absolute(folder, name) for key, name in files.items() if name is not None}
     mistakes = [
-        f"{key}: found `{files[key]}`, which is not a file (seen from {folder})"
+        f"{key}: found `{files[key]}`, which is not a file (relative to {folder})"
         for key, name in found.items()
         if not Path(name).is_file()
     ]
@@ -212,7 +214,7 @@ def _with_absolute_paths(config: JobConfig, path: Path) -> JobConfig:
         name, *arguments = shlex.split(part.entry)
         script = _absolute(folder, name)
         if not Path(script).is_file():
-            mistakes.append(f"{key}.entry: found `{name}`, which is not a file (seen from {folder})")
+            mistakes.append(f"{key}.entry: found `{name}`, which is not a file (relative to {folder})")
         changes[key] = part.model_copy(update={"entry": shlex.join([script, *arguments])})
     if config.run_dir is not None:
         changes["run_dir"] = _absolute(folder, config.run_dir)
@@ -233,7 +235,7 @@ def _error(path: Path, mistakes: list[str]) -> ConfigError:
 
 
 def _next_step(path: Path) -> str:
-    return f"correct it, then run: persia up {path}"
+    return f"correct it, then run: persia up {shlex.quote(str(path))}"
 
 
 def _mistake(detail: Any) -> str:
@@ -252,7 +254,7 @@ def _mistake(detail: Any) -> str:
 
 
 _PERSIA_YML = {"data", "features", "labels", "model", "train"}
-"""Keys by which a ``persia.yml`` is recognised."""
+"""Keys from which a ``persia.yml`` is recognized."""
 
 _MODELS: dict[tuple[str, ...], type[BaseModel]] = {
     (): JobConfig,

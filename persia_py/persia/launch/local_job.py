@@ -23,14 +23,14 @@ from persia.runtime.errors import UnreachableError, UsageError
 
 LOOPBACK = "127.0.0.1"
 _NATS_START = 10.0
-"""Seconds in which NATS has to listen."""
+"""Seconds within which NATS must listen."""
 _STOP_GRACE = "10"
-"""Seconds a server waits for its connections to close. It is short because the trainers end first."""
+"""Seconds that a server waits for its connections to close. The time is short because the trainers end first."""
 _MAX_PAYLOAD = 65536
 _MAX_CONNECTIONS = 256
 _FOLDER_PREFIX = "persia-up-"
 _LOCK_TIME = 60.0
-"""Seconds in which a new private folder is locked by the process that made it."""
+"""Seconds within which the process that made a new private folder locks it."""
 
 Kind = Literal["server", "middleware"]
 BINARIES: dict[Kind, str] = {"server": SERVER, "middleware": MIDDLEWARE}
@@ -38,7 +38,7 @@ BINARIES: dict[Kind, str] = {"server": SERVER, "middleware": MIDDLEWARE}
 
 @dataclass(frozen=True)
 class Command:
-    """A program with its arguments and its whole environment."""
+    """A program with its arguments and its complete environment."""
 
     name: str
     words: list[str]
@@ -47,21 +47,21 @@ class Command:
 
 @dataclass(frozen=True)
 class LocalJob:
-    """A job whose parts all run on this host.
+    """A job whose processes all run on this host.
 
     Attributes:
-        name: The job's name.
+        name: The name of the job.
         servers: The number of servers.
         middlewares: The number of middlewares.
-        embedding_config: The slots; None if ``config`` has them.
-        global_config: Capacity and other limits; None means the defaults.
-        private_dir: A folder that only its owner can read: sockets, the token, NATS's configuration. The path is short,
-            because that of a socket has at most 107 bytes.
-        state_dir: The data of the servers, and the checkpoints.
-        env: Variables added to the environment of every part.
-        ports: The first server's and the first middleware's port on loopback; None means Unix sockets.
-        metrics: The address at which each server and middleware serves its metrics.
-        config: ``persia.yml``, whose features give the slots, instead of ``embedding_config``.
+        embedding_config: The file with the slots; None if ``config`` has them.
+        global_config: The file with capacity and other limits; None means the defaults.
+        private_dir: A folder that only its owner can read: sockets, the token, NATS's configuration. Its path is short,
+            because the path of a socket has at most 107 bytes.
+        state_dir: The folder for the data of the servers and the checkpoints.
+        env: The variables that are added to the environment of every process.
+        ports: The loopback ports of the first server and the first middleware; None means Unix sockets.
+        metrics: The address at which every process serves its metrics.
+        config: ``persia.yml``, whose features define the slots, instead of ``embedding_config``.
     """
 
     name: str
@@ -78,12 +78,12 @@ class LocalJob:
 
     @property
     def token_file(self) -> Path:
-        """The file with the job's secret: ``PERSIA_TOKEN_FILE`` of :attr:`env`, else a file in the private folder."""
+        """The file with the job's secret: ``PERSIA_TOKEN_FILE`` in :attr:`env`, or a file in the private folder."""
         given = self.env.get("PERSIA_TOKEN_FILE", "")
         return Path(given) if given else self.private_dir / "token"
 
     def make_token(self) -> None:
-        """Write a new secret, unless the file exists or ``PERSIA_TOKEN_FILE`` names it."""
+        """Write a new secret, unless the file exists or ``PERSIA_TOKEN_FILE`` is set."""
         if not self.env.get("PERSIA_TOKEN_FILE") and not self.token_file.exists():
             _write_private(self.token_file, secrets.token_hex(32))
 
@@ -91,7 +91,7 @@ class LocalJob:
         """Return the command of a NATS server on loopback that requires the job's password.
 
         Args:
-            port: None lets NATS choose a free port, which :meth:`nats_url` reads.
+            port: The port; None lets NATS choose a free one, which :meth:`nats_url` reads.
 
         Raises:
             UsageError: nats-server was not found.
@@ -116,7 +116,7 @@ class LocalJob:
         """Wait until the NATS server of this process listens, and return its URL.
 
         Raises:
-            UnreachableError: It ended, or did not listen in time.
+            UnreachableError: The server ended, or did not listen in time.
         """
         deadline = time.monotonic() + _NATS_START
         while time.monotonic() < deadline:
@@ -139,7 +139,7 @@ class LocalJob:
         """Return the command of one server or middleware.
 
         Raises:
-            UsageError: Its binary was not found.
+            UsageError: The binary was not found.
         """
         env = self.client_env(nats_url)
         if kind == "server":
@@ -163,13 +163,14 @@ class LocalJob:
             "PERSIA_TOKEN_FILE": str(self.token_file),
             "PERSIA_CKPT_DIR": str(checkpoints),
             "PERSIA_ADVERTISE": LOOPBACK,
+            "PERSIA_METRICS_LISTEN": self.metrics,
         }
         files = {CONFIG: self.config, EMBEDDING_CONFIG: self.embedding_config, GLOBAL_CONFIG: self.global_config}
         variables |= {name: str(path) for name, path in files.items() if path is not None}
         return variables | dict(self.env)
 
     def client_env(self, nats_url: str) -> dict[str, str]:
-        """Return the whole environment of a process of this job."""
+        """Return the complete environment of a process of this job."""
         local = {"GLOO_SOCKET_IFNAME": "lo", "LOG_FORMAT": "text", "PERSIA_STOP_GRACE": _STOP_GRACE}
         inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
         return local | inherited | self.settings(nats_url)
@@ -180,17 +181,19 @@ _NOT_INHERITED = {
     *("PERSIA_LISTEN", "PERSIA_METRICS_LISTEN", "PERSIA_DATA_DIR", "GPU_NUM"),
     *(CONFIG, CONFIG_FOLDER, EMBEDDING_CONFIG, "PERSIA_NN_WORKER_ENTRY", "PERSIA_DATALOADER_ENTRY"),
 }
-"""Variables of one process, or of another job. The parts of this job must not inherit them from the launcher."""
+"""Variables of a single process, or of another job, which the processes of this job must not inherit from the
+launcher."""
 
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """Make the private folder of a job for the length of the block.
+    """Create the private folder of a job for the duration of the block.
 
-    Folders of this user whose process was killed are removed first.
+    Folders of this user that killed processes have left are removed first.
     """
     for found in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
-        with contextlib.suppress(OSError), _locked(found) as status:  # OSError: of another user, in use, or removed
+        # OSError: the folder belongs to another user, is in use, or was removed
+        with contextlib.suppress(OSError), _locked(found) as status:
             if status.st_uid == os.getuid() and time.time() - status.st_mtime > _LOCK_TIME:
                 shutil.rmtree(found)
     with tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX) as name, _locked(Path(name)):
@@ -209,7 +212,7 @@ def _locked(folder: Path) -> Iterator[os.stat_result]:
 
 
 def find_free_port(port: int | None = None, interval: int = 1) -> int:
-    """Return ``port`` if it can be bound on loopback, else a port that is free now; ``interval`` is PersiaML's."""
+    """Return ``port`` if it can be bound on loopback, or else a free port; ``interval`` is a parameter of PersiaML."""
     del interval
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
@@ -220,7 +223,7 @@ def find_free_port(port: int | None = None, interval: int = 1) -> int:
 
 
 def free_ports(preferred: int | None, count: int) -> int:
-    """Return the first of ``count`` consecutive ports that are free now; ``preferred`` if it is such a port."""
+    """Return the first of ``count`` consecutive free ports; ``preferred`` if that is possible."""
     first = find_free_port(preferred)
     while any(find_free_port(first + offset) != first + offset for offset in range(1, count)):
         first = find_free_port()

@@ -1,13 +1,16 @@
-"""Output of several processes: on one terminal, and in one file for each process."""
+"""The output of several processes: on one terminal, and in one rotated file for each process."""
 
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
 
 from typing_extensions import Self
+
+from persia.runtime.log_files import LineFile
 
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _WIDTH = 14
@@ -17,7 +20,7 @@ class Logs:
     """Writes each line to ``folder/name.log``, and as ``name | line`` to standard output, in colours on a terminal.
 
     Args:
-        folder: It is made if it does not exist. Existing files are appended to.
+        folder: The folder, which is created if missing. Output is appended to existing files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -27,9 +30,10 @@ class Logs:
         self._lock = threading.Lock()
         self._writers: dict[str, Callable[[str], None]] = {}
         self._files = ExitStack()
+        self._closed = False
 
     def __enter__(self) -> Self:
-        """Return the object; a file is opened when its writer is first requested."""
+        """Return the object. A file is opened when its writer is first requested."""
         return self
 
     def __exit__(
@@ -41,17 +45,20 @@ class Logs:
     def close(self) -> None:
         """Close the files. Later lines go to standard output only."""
         with self._lock:
+            self._closed = True
             self._files.close()
 
-    def writer(self, name: str, *, shown: bool = True) -> Callable[[str], None]:
+    def writer(self, name: str, *, shown: bool = True, stamped: bool = False) -> Callable[[str], None]:
         """Return a function that writes a line of the process ``name``. It may be called from any thread.
 
         Args:
-            name: The name of the file, and the prefix of the line.
-            shown: Whether the line also goes to standard output.
+            name: The name of the file, and the prefix of the lines.
+            shown: Whether lines also go to standard output.
+            stamped: Whether to add the UTC time to each line in the file, because the lines themselves have no time.
         """
         if name not in self._writers:
-            file = self._files.enter_context((self.folder / f"{name}.log").open("a", encoding="utf-8", buffering=1))
+            file = LineFile(self.folder / f"{name}.log")
+            self._files.callback(file.close)
             prefix = f"{name:<{_WIDTH}} |"
             if self._coloured:
                 prefix = f"\x1b[{_COLOURS[len(self._writers) % len(_COLOURS)]}m{prefix}\x1b[0m"
@@ -59,9 +66,9 @@ class Logs:
             def write(line: str) -> None:
                 with self._lock:
                     # A full disk or a closed pipe must not end the job.
-                    with suppress(OSError):
-                        if not file.closed:
-                            file.write(f"{line}\n")
+                    if not self._closed:
+                        time = f"{datetime.now(timezone.utc):%Y-%m-%dT%H:%M:%S.%f}Z " if stamped else ""
+                        file.write_line(f"{time}{line}")
                     with suppress(OSError, ValueError):
                         if shown:
                             sys.stdout.write(f"{prefix} {line}\n")

@@ -1,7 +1,8 @@
-"""The ranks of one trainer replica: start them together, supervise them, stop them together."""
+"""The ranks of one trainer replica: starts, supervises and stops them together."""
 
 import json
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from persia.launch import threads
 from persia.launch.process import Process
 from persia.launch.supervision import SAVING_GRACE, Events, stop, stopped_by
 from persia.runtime import job
@@ -19,36 +21,36 @@ from persia.runtime.settings import settings
 
 _OWN_CODES = {
     *(ExitCode.CONFIG, ExitCode.UNREACHABLE, ExitCode.CORRUPT, ExitCode.REFUSED, ExitCode.HUNG),
-    ExitCode.INTERRUPTED,  # a person has ended it, at a breakpoint
+    ExitCode.INTERRUPTED,  # the user ended the run at a breakpoint
 }
-"""Exit codes of a rank that are passed on, because they say more than :attr:`ExitCode.AGAIN`."""
+"""Exit codes of a rank that are returned unchanged, because they are more specific than :attr:`ExitCode.AGAIN`."""
 
 _NOTICE = 5.0
-"""Seconds in which the other ranks may end on their own after one has failed."""
+"""Seconds that the other ranks have to end by themselves after one has failed."""
 
 _output = threading.Lock()
 
 
 def run(script: Path | None, arguments: Sequence[str], *, ranks: int, node: int, nodes: int) -> int:
-    """Run the ranks of this replica to their end.
+    """Run the ranks of this replica until they end.
 
     Args:
         script: The script that each rank runs; None trains from ``PERSIA_CONFIG``.
-        arguments: Its arguments.
+        arguments: The arguments of the script.
         ranks: The number of ranks of this replica.
         node: The index of this replica.
         nodes: The number of replicas.
 
     Returns:
-        The exit code: 0 if every rank ended with 0, or ``PERSIA_RUN_DIR`` names a run that is finished already; after a
+        The exit code: 0 if every rank ended with 0, or ``PERSIA_RUN_DIR`` names a run that is already finished; after a
         signal, that of :func:`persia.launch.supervision.stopped_by`. Without that variable every start is a new run.
 
     Raises:
-        UsageError: The numbers contradict each other, or ``CUDA_VISIBLE_DEVICES`` names too few devices.
+        UsageError: The arguments contradict each other, or ``CUDA_VISIBLE_DEVICES`` lists too few devices.
     """
     if ranks < 1 or nodes < 1 or not 0 <= node < nodes:
         raise UsageError(
-            f"node rank {node} of {nodes} nodes with {ranks} ranks each: want a node rank of 0 to "
+            f"node rank {node} of {nodes} nodes with {ranks} ranks each: expected a node rank of 0 to "
             f"{max(nodes, 1) - 1}, and at least one node and rank (REPLICA_INDEX, REPLICA_SIZE, GPU_NUM)"
         )
     _check_devices(ranks)
@@ -61,12 +63,13 @@ def run(script: Path | None, arguments: Sequence[str], *, ranks: int, node: int,
             _set_aside(folder / job.SUMMARY)
     events = Events()
     words = [] if script is None else [str(script), *arguments]
+    shared = threads.variables(ranks, "rank", _say, os.environ, replicas=settings.host_replicas)
     with events.signals(last=True):
         started = [
             Process(
                 f"rank {node * ranks + local}",
                 [sys.executable, "-m", "persia.launch.rank_main", *words],
-                env={**os.environ, **_rank_variables(local, ranks=ranks, node=node, nodes=nodes)},
+                env={**os.environ, **shared, **_rank_variables(local, ranks=ranks, node=node, nodes=nodes)},
                 line=_print_with_prefix(f"[rank {node * ranks + local}]") if ranks > 1 else None,
                 ended=events.ended,
             )
@@ -76,12 +79,12 @@ def run(script: Path | None, arguments: Sequence[str], *, ranks: int, node: int,
 
 
 def supervise(ranks: Sequence[Process], events: Events, folder: Path | None) -> int:
-    """Wait for ranks, and stop all of them when one fails or this process gets a signal. Return the exit code.
+    """Wait for ranks; stop all of them when one fails or this process receives a signal. Return the exit code.
 
     Args:
-        ranks: The ranks, which run.
-        events: Their ends, and the signals.
-        folder: The folder of the run, whose summary says whether it is finished; None without one.
+        ranks: The processes of the ranks.
+        events: The events: ends of ranks, and signals.
+        folder: The folder of the run, whose summary tells whether it is finished; None if there is none.
     """
     left = set(ranks)
     while left:
@@ -103,7 +106,7 @@ def supervise(ranks: Sequence[Process], events: Events, folder: Path | None) -> 
 
 
 def _wait_for_other_failures(left: set[Process], events: Events) -> None:
-    """Let the other ranks end on their own, because one of them may report the cause."""
+    """Let the other ranks end by themselves, because one of them may report the cause."""
     deadline = time.monotonic() + _NOTICE
     while left and (seconds := deadline - time.monotonic()) > 0:
         event = events.next(seconds)
@@ -114,7 +117,7 @@ def _wait_for_other_failures(left: set[Process], events: Events) -> None:
 
 
 def _exit_code(code: int) -> int:
-    # An exception of the script itself: a restart would raise it again.
+    # This is an exception of the script itself, which a restart would repeat.
     return code if code == ExitCode.FAILED or code in _OWN_CODES else AGAIN
 
 
@@ -136,28 +139,31 @@ def _check_devices(ranks: int) -> None:
     devices = [name.strip() for name in visible.split(",") if name.strip() and name.strip() != "-1"]
     if len(set(devices)) < ranks:
         raise UsageError(
-            f"CUDA_VISIBLE_DEVICES={visible!r} names {len(set(devices))} device(s), but {ranks} rank(s) need one each "
+            f"CUDA_VISIBLE_DEVICES={visible!r} lists {len(set(devices))} device(s), but {ranks} rank(s) need one each "
             f"(GPU_NUM={gpus})"
         )
 
 
-def report_finished(folder: Path, summary: dict[str, Any], change: str = "give PERSIA_RUN_DIR another folder") -> None:
-    """Print that the run in this folder is finished, with its summary and how to train again.
+def report_finished(
+    folder: Path, summary: dict[str, Any], change: str = "set PERSIA_RUN_DIR to another folder"
+) -> None:
+    """Print that the run in this folder is finished, with its summary and the way to train again.
 
     Args:
         folder: The folder.
         summary: The content of its summary.
-        change: What to change for another run.
+        change: The change that starts another run, for the message.
     """
     path = folder / job.SUMMARY
     sys.stdout.write(
-        f"this run is finished: {path}\n{json.dumps(summary, indent=1)}\nto train again, {change}, or: rm {path}\n"
+        f"this run is finished: {path}\n{json.dumps(summary, indent=1)}\n"
+        f"to train again, {change}, or: rm {shlex.quote(str(path))}\n"
     )
     sys.stdout.flush()
 
 
 def _set_aside(summary: Path) -> None:
-    """Rename the summary of the last run, so that it is not mistaken for that of this run."""
+    """Rename the summary of the previous run, so that it does not appear to be the summary of this run."""
     previous = summary.with_name("summary-previous.json")
     try:
         summary.replace(previous)

@@ -12,21 +12,21 @@ from typing import IO
 
 _DIE_WITH_PARENT = Path(__file__).with_name("die_with_parent.py")
 _OUTPUT_DEADLINE = 2.0
-"""Seconds to read the remaining output of a process that ended. A child of it may keep the pipe open."""
+"""Seconds to read the remaining output of an ended process, of which a child may keep the pipe open."""
 
 
 class Process:
     """A program in its own process group, which the kernel kills if this process dies.
 
-    The kernel ties it to the thread that starts it. Start it from the main thread.
+    The kernel ties the program to the thread that starts it, so start it from the main thread.
 
     Args:
-        name: Its name in messages.
-        command: Program and arguments.
-        env: The whole environment.
-        line: Called from a thread with each line of output. None: the output goes to that of this process.
-        ended: Called once from a thread, after the process has ended and its output was read.
-        cwd: Its working directory.
+        name: The name of the process in messages.
+        command: The program and its arguments.
+        env: The complete environment.
+        line: Called from a thread with each line of output. None sends the output to that of this process.
+        ended: Called once from a thread, after the process has ended and its output has been read.
+        cwd: The working directory of the program.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Process:
 
     @property
     def running(self) -> bool:
-        """Whether the process runs, or its output was not fully read yet."""
+        """Whether the process is running, or its output has not been fully read."""
         return not self._done.is_set()
 
     @property
@@ -92,7 +92,7 @@ class Process:
             )
             reader.start()
         self._popen.wait()
-        self.signal(signal.SIGKILL)  # kill child processes that remain in its group
+        self.signal(signal.SIGKILL)  # kills child processes that remain in the group
         if reader is not None:
             reader.join(_OUTPUT_DEADLINE)
         self._done.set()
@@ -116,7 +116,7 @@ def signal_name(number: int) -> str:
 
 
 def run_command(cmd: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[bytes]:
-    """Run ``cmd`` to its end, with ``env`` added to the environment of this process.
+    """Run ``cmd`` until it ends, with ``env`` added to the environment of this process.
 
     Raises:
         subprocess.CalledProcessError: The exit status is not 0.

@@ -1,7 +1,8 @@
 """The process of one trainer rank: ``python -m persia.launch.rank_main FILE ARGUMENTS...``.
 
-It runs the script, or trains from ``PERSIA_CONFIG`` without one, then ends the run together with the other ranks.
-SIGTERM before that end exits with 75: restart this rank. A context with checkpoints saves the run first.
+The process runs the script or, without one, trains from ``PERSIA_CONFIG``, then ends the run together with the other
+ranks. After an earlier SIGTERM it exits with 75, which requests a restart; a context with checkpoints saves the run
+first.
 """
 
 import os
@@ -30,7 +31,7 @@ def main() -> int:
 
 
 def finished(train: Callable[[], int]) -> int:
-    """Train, then end the run together with the other ranks; they learn of a failure. Return the exit code."""
+    """Train, then end the run together with the other ranks. Report a failure to them. Return the exit code."""
     try:
         code = train()
         if code == 0:
@@ -56,7 +57,7 @@ def _train_from_config() -> int:
 
 
 def _report_failure(reason: str) -> None:
-    """Report to the other ranks why this one ends, if the script has used them."""
+    """Report to the other ranks why this rank ends, if the script has connected to them."""
     if "persia.distributed" in sys.modules:
         from persia.distributed import run
 
@@ -64,7 +65,7 @@ def _report_failure(reason: str) -> None:
 
 
 def handle_sigterm() -> None:
-    """End the rank on SIGTERM, and immediately on a second one that arrives more than ``ONE_SIGNAL`` later."""
+    """End the rank on SIGTERM, or immediately on a second one that arrives more than ``ONE_SIGNAL`` seconds later."""
     first_at: float | None = None
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -79,14 +80,14 @@ def handle_sigterm() -> None:
         if not preemption.request_stop():
             os.write(2, b"SIGTERM: leaving before the end of the run\n")
             if "persia.distributed" not in sys.modules and _is_importing(frame):
-                os._exit(ExitCode.AGAIN)  # PyTorch changes an exception in its import, and nothing is open yet
-            raise SystemExit(ExitCode.AGAIN)  # contexts report it to the other ranks as they exit
+                os._exit(ExitCode.AGAIN)  # PyTorch would change an exception during its import, and nothing is open yet
+            raise SystemExit(ExitCode.AGAIN)  # contexts report this exit to the other ranks
 
     signal.signal(signal.SIGTERM, handle)
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Whether a frame, or one that called it, imports a module."""
+    """Whether a frame, or one of its callers, is importing a module."""
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             return True

@@ -1,4 +1,4 @@
-"""``persia train`` on ranks: a job of this host from a configuration, and tests of one batch on ranks or servers."""
+"""``persia train`` with several ranks: a job on this host, and tests of one batch with ranks or servers."""
 
 import os
 import secrets
@@ -27,10 +27,10 @@ _logger = get_logger("launch")
 
 
 def check_devices(ranks: int) -> None:
-    """Check before anything starts that each rank has a GPU, where ranks train on GPUs (``GPU_NUM`` above 0).
+    """Check, before anything starts, that each rank has a GPU, if ranks train on GPUs (``GPU_NUM`` above 0).
 
     Raises:
-        UsageError: There are fewer GPUs than ranks, or more ranks than a job has.
+        UsageError: There are fewer GPUs than ranks, or more ranks than a job may have.
     """
     if ranks > MAX_REPLICAS:
         raise UsageError(f"--nproc {ranks}: a job on one host has at most {MAX_REPLICAS} ranks")
@@ -45,28 +45,28 @@ def check_devices(ranks: int) -> None:
     there = torch.cuda.device_count()
     if ranks > there:
         error = UsageError(
-            f"--nproc {ranks}: {ranks} GPUs asked, {there} visible; GPU_NUM={wanted} gives each rank one"
+            f"--nproc {ranks}: {ranks} GPUs requested, {there} visible; GPU_NUM={wanted} gives each rank one"
         )
         error.hint = f"--nproc {there}, or train on the CPU: GPU_NUM=0" if there else "persia doctor --only gpu"
         raise error
 
 
 def train(config: Config, file: Path, ranks: int, *, name: str | None = None) -> int:
-    """Train with several ranks on this host: NATS, a server, a middleware, data-compose and the ranks are started.
+    """Train with several ranks on this host. Start NATS, a server, a middleware, data-compose and the ranks.
 
     With the block ``profile``, the profile of the run is shown at its end.
 
     Args:
-        config: The configuration, overrides included.
-        file: Its file.
+        config: The configuration, including overrides.
+        file: The file of the configuration.
         ranks: The number of ranks.
-        name: The name of the run; one that was interrupted is resumed. None is ``run.name``, else the time.
+        name: The name of the run; an interrupted run of that name is resumed. None means ``run.name``, or the time.
 
     Returns:
         The exit code of the job.
 
     Raises:
-        ConfigError: The name of the run is not one of a job.
+        ConfigError: The name of the run is not a valid job name.
         UsageError: There are too many ranks, or the run is finished.
     """
     check_devices(ranks)
@@ -82,11 +82,12 @@ def train(config: Config, file: Path, ranks: int, *, name: str | None = None) ->
 def _command(config: Config, file: Path, ranks: int) -> str:
     """Return the command that trains, without the name of the run."""
     kept = [each for each in config.origin.overrides if not each.startswith("run.name=")]
-    return f"persia train {file} --nproc {ranks}" + "".join(f" --set {shlex.quote(each)}" for each in kept)
+    overrides = "".join(f" --set {shlex.quote(each)}" for each in kept)
+    return f"persia train {shlex.quote(str(file))} --nproc {ranks}{overrides}"
 
 
 def _job(config: Config, folder: Path, sizes: Sizes, command: str) -> JobConfig:
-    """Return the job of a configuration. It is read from a copy in a folder; messages name the user's command."""
+    """Return the job for a configuration. It is read from a copy in a folder, but messages name the user's command."""
     try:
         return read_job_config(write(config, folder), sizes, folder=config.folder)
     except ConfigError as error:
@@ -95,11 +96,11 @@ def _job(config: Config, folder: Path, sizes: Sizes, command: str) -> JobConfig:
 
 
 def test(config: Config, file: Path, ranks: int) -> int:
-    """Train on one batch with several ranks, in folders that are removed; each rank prints four ticks.
+    """Train on one batch with several ranks, in temporary folders. Each rank prints four ticks.
 
     Args:
         config: The configuration.
-        file: Its file, for messages.
+        file: The file of the configuration, for messages.
         ranks: The number of ranks.
 
     Returns:
@@ -110,19 +111,20 @@ def test(config: Config, file: Path, ranks: int) -> int:
     with one_batch.private_folder() as folder:
         short = one_batch.shortened(config, folder)
         short = short.with_blocks(train=short.train.model_copy(update={"start_from": None}))
-        job_config = _job(short, folder, Sizes(ranks=ranks, name="test"), f"persia train {file} --test --nproc {ranks}")
+        command = f"persia train {shlex.quote(str(file))} --test --nproc {ranks}"
+        job_config = _job(short, folder, Sizes(ranks=ranks, name="test"), command)
         variables = _variables(config, file, ranks) | {one_batch.VARIABLE: "stream"}
         return run_job(_with_env(job_config, variables).model_copy(update={"restarts": 0}), file)
 
 
 def test_on_servers(config: Config, file: Path) -> int:
-    """Train on one batch with the servers of the job around this process, as its only rank.
+    """Train on one batch with the servers of the surrounding job, as its only rank.
 
-    The rows on the servers are replaced. The checkpoint is written below ``PERSIA_CKPT_DIR``, and removed.
+    The rows on the servers are replaced. The checkpoint is written below ``PERSIA_CKPT_DIR``, and then removed.
 
     Args:
-        config: The configuration; its slots are those of the servers.
-        file: Its file, for messages.
+        config: The configuration, whose slots must equal those of the servers.
+        file: The file of the configuration, for messages.
 
     Returns:
         The exit code; after a signal, that of :func:`persia.launch.supervision.stopped_by`.
@@ -135,7 +137,7 @@ def test_on_servers(config: Config, file: Path) -> int:
         error = UsageError("persia train --test on servers: PERSIA_CKPT_DIR is not set")
         error.hint = "set it as the job has it, or test without servers: --local"
         raise error
-    name = f"test-{secrets.token_hex(4)}"  # not that of a run of a job: no later run resumes from it
+    name = f"test-{secrets.token_hex(4)}"  # not the name of a run of a job, so that no later run resumes from it
     with one_batch.private_folder() as folder:
         short = one_batch.shortened(config, folder)
         run = folder / "run"
@@ -167,18 +169,19 @@ def _remove(folder: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        _logger.warning("the checkpoint of the test could not be removed: %s; remove it: rm -r %s", error, folder)
+        command = f"rm -r {shlex.quote(str(folder))}"
+        _logger.warning("the checkpoint of the test could not be removed: %s; remove it: %s", error, command)
 
 
 def write(config: Config, folder: Path) -> Path:
-    """Write a configuration with its overrides into a folder, and return the file."""
+    """Write a configuration with its overrides into a folder, and return the path of the file."""
     path = folder / "persia.yml"
     path.write_text(to_yaml(config), encoding="utf-8")
     return path
 
 
 def _variables(config: Config, file: Path, ranks: int) -> dict[str, str]:
-    """Return what the processes get: where modules of the user's own are found, and the GPUs."""
+    """Return the environment of the processes: the import path of the user's modules, and the GPUs."""
     variables = {CONFIG_FOLDER: str(config.folder), f"{one_batch.VARIABLE}_FILE": str(file)}
     gpus = os.environ.get("GPU_NUM", "").strip()
     return variables | ({"GPU_NUM": str(ranks)} if gpus.isdecimal() and int(gpus) else {})

@@ -1,4 +1,4 @@
-"""Run a whole job on this host inside a ``with`` block, for tests and notebooks."""
+"""Runs a whole job on this host inside a ``with`` block, for tests and notebooks."""
 
 import os
 import shutil
@@ -33,10 +33,10 @@ cloudpickle.loads(pathlib.Path({path!r}).read_bytes())()
 
 
 class PersiaServiceCtx:
-    """Run NATS, servers and middlewares for the length of a ``with`` block, and functions in separate processes.
+    """Runs NATS, servers and middlewares for the duration of a ``with`` block, and functions in separate processes.
 
-    Inside the block this process is part of the job: its ``TrainCtx`` uses the servers. At the end of the block it
-    waits until ``nn_worker_func`` has returned, unless an exception leaves the block. Then it stops all processes.
+    Inside the block this process is part of the job: its ``TrainCtx`` uses the servers. The end of the block waits
+    until ``nn_worker_func`` has returned, unless an exception leaves the block. Then all processes are stopped.
 
     Args:
         data_loader_func: A function that sends batches. It runs in one process for each replica.
@@ -49,13 +49,13 @@ class PersiaServiceCtx:
         nproc_per_node: The number of ranks.
         embedding_worker_replica_num: The number of middlewares.
         embedding_parameter_replica_num: The number of servers.
-        embedding_worker_port: The port of the first middleware. The others have the next ports; if one of these is
-            taken, free ones are used.
+        embedding_worker_port: The port of the first middleware. The other middlewares use the following ports; if one
+            of them is in use, free ports are chosen.
         embedding_parameter_server_port: The port of the first server, in the same way.
-        nats_server_port: The port of NATS; if it is taken, a free one is used.
+        nats_server_port: The port of NATS; if it is in use, a free one is chosen.
 
     Raises:
-        ConfigError: The embedding configuration is given neither or both ways, or the global one both ways.
+        ConfigError: The embedding configuration is passed in neither or both ways, or the global one in both.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class PersiaServiceCtx:
         nats_server_port: int = 4222,
     ) -> None:
         if (embedding_config is None) == (embedding_config_path is None):
-            raise ConfigError("give either embedding_config or embedding_config_path")
+            raise ConfigError("pass either embedding_config or embedding_config_path")
         if global_config is not None and global_config_path is not None:
-            raise ConfigError("give either global_config or global_config_path")
+            raise ConfigError("pass either global_config or global_config_path")
         self._functions = {"nn-worker": nn_worker_func, "data-loader": data_loader_func}
         self._configs = {
             "embedding_config.yml": (embedding_config, embedding_config_path),
@@ -97,7 +97,7 @@ class PersiaServiceCtx:
         """Start all processes, and wait until servers and middlewares have announced themselves.
 
         Raises:
-            UnreachableError: Some have not within ``PERSIA_START_TIMEOUT`` seconds.
+            UnreachableError: A server or middleware has not announced itself within ``PERSIA_START_TIMEOUT`` seconds.
             PersiaError: A process ended.
         """
         self._folder = Path(tempfile.mkdtemp(prefix="persia-"))
@@ -181,7 +181,7 @@ class PersiaServiceCtx:
         pickled, script = folder / f"{verb}.pickle", folder / f"{verb}.py"
         pickled.write_bytes(cloudpickle.dumps(function))
         script.write_text(_SCRIPT.format(path=str(pickled)))
-        paths = os.pathsep.join(path for path in sys.path if path)  # so that the function's module is found
+        paths = os.pathsep.join(path for path in sys.path if path)  # makes the module of the function importable
         words = [sys.executable, "-m", "persia.launch.cli", verb, *options, str(script)]
         self._run(Command(name, words, {**variables, "PYTHONPATH": paths}))
 
@@ -202,7 +202,7 @@ class PersiaServiceCtx:
     def _check(self) -> None:
         for process in self._processes:
             if not process.running and (process.name != "trainer" or process.code != 0):
-                raise PersiaError(f"{process.name} {process.outcome()}; its output says why")
+                raise PersiaError(f"{process.name} {process.outcome()}; see its output for the reason")
 
     def _close(self) -> None:
         for process in reversed(self._processes):

@@ -1,4 +1,4 @@
-"""Supervise several processes: wait for their ends and for signals, and stop them together."""
+"""Supervises several processes: waits for their ends and for signals, and stops them together."""
 
 import signal
 import time
@@ -13,9 +13,10 @@ from persia.runtime.exit_codes import AGAIN, ExitCode
 GRACE = 20.0
 """Seconds between SIGTERM and SIGKILL."""
 SAVING_GRACE = 45.0
-"""The same for trainers, which may save their run in this time."""
+"""Seconds between SIGTERM and SIGKILL for trainers, which may save their run in this time."""
 ONE_SIGNAL = 2.0
-"""Seconds in which two signals count as one. Some tools signal a launcher and its ranks, or a process and its group."""
+"""Seconds within which two signals count as one. Some tools signal both a launcher and its ranks, or a process and its
+group."""
 
 
 class Events:
@@ -39,11 +40,12 @@ class Events:
     def signals(
         self, numbers: Iterable[int] = (signal.SIGTERM, signal.SIGINT), *, last: bool = False
     ) -> Iterator[None]:
-        """Turn these signals into events inside the block. Only in the main thread.
+        """Turn these signals into events inside the block. Call this only in the main thread.
 
         Args:
-            numbers: The signals.
-            last: The process ends after the block, with a code that is decided: later signals are ignored.
+            numbers: The numbers of the signals.
+            last: Whether the process ends after the block with a code that is already decided, so that later signals
+                are ignored.
         """
 
         def note(number: int, frame: FrameType | None) -> None:
@@ -61,7 +63,8 @@ class Events:
 def stopped_by(number: int) -> ExitCode:
     """Return the exit code of a launcher that a signal stopped before the run was finished.
 
-    SIGINT is Ctrl-C, after which there must be no restart. Every other signal comes from a supervisor, which restarts.
+    SIGINT is Ctrl-C, after which no restart must follow. Other signals come from a supervisor, which restarts the
+    launcher.
     """
     return ExitCode.INTERRUPTED if number == signal.SIGINT else AGAIN
 
@@ -75,7 +78,7 @@ def stop(
 ) -> None:
     """Stop processes together, and return when all have ended: SIGTERM, ``grace`` seconds, SIGKILL.
 
-    It takes the ends of processes from ``events``. A second signal to this process ends the grace period.
+    The ends of processes are read from ``events``. A second signal to this process ends the grace period.
     """
     began = time.monotonic()
     left = {process for process in processes if process.running}

@@ -1,4 +1,4 @@
-"""``persia up``: start, supervise and stop a whole job on this host."""
+"""``persia up``: starts, supervises and stops a whole job on this host."""
 
 import shlex
 import signal
@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from persia.launch import nn_worker
+from persia.launch import nn_worker, threads
 from persia.launch.job_config import JobConfig, Sizes, makes_token, read_job_config
 from persia.launch.local_job import Command, LocalJob, private_folder
 from persia.launch.logs import Logs
@@ -27,21 +27,21 @@ _PERMANENT = {
     *(ExitCode.FAILED, ExitCode.CONFIG, ExitCode.UNREACHABLE, ExitCode.CORRUPT, ExitCode.REFUSED),
     ExitCode.INTERRUPTED,
 }
-"""Exit codes that a restart would not change."""
+"""Exit codes after which a restart would not help."""
 _TRAINER_GRACE = 15.0
-"""Seconds in which the trainer may end by itself, and report why, after a part failed for good."""
+"""Seconds that the trainer has to end and report why, after a process has failed permanently."""
 _BACK_OFF = 1.0
-"""Seconds between the end of a part and its restart."""
+"""Seconds between the end of a process and its restart."""
 
 
 @dataclass(frozen=True)
 class Commands:
-    """What a user types to train again, for messages.
+    """The commands with which a user trains again, for messages.
 
     Attributes:
-        new: A new run, with NAME for its name.
-        again: This run, which was interrupted.
-        alone: In one process.
+        new: The command for a new run, with NAME as a placeholder.
+        again: The command that continues this interrupted run.
+        alone: The command that trains in one process.
     """
 
     new: str
@@ -54,27 +54,27 @@ def up(path: Path, sizes: Sizes | None = None) -> int:
 
     Args:
         path: A ``persia.yml``, or a file with the keys of :class:`persia.launch.job_config.JobConfig`.
-        sizes: The processes of a ``persia.yml``; None means the defaults.
+        sizes: The numbers of processes, for a ``persia.yml``; None means the defaults.
 
     Returns:
         The trainer's exit code. After a signal: 0 if the run is finished or the job has no trainer, else that of
         :func:`persia.launch.supervision.stopped_by`.
 
     Raises:
-        ConfigError: The file, or one that it names, is wrong.
+        ConfigError: The file, or one that it names, is invalid.
         UsageError: A program was not found, or the run of a ``persia.yml`` is finished.
     """
     config = read_job_config(path, sizes)
-    command = f"persia up {path}{_options(sizes or Sizes())}"
+    command = f"persia up {shlex.quote(str(path))}{_options(sizes or Sizes())}"
     if config.config is None or Path(config.config) != path.resolve():
         new, again = f"`job: NAME` in {path}", command
     else:
         new, again = f"{command} --name NAME", f"{command} --name {config.job}"
-    return run_job(config, path, Commands(new, again, f"persia train {config.config}"))
+    return run_job(config, path, Commands(new, again, f"persia train {shlex.quote(str(config.config))}"))
 
 
 def _options(sizes: Sizes) -> str:
-    """Return the numbers of processes as options."""
+    """Return the numbers of processes as command-line options."""
     numbers = {"servers": sizes.servers, "middlewares": sizes.middlewares, "data-compose": sizes.data_compose}
     given = {**numbers, "ranks": sizes.ranks}
     return "".join(f" --{name} {number}" for name, number in given.items() if number is not None)
@@ -83,25 +83,25 @@ def _options(sizes: Sizes) -> str:
 def run_job(config: JobConfig, path: Path, commands: Commands | None = None) -> int:
     """Run a job until its trainer ends, or until a signal. See :func:`up`.
 
-    The profile that it has recorded is shown at its end.
+    A recorded profile is shown at the end.
 
     Args:
         config: The job.
-        path: Its file, for messages.
-        commands: How the user trains again; None if there is nothing to continue, as after a test.
+        path: The file of the job, for messages.
+        commands: The commands with which the user trains again; None if nothing can be continued, as after a test.
     """
     folder = Path(config.run_dir or Path("runs") / config.job).resolve()
     if config.trainer is not None and (summary := jobs.finished_summary(folder, of=config.job)) is not None:
         if config.config is not None:
             error = UsageError(f"{folder}: the run of this name is finished")
-            error.hint = "give the new run another name" + (f": {commands.new}" if commands is not None else "")
+            error.hint = "choose another name for the new run" + (f": {commands.new}" if commands is not None else "")
             raise error
-        nn_worker.report_finished(folder, summary, f"give `job` or `run_dir` of {path} another value")
+        nn_worker.report_finished(folder, summary, f"change `job` or `run_dir` in {path}")
         return 0
     if config.config is not None and of_one_process(folder):
         error = UsageError(f"{folder}: the run of this name was trained in one process; a job would overwrite it")
-        alone = f"persia train {path}" if commands is None else commands.alone
-        error.hint = f"continue it: {alone} --resume {folder}; or give the new run another name"
+        alone = f"persia train {shlex.quote(str(path))}" if commands is None else commands.alone
+        error.hint = f"continue it: {alone} --resume {shlex.quote(str(folder))}; or choose another name for the new run"
         raise error
     profile_before = profile_of(folder)
     with private_folder() as private_dir, Logs(folder / "logs") as logs:
@@ -139,17 +139,18 @@ class _Run:
     """The processes of the job, in the order of their start.
 
     Attributes:
-        say: Shows a line, and logs it.
+        say: A function that prints a line and logs it.
     """
 
     def __init__(self, config: JobConfig, local: LocalJob, folder: Path, events: Events, logs: Logs) -> None:
         self._config, self._local, self._folder = config, local, folder
         self._events, self._logs = events, logs
-        self.say = logs.writer("up")
+        self.say = logs.writer("up", stamped=True)
         self._processes: dict[str, Process] = {}
         self._commands: dict[str, Command] = {}
         self._restarts: dict[str, int] = {}
-        self._failed: tuple[int, float] | None = None  # exit code, and when to stop waiting for the trainer
+        # the exit code of the job, and when to stop waiting for the trainer
+        self._failed: tuple[int, float] | None = None
         self._url = ""
 
     def run(self) -> int:
@@ -184,16 +185,21 @@ class _Run:
             self._start(self._local.part("middleware", index, self._url))
         if self._config.data_compose is not None:
             replicas = self._config.data_compose.replicas
+            shared = self._threads(replicas, "data script")
             for index in range(replicas):
                 options = ["--replica-index", str(index), "--replica-size", str(replicas)]
-                self._launch(f"data-compose-{index}", "data-loader", self._config.data_compose.entry, options)
+                self._launch(f"data-compose-{index}", "data-loader", self._config.data_compose.entry, options, shared)
         if self._config.trainer is not None:
             options = ["--nproc-per-node", str(self._config.trainer.ranks), "--node-rank", "0", "--nnodes", "1"]
-            self._launch("trainer", "nn-worker", self._config.trainer.entry, options)
+            shared = self._threads(self._config.trainer.ranks, "rank")
+            self._launch("trainer", "nn-worker", self._config.trainer.entry, options, shared)
 
-    def _launch(self, name: str, verb: str, entry: str | None, options: list[str]) -> None:
+    def _threads(self, processes: int, name: str) -> dict[str, str]:
+        return threads.variables(processes, name, self.say, self._local.client_env(self._url))
+
+    def _launch(self, name: str, verb: str, entry: str | None, options: list[str], shared: dict[str, str]) -> None:
         words = [sys.executable, "-m", "persia.launch.cli", verb, *options, *([entry] if entry else [])]
-        self._start(Command(name, words, self._local.client_env(self._url)))
+        self._start(Command(name, words, self._local.client_env(self._url) | shared))
 
     def _start(self, command: Command) -> None:
         self._commands[command.name] = command
@@ -201,7 +207,7 @@ class _Run:
             command.name,
             command.words,
             env=command.env,
-            line=self._logs.writer(command.name, shown=command.name != _NATS),  # NATS's log is rarely of interest
+            line=self._logs.writer(command.name, shown=command.name != _NATS),  # the log of NATS is rarely of interest
             ended=self._events.ended,
         )
 

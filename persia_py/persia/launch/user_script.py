@@ -1,4 +1,4 @@
-"""Run a user's script inside this process, as ``python FILE ARGUMENTS...`` would."""
+"""Runs a user's script inside this process, as ``python FILE ARGUMENTS...`` would."""
 
 import runpy
 import sys
@@ -14,8 +14,8 @@ def run_script(file: str, arguments: Sequence[str]) -> int:
     """Run the script and return its exit code.
 
     Args:
-        file: Its path.
-        arguments: Its ``sys.argv[1:]``.
+        file: The path of the script.
+        arguments: The script's ``sys.argv[1:]``.
 
     Raises:
         BaseException: An exception of the script other than SystemExit.
@@ -30,7 +30,7 @@ def run_script(file: str, arguments: Sequence[str]) -> int:
 
 
 def exit_code(error: SystemExit) -> int:
-    """Return the exit code of a SystemExit. If it carries a message, print that."""
+    """Return the exit code of a SystemExit. If it carries a message, print the message."""
     if error.code is None:
         return 0
     if isinstance(error.code, int):
@@ -42,8 +42,8 @@ def exit_code(error: SystemExit) -> int:
 def guarded(work: Callable[[], int]) -> int:
     """Return the result of ``work``, or report its error and return an exit code.
 
-    A ``PersiaError`` is one message, the line of the script, and its own code. Any other error is 1, and written by
-    :func:`persia.runtime.own_frames.write`: the cause and the script's own frames.
+    A ``PersiaError`` is printed as one message with the line of the script, and gives its own exit code. Any other
+    error gives 1, and :func:`persia.runtime.own_frames.write` prints its cause and the frames of the script.
     """
     try:
         return work()

@@ -1,4 +1,4 @@
-"""Read and write YAML files."""
+"""Reads and writes YAML files."""
 
 import os
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ def load_yaml(filepath: str | os.PathLike[str]) -> Any:
     """Return the content of a YAML file.
 
     Raises:
-        ConfigError: The file cannot be read, or is not YAML.
+        ConfigError: The file cannot be read, or is not valid YAML.
     """
     try:
         with Path(filepath).open(encoding="utf-8") as file:
@@ -26,6 +26,6 @@ def load_yaml(filepath: str | os.PathLike[str]) -> Any:
 
 
 def dump_yaml(content: Mapping[str, Any], filepath: str | os.PathLike[str]) -> None:
-    """Write ``content`` as a YAML file, keys in their order."""
+    """Write ``content`` as a YAML file, keeping the order of keys."""
     with Path(filepath).open("w", encoding="utf-8") as file:
         yaml.safe_dump(dict(content), file, sort_keys=False)

@@ -1,19 +1,21 @@
-"""The checkpoints of a run, saved while it trains, by all ranks after the same step."""
+"""Saves checkpoints of a run during training, on all ranks after the same step."""
 
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from persia.backend.base import Backend
-from persia.checkpoint import rng_state, snapshot
+from persia.checkpoint import retention, rng_state, snapshot
 from persia.checkpoint.policy import STATE, Checkpoints
 from persia.checkpoint.run_state import RunState
 from persia.loop.hooks import Loop
 from persia.runtime import flight, preemption
 from persia.runtime.contexts import ends_well
-from persia.runtime.errors import PersiaError, StorageError, UsageError
+from persia.runtime.errors import CheckpointError, PersiaError, StorageError, UsageError
 from persia.runtime.exit_codes import ExitCode
 from persia.runtime.logging import get_logger
+from persia.runtime.places import Place, Url
 from persia_core import checkpoint as _core
 
 _logger = get_logger("checkpoint")
@@ -22,19 +24,19 @@ RETRY_S = (1.0, 2.0, 4.0)
 """Seconds after which a failed save is retried."""
 
 MEET_S = 20.0
-"""Seconds that ranks wait for each other, to save the run before they leave; a launcher gives them 45 s in total."""
+"""Seconds that ranks wait for each other to save the run before they leave; a launcher gives them 45 s in total."""
 
 
 class Autosave:
     """Saves a run every ``every`` steps, and at the end of each loop. A hook of the training loop.
 
-    A save that cannot be written is retried after 1, 2 and 4 s, at the next step boundary; after that it is abandoned,
-    and training continues. The cut is made by all ranks together; rank 0 writes the files while training continues.
-    Ranks are informed that a checkpoint is written when they make the next one; ``after_commit`` runs then.
+    A save that fails is retried after 1, 2 and 4 s, at the next step boundary; then it is abandoned, and training
+    continues. The cut is made by all ranks together; rank 0 writes the files while training continues. Ranks learn that
+    a checkpoint is written when they make the next one, and then run ``after_commit``.
 
     Args:
-        checkpoints: The options of the script, and the counters that it reads.
-        state: The state of the run, which is saved.
+        checkpoints: The options that the script has set, and the counters that it reads.
+        state: The state of the run to save.
     """
 
     def __init__(self, checkpoints: Checkpoints, state: RunState) -> None:
@@ -44,6 +46,7 @@ class Autosave:
         self._loop: Loop | None = None
         self._tries = 0
         self._retry_at: float | None = None  # the time of the next retry after a failed save; on rank 0
+        self._folder: Place = Path()  # the folder of the checkpoints, known from the first one on
         self._is_last = False  # whether no step follows the save
 
     @property
@@ -62,24 +65,24 @@ class Autosave:
             self.save(step)
 
     def vote(self, fed_batch: object) -> bool:
-        """Whether the last save failed and is due again; only rank 0 knows."""
+        """Whether the last save has failed and must be retried; known only on rank 0."""
         del fed_batch
         return self._retry_at is not None and time.monotonic() >= self._retry_at
 
     def decide(self, step: int, votes: list[bool]) -> bool:
-        """Save the run after the last step if a retry is due; no step is skipped."""
+        """Save the run after the last step if a retry is due. This never skips a step."""
         del step
         if any(votes):
             self.save(self._backend.trained_step)
         return False
 
     def on_end(self, complete: bool) -> None:
-        """Save the run at the end of a loop that all ranks complete."""
+        """Save the run at the end of a loop that all ranks have completed."""
         if complete:
             self.save_last()
 
     def save_last(self) -> None:
-        """Save the run if steps were trained since the last save; return when the save is written or abandoned.
+        """Save the run if steps were trained since the last save. Return when the save is written or abandoned.
 
         Raises:
             PersiaError: A push of a rank is not applied, or a rank is lost.
@@ -123,7 +126,7 @@ class Autosave:
             self._loop.committed(step)
 
     def _cut(self, step: int, ranks: list[dict[str, Any]]) -> None:
-        """On rank 0: wait for the last save, then start one, which is written in the background."""
+        """On rank 0: wait for the previous save, then start one that is written in the background."""
         started = time.monotonic()
         self._backend.join_checkpoint_thread()
         if (waited := time.monotonic() - started) > 1.0:
@@ -134,49 +137,58 @@ class Autosave:
             states[STATE] = self._checkpoints.state_dict()
         cut_at = time.monotonic()
         try:
-            path = self._checkpoints.folder(self._backend) / f"step-{step}"
+            self._folder = self._checkpoints.folder(self._backend)
+            path = self._folder / f"step-{step}"
             save = self._state.begin_save(path, states)
-        except PersiaError as error:  # training itself fails if it cannot continue
+        except PersiaError as error:  # if training cannot continue, training itself raises the error
             self._retry(step, error)
             return
         paused = time.monotonic() - cut_at
         self._backend.checkpoint_thread = snapshot.Writing(save, lambda: self._write(save, path, step, paused))
 
-    def _write(self, save: snapshot.Save, path: Path, step: int, paused: float) -> None:
+    def _write(self, save: snapshot.Save, path: Place, step: int, paused: float) -> None:
         """Write the save, in a separate thread."""
         started = time.monotonic()
         try:
             save.write()
-        except PersiaError as error:  # a middleware may have died during the save
+            if self._checkpoints.verify:
+                _verify(path)
+        except PersiaError as error:  # a middleware may have ended during the save
             self._retry(step, error)
             return
+        attempt = self._tries + 1
         self._tries, self._checkpoints.problem = 0, ""
         self._checkpoints.written = step
         _logger.info(
-            "checkpoint %s written in %.1f s, training paused for %.2f s, %d older removed",
+            "checkpoint %s written in %.1f s (attempt=%d), training paused for %.2f s, %d older removed",
             path,
             time.monotonic() - started,
+            attempt,
             paused,
             self._tidy(path),
         )
         self._upload(path)
 
-    def _tidy(self, path: Path) -> int:
-        """Make ``LATEST`` name the save, and delete older ones; if this fails, the save is still valid."""
+    def _tidy(self, path: Place) -> int:
+        """Point ``LATEST`` to the save, and delete older ones. If this fails, the save is still valid."""
         try:
             _core.publish_latest(path)
         except PersiaError as error:
             _logger.warning("checkpoint %s is written, but LATEST was not updated: %s", path, error)
         try:
-            return len(_core.prune(path.parent, self._checkpoints.keep_last))
+            keep, days = self._checkpoints.keep_last, self._checkpoints.keep_days
+            if days is None:
+                return len(_core.prune(path.parent, keep))
+            age = timedelta(days=days)
+            return len(retention.prune(path.parent, lambda found: min(keep, retention.kept(found, age))))
         except PersiaError as error:
             _logger.warning("checkpoint %s is written, but older checkpoints were not removed: %s", path, error)
             return 0
 
-    def _upload(self, path: Path) -> None:
-        """Upload a save to the object store, and delete older replicas; if this fails, the save is still valid."""
+    def _upload(self, path: Place) -> None:
+        """Upload a save to the object store, and delete older replicas. If this fails, the save is still valid."""
         store = self._checkpoints.store()
-        if store is None:
+        if store is None or isinstance(path, Url):
             return
         started = time.monotonic()
         try:
@@ -190,20 +202,21 @@ class Autosave:
         _logger.info("checkpoint %s uploaded to %s in %.1f s, %d older deleted", path, store.url, took, len(deleted))
 
     def _retry(self, step: int, error: Exception) -> None:
+        text, attempt = retention.with_space(error, self._folder), self._tries + 1
         if self._tries == len(RETRY_S):
             self._tries = 0
             self._checkpoints.failed += 1
-            self._checkpoints.problem = str(error)
+            self._checkpoints.problem = text
             what = "abandoned" if self._is_last else "abandoned, training continues"
-            _logger.error("checkpoint of step %d %s: %s", step, what, error)
+            _logger.error("checkpoint of step %d %s: %s (attempt=%d)", step, what, text, attempt)
             return
         wait = RETRY_S[self._tries]
         self._tries += 1
-        _logger.warning("checkpoint of step %d failed, retrying in %g s: %s", step, wait, error)
+        _logger.warning("checkpoint of step %d failed, retrying in %g s: %s (attempt=%d)", step, wait, text, attempt)
         self._retry_at = time.monotonic() + wait
 
     def _settled(self) -> bool | None:
-        """On rank 0: whether the last save is written or abandoned; if not, it is retried now."""
+        """On rank 0: whether the last save is written or abandoned. If a retry is due, start it now."""
         if not self._backend.is_rank_0:
             return None
         self._backend.join_checkpoint_thread()
@@ -213,10 +226,10 @@ class Autosave:
         return False
 
     def exit_if_requested(self, left_by: BaseException | None) -> None:
-        """At the end of a context: save the run and leave, if this process was asked to stop.
+        """At the end of a context: save the run and exit, if this process was asked to stop.
 
-        If the block ended normally, all ranks stop when one was asked to. If the last save was abandoned, it is
-        retried: a run whose last save is missing is not finished.
+        If the block ended normally, all ranks stop if one of them was asked to. If the last save was abandoned, it is
+        retried, because a run without its last save is not finished.
 
         Args:
             left_by: The exception that leaves the context, if any.
@@ -242,17 +255,17 @@ class Autosave:
             self._save_again()
 
     def _last_is_missing(self) -> bool:
-        """On rank 0: whether the last save was abandoned, or is to be retried."""
+        """On rank 0: whether the last save was abandoned, or must be retried."""
         if not self._backend.is_rank_0:
             return False
         self._backend.join_checkpoint_thread()
         return self._checkpoints.saved != self._checkpoints.written
 
     def _save_again(self) -> None:
-        """Save the run whose last save is missing; every rank calls this.
+        """Save the run whose last save is missing. Collective: every rank must call it.
 
         Raises:
-            StorageError: It cannot be written either.
+            StorageError: The checkpoint cannot be written in this attempt either.
         """
         step = self._backend.trained_step
         self._tries = 0
@@ -269,7 +282,7 @@ class Autosave:
                 f"the run is not finished: its last checkpoint, of step {step}, cannot be written: {why}; the newest "
                 f"in {folder} is {f'of step {written}' if written else 'of an earlier start, if there is one'}"
             )
-            error.hint = "free space there, then start the run again: it continues after its newest checkpoint"
+            error.hint = "free space there, then restart the run: it continues after its newest checkpoint"
             raise error
 
     def _save_to_leave(self) -> None:
@@ -281,10 +294,27 @@ class Autosave:
                 if min(steps) < max(steps):
                     raise UsageError(f"the ranks are at steps {', '.join(map(str, steps))}")
                 self.save_last()
-        except (PersiaError, RuntimeError) as error:  # torch raises RuntimeError if another rank ends during it
+        except (PersiaError, RuntimeError) as error:  # torch raises RuntimeError if another rank ends during the save
             _logger.error("%s: leaving after step %d, without a checkpoint of it: %s", why, step, error)
         else:
             _logger.info("%s: leaving after step %d", why, step)
+
+
+def _verify(path: Place) -> None:
+    """Check the hash of every file of a checkpoint. Delete a damaged checkpoint, so that no run resumes from it.
+
+    Raises:
+        CheckpointError: A file differs.
+        StorageError: A file cannot be read. The checkpoint is kept, because it may be intact.
+    """
+    try:
+        _core.Checkpoint(path).verify()
+    except CheckpointError:
+        try:
+            retention.remove(path)
+        except PersiaError as error:
+            _logger.warning("checkpoint %s is damaged, but cannot be deleted: %s", path, error)
+        raise
 
 
 _LEAVES = (ExitCode.AGAIN, ExitCode.INTERRUPTED)

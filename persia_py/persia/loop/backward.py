@@ -1,4 +1,4 @@
-"""The backward half of a training step: gradients checked, sent to the rows, and applied to the model."""
+"""The backward half of a training step: checks gradients, sends them to the rows, and applies them to the model."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,7 @@ from persia_core.forward import TrainingBatch
 _logger = get_logger("gradients")
 
 MAX_SKIPPED_STEPS = 25
-"""The number of consecutive steps that may be skipped for NaN or infinity before training stops."""
+"""The maximum number of consecutive steps that may be skipped because of NaN or infinity before training stops."""
 
 _HINT = (
     "inspect what is named above, lower the learning rate, or clip the norm of gradients; to find the operation, train "
@@ -40,17 +40,17 @@ _HINT = (
 class Gradients:
     """The embedding gradients of one step, between PyTorch and the rows.
 
-    On a CUDA device the constructor starts the sums and sets :attr:`nonfinite` without a synchronisation. The caller
-    combines the flag with its own and synchronises once.
+    On a CUDA device the constructor starts the sums and sets :attr:`nonfinite` without a synchronization. The caller
+    combines the flag with its own and synchronizes once.
 
     Args:
         batch: The batch of the gradients.
         gradients: The gradient of each feature; None if the loss does not depend on it.
-        scale: The factor of the gradients.
+        scale: The factor by which gradients are multiplied.
 
     Attributes:
-        nonfinite: A flag on the device, true if a gradient or the sum of an id is not finite; None where
-            :meth:`first_nonfinite` finds out without waiting.
+        nonfinite: A flag on the device, true if a gradient or the sum of an id is not finite; None on the CPU, where
+            :meth:`first_nonfinite` checks without waiting.
     """
 
     def __init__(self, batch: TrainingBatch, gradients: list[torch.Tensor | None], scale: float = 1.0) -> None:
@@ -61,7 +61,7 @@ class Gradients:
         self._sums: _core.Sums | None = None
         self.nonfinite: torch.Tensor | None = None
         if batch.device_id is not None and len(whole) == len(gradients):
-            # PyTorch exports tensors of its current device only.
+            # PyTorch exports only tensors on its current device.
             with torch.cuda.device_of(whole[0]):  # type: ignore[no-untyped-call]
                 self._sums = batch.sum(whole, scale)
             self.nonfinite = _any_in(whole) | from_dlpack(self._sums.nonfinite).any()
@@ -79,13 +79,13 @@ class Gradients:
 
     @property
     def any_nonfinite(self) -> bool:
-        """Whether a gradient, or on a device the sum of an id, is not finite. It waits for the device."""
+        """Whether a gradient or, on a device, the sum of an id is not finite. This waits for the device."""
         if self.nonfinite is not None:
             return bool(self.nonfinite)
         whole = [each for each in self._tensors if each is not None and each.numel()]
         if not whole or bool(torch.isfinite(torch.nn.utils.get_total_norm(whole))):
             return False
-        # The norm of finite numbers may be beyond float32.
+        # The norm of finite values may overflow float32.
         return any(first_nonfinite_index(each) is not None for each in whole)
 
     def push(self, lr_factor: float) -> None:
@@ -109,18 +109,19 @@ class Backward:
     """Back-propagates and applies a step to model and rows together, or to neither.
 
     Args:
-        dense_optimizer: Updates the model.
-        loss_scale: The factor of the loss in mixed precision.
-        nonfinite: What happens at NaN or infinity: ``raise`` ends training, ``skip`` skips the step. With a loss scale,
+        dense_optimizer: The optimizer of the model.
+        loss_scale: The loss scale in mixed precision.
+        nonfinite: The reaction to NaN or infinity: ``raise`` ends training, ``skip`` skips the step. With a loss scale,
             gradients that overflow skip the step in both cases, and the scale is halved.
-        clip_norm: The largest norm of the gradient of the model's weights; None does not clip. All of them are found to
-            be finite before they are scaled down (Pascanu, Mikolov and Bengio 2013, algorithm 1).
+        clip_norm: The maximum norm of the gradient of the model's weights; None does not clip. Gradients are checked
+            for NaN and infinity before they are scaled down (Pascanu, Mikolov and Bengio 2013, algorithm 1).
 
     Attributes:
-        skipped_steps: The steps that were skipped for NaN or infinity.
+        skipped_steps: The number of steps that were skipped because of NaN or infinity.
         grad_norm: The norm of the gradient of the model's weights in the last step, before it is clipped; None before
             the first step, and if the model has no gradient.
-        applied: The last step was applied, or failed while it was.
+        loss: The loss of the last step, summed over its parts; None before the first step.
+        applied: Whether the last step was applied, or failed while being applied.
     """
 
     def __init__(
@@ -137,12 +138,13 @@ class Backward:
         self._clip_norm = clip_norm
         self.skipped_steps = 0
         self.grad_norm: torch.Tensor | None = None
-        self._skipped = 0  # in a row
+        self.loss: torch.Tensor | None = None
+        self._skipped = 0  # consecutively
         self.applied = False
-        self._parts: list[torch.Tensor] = []  # the losses of the step's micro-batches so far
+        self._parts: list[torch.Tensor] = []  # the losses of the micro-batches of this step so far
 
     def begin(self) -> None:
-        """Drop the gradients of a step that was not finished."""
+        """Drop the gradients of an unfinished step."""
         self._parts.clear()
         self._dense_optimizer.zero_grad()
         if self.loss_scale is not None:
@@ -150,9 +152,14 @@ class Backward:
 
     def accumulate(self, loss: torch.Tensor, step: int, backend: Backend) -> None:
         """Back-propagate a part of the step's loss. The gradients are added to those of the other parts."""
-        with backend.collective(), flight.Call(flight.BACKWARD, step):  # of FSDP, which gathers weights
+        with backend.collective(), flight.Call(flight.BACKWARD, step):  # FSDP's hooks, which gather weights
             _back_propagate(self._scaled(loss), step)
         self._parts.append(loss.detach())
+
+    @property
+    def scale(self) -> float:
+        """The factor by which the loss is multiplied in the next backward pass."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
         return loss if self.loss_scale is None else self.loss_scale.scaler.scale(loss)
@@ -169,13 +176,13 @@ class Backward:
         """Run one step; with several ranks, all apply it or none does.
 
         Args:
-            loss: A scalar.
+            loss: The loss, a scalar.
             batch: The batch of the loss.
-            embeddings: Its embedding tensors, leaves of the loss's graph.
-            embedding_optimizer: Gives the current learning rate.
-            backend: Gives access to the other ranks.
-            known: Returns what the loss was computed from; it is called to name the first tensor that is not finite,
-                and for digests.
+            embeddings: The embedding tensors of the batch, leaves of the loss's graph.
+            embedding_optimizer: The optimizer of rows, which has the current learning rate.
+            backend: The access to the rows and the other ranks.
+            known: Returns the tensors from which the loss was computed, to name the first non-finite one, and for
+                digests.
 
         Returns:
             The back-propagated loss, including the loss scale.
@@ -205,15 +212,15 @@ class Backward:
         with backend.backward(loss, batch.step):
             _back_propagate(loss, batch.step)
         losses = self._parts[0] if len(self._parts) == 1 else torch.stack(self._parts)
-        with backend.collective():  # the digests of shards are those of the whole tensors
-            digests.record_step(batch, losses.sum(), embeddings, known)
-        scale = 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.value
-        gradients = Gradients(batch, [tensor.grad for tensor in embeddings], scale)
+        self.loss = losses.sum()
+        with backend.collective():  # digests of shards are computed from the whole tensors
+            digests.record_step(batch, self.loss, embeddings, known)
+        gradients = Gradients(batch, [tensor.grad for tensor in embeddings], 1.0 / self.scale)
         parameters = [p for group in self._dense_optimizer.param_groups for p in group["params"] if p.grad is not None]
         if self.loss_scale is not None and parameters:
             self._unscale(self.loss_scale, parameters)
         mine = None
-        with backend.collective():  # on a device, the wait for the all-reduce is here
+        with backend.collective():  # on a device, the wait for the all-reduce happens here
             self.grad_norm = norm = _total_norm(parameters) if parameters else None
             if gradients.nonfinite is None or _any_nonfinite(losses, norm, gradients.nonfinite):
                 clips = self._clip_norm is not None
@@ -243,7 +250,7 @@ class Backward:
                 local_part(each.grad).mul_(1.0 / loss_scale.value)
 
     def _refuse(self, nonfinite: NonFiniteTensor, step: int) -> None:
-        """Skip the step, or end training; every rank decides the same."""
+        """Skip the step, or end training. Every rank makes the same decision."""
         overflows = self.loss_scale is not None and nonfinite.is_gradient and self.loss_scale.value > 1.0
         if self._nonfinite == "raise" and not overflows:
             error = NonFiniteError(
@@ -268,7 +275,7 @@ def _back_propagate(loss: torch.Tensor, step: int) -> None:
     """Back-propagate a loss.
 
     Raises:
-        UsageError: That was done before.
+        UsageError: The loss was already back-propagated.
         NonFiniteError: torch's anomaly detection has found NaN.
     """
     try:
@@ -284,12 +291,12 @@ def _back_propagate(loss: torch.Tensor, step: int) -> None:
             raise
         raise UsageError(
             "ctx.backward(loss): loss.backward() was called on this loss before. ctx.backward(loss) back-propagates, "
-            "updates the rows and makes the step of the dense optimizer: remove loss.backward() and optimizer.step()"
+            "updates the rows and steps the dense optimizer: remove loss.backward() and optimizer.step()"
         ) from error
 
 
 def _clip(parameters: list[torch.nn.Parameter], limit: float, norm: torch.Tensor) -> None:
-    """Scale gradients down to a norm. Of sharded ones, each rank scales its own part."""
+    """Scale gradients down to a maximum norm. Of sharded gradients, each rank scales its own part."""
     if not any(is_sharded(each) for each in parameters):
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         return
@@ -300,7 +307,7 @@ def _clip(parameters: list[torch.nn.Parameter], limit: float, norm: torch.Tensor
 
 
 def _any_nonfinite(losses: torch.Tensor, norm: torch.Tensor | None, flag: torch.Tensor) -> bool:
-    """Whether anything is not finite. On a device, this is the only wait of a step."""
+    """Whether any tensor is not finite. On a device, this is the only wait in a step."""
     wrong = [torch.isfinite(losses).logical_not().any(), flag]
     if norm is not None:
         wrong.append(torch.isfinite(norm).logical_not())
@@ -308,7 +315,7 @@ def _any_nonfinite(losses: torch.Tensor, norm: torch.Tensor | None, flag: torch.
 
 
 def _total_norm(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
-    """Return the norm of all gradients; of sharded ones, every rank calls this."""
+    """Return the norm of all gradients. For sharded gradients, every rank must call this."""
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     full = getattr(norm, "full_tensor", None)
     return norm if full is None else full()
@@ -323,9 +330,9 @@ def _first_nonfinite_tensor(
     *,
     clips: bool,
 ) -> NonFiniteTensor | None:
-    """Return the first tensor that is not finite, in the order of the computation; without a collective.
+    """Return the first non-finite tensor in the order of the computation. Not a collective.
 
-    A norm beyond float32 counts if gradients are clipped to one: the factor would make all of them 0.
+    A norm beyond float32 counts if gradients are clipped, because the scaling factor would make all of them 0.
     """
     if (
         bool(torch.isfinite(losses).all())
@@ -350,6 +357,6 @@ def _first_nonfinite_tensor(
     if gradients.any_nonfinite:
         return NonFiniteTensor("the sum of the gradients of one id is not finite", is_gradient=True)
     if clips and norm is not None and not torch.isfinite(norm):
-        what = f"the norm of the gradients of the model's weights is {norm.item()}, so that they cannot be clipped"
+        what = f"the norm of the gradients of the model's weights is {norm.item()}, so they cannot be clipped"
         return NonFiniteTensor(what, averaged=True, is_gradient=True, derived=True)
-    return None  # only the norm is beyond float32; or, if gradients are sharded, another rank names one
+    return None  # only the norm overflows float32; or, with sharded gradients, another rank names a tensor

@@ -1,7 +1,7 @@
 """Digests of the tensors of each step, which show where two runs, or two ranks, begin to differ.
 
 With ``PERSIA_DIGEST=N`` every rank writes ``digest/rank-R.csv``: one line ``step,name,md5,norm`` for each tensor of
-every N-th step, in the order in which a step makes them. ``persia debug digest --diff A B`` compares two such files.
+every N-th step, in the order in which a step computes them. ``persia debug digest --diff A B`` compares two such files.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from persia_core.forward import Tensor, TrainingBatch
 
 COLUMNS = ("step", "name", "md5", "norm")
 SHARED = ("parameter/", "gradient/")
-"""Tensors that are equal on all ranks; the others are those of the batch of each rank."""
+"""Tensors that are equal on all ranks. All other tensors depend on the batch of each rank."""
 
 Named = Iterable[tuple[str, torch.Tensor | None]]
 
@@ -31,7 +31,10 @@ _logger = get_logger("digest")
 
 
 def md5_of(tensor: torch.Tensor) -> str:
-    """Return the MD5 of the bytes of a tensor, in the order of its elements; of a shard, those that this rank has."""
+    """Return the MD5 of the bytes of a tensor, in the order of its elements.
+
+    For a sharded tensor, of this rank's shard.
+    """
     content = local_part(tensor).cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.md5(content.numpy().data, usedforsecurity=False).hexdigest()
 
@@ -45,12 +48,12 @@ class Digests:
     """Writes the digests of one rank. The file of an earlier run in the folder is kept as ``rank-R-previous.csv``.
 
     Args:
-        folder: The folder of the files; it is made if it does not exist.
+        folder: The folder of the files; it is created if it does not exist.
         rank: The rank.
-        every: The number of steps between two that are recorded.
+        every: The interval between recorded steps.
 
     Attributes:
-        newest: The digests that were recorded last, by the name of their tensor.
+        newest: The latest digests, by the name of the tensor.
 
     Raises:
         StorageError: The file cannot be written.
@@ -68,11 +71,11 @@ class Digests:
             self._append([COLUMNS])
 
     def due(self, step: int) -> bool:
-        """Whether the tensors of ``step`` are recorded."""
+        """Whether the tensors of ``step`` must be recorded."""
         return step % self._every == 0
 
     def record(self, step: int, tensors: Named) -> None:
-        """Write a line for each tensor, in the given order; None, which is a gradient that is not there, has none.
+        """Write a line for each tensor, in the given order. A missing gradient (None) gets no line.
 
         Raises:
             StorageError: The file cannot be written.
@@ -96,10 +99,12 @@ class Digests:
 
 
 class Weights:
-    """The weights of a model and their gradients, whole also where ranks have shards: then every rank takes them.
+    """The weights of a model and their gradients.
+
+    If they are sharded, every rank must call the methods, which gather them.
 
     Args:
-        model: The model; None has none.
+        model: The model; None has no weights.
         step: The step, for the flight recorder.
     """
 
@@ -127,14 +132,14 @@ _current: Digests | None = None
 
 
 def folder() -> Path:
-    """Return ``PERSIA_DIGEST_DIR``; else ``digest`` in the run's folder of a job, or in the working directory."""
+    """Return ``PERSIA_DIGEST_DIR``, or else ``digest`` in the folder of a job's run or in the working directory."""
     if settings.digest_dir is not None:
         return Path(settings.digest_dir)
     return job.run_dir() / "digest" if settings.run_dir is not None else Path("digest")
 
 
 def current() -> Digests | None:
-    """Return the digests that this process writes; None without ``PERSIA_DIGEST``."""
+    """Return the digests that this process writes; None if ``PERSIA_DIGEST`` is not set."""
     global _current
     if _current is None and settings.digest_every:
         _current = Digests(folder(), settings.rank, settings.digest_every)
@@ -147,13 +152,15 @@ def record_step(
     embeddings: Sequence[torch.Tensor],
     known: Callable[[], StepTensors],
 ) -> None:
-    """Record a step after its back-propagation, before model and rows change; every rank does, if weights are sharded.
+    """Record a step after its back-propagation, before model and rows change.
+
+    If weights are sharded, every rank must call this.
 
     Args:
         batch: The batch of the step.
-        loss: Its loss, of all micro-batches.
-        embeddings: The vectors that were looked up, with their gradients.
-        known: Returns what the step has computed with: the model, with its gradients.
+        loss: The loss of the step, summed over its micro-batches.
+        embeddings: The looked-up vectors, with their gradients.
+        known: Returns the tensors of the step: the model, with its gradients.
     """
     if (digests := current()) is not None and digests.due(batch.step):
         weights = Weights(known().model, batch.step)

@@ -1,4 +1,4 @@
-"""The epochs of a run: passes over the data, which checkpoints count. A hook of the training loop."""
+"""The epochs of a run: counts passes over the data in checkpoints. A hook of the training loop."""
 
 from collections.abc import Iterator
 
@@ -13,13 +13,13 @@ _logger = get_logger("loop")
 
 
 class Epochs:
-    """Numbers the epochs of a context, and continues in the interrupted one after a resume.
+    """Counts the epochs of a context, and continues in the interrupted epoch after a resume.
 
     Args:
-        state: The state of the run, which has the number of passes that are finished.
+        state: The state of the run, which has the number of completed passes.
 
     Attributes:
-        resumed: The run continues after a checkpoint, and no mistake about that was logged so far; on rank 0.
+        resumed: Whether the run continues after a checkpoint and no error about this was logged; on rank 0.
     """
 
     def __init__(self, state: RunState) -> None:
@@ -27,24 +27,24 @@ class Epochs:
         self.resumed = False
         self._loop: Loop | None = None
         self._began = 0
-        self._running: int | None = None  # the epoch whose body runs
-        self._loops = 0  # training loops in this body
+        self._running: int | None = None  # the epoch whose body is running
+        self._loops = 0  # the number of training loops in this body
         self._warned = False
 
     def begin(self, count: int) -> Iterator[int]:
-        """Return the epochs that are not finished, of ``count``; every rank calls this.
+        """Return the unfinished epochs of ``count``. Collective: every rank must call it.
 
         Raises:
-            UsageError: ``count`` is negative or differs between ranks, or the epochs are iterated already.
+            UsageError: ``count`` is negative or differs between ranks, or an iteration over epochs is already active.
         """
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise UsageError(f"ctx.epochs({count!r}): want a whole number of at least 0")
+            raise UsageError(f"ctx.epochs({count!r}): must be an integer of at least 0")
         if self._running is not None:
             raise UsageError("ctx.epochs inside a loop over ctx.epochs: epochs cannot be nested")
         given = self._state.backend.all_gather("ctx.epochs", [count, self._state.passes])
         other = next((rank for rank, (of_rank, _) in enumerate(given) if of_rank != count), None)
         if other is not None:
-            raise UsageError(f"ctx.epochs: it is {count} on rank {settings.rank}, {given[other][0]} on rank {other}")
+            raise UsageError(f"ctx.epochs: {count} on rank {settings.rank}, {given[other][0]} on rank {other}")
         first = given[0][1]  # rank 0 has loaded the checkpoint
         if first is None:
             _logger.warning(

@@ -18,18 +18,18 @@ from persia_core.forward import Pipeline
 _logger = get_logger("data")
 
 LEAVE_S = 2.0
-"""Seconds that a reading thread may take to end."""
+"""Seconds within which a reading thread must end."""
 
 
 @dataclass(frozen=True)
 class FedBatch:
-    """A batch that was fed to the engine.
+    """A batch that was passed to the engine.
 
     Attributes:
-        step: Its step.
-        position: The position of the data set after it, as text.
-        batch: The batch of the data set; the engine has this one, or an empty one in its place.
-        quarantined: The batch always fails on this rank: the engine has an empty one in its place.
+        step: The step of the batch.
+        position: The position of the data set after the batch, as text.
+        batch: The batch from the data set; the engine has this batch, or an empty one in its place.
+        quarantined: Whether the batch always fails on this rank, so that the engine has an empty one in its place.
     """
 
     step: int
@@ -39,17 +39,19 @@ class FedBatch:
 
 
 class Feeder:
-    """Feeds the batches of a source to a pipeline; an error of the data set follows the batches before it.
+    """Feeds the batches of a source to a pipeline.
+
+    An error of the data set is raised after the batches that precede it.
 
     Args:
         source: The data set that is read.
-        pipeline: The pipeline that gets the batches.
-        step: The step before the first batch.
+        pipeline: The pipeline that receives the batches.
+        step: The number of the step before the first batch.
         slots: The slots of the run, for an empty batch.
         quarantined: Returns whether a batch must not be looked up.
 
     Attributes:
-        fed: The batches that the engine has, in the order of their steps. The loop removes the batches that it takes.
+        fed: The batches that the engine has, in the order of their steps. The loop removes batches from the pipeline.
     """
 
     def __init__(
@@ -80,24 +82,27 @@ class Feeder:
                 fed_batch = replace(fed_batch, quarantined=self._quarantined(fed_batch))
                 self.fed.append(fed_batch)
                 if not self._pipeline.feed(empty_batch(self._slots) if fed_batch.quarantined else fed_batch.batch):
-                    return  # the loop ended early
+                    return  # the loop has ended early
             self._pipeline.end()
-        except BaseException as error:  # the loop raises any error of the data set
+        except BaseException as error:  # the loop raises this error
             self._pipeline.fail(error)
 
     def end(self, *, completed: bool) -> None:
-        """End reading, and prepare the source for the next loop; ``completed`` after a loop that reached its end."""
+        """Stop reading, and prepare the source for the next loop. ``completed`` means that the loop reached its end."""
         stop_reading(self._thread, self._source, completed=completed)
 
 
 def stop_reading(thread: threading.Thread, source: Source, *, completed: bool) -> None:
-    """End a thread that reads ``source``, and prepare it for the next loop."""
+    """Stop a thread that reads ``source``, and prepare the source for the next loop."""
     source.interrupt()
     source.prepare_next_pass(completed=completed, read_to_end=_join(thread))
 
 
 def _join(thread: threading.Thread) -> bool:
-    """Wait for a reading thread; return whether it has ended. A thread that hangs in the data set is left running."""
+    """Wait for a reading thread, and return whether it has ended.
+
+    A thread that hangs in the data set is left running.
+    """
     if thread.ident is not None:
         thread.join(LEAVE_S)
     if thread.is_alive():
@@ -106,6 +111,6 @@ def _join(thread: threading.Thread) -> bool:
 
 
 def empty_batch(slots: list[str]) -> Batch:
-    """Return a batch without ids, which is looked up in place of one that always fails, and never trained on."""
+    """Return a batch without ids. It is looked up instead of one that always fails, and is never trained on."""
     none = [np.empty(0, np.uint64)]
     return PersiaBatch([IDTypeFeature(slot, none) for slot in slots], labels=[Label(np.zeros((1, 1), np.float32))]).data

@@ -1,4 +1,4 @@
-"""Where a step has NaN or infinity: the first tensor in the order of the computation, with its sample and ids."""
+"""Finds NaN and infinity in a step: the first tensor in the order of the computation, with its sample and ids."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from persia.backend.base import NonFiniteTensor
 from persia_core import backward as _core
 
 MAX_IDS = 5
-"""Ids of a sample that a message lists."""
+"""The maximum number of a sample's ids that a message lists."""
 
 Named = tuple[str, torch.Tensor]
 """A tensor, and its name in messages."""
@@ -20,9 +20,9 @@ class Output(NamedTuple):
     """An output of the model.
 
     Attributes:
-        name: Its name in messages.
+        name: The name of the output in messages.
         tensor: The output.
-        first: The sample of the batch that its first row belongs to, above 0 in a micro-batch.
+        first: The index in the batch of the first row's sample; above 0 in a micro-batch.
     """
 
     name: str
@@ -31,18 +31,18 @@ class Output(NamedTuple):
 
 
 Ids = Callable[[str, int], list[int]]
-"""Returns the ids of a slot's sample."""
+"""Returns the ids of a sample of a slot."""
 
 
 def no_ids(slot: str, sample: int) -> list[int]:
-    """Return none, where the ids of a batch are not known."""
+    """Return an empty list, for batches whose ids are unknown."""
     del slot, sample
     return []
 
 
 @dataclass
 class StepTensors:
-    """What a step has computed with, apart from gradients. It lives from a forward to its backward.
+    """The tensors of a step, without gradients. The object exists from a forward pass to the backward pass.
 
     Attributes:
         model: The model, as the script made it.
@@ -61,7 +61,7 @@ class StepTensors:
     outputs: list[Output] = field(default_factory=list)
 
     def by_size(self, optimizer: torch.optim.Optimizer) -> Iterator[Named]:
-        """Yield all of them with their names, and the gradients and optimizer states of the weights."""
+        """Yield all tensors with their names, including the gradients and optimizer states of the weights."""
         yield from ((f"embeddings of slot {slot}", rows) for slot, rows in self.slots)
         yield from (*self.dense, *self.labels, *((each.name, each.tensor) for each in self.outputs))
         for name, weight in [] if self.model is None else self.model.named_parameters():
@@ -88,7 +88,10 @@ def _is_tensor(value: object) -> bool:
 
 
 def first_nonfinite_index(tensor: torch.Tensor) -> int | None:
-    """Return the place of the first NaN or infinity in a tensor, which is counted row by row; None if all is finite."""
+    """Return the position of the first NaN or infinity in a tensor, counted row by row.
+
+    None if all elements are finite.
+    """
     if tensor.device.type == "cpu" and tensor.dtype == torch.float32 and tensor.is_contiguous():
         return _core.first_nonfinite(tensor.detach())
     places = torch.isfinite(tensor.detach()).logical_not().flatten().nonzero()
@@ -96,9 +99,9 @@ def first_nonfinite_index(tensor: torch.Tensor) -> int | None:
 
 
 def at_sample(what: str, tensor: torch.Tensor, index: int, ids: list[int], first: int = 0) -> str:
-    """Return ``WHAT, sample 3 (id 17), is nan`` for a place of a tensor whose first dimension is the sample.
+    """Return ``WHAT, sample 3 (id 17), is nan`` for a position in a tensor whose first dimension is the sample.
 
-    Its first row is sample ``first`` of the batch.
+    The first row of the tensor is sample ``first`` of the batch.
     """
     value = tensor.detach().flatten()[index].item()
     if tensor.dim() == 0:
@@ -109,7 +112,7 @@ def at_sample(what: str, tensor: torch.Tensor, index: int, ids: list[int], first
 
 
 def first_before_loss(tensors: StepTensors) -> NonFiniteTensor | None:
-    """Return the first of a step's rows, inputs, labels, weights and outputs that is not finite, if one is."""
+    """Return the first non-finite tensor among a step's rows, inputs, labels, weights and outputs, if any."""
     for slot, rows in tensors.slots:
         if (index := first_nonfinite_index(rows)) is not None:
             found = tensors.ids(slot, index // rows[0].numel())
@@ -131,7 +134,7 @@ def _first_of(tensors: Iterable[Output]) -> NonFiniteTensor | None:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a sharded tensor that this rank has; any other tensor as it is."""
+    """Return this rank's part of a sharded tensor; return any other tensor unchanged."""
     to_local = getattr(tensor, "to_local", None)
     return tensor.detach() if to_local is None else to_local().detach()
 

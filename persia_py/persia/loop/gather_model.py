@@ -1,4 +1,4 @@
-"""The weights of a sharded model at the end of a loop."""
+"""Gathers the weights of a sharded model at the end of a loop."""
 
 from persia.checkpoint.run_state import RunState
 from persia.runtime.settings import settings
@@ -16,11 +16,11 @@ class GatherModel:
 
     @property
     def identity(self) -> str:
-        """What must be equal on all ranks: those that write digests gather the weights for them."""
+        """A text that must be equal on all ranks, because ranks that write digests gather the weights."""
         name = type(self).__name__
         return f"{name}(PERSIA_DIGEST={settings.digest_every})" if self._state.is_sharded else name
 
     def on_end(self, complete: bool) -> None:
-        """Gather them, if every rank is here."""
+        """Gather the weights if the end is a collective call of all ranks."""
         if complete:
             self._state.gather_model()

@@ -1,19 +1,22 @@
 """The work of a training loop apart from steps: hooks, in one ordered list.
 
-A hook is an object with any of the methods below. The loop calls each point on the hooks in their order, and the ends
-in reverse order. All ranks have equal lists, which they compare when a loop starts.
+A hook is an object with any of the methods below. The loop calls each method on all hooks in order, and ``on_end`` in
+reverse order. All ranks have equal lists, which they compare when a loop starts.
 
-* ``on_start(loop)``: a pass begins; nothing is fed yet. Every rank is here, so that a hook may use collectives.
-* ``before_lookup(fed_batch)``: whether a batch is withheld from the engine. It runs in the thread that reads ahead.
+* ``on_start(loop)``: a pass begins, before any batch is fed. Every rank calls it, so a hook may use collectives.
+* ``before_lookup(fed_batch)``: returns whether a batch is withheld from the engine. It runs in the thread that reads
+  ahead.
 * ``before_step()``: between two steps, on every rank; collectives as above.
-* ``vote(fed_batch)``: this rank's part of the one agreement before each step.
-* ``decide(step, votes)``: the decision from the votes of all ranks; true skips the step. It is equal on every rank.
+* ``vote(fed_batch)``: returns this rank's contribution to the single agreement before each step.
+* ``decide(step, votes)``: returns the decision from the votes of all ranks; true skips the step. It must be equal on
+  every rank.
 * ``after_lookup(step)``: the batch of the step goes to the script.
 * ``after_step(step)``: the step is applied to model and rows, or skipped.
-* ``after_commit(step)``: a checkpoint of the step is written, and every rank knows.
-* ``on_error(error, fed_batch)``: an exception leaves the context; ``fed_batch`` is the batch at which it was raised, or
-  None.
-* ``on_end(complete)``: the pass is over; ``complete`` where all ranks reached its end, so that collectives may be used.
+* ``after_commit(step)``: a checkpoint of the step is written, and every rank has been notified.
+* ``on_error(error, fed_batch)``: an exception leaves the context; ``fed_batch`` is the batch during which it was
+  raised, or None.
+* ``on_end(complete)``: the pass has ended; ``complete`` means that all ranks reached its end, so that collectives may
+  be used.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,11 +31,11 @@ class Loop(Protocol):
 
     @property
     def step(self) -> int:
-        """The last step that was trained."""
+        """The last trained step."""
 
     @property
     def backend(self) -> Backend:
-        """The backend, with the rows and the other ranks."""
+        """The backend, with access to the rows and the other ranks."""
 
     def committed(self, step: int) -> None:
         """Run ``after_commit`` of all hooks."""
@@ -42,8 +45,8 @@ class Hooks:
     """The hooks of a loop, in their order.
 
     Args:
-        hooks: Objects with any of the methods that this module names, and optionally an ``identity``: a text that
-            is equal on all ranks if their hooks are.
+        hooks: Objects with any of the methods listed in this module, and optionally an ``identity``: a text that is
+            equal on all ranks if their hooks are equal.
     """
 
     def __init__(self, hooks: Sequence[Any] = ()) -> None:
@@ -75,7 +78,7 @@ class Hooks:
                 hook.on_start(loop)
 
     def skips_lookup(self, fed_batch: FedBatch) -> bool:
-        """Return whether a hook withholds this batch from the engine."""
+        """Return whether any hook withholds this batch from the engine."""
         return any(before(fed_batch) for before in self._having("before_lookup"))
 
     def before_step(self) -> None:
@@ -84,11 +87,11 @@ class Hooks:
             each()
 
     def vote(self, fed_batch: FedBatch | None) -> list[Any]:
-        """Return this rank's votes, JSON-ready, one for each hook that has one."""
+        """Return this rank's votes, JSON-serializable, one for each hook that votes."""
         return [hook.vote(fed_batch) for hook in self._voters]
 
     def decide(self, step: int, ballots: Sequence[Sequence[Any]]) -> bool:
-        """Whether all ranks skip the step.
+        """Return whether all ranks skip the step.
 
         Args:
             step: The step.
@@ -96,7 +99,7 @@ class Hooks:
         """
         skip = False
         for hook, *votes in zip(self._voters, *ballots, strict=True):
-            skip = hook.decide(step, votes) or skip  # every hook must decide, so no short circuit
+            skip = hook.decide(step, votes) or skip  # no short circuit, because every hook must decide
         return skip
 
     def after_lookup(self, step: int) -> None:
@@ -120,7 +123,7 @@ class Hooks:
             each(error, fed_batch)
 
     def end(self, *, complete: bool) -> None:
-        """End the pass, in reverse order. All hooks end, also if one fails; the first error is raised."""
+        """Call ``on_end`` in reverse order. All hooks are called, even if one fails; the first error is raised."""
         failed: BaseException | None = None
         while self._started:
             hook = self._started.pop()

@@ -1,4 +1,4 @@
-"""The agreement of several ranks on the order of the model's inputs, a hook."""
+"""A hook by which several ranks agree on the order of the model's inputs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,12 +11,12 @@ from persia.loop.feeder import FedBatch
 
 
 class InputAgreement:
-    """Makes every rank use one order, in the first step of a loop: that of the first rank that knows one.
+    """Makes all ranks use the same order in the first step of a loop: that of the first rank that knows one.
 
-    A rank knows the order from an earlier loop or a checkpoint, else from its first batch.
+    A rank knows the order from an earlier loop or a checkpoint, otherwise from its first batch.
 
     Args:
-        inputs: Where the order is recorded.
+        inputs: The record of the order.
         model: Returns the model.
     """
 
@@ -35,7 +35,7 @@ class InputAgreement:
         return None if known is None else known.state()
 
     def decide(self, step: int, votes: Sequence[Any]) -> bool:
-        """Record the names of the first rank that knows them; no step is skipped."""
+        """Record the names from the first rank that knows them. This never skips a step."""
         del step
         names = next((vote for vote in votes if vote is not None), None)
         if not self._agreed and names is not None:

@@ -1,4 +1,4 @@
-"""The scale of the loss in mixed precision."""
+"""Loss scaling for mixed precision."""
 
 from typing import Any
 
@@ -6,17 +6,18 @@ import torch
 
 _FIRST_SCALE = 2.0**16
 _MAX_SCALE = 2.0**24
-"""The largest scale, far below the range of float32, because a float32 model never overflows."""
+"""The maximum scale. It is far below the range of float32, because the loss of a float32 model never overflows."""
 
 
 class LossScale:
-    """The factor of the loss that keeps small gradients above 0 in float16: torch's GradScaler, and its policy.
+    """Scales the loss to keep small gradients above 0 in float16: torch's GradScaler with a separate policy.
 
-    The policy is applied here, because a step already knows whether it was finite, for model and rows together. The
-    scaler would wait for the device again.
+    The policy is implemented here, because a step already knows whether its gradients were finite, for model and rows
+    together. GradScaler would wait for the device again.
 
     Args:
-        growth_interval: Steps without infinity after which the scale is doubled; a step with one halves it.
+        growth_interval: The number of steps without infinity after which the scale is doubled. A step with infinity
+            halves it.
         device: The device of the loss.
     """
 
@@ -27,18 +28,21 @@ class LossScale:
         self._is_unscaled = False
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients of an optimizer by the scale, once in a step."""
+        """Divide the gradients of an optimizer by the scale, once per step."""
         self._is_unscaled = True
         self.scaler.unscale_(optimizer)
 
     def abandon(self) -> None:
-        """Forget that gradients were unscaled in a step that is not applied, or is repeated. The scale stays."""
+        """Discard the record that gradients were unscaled, for a step that is not applied or is repeated.
+
+        The scale is unchanged.
+        """
         if self._is_unscaled:
             self._is_unscaled = False
             self.scaler.update(self.value)
 
     def update(self, *, finite: bool) -> None:
-        """Choose the scale of the next step."""
+        """Set the scale for the next step."""
         self._good_steps = self._good_steps + 1 if finite else 0
         if not finite:
             self.value *= self.scaler.get_backoff_factor()
@@ -48,11 +52,11 @@ class LossScale:
         self.scaler.update(self.value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale, and the number of steps since it changed."""
+        """Return the scale, and the number of steps since its last change."""
         return {"value": self.value, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from such a state."""
+        """Restore a state that :meth:`state_dict` returned."""
         self.value, self._good_steps = float(state["value"]), int(state["good_steps"])
         self.scaler.load_state_dict(
             {

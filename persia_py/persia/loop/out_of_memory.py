@@ -1,4 +1,4 @@
-"""A step that needs too much memory: how that is recognised, and a report of what takes the memory."""
+"""Recognizes steps that need too much memory, and reports the largest tensors."""
 
 import contextlib
 import gc
@@ -7,22 +7,22 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from persia.loop.finite import Named, local_part
-from persia.runtime.errors import OutOfMemoryError, PersiaError
+from persia.runtime.errors import DeviceError, OutOfMemoryError, PersiaError
 
 LARGEST = 8
-"""Lines of a report about tensors."""
+"""The maximum number of lines in a report about tensors."""
 MANY = 32
-"""Equal tensors from which on a report asks whether something keeps one of each step."""
+"""The number of equal tensors from which a report suggests that something keeps one per step."""
 NO_NAME = "not named"
 
 _HINT = (
-    "give fewer rows at a time: `for part in ctx.micro_batches(batch, rows)`, or smaller batches; or compute in half "
+    "pass fewer rows at a time: `for part in ctx.micro_batches(batch, rows)`, or smaller batches; or compute in half "
     "the bytes: TrainCtx(precision='bf16'); or make the model or the dimensions of the slots smaller"
 )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch has raised it because memory could not be allocated, on a CUDA device or by the CPU allocator."""
+    """Whether torch raised the error because memory could not be allocated, on a CUDA device or the CPU."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     text = str(error)
@@ -31,26 +31,41 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def reported(step: int, rows: int, tensors: Callable[[], Iterable[Named]]) -> Iterator[None]:
-    """Turn an error of the allocator into one that names the step and the largest tensors.
+    """Convert an error of the allocator to one that names the step and the largest tensors.
 
     Args:
         step: The step.
-        rows: The rows that the model was given.
-        tensors: Returns the tensors that are known by name; it is called after a failure only.
+        rows: The number of rows on which the model runs.
+        tensors: Returns the tensors that are known by name; called only after a failure.
 
     Raises:
-        OutOfMemoryError: The block needs more memory than there is.
+        OutOfMemoryError: The block needs more memory than is available.
+        DeviceError: An operation has failed on the CUDA device.
     """
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, PersiaError) or not is_out_of_memory(error):
+        if isinstance(error, PersiaError):
+            raise
+        if not is_out_of_memory(error):
+            if "CUDA error" in str(error):
+                raise _of_device(error, step) from error
             raise
         raise report(error, step, rows, tensors()) from error
 
 
+def _of_device(error: RuntimeError, step: int) -> DeviceError:
+    """Return an error that explains how to find the operation, because CUDA reports an error at a later one."""
+    found = DeviceError(f"step {step}: {str(error).splitlines()[0]}; the traceback may show a later operation")
+    found.hint = (
+        "to see the operation that failed, train with persia train --sync-cuda (in a script CUDA_LAUNCH_BLOCKING=1), "
+        "which waits for each one"
+    )
+    return found
+
+
 def report(error: BaseException, step: int, rows: int, tensors: Iterable[Named]) -> OutOfMemoryError:
-    """Return an error with torch's text, the step, and a table of the largest tensors."""
+    """Return an error with torch's message, the step, and a table of the largest tensors."""
     first = (str(error).splitlines() or [type(error).__name__])[0]
     found = OutOfMemoryError(f"step {step}, {rows} rows at a time: {first}\nthe largest tensors:\n{_table(tensors)}")
     found.hint = _HINT
@@ -58,7 +73,7 @@ def report(error: BaseException, step: int, rows: int, tensors: Iterable[Named])
 
 
 def _table(tensors: Iterable[Named]) -> str:
-    """Return a line for each kind of tensor: equal ones without a name share a line, which has their number."""
+    """Return a line for each kind of tensor. Equal tensors without a name share a line, which has their count."""
     seen: set[int] = set()
     sizes: dict[tuple[str, str, str, str], list[int]] = {}
     for name, tensor in [*tensors, *((NO_NAME, each) for each in _unnamed())]:
@@ -83,8 +98,8 @@ def _many(count: int) -> str:
 
 
 def _unnamed() -> Iterator[torch.Tensor]:
-    """Yield the other tensors that Python holds. Those that only the autograd graph holds are not known."""
+    """Yield the other tensors that Python holds. Tensors that only the autograd graph holds are unknown."""
     for each in gc.get_objects():
-        # isinstance would ask proxies for their class, which may run any code.
+        # isinstance would read the class of proxies, which may run arbitrary code.
         if type(each) in (torch.Tensor, torch.nn.Parameter) and each.layout == torch.strided:
             yield each

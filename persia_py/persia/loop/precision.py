@@ -1,4 +1,4 @@
-"""The precision of the dense part: which operations run in half the bytes, and whether the loss is scaled."""
+"""The precision of the dense part: which operations run in a 16-bit type, and whether the loss is scaled."""
 
 import contextlib
 from typing import Any
@@ -9,43 +9,43 @@ from persia.loop.loss_scale import LossScale
 from persia.runtime.errors import UsageError
 
 DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""The dtype of each precision; None is float32 throughout."""
+"""The dtype of each precision; None means float32 throughout."""
 
 
 class Precision:
-    """The precision of a model's forward and backward.
+    """The precision of a model's forward and backward pass.
 
     Weights, their gradients, embeddings and the loss are float32. With bf16 and fp16, :func:`torch.autocast` runs
     matrix products in that dtype; fp16 also scales the loss.
 
     Args:
         name: A key of :data:`DTYPES`.
-        device_id: The CUDA device of the model; None is the CPU.
+        device_id: The CUDA device of the model; None means the CPU.
 
     Raises:
-        UsageError: Another name, or a dtype that the device does not support.
+        UsageError: The name is unknown, or the device does not support the dtype.
     """
 
     def __init__(self, name: str, device_id: int | None) -> None:
         if name not in DTYPES:
-            raise UsageError(f"TrainCtx(precision={name!r}): want {', '.join(map(repr, DTYPES))}")
+            raise UsageError(f"TrainCtx(precision={name!r}): expected {', '.join(map(repr, DTYPES))}")
         self._device = "cpu" if device_id is None else "cuda"
         self._dtype = DTYPES[name]
         if name == "bf16" and device_id is not None and not torch.cuda.is_bf16_supported():
             raise UsageError(f"precision bf16: CUDA device {device_id} does not support it; use fp16 or fp32")
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Enclose the forward of the model."""
+        """Enclose the forward pass of the model."""
         if self._dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self._device, dtype=self._dtype)
 
     def loss_scale(self, growth_interval: int) -> LossScale | None:
-        """Return the scale of the loss, which only fp16 needs; ``growth_interval`` as in :class:`LossScale`."""
+        """Return the loss scale, which only fp16 needs; ``growth_interval`` as in :class:`LossScale`."""
         return LossScale(growth_interval, self._device) if self._dtype == torch.float16 else None
 
     def restored(self, output: Any) -> Any:
-        """Return a model's output with its tensors in float32, for the loss."""
+        """Return a model's output with its tensors converted to float32, for the loss."""
         return output if self._dtype is None else _restored(output, self._dtype)
 
 
@@ -54,6 +54,6 @@ def _restored(output: Any, dtype: torch.dtype) -> Any:
         return output.float() if output.dtype == dtype else output
     if isinstance(output, dict):
         return {key: _restored(value, dtype) for key, value in output.items()}
-    if type(output) in (list, tuple):  # a named tuple stays as it is
+    if type(output) in (list, tuple):  # a named tuple keeps its class
         return type(output)(_restored(value, dtype) for value in output)
     return output

@@ -1,4 +1,4 @@
-"""Batches that fail: each failure is recorded, and the step of a batch that always fails may be skipped."""
+"""Records batches that fail. The step of a batch that always fails may be skipped."""
 
 import contextlib
 import json
@@ -15,21 +15,22 @@ from persia.loop.hooks import Loop
 from persia.runtime import files
 from persia.runtime.errors import UsageError
 from persia.runtime.logging import get_logger
+from persia.runtime.places import Place
 from persia.runtime.settings import settings
 
 _logger = get_logger("quarantine")
 
 FOLDER = "poison"
-"""The folder next to the checkpoints of a run; its name is that of earlier versions."""
+"""The folder next to the checkpoints of a run. It has the name that earlier versions used."""
 TRIES = 3
-"""The number of failures after which a batch counts as one that always fails."""
+"""The number of failures after which a batch counts as always failing."""
 MIN_STEP_DISTANCE = 100
-"""Minimum distance, in steps, between failing steps that are skipped.
+"""The minimum distance between failing steps that are skipped, in steps.
 
 Closer failures suggest a bug, and neither step is skipped.
 """
 _KEPT = 4096
-"""The number of characters of an error that are stored."""
+"""The maximum number of characters of an error that are stored."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,9 @@ class Record:
         step: The step.
         rank: The rank.
         times: The number of failures of this batch at this step.
-        position: The position of the data set after the batch: a data loader's cursor.
+        position: The position of the data set after the batch, which is a cursor of the data loader.
         error: The class of the last error.
-        text: Its message.
+        text: The message of the last error.
         meta: The first 200 bytes of the batch's metadata, as text; None if it has none.
         checksum: The checksum of the batch; None in a record of an older version.
     """
@@ -57,15 +58,23 @@ class Record:
     checksum: int | None = None
 
     def is_of(self, position: dict[str, Any], content: bytes) -> bool:
-        """Whether this batch failed; its position may have another batch now."""
+        """Whether this batch failed. Another batch may have its position now."""
         return _place(self.position) == _place(position) and self.checksum == zlib.crc32(content)
+
+
+def _folder_of(checkpoints: Place) -> Path | None:
+    """Return the folder of records: next to the checkpoints or, if they are in an object store, the run's folder."""
+    if isinstance(checkpoints, Path):
+        return checkpoints / FOLDER
+    return None if settings.run_dir is None else Path(settings.run_dir, FOLDER)
 
 
 class Quarantine:
     """Records failing batches of this rank, and makes all ranks skip steps together. A hook of the training loop.
 
     Args:
-        checkpoints: The settings of checkpoints: whether such steps are skipped, and the folder of the records.
+        checkpoints: The options of checkpoints, which tell whether such steps are skipped, and the folder of the
+            records.
     """
 
     def __init__(self, checkpoints: Checkpoints) -> None:
@@ -73,10 +82,10 @@ class Quarantine:
         self._skip = checkpoints.failing_batches == "skip"
         self._folder: Path | None = None
         self._began = 0
-        self._saved = 0  # the newest checkpoint, as far as is known
+        self._saved = 0  # the step of the newest known checkpoint
         self._mine: dict[int, Record] = {}
-        self._always: set[int] = set()  # on any rank, however close
-        self._to_skip: set[int] = set()  # steps that are skipped, unless their batches are others now
+        self._always: set[int] = set()  # failing steps of any rank, at any distance
+        self._to_skip: set[int] = set()  # steps to skip, unless their batches have changed
 
     @property
     def identity(self) -> str:
@@ -84,13 +93,15 @@ class Quarantine:
         return f"Quarantine({self._checkpoints.failing_batches})"
 
     def on_start(self, loop: Loop) -> None:
-        """Load and share the failures so far; every rank calls this."""
+        """Load the recorded failures and share them. Collective: every rank must call it."""
         backend = loop.backend
         name = backend.all_gather("folder of the saves", self._checkpoints.name() if backend.is_rank_0 else None)[0]
         try:
-            self._folder = backend.checkpoint_dir(name) / FOLDER
-        except UsageError:  # this rank has no folder, which matters only if a batch fails here
+            where = backend.checkpoint_dir(name)
+        except UsageError:  # this rank has no folder; this matters only if a batch fails here
             self._folder = None
+        else:
+            self._folder = _folder_of(where)
         self._began = self._saved = backend.engine.step
         self._mine = self._read()
         always = [step for step, each in self._mine.items() if each.times >= TRIES] if self._skip else []
@@ -104,7 +115,7 @@ class Quarantine:
     def _read(self) -> dict[int, Record]:
         """Return the records of this rank, by step."""
         found = {}
-        with contextlib.suppress(OSError):  # no records, or none that can be read: no step is skipped
+        with contextlib.suppress(OSError):  # the records do not exist or cannot be read, so no step is skipped
             for path in sorted(self._folder.glob(f"step-*.rank-{settings.rank}.json")) if self._folder else []:
                 try:
                     record = Record(**json.loads(path.read_bytes()))
@@ -115,9 +126,9 @@ class Quarantine:
         return found
 
     def _nearby_failures(self, step: int) -> set[int]:
-        """Return the other steps close to this one that always fail, and are after the newest checkpoint or next to it.
+        """Return the nearby steps that always fail, and come after the newest checkpoint or directly next to it.
 
-        Steps that were skipped before that checkpoint do not count, because steps between them and this one were
+        Steps that were skipped before that checkpoint do not count, because steps between them and this step were
         trained.
         """
         near = {other for other in self._always if other != step and abs(other - step) < MIN_STEP_DISTANCE}
@@ -130,7 +141,7 @@ class Quarantine:
         )
 
     def before_lookup(self, fed_batch: FedBatch) -> bool:
-        """Whether this batch of this rank always fails, so that its step is skipped."""
+        """Whether this batch always fails on this rank, so that its step is skipped."""
         record = self._mine.get(fed_batch.step) if fed_batch.step in self._to_skip else None
         if record is None or record.times < TRIES:
             return False
@@ -140,11 +151,11 @@ class Quarantine:
         return False
 
     def vote(self, fed_batch: FedBatch | None) -> bool:
-        """Whether the next step is skipped, as far as this rank knows."""
+        """Return whether the next step must be skipped, as far as this rank knows."""
         return fed_batch is not None and fed_batch.quarantined
 
     def decide(self, step: int, votes: list[bool]) -> bool:
-        """Whether all ranks skip this step, because the batch of one always fails."""
+        """Return whether all ranks skip this step, because the batch of one rank always fails."""
         if not any(votes):
             self._to_skip.discard(step)
             return False
@@ -158,7 +169,7 @@ class Quarantine:
         return True
 
     def on_error(self, error: Exception, fed_batch: FedBatch | None) -> None:
-        """Record that a batch failed, if that is what ended training; this never raises."""
+        """Record that a batch failed, if it caused training to end. This never raises an exception."""
         others = run.peers()
         if fed_batch is None or (others is not None and others.gone(error)):
             return
@@ -169,7 +180,7 @@ class Quarantine:
 
     def _write(self, fed_batch: FedBatch, error: Exception) -> None:
         if self._folder is None:
-            raise UsageError("this rank has no folder of checkpoints; set PERSIA_CKPT_DIR")
+            raise UsageError("this rank has no folder for the record; set PERSIA_CKPT_DIR or PERSIA_RUN_DIR")
         rank, position, meta = settings.rank, json.loads(fed_batch.position), fed_batch.batch.meta
         content = fed_batch.batch.to_bytes()
         before = self._mine.get(fed_batch.step)

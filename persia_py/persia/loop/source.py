@@ -9,14 +9,15 @@ from persia.runtime.errors import DataError, FeatureTypeError, UsageError
 from persia.runtime.stateful import Stateful
 
 Cursor = dict[str, Any]
-"""The position of a data set: ``batches`` read in this pass, and the data set's own ``source`` state or None."""
+"""The position of a data set: the number of ``batches`` read in this pass, and the ``source`` state of the data set, or
+None."""
 
 
 class Dataset(Protocol):
     """The data set that a loop reads.
 
     Attributes:
-        buffer_size: Batches read ahead of training.
+        buffer_size: The number of batches that are read ahead of training.
     """
 
     buffer_size: int
@@ -27,10 +28,10 @@ class Dataset(Protocol):
 
 @runtime_checkable
 class Stream(Protocol):
-    """A data set of batches that are received, and received only once."""
+    """A data set whose batches are received over a connection, and only once."""
 
     def trained(self, state: dict[str, Any]) -> None:
-        """Drop the batches up to ``state``, which are trained on."""
+        """Drop the batches up to ``state``, because they were trained on."""
 
     def replay_digests(self) -> dict[str, Any] | None:
         """Return the digests of the batches that were trained on, for a checkpoint."""
@@ -39,17 +40,17 @@ class Stream(Protocol):
         """Set the digests of the batches that a resumed run skips."""
 
     def waiting(self) -> int:
-        """Return the number of batches that have arrived and were not yielded."""
+        """Return the number of received batches that were not yielded yet."""
 
     def interrupt(self) -> None:
-        """End an iteration in another thread."""
+        """End an iteration that runs in another thread."""
 
     def prepare_next_pass(self, *, completed: bool) -> None:
-        """Prepare for the next loop; ``completed`` after one that reached its end."""
+        """Prepare for the next loop. ``completed`` means that the loop reached its end."""
 
 
 class Source:
-    """A data set, and the position of the pass that a loop makes over it. A data loader keeps it between loops.
+    """A data set, and the position of a loop's pass over it. A data loader keeps it between loops.
 
     Args:
         dataset: The source of batches.
@@ -63,7 +64,7 @@ class Source:
         self.cursor: Cursor | None = None
         self._stateful = dataset if isinstance(dataset, Stateful) else None
         self._stream = dataset if isinstance(dataset, Stream) else None
-        self._start: Cursor | None = None  # of the whole pass, even if a loop starts in its middle
+        self._start: Cursor | None = None  # the digests of the whole pass, even if a loop starts in the middle of it
         self._end: Cursor | None = None
         self._skip = 0
 
@@ -71,8 +72,8 @@ class Source:
         """Move the data set to the start of the loop.
 
         Args:
-            cursor: The position of a checkpoint; None continues where the data set is.
-            replay_digests: Of the same checkpoint, the digests of the batches before.
+            cursor: The position from a checkpoint; None continues at the current position.
+            replay_digests: The digests of the batches before it, from the same checkpoint.
         """
         if self._start is None and self._stateful is not None:
             self._start = position(0, self._stateful.state_dict())
@@ -86,7 +87,7 @@ class Source:
         self._skip = int(cursor["batches"]) if cursor is not None and cursor["source"] is None else 0
 
     def batches(self) -> Iterator[tuple[PersiaBatch, str]]:
-        """Yield each batch with the position after it, as text; batches before the start are read and dropped."""
+        """Yield each batch with the position after it, as text. Batches before the start are read and dropped."""
         for count, batch in enumerate(self.dataset, 1):
             if count <= self._skip:
                 continue
@@ -103,25 +104,25 @@ class Source:
     def replay_digests(self) -> dict[str, Any] | None:
         """Return the digests of the batches before the cursor.
 
-        None if the data set is not a stream or they are not known.
+        None if the data set is not a stream, or the digests are unknown.
         """
         return None if self._stream is None else self._stream.replay_digests()
 
     def waiting(self) -> int:
-        """Return the number of batches that have arrived and are not read yet."""
+        """Return the number of received batches that were not read yet."""
         return 0 if self._stream is None else self._stream.waiting()
 
     def pass_ended(self) -> None:
-        """Record that all batches of the pass were trained on: the next loop begins a new one."""
+        """Record that all batches of the pass were trained on, so that the next loop begins a new pass."""
         self.cursor = self._start = self._end
 
     def pass_cut_short(self) -> None:
-        """Record that the pass ends because another rank's data has ended; a stream continues instead."""
+        """Record that the pass ends because another rank's data has ended. A stream continues instead."""
         if self._stream is None:
             self.cursor = self._start
 
     def interrupt(self) -> None:
-        """End the iteration in another thread, which only a stream supports."""
+        """End the iteration in another thread, if the data set is a stream."""
         if self._stream is not None:
             self._stream.interrupt()
 
@@ -129,8 +130,8 @@ class Source:
         """Prepare for the next loop, which continues after the last batch that was trained on.
 
         Args:
-            completed: The loop reached the end of the pass.
-            read_to_end: The thread that read the data set has ended.
+            completed: Whether the loop reached the end of the pass.
+            read_to_end: Whether the thread that read the data set has ended.
         """
         if self._stream is not None:
             self._stream.prepare_next_pass(completed=completed)
@@ -141,7 +142,7 @@ class Source:
 
 
 def position(batches: int, source: Any) -> Cursor:
-    """Return a cursor that a checkpoint can write and read without a change.
+    """Return a cursor that survives being written to a checkpoint and read back.
 
     Raises:
         UsageError: The data set's state is not plain JSON.
@@ -152,7 +153,7 @@ def position(batches: int, source: Any) -> Cursor:
         same = False
     if not same:
         raise UsageError(
-            f"the data set's state_dict() cannot be kept in a checkpoint: {source!r}; return numbers, strings, lists "
+            f"the data set's state_dict() cannot be stored in a checkpoint: {source!r}; return numbers, strings, lists "
             "and dicts with strings for keys"
         )
     return {"batches": batches, "source": source}
@@ -160,7 +161,7 @@ def position(batches: int, source: Any) -> Cursor:
 
 def _check_training(batch: object, number: int) -> None:
     if not isinstance(batch, PersiaBatch):
-        raise FeatureTypeError(f"the data set's batch {number}: want a PersiaBatch, got {type(batch).__name__}")
+        raise FeatureTypeError(f"the data set's batch {number}: expected a PersiaBatch, found {type(batch).__name__}")
     if not batch.data.requires_grad:
         raise DataError(
             f"the data set's batch {number} has requires_grad=False and cannot be trained on; "

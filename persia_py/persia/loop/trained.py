@@ -1,4 +1,4 @@
-"""The number of batches that are trained on, and a warning if a script trains on none."""
+"""Counts the batches that are trained on, and warns if a script trains on none."""
 
 import torch
 
@@ -10,46 +10,46 @@ from persia.runtime.settings import settings
 _logger = get_logger("ctx")
 
 WARN_AFTER = 3
-"""The number of consecutive forwards without a backward after which a warning is logged."""
+"""The number of consecutive forward passes without a backward pass after which a warning is logged."""
 
 _INSTEAD = (
-    "ctx.backward(loss) back-propagates, updates the rows and makes the step of the dense optimizer; call it in place "
+    "ctx.backward(loss) back-propagates, updates the rows and steps the dense optimizer; call it instead "
     "of loss.backward() and optimizer.step()"
 )
 
 
 class TrainedBatches:
-    """Counts the forwards of a context and their backwards, a hook of its loops.
+    """Counts the forward and backward passes of a context, a hook of its loops.
 
     Attributes:
-        skipped: The steps that were skipped because of NaN or infinity.
+        skipped: The number of steps that were skipped because of NaN or infinity.
     """
 
     def __init__(self) -> None:
         self.skipped = 0
-        self._waiting = 0  # the step of a forward before its backward; 0 if there is none
+        self._waiting = 0  # the step of a forward pass that has no backward pass yet; 0 if there is none
         self._forwards = self._backwards = self._in_a_row = self._lost = 0
         self._warned = False
-        self._before = (0, 0, 0)  # the counts when the loop started
+        self._before = (0, 0, 0)  # the counts at the start of the loop
 
     def forward(self, step: int, *, trains: bool) -> None:
-        """Record a forward; ``trains`` if a backward is expected."""
+        """Record a forward pass; ``trains`` means that a backward pass is expected."""
         if trains:
             self._forwards += 1
         self._waiting = step if trains else 0
 
     def backward(self) -> None:
-        """Record a backward."""
+        """Record a backward pass."""
         self._waiting = self._in_a_row = 0
         self._backwards += 1
 
     def repeat(self, step: int) -> None:
-        """Record that the last backward was not made, and is made again."""
+        """Record that the last backward pass failed and will be repeated."""
         self._waiting = step
         self._backwards -= 1
 
     def end_step(self, embeddings: list[torch.Tensor]) -> None:
-        """Record that the previous forward, whose outputs were ``embeddings``, can no longer have a backward."""
+        """Record that the previous forward pass, which returned ``embeddings``, can no longer have a backward pass."""
         step, self._waiting = self._waiting, 0
         if not step:
             return
@@ -67,8 +67,8 @@ class TrainedBatches:
             )
         else:
             _logger.warning(
-                "step %d: the last %d forwards were followed by no ctx.backward(loss), so nothing is trained on their "
-                "batches: %s. To evaluate, use eval_ctx or torch.no_grad()",
+                "step %d: the last %d forward passes were not followed by ctx.backward(loss), so nothing is trained on "
+                "their batches: %s. To evaluate, use eval_ctx or torch.no_grad()",
                 step,
                 self._in_a_row,
                 _INSTEAD,
@@ -95,7 +95,7 @@ class TrainedBatches:
             _logger.info("%s", text)
 
     def warn_untrained_save(self) -> None:
-        """Warn that a checkpoint will contain no training, if forwards had no backward."""
+        """Warn that a checkpoint will contain no training, if no forward pass had a backward pass."""
         if self._forwards and not self._backwards:
             _logger.warning(
                 "the checkpoint contains no training: none of the %d batches so far was trained on: %s",
@@ -104,13 +104,13 @@ class TrainedBatches:
             )
 
     def check(self) -> None:
-        """Check that something was trained, at the end of a context.
+        """At the end of a context, check that something was trained.
 
         Raises:
-            UsageError: Gradients were computed, and all were lost.
+            UsageError: Gradients were computed, but none was pushed.
         """
         if self._lost and not self._backwards:
             raise UsageError(
                 f"TrainCtx has trained on none of {self._forwards} batches: their gradients were computed, but not "
-                f"pushed. {_INSTEAD}. To train the model alone, give TrainCtx an embedding optimizer with lr=0"
+                f"pushed. {_INSTEAD}. To train the model alone, pass TrainCtx an embedding optimizer with lr=0"
             )

@@ -1,4 +1,4 @@
-"""One pass over the data. Read it top-down from :meth:`TrainingLoop.start`."""
+"""A pass over the data. Read this module top-down from :meth:`TrainingLoop.start`."""
 
 import weakref
 from collections.abc import Callable
@@ -25,7 +25,7 @@ _newest: "weakref.ref[TrainingLoop] | None" = None
 
 
 def running() -> "TrainingLoop | None":
-    """Return the training loop that runs in this process, or None."""
+    """Return the training loop that is running in this process, or None."""
     loop = None if _newest is None else _newest()
     return None if loop is None or loop.ended else loop
 
@@ -46,7 +46,7 @@ class LoopOptions:
 
 
 class TrainingLoop:
-    """A pass over the data, on this rank; all ranks make it in lock-step.
+    """A pass over the data on this rank. All ranks advance in lock-step.
 
     In each step the loop agrees with the other ranks, takes the next batch, returns it to the script, and records the
     position after it is trained on. Everything else (checkpoints, quarantine, watchdog, preemption) is a hook.
@@ -54,12 +54,12 @@ class TrainingLoop:
     Args:
         backend: The access to the rows and to the other ranks.
         state: The state of the run in checkpoints, apart from rows.
-        source: The data.
-        hooks: Equal on all ranks.
+        source: The data set and its position.
+        hooks: The hooks, in order. They must be the same on all ranks.
         options: The options of look-ups, equal on all ranks.
 
     Attributes:
-        completed: Whether it has ended at the end of the data, on this rank or on another.
+        completed: Whether the loop has ended at the end of the data, on this rank or on another.
     """
 
     def __init__(self, backend: Backend, state: RunState, source: Source, hooks: Hooks, options: LoopOptions) -> None:
@@ -68,10 +68,10 @@ class TrainingLoop:
         self._source = source
         self._hooks = hooks
         self._options = options
-        self._open: FedBatch | None = None  # from when a batch is taken until it is trained on
+        self._open: FedBatch | None = None  # the batch that was taken but not trained on yet
         self._ended = False
         self.completed = False
-        self._abandoned = False  # it has ended with its context
+        self._abandoned = False  # whether the loop has ended with its context
         self._ended_at = 0
         self._pipeline: Pipeline
         self._feeder: Feeder
@@ -83,17 +83,17 @@ class TrainingLoop:
 
     @property
     def open_batch(self) -> FedBatch | None:
-        """The batch that was taken and is not trained on yet."""
+        """The batch that was taken but not trained on yet."""
         return self._open
 
     @property
     def ended(self) -> bool:
-        """Whether the loop is over."""
+        """Whether the loop has ended."""
         return self._ended
 
     @property
     def permits(self) -> tuple[int, int]:
-        """The number of steps between look-up and acknowledged push, and the most that the staleness allows."""
+        """The number of steps between look-up and acknowledged push, and the maximum that the staleness allows."""
         return int(self.backend.engine.stats()["staleness"]), self._options.staleness
 
     def start(self) -> Self:
@@ -136,7 +136,7 @@ class TrainingLoop:
         return batch
 
     def _advance(self) -> TrainingBatch | None:
-        """Return the next batch that is not skipped; None after the last. A refused look-up opens its batch."""
+        """Return the next batch that is not skipped; None after the last. A look-up that is refused opens its batch."""
         try:
             while True:
                 self._hooks.before_step()
@@ -156,7 +156,7 @@ class TrainingLoop:
         """Agree with the other ranks on the next step, before any of them takes its batch.
 
         Returns:
-            Whether the step is skipped; None if a rank has no batch left, so that all ranks end the pass.
+            Whether the step is skipped; None if a rank has no batch left, so all ranks end the pass.
         """
         if self.backend.is_alone and not self._hooks.votes:
             self._wait_for_data()
@@ -165,7 +165,8 @@ class TrainingLoop:
             ready = self._wait_for_data()
         preemption.exit_if_requested()
         fed = self._feeder.fed
-        fed_batch = fed[0] if ready and fed else None  # ready without a batch: the error of the data set follows
+        # a ready source without a batch: the error of the data set follows
+        fed_batch = fed[0] if ready and fed else None
         left = max(1, len(fed) + self._source.waiting()) if ready else 0
         ballots = self.backend.all_gather("next step", [left, self._hooks.vote(fed_batch)])
         if all(left for left, _ in ballots):
@@ -186,12 +187,15 @@ class TrainingLoop:
             )
 
     def _wait_for_data(self) -> bool:
-        """Wait until the data set has yielded the next batch, looked up or not; return False at its end."""
+        """Wait until the data set has yielded the next batch, whether looked up or not.
+
+        Return False at the end of the data.
+        """
         with watchdog.waiting_for_data(), flight.Call(flight.DATA_WAIT, self.step + 1):
             return self._pipeline.has_next()
 
     def _take(self) -> TrainingBatch | None:
-        """Return the next batch, looked up. It is open from here on, and an error is attributed to it."""
+        """Return the next batch, looked up. The batch is open from here on, and errors are attributed to it."""
         with watchdog.waiting(), flight.Call(flight.LOOK_UP, self.step + 1):
             batch = clock.patiently(lambda: self._pipeline.next(self._options.timeout_s), self._options.timeout_s)
         if batch is None:
@@ -232,7 +236,10 @@ class TrainingLoop:
         self._end()
 
     def release(self) -> None:
-        """End the loop with its context. Hooks and loop refer to each other: without this, a model would outlive it."""
+        """End the loop together with its context.
+
+        Hooks and loop refer to each other, which would keep the model alive.
+        """
         self._abandoned = not self._ended
         self._end()
         self._hooks = Hooks([])
@@ -259,7 +266,7 @@ class TrainingLoop:
         self._hooks.error(error, self._blamed(error))
 
     def _blamed(self, error: Exception) -> FedBatch | None:
-        """Return the batch that an error is blamed on.
+        """Return the batch to which an error is attributed.
 
         A refused look-up names its step, which may be ahead of the open batch. Any other error is attributed to the
         open batch, unless it is a system error, or the script has left the loop and used the context for other work.
@@ -301,7 +308,7 @@ class LoopIterator:
         return batch
 
     def close(self) -> None:
-        """End the loop, if it has not ended."""
+        """End the loop, unless it has already ended."""
         self._start, loop = None, self._loop
         if loop is not None:
             loop.close()
@@ -311,7 +318,7 @@ class LoopIterator:
 
 
 def _log_first(step: int) -> None:
-    """Log the first step of this process, on rank 0: all parts of the job work."""
+    """Log the first step of this process on rank 0, which shows that all parts of the job work."""
     global _first_done
     if not _first_done and settings.rank == 0:
         _logger.info("first step done: step %d", step)

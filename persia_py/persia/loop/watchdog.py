@@ -1,4 +1,4 @@
-"""The hook that ends a training loop which makes no progress, and tells the flight recorder of each step."""
+"""Ends a training loop that makes no progress, and reports each step to the flight recorder. A hook."""
 
 import os
 import threading
@@ -9,7 +9,7 @@ from persia.runtime import flight, watchdog
 from persia.runtime.settings import settings
 
 _SLICES = 20
-"""The number of checks during the time that a loop may make no progress."""
+"""The number of checks within the time that a loop may spend without progress."""
 
 
 class Watchdog:
@@ -37,11 +37,11 @@ class Watchdog:
             self._thread.start()
 
     def before_step(self) -> None:
-        """Note the progress."""
+        """Record progress."""
         watchdog.progress()
 
     def after_step(self, step: int) -> None:
-        """Tell the flight recorder."""
+        """Report the step to the flight recorder."""
         flight.stepped(step)
 
     def on_end(self, complete: bool) -> None:

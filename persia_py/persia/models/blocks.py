@@ -1,20 +1,46 @@
-"""The parts of models: layers, and the checks of their arguments and inputs."""
+"""Building blocks of models: layers, and checks of their arguments and inputs."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from persia.runtime.errors import DataError
 
 
-def mlp(width: int, sizes: Sequence[int], dropout: float = 0.0) -> nn.Sequential:
-    """Return linear layers of the given sizes, with a ReLU, and dropout if any, between two of them.
+class Layers(nn.Sequential):
+    """Layers in sequence, whose intermediate results may be recomputed in the backward pass.
+
+    Args:
+        layers: The layers.
+        recomputes: Whether to keep only the input for the backward pass, and recompute the layers there.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module] = (), recomputes: bool = False) -> None:
+        super().__init__(*layers)
+        self.recomputes = recomputes
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name of nn.Sequential
+        """Return the output of the last layer."""
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            again = self.recomputes and self.training and torch.is_grad_enabled()
+            if again:
+                output: torch.Tensor = checkpoint(super().forward, input, use_reentrant=False)
+                return output
+        for layer in self:
+            input = layer(input)  # noqa: A001
+        return input
+
+
+def mlp(width: int, sizes: Sequence[int], dropout: float = 0.0, *, recomputes: bool = False) -> Layers:
+    """Return linear layers of the given sizes, with a ReLU, and optionally dropout, between two layers.
 
     Args:
         width: The number of inputs.
         sizes: The number of outputs of each layer.
-        dropout: The dropout probability of each layer but the last.
+        dropout: The dropout probability of each layer except the last.
+        recomputes: As in :class:`Layers`.
     """
     layers: list[nn.Module] = []
     for index, size in enumerate(sizes):
@@ -24,7 +50,7 @@ def mlp(width: int, sizes: Sequence[int], dropout: float = 0.0) -> nn.Sequential
                 layers.append(nn.Dropout(dropout))
         layers.append(nn.Linear(width, size))
         width = size
-    return nn.Sequential(*layers)
+    return Layers(layers, recomputes)
 
 
 class CrossNetwork(nn.Module):
@@ -32,18 +58,20 @@ class CrossNetwork(nn.Module):
 
     With inputs ``x_0`` of ``width`` columns::
 
-        x_{l+1} = x_0 * (W_l x_l + b_l) + x_l        for each layer l, where * is element by element
+        x_{l+1} = x_0 * (W_l x_l + b_l) + x_l        for each layer l, where * is element-wise
 
     With a ``rank`` each ``W_l`` is the product ``U_l V_l`` of two matrices, ``[width, rank]`` and ``[rank, width]``.
 
     Args:
         width: The number of columns.
-        layers: The number of layers; the output has all products of up to ``layers + 1`` inputs.
+        layers: The number of layers; the output contains products of up to ``layers + 1`` inputs.
         rank: The rank of the weights; None means full.
+        recomputes: Whether to keep only the input of each layer for the backward pass, and recompute the rest there.
     """
 
-    def __init__(self, width: int, layers: int, rank: int | None = None) -> None:
+    def __init__(self, width: int, layers: int, rank: int | None = None, *, recomputes: bool = False) -> None:
         super().__init__()
+        self.recomputes = recomputes
         self.layers = nn.ModuleList(
             nn.Linear(width, width)
             if rank is None
@@ -52,11 +80,22 @@ class CrossNetwork(nn.Module):
         )
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the output, ``[batch, width]``, for the inputs, ``[batch, width]``."""
+        """Return the output, ``[batch, width]``, for inputs of the same shape."""
         crossed = inputs
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
+            again = self.recomputes and self.training and torch.is_grad_enabled()
+            if again:
+                for layer in self.layers:
+                    crossed = checkpoint(_cross, layer, inputs, crossed, use_reentrant=False)
+                return crossed
         for layer in self.layers:
             crossed = inputs * layer(crossed) + crossed
         return crossed
+
+
+def _cross(layer: nn.Module, inputs: torch.Tensor, crossed: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = inputs * layer(crossed) + crossed
+    return result
 
 
 def check_inputs(
@@ -66,46 +105,46 @@ def check_inputs(
     num_dense: int,
     dims: list[int],
 ) -> None:
-    """Refuse tensors that a model was not built for.
+    """Check that tensors have the shapes for which a model was built.
 
     Args:
-        model: Its name, for the message.
+        model: The name of the model, for the message.
         non_id_tensors: The dense inputs of a batch.
         embedding_tensors: The pooled embeddings of a batch.
-        num_dense: The columns that the dense inputs have together.
+        num_dense: The total number of columns of the dense inputs.
         dims: The dimension of each slot.
 
     Raises:
-        DataError: A tensor has another shape, there are more or fewer of them, or a dense input is not of floats.
+        DataError: A tensor has another shape, the number of tensors differs, or a dense input is not a float tensor.
     """
     shapes = [list(tensor.shape) for tensor in non_id_tensors]
     if any(len(shape) != 2 for shape in shapes) or sum(shape[1] for shape in shapes) != num_dense:
         raise DataError(
-            f"{model}: the batch has dense inputs of shapes {shapes}, want [batch, columns] each, with "
+            f"{model}: the batch has dense inputs of shapes {shapes}, expected [batch, columns] each, with "
             f"num_dense ({num_dense}) columns together"
         )
     for index, tensor in enumerate(non_id_tensors):
         if not tensor.is_floating_point():
             dtype = str(tensor.dtype).removeprefix("torch.")
             raise DataError(
-                f"{model}: dense input {index} has dtype {dtype}, want floats: convert it with .astype(np.float32) "
+                f"{model}: dense input {index} has dtype {dtype}, expected floats: convert it with .astype(np.float32) "
                 "where the batch is made, or with tensor.float()"
             )
     if len(embedding_tensors) != len(dims):
-        raise DataError(f"{model}: the batch has {len(embedding_tensors)} slots, want {len(dims)}")
+        raise DataError(f"{model}: the batch has {len(embedding_tensors)} slots, expected {len(dims)}")
     for index, (tensor, dim) in enumerate(zip(embedding_tensors, dims, strict=True)):
         if tensor.dim() != 2 or tensor.shape[1] != dim:
             raise DataError(
-                f"{model}: slot {index} has shape {list(tensor.shape)}, want [batch, {dim}]; "
-                "give the slot this dim and embedding_summation: true in embedding_config.yml"
+                f"{model}: slot {index} has shape {list(tensor.shape)}, expected [batch, {dim}]; "
+                "set this dim and embedding_summation: true for the slot in embedding_config.yml"
             )
 
 
 def wrong_sizes(name: str, sizes: Sequence[int]) -> list[str]:
-    """Return the mistakes in the layer sizes called ``name``."""
+    """Return the errors in the layer sizes, the argument ``name``."""
     return [f"{name}[{index}] ({size}) must be at least 1" for index, size in enumerate(sizes) if size < 1]
 
 
 def wrong_dropout(dropout: float) -> list[str]:
-    """Return the mistakes in a dropout probability."""
+    """Return the errors in a dropout probability."""
     return [] if 0 <= dropout < 1 else [f"dropout ({dropout}) must be at least 0 and below 1"]

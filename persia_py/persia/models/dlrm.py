@@ -5,38 +5,40 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from persia.models.blocks import check_inputs, mlp, wrong_dropout, wrong_sizes
+from persia.models.blocks import Layers, check_inputs, mlp, wrong_dropout, wrong_sizes
 from persia.runtime.errors import ConfigError
 
 
 class DLRM(nn.Module):
     """Predict a binary label, such as a click, from dense inputs and one embedding for each slot.
 
-    A bottom MLP maps the dense inputs to a vector of an embedding's size. The dot products of all pairs of vectors go
-    to a top MLP. With dense inputs ``x``, slots ``e_1`` to ``e_S`` and ``e_0 = bottom(x)``::
+    A bottom MLP maps the dense inputs to a vector of the size of an embedding. The dot products of all pairs of vectors
+    are the input of a top MLP. With dense inputs ``x``, slots ``e_1`` to ``e_S`` and ``e_0 = bottom(x)``::
 
         logit = top([e_0, <e_i, e_j> for all i > j])
 
-    Without dense inputs (``num_dense=0``) ``e_0`` is a learned vector, so that ``<e_i, e_0>`` is a linear term of slot
+    Without dense inputs (``num_dense=0``) ``e_0`` is a learned vector, so ``<e_i, e_0>`` is a linear term of slot
     ``i``.
 
     The model returns logits. Train it with ``nn.BCEWithLogitsLoss``; ``torch.sigmoid`` of the output is the
-    probability. PersiaML's scripts have a sigmoid in the model and use ``nn.BCELoss``. That is the same function, but a
-    sigmoid that rounds to 0 or 1 has no gradient.
+    probability. PersiaML's scripts have a sigmoid in the model and use ``nn.BCELoss``. This computes the same function,
+    but a sigmoid that rounds to 0 or 1 has no gradient.
 
     Args:
-        num_dense: The number of columns of all dense inputs together; 0 if there are none.
+        num_dense: The total number of columns of the dense inputs; 0 if there are none.
         num_slots: The number of slots.
         embedding_dim: The dimension of every slot.
-        bottom_mlp: The layer sizes of the bottom MLP; the last is ``embedding_dim``. A ReLU follows every layer. It has
-            no effect if ``num_dense`` is 0, and may be empty then.
-        top_mlp: The layer sizes of the top MLP; the last is ``num_labels``, the logits. A ReLU follows every layer but
-            the last.
+        bottom_mlp: The layer sizes of the bottom MLP; the last is ``embedding_dim``. A ReLU follows every layer. If
+            ``num_dense`` is 0 it has no effect and may be empty.
+        top_mlp: The layer sizes of the top MLP; the last is ``num_labels``, the logits. A ReLU follows every layer
+            except the last.
         dropout: The share of each hidden layer of the top MLP that is zeroed in training.
-        num_labels: The number of labels; each has its own logit, on the same layers.
+        num_labels: The number of labels; each has a separate logit on the same layers.
+        activation_checkpointing: Whether to recompute intermediate results in the backward pass instead of keeping
+            them. This saves memory and slows down the step; results are the same.
 
     Raises:
-        ConfigError: Arguments do not fit together; all mistakes are listed.
+        ConfigError: Arguments are incompatible; the message lists all errors.
     """
 
     pairs: torch.Tensor
@@ -51,6 +53,7 @@ class DLRM(nn.Module):
         top_mlp: Sequence[int],
         dropout: float = 0.0,
         num_labels: int = 1,
+        activation_checkpointing: bool = False,
     ) -> None:
         super().__init__()
         _check(num_dense, num_slots, embedding_dim, bottom_mlp, top_mlp, dropout, num_labels)
@@ -60,27 +63,28 @@ class DLRM(nn.Module):
         vectors = num_slots + 1
         rows, columns = torch.tril_indices(vectors, vectors, offset=-1)
         self.register_buffer("pairs", rows * vectors + columns, persistent=False)
-        self.bottom = nn.Sequential()
+        self.bottom = Layers()
         self.register_parameter("constant", None)
         if num_dense:
-            self.bottom = mlp(num_dense, bottom_mlp)
+            self.bottom = mlp(num_dense, bottom_mlp, recomputes=activation_checkpointing)
             self.bottom.append(nn.ReLU())
         else:
             self.constant = nn.Parameter(torch.randn(embedding_dim) * embedding_dim**-0.5)
-        self.top = mlp(embedding_dim + num_slots * vectors // 2, top_mlp, dropout)
+        width = embedding_dim + num_slots * vectors // 2
+        self.top = mlp(width, top_mlp, dropout, recomputes=activation_checkpointing)
 
     def forward(self, non_id_tensors: list[torch.Tensor], embedding_tensors: list[torch.Tensor]) -> torch.Tensor:
         """Return the logits, ``[batch, num_labels]``.
 
         Args:
-            non_id_tensors: The dense inputs, each ``[batch, columns]``, with ``num_dense`` columns together. Their
-                dtype is that of the model's parameters.
+            non_id_tensors: The dense inputs, each ``[batch, columns]``, with ``num_dense`` columns in total. Their
+                dtype must equal that of the model's parameters.
             embedding_tensors: One ``[batch, embedding_dim]`` for each slot, in the order of training.
 
         Raises:
-            DataError: A tensor has another shape than the model was built for, or a dense input is not of floats.
+            DataError: A tensor does not have the shape that the model expects, or a dense input is not a float tensor.
         """
-        # TorchScript supports neither these messages nor their class.
+        # TorchScript supports neither these messages nor the class of the error.
         if not torch.jit.is_scripting():  # type: ignore[attr-defined]
             check_inputs(
                 "DLRM", non_id_tensors, embedding_tensors, self.num_dense, [self.embedding_dim] * self.num_slots

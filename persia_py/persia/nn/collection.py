@@ -1,7 +1,7 @@
 """Embedding tables as a module of an existing model, without PersiaML's loop.
 
-The rows are where those of :class:`persia.ctx.TrainCtx` are: in this process or, if ``PERSIA_NATS_URL`` is set, on
-embedding servers. One forward is one step of the engine, one backward its push.
+As with :class:`persia.ctx.TrainCtx`, the rows are in this process or, if ``PERSIA_NATS_URL`` is set, on embedding
+servers. A forward pass is a step of the engine; the backward pass is its push.
 """
 
 import json
@@ -36,39 +36,40 @@ Array = torch.Tensor | npt.NDArray[Any]
 Whole = Array | Sequence[int]
 
 Feature = Whole | Sequence[Whole] | tuple[Whole, Whole] | tuple[Whole, Whole, Array]
-"""Ids, one for each sample; or a list with the ids of each sample; or ids and offsets (batch + 1 of them); or ids,
-offsets and per-sample weights."""
+"""Ids, one for each sample; or a list with the ids of each sample; or ids and batch + 1 offsets; or ids, offsets and
+per-sample weights."""
 
 
 class EmbeddingCollection(torch.nn.Module):
-    """Embedding tables with autograd: features in, one pooled vector per sample and feature out.
+    """Embedding tables with autograd, which map features to one pooled vector per sample and feature.
 
-    In training, with gradients enabled, a forward looks up rows; the backward through its outputs pushes one gradient
-    for each row, once. The push inserts missing rows, and ``optimizer`` updates the rows immediately (as in torchrec's
-    fused tables: if gradients are accumulated over several backwards, each updates the rows). A forward reads all
-    updates that earlier backwards have pushed. In evaluation (``eval()``, or under ``torch.no_grad()``) nothing
+    In training, with gradients enabled, a forward pass looks up rows. The backward pass pushes one gradient for each
+    row. The push inserts missing rows, and ``optimizer`` updates the rows immediately (as in torchrec's fused tables:
+    if gradients are accumulated over several backward passes, each of them updates the rows). A forward pass reads all
+    updates that earlier backward passes have pushed. In evaluation (``eval()``, or under ``torch.no_grad()``) nothing
     changes, and missing rows are zeros.
 
-    Rows are not in a state dict. It has a reference to them, and is refused if the collection has other rows: save and
-    load both together, by :meth:`save` and :meth:`load`.
+    A state dict does not contain the rows, but a reference to them. It is refused if the collection has other rows, so
+    save and load both together, with :meth:`save` and :meth:`load`.
 
-    The module has no parameters, so that the optimizer of the model and DistributedDataParallel see only the other
-    modules. ``torch.compile`` does not compile its forward (a graph break). Outputs are on ``device``. The factor of a
-    gradient scaler would be applied to the rows: train without one.
+    The module has no parameters, so the optimizer of the model and DistributedDataParallel see only the other modules.
+    ``torch.compile`` does not compile its forward pass (a graph break). Outputs are on ``device``. Do not use a
+    gradient scaler, because its factor would be applied to the rows.
 
-    Gradients are pushed once: a second backward through the same forward is a :class:`~persia.errors.UsageError`.
-    With NaN or infinity in one of them the backward pushes none of this rank's: no row changes, a warning names the
-    feature and sample, and :attr:`skipped` is above 0 until the next push; 25 such backwards in a row are a
-    :class:`~persia.errors.NonFiniteError`. Other ranks push their gradients. The dense optimizer is the script's own:
-    make its step only if the norm that ``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`` returns is finite,
-    which under DDP it is on all ranks or on none.
+    Gradients are pushed once: a second backward pass through the same outputs raises
+    :class:`~persia.errors.UsageError`. If a gradient has NaN or infinity, the backward pass pushes no gradient of this
+    rank: no row changes, a warning names the feature and sample, and :attr:`skipped` is above 0 until the next push;
+    the 25th such pass in a row raises :class:`~persia.errors.NonFiniteError`. Other ranks push their gradients. The
+    script runs the dense optimizer itself: call its ``step`` only if the norm that
+    ``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`` returns is finite. Under DDP the norm is finite on all
+    ranks or on none.
 
     With ``PERSIA_NATS_URL`` set the rows are on the job's servers, which are started with the slots that
     :meth:`embedding_config` gives; a process then has one collection and no TrainCtx, and every rank creates the
-    collection. Embedding gradients are divided by the number of ranks, as DDP does with dense ones. Construction,
+    collection. Embedding gradients are divided by the number of ranks, as DDP divides dense gradients. Construction,
     saving, loading and the first forward of training are collective: all ranks call them. Several ranks need a process
-    group of torch: a group with another backend than gloo must be started *before* the collection, which otherwise
-    starts one of gloo (and torch refuses a second)::
+    group of torch: a group whose backend is not gloo must be started *before* the collection, which otherwise starts a
+    gloo group (torch refuses a second group)::
 
         torch.cuda.set_device(env.get_local_rank())
         torch.distributed.init_process_group(
@@ -90,23 +91,23 @@ class EmbeddingCollection(torch.nn.Module):
 
     Args:
         tables: The tables.
-        optimizer: Updates the rows; without this argument :func:`persia.nn.default_optimizer` does. None is for
-            evaluation only: rows come from :meth:`load`, which then takes a checkpoint of any optimizer, or from the
-            training run on the servers.
+        optimizer: The optimizer of rows, by default :func:`persia.nn.default_optimizer`. None allows only evaluation:
+            rows come from :meth:`load`, which then accepts a checkpoint of any optimizer, or from the training run on
+            the servers.
         config: The initializer, the admission rule and the weight bound. None means
             :func:`persia.nn.default_embedding_config`, and after :meth:`load` the range of the checkpoint's new rows.
-        staleness: The number of forwards that may wait for their backward at a time. None means
-            ``EMBEDDING_STALENESS``, else 8; with ``REPRODUCIBLE`` set it is 1, and a warning says so if another one is
+        staleness: The maximum number of forward passes that may await their backward pass. None means
+            ``EMBEDDING_STALENESS``, by default 8; with ``REPRODUCIBLE`` set it is 1, with a warning if another value is
             given.
-        device: Where vectors are pooled and their gradients summed: a CUDA device (``"cuda"`` is PyTorch's current
-            one), or None for the CPU.
+        device: The device on which vectors are pooled and their gradients summed: a CUDA device (``"cuda"`` means
+            PyTorch's current device), or None for the CPU.
         dtype: The dtype of vectors on a CUDA device: float32, float16 or bfloat16.
 
     Raises:
         DeviceError: This build or machine has no such device.
-        ConfigError: Tables contradict themselves or each other; the message lists every mistake.
-        UsageError: The call is inside a context of :mod:`persia.ctx`, this process has a collection over servers
-            already, or the staleness is out of range.
+        ConfigError: A table is invalid, or tables contradict each other; the message lists all errors.
+        UsageError: The call is inside a context of :mod:`persia.ctx`, this process already has a collection over
+            servers, or the staleness is out of range.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class EmbeddingCollection(torch.nn.Module):
         check_tables(tables)
         self.tables = tuple(tables)
         self._pooling = {feature: table.pooling for table in tables for feature in table.feature_names}
-        self._anchor = torch.zeros((), requires_grad=True)  # it makes autograd record a forward
+        self._anchor = torch.zeros((), requires_grad=True)  # makes autograd record a forward pass
         self._session = Session(self.embedding_config(), self.optimizer, config, staleness, _device(device, dtype))
 
     def embedding_config(self) -> str:
@@ -143,26 +144,26 @@ class EmbeddingCollection(torch.nn.Module):
         """Look up and pool every feature.
 
         Args:
-            features: For each feature name of the tables its ids, a 1-d tensor or array of any integer dtype or a list
-                of ints, with one for each sample; or a list with such ids of each sample; or ``(ids, offsets)``, where
-                sample ``i`` has ``ids[offsets[i]:offsets[i + 1]]``; or ``(ids, offsets, weights)`` with a float32
+            features: For each feature name of the tables, its ids: a 1-d tensor or array of any integer dtype or a list
+                of ints, with one id for each sample; or a list with such ids for each sample; or ``(ids, offsets)``,
+                where sample ``i`` has ``ids[offsets[i]:offsets[i + 1]]``; or ``(ids, offsets, weights)`` with a float32
                 weight for each id, where pooling is a sum. The weights get no gradient. Ids are those of
                 :mod:`persia.embedding.ids`, as in a :class:`~persia.embedding.data.PersiaBatch`.
 
         Returns:
-            For each feature, in the order of the tables (after :meth:`load`, of the checkpoint), a tensor
-            ``[batch, embedding_dim]``, float32 unless the module was made with another dtype.
+            For each feature, in the order of the tables (after :meth:`load`, of the checkpoint), a tensor ``[batch,
+            embedding_dim]``, float32 unless the module was created with another dtype.
 
         Raises:
-            DataError: Features missing or unknown, a negative id, offsets and weights that do not fit the ids, or more
-                ids than a look-up may carry. After the last of these, forwards that have had no backward by the next
-                forward can no longer have one.
-            FeatureTypeError: Another dtype or number of dimensions.
-            BatchSizeError: Features of different batch sizes.
-            UsageError: As many forwards as the staleness allows wait for their backward, or a collection without an
-                optimizer trains, or evaluates before it has rows.
-            RunLostError: With several ranks, an earlier forward failed for another reason than its features. The other
-                ranks end too.
+            DataError: A feature is missing or unknown, an id is negative, offsets or weights do not fit the ids, or
+                there are more ids than a look-up may have. In the last case, pending forward passes must run their
+                backward pass before the next forward pass, or lose it.
+            FeatureTypeError: An input has a wrong dtype or number of dimensions.
+            BatchSizeError: Features have different batch sizes.
+            UsageError: The number of forward passes without a backward pass has reached the staleness, or a collection
+                without an optimizer trains, or evaluates before it has rows.
+            RunLostError: With several ranks, an earlier forward pass failed for a reason other than its features. The
+                other ranks end too.
         """
         training = self.training and torch.is_grad_enabled()
         batch = self._batch(features, requires_grad=training)
@@ -188,7 +189,9 @@ class EmbeddingCollection(torch.nn.Module):
         size = next(iter(sizes.values()))
         if size <= 0 or any(other != size for other in sizes.values()):
             listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-            raise BatchSizeError(f"EmbeddingCollection: want the same number of samples in all features, got {listed}")
+            raise BatchSizeError(
+                f"EmbeddingCollection: expected the same number of samples in all features, found {listed}"
+            )
         builder = BatchBuilder(size, requires_grad, None)
         for part in parts.values():
             part.add_to(builder)
@@ -201,12 +204,12 @@ class EmbeddingCollection(torch.nn.Module):
         Rank 0 writes it; the ``states`` of other ranks are ignored.
 
         Args:
-            directory: A directory; made if missing. A relative one is below ``PERSIA_CKPT_DIR``, if that is set;
-                with servers, an absolute one must also be.
+            directory: The directory, which is created if missing. A relative path is below ``PERSIA_CKPT_DIR``, if that
+                is set; with servers, an absolute path must be below it too.
             **states: State dicts for the same checkpoint: ``model=model.state_dict()`` becomes ``model.pt``.
 
         Raises:
-            StorageError: On all ranks, if it cannot be written; the previous content remains.
+            StorageError: The checkpoint cannot be written. All ranks raise the error; the previous content remains.
             UsageError: The collection has no optimizer.
         """
         self._session.save(directory, [*self._pooling], {f"{name}.pt": state for name, state in states.items()})
@@ -215,19 +218,19 @@ class EmbeddingCollection(torch.nn.Module):
         """Continue with the rows, the step and the learning rate of a checkpoint of a collection or of a context.
 
         Every file is verified before anything changes. Every rank calls this, and returns when the rows are loaded. If
-        one rank cannot load, none does, so that all ranks can catch the error and continue together. From then on
-        vectors are returned in the order in which the model of the checkpoint got them.
+        one rank cannot load, no rank does, so all ranks can catch the error and continue together. From then on,
+        vectors are returned in the order that the model of the checkpoint used.
 
         Args:
-            directory: The checkpoint; a relative one is below ``PERSIA_CKPT_DIR``, if that is set.
+            directory: The checkpoint; a relative path is below ``PERSIA_CKPT_DIR``, if that is set.
 
         Returns:
-            The checkpoint: its ``state("model.pt")`` is the ``model`` of :meth:`save`.
+            The checkpoint. Its ``state("model.pt")`` is the ``model`` that was passed to :meth:`save`.
 
         Raises:
-            CheckpointError: There is no checkpoint, it is damaged (the message names the file), its tables or features
-                differ, or this optimizer rejects its learning rate.
-            UsageError: A forward waits for its backward.
+            CheckpointError: The directory has no checkpoint, the checkpoint is damaged (the message names the file),
+                its tables or features differ, or this optimizer refuses its learning rate.
+            UsageError: A forward pass has no backward pass yet.
         """
         tables = {feature: table.name for table in self.tables for feature in table.feature_names}
         loaded = self._session.load(directory, {feature: tables[feature] for feature in self._pooling})
@@ -235,7 +238,7 @@ class EmbeddingCollection(torch.nn.Module):
         return loaded
 
     def _reorder(self, names: InputNames | None) -> None:
-        """Return vectors in the order of ``names``, followed by features that are new."""
+        """Return vectors in the order of ``names``, followed by those of new features."""
         ordered = [*({} if names is None else dict.fromkeys(names.id_features)), *self._pooling]
         pooling = {name: self._pooling[name] for name in dict.fromkeys(ordered)}
         if [*pooling] != [*self._pooling]:
@@ -249,17 +252,20 @@ class EmbeddingCollection(torch.nn.Module):
 
     @property
     def step(self) -> int:
-        """The number of the last training forward whose gradients were pushed, from 1; it continues after a load."""
+        """The number of the last training step whose gradients were pushed, from 1.
+
+        The count continues after a load.
+        """
         return self._session.trained_step
 
     @property
     def skipped(self) -> int:
-        """The number of this rank's backwards since the last push that changed no row because of NaN or infinity."""
+        """The number of this rank's consecutive backward passes that changed no row because of NaN or infinity."""
         return self._session.skipped
 
     @property
     def evaluation_report(self) -> EvaluationReport:
-        """How many ids have no row, since the last training forward, save or load."""
+        """The number of ids without a row, since the last training forward pass, save or load."""
         return self._session.evaluation.report
 
     def stats(self) -> dict[str, Any]:
@@ -267,9 +273,9 @@ class EmbeddingCollection(torch.nn.Module):
         return self._session.engine.stats()
 
     def get_extra_state(self) -> torch.Tensor:
-        """Return the part of a state dict for this module: a reference to the current rows, not the rows.
+        """Return this module's part of a state dict: a reference to the current rows, not the rows themselves.
 
-        A push makes it a reference to rows that no longer exist, unless a checkpoint has them: see :meth:`save`.
+        After a push, the reference is to rows that no longer exist, unless a checkpoint has them: see :meth:`save`.
         """
         return self._session.rows.reference(self.step)
 
@@ -277,13 +283,13 @@ class EmbeddingCollection(torch.nn.Module):
         """Check the reference of a state dict that is loaded; no row changes.
 
         Raises:
-            CheckpointError: This module has other rows than those when the state dict was made: it was trained since,
-                or its rows are not those of the checkpoint that was saved then.
+            CheckpointError: The rows of this module do not belong to the state dict: the module was trained since, or
+                has the rows of another checkpoint.
         """
         self._session.rows.check(state, self.step)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        """Load as torch does; older versions have saved no reference."""
+        """Load as torch does, but accept state dicts of older versions, which have no reference."""
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         key = f"{prefix}_extra_state"
         missing_keys: list[str] = arguments[2]
@@ -297,30 +303,30 @@ class EmbeddingCollection(torch.nn.Module):
             )
 
     def close(self) -> None:
-        """Apply all pushes and end the engine. Rows of this process are lost.
+        """Apply all pushes and stop the engine. Rows in this process are lost.
 
-        This happens automatically when the module is garbage collected or the process ends. Under the launcher it is
-        part of the run: a run whose last pushes cannot be applied is not finished.
+        This happens automatically when the module is garbage collected or the process ends. Under the launcher, a run
+        whose last pushes cannot be applied is not finished.
         """
         self._session.close()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse to be copied or pickled: the rows are not in the module.
+        """Refuse to be copied or pickled, because the rows are not in the module.
 
         Raises:
             UsageError: Always.
         """
         raise UsageError(
-            "an EmbeddingCollection cannot be copied or pickled, its rows are not in it; save() them instead"
+            "an EmbeddingCollection cannot be copied or pickled, because it does not contain its rows; use save()"
         )
 
 
 class _LookedUp(torch.autograd.Function):
-    """The vectors of one step; their gradients go to the engine."""
+    """The vectors of one step, whose gradients are passed to the engine."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, step: PendingBackward) -> tuple[torch.Tensor, ...]:
-        """Return the vectors, in the batch's order."""
+        """Return the vectors, in the order of the batch."""
         del anchor
         ctx.step = step
         ctx.set_materialize_grads(False)
@@ -329,7 +335,7 @@ class _LookedUp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None]:
-        """Push the gradients; a vector that the loss does not depend on has none."""
+        """Push the gradients. A vector on which the loss does not depend has none."""
         ctx.step.push(gradients)
         return None, None
 
@@ -341,7 +347,8 @@ class _Parts:
         given = feature if isinstance(feature, tuple) else (feature,)
         if not 1 <= len(given) <= 3:
             raise FeatureTypeError(
-                f"feature {name!r}: want ids, (ids, offsets) or (ids, offsets, weights), got a tuple of {len(given)}"
+                f"feature {name!r}: expected ids, (ids, offsets) or (ids, offsets, weights), found a tuple of "
+                f"{len(given)}"
             )
         self.name = name
         self.offsets = self.weights = None
@@ -354,16 +361,16 @@ class _Parts:
             self.offsets = as_offsets(name, given[1], len(self.ids), hint)
         if len(given) > 2:
             if isinstance(given[2], torch.Tensor) and given[2].requires_grad:
-                raise UsageError(f"feature {name!r}: per-sample weights get no gradient; give weights.detach()")
+                raise UsageError(f"feature {name!r}: per-sample weights get no gradient; pass weights.detach()")
             if pooling != "sum":
                 raise DataError(f"feature {name!r}: per-sample weights need pooling='sum', its table has {pooling!r}")
             self.weights = _float32(name, given[2])
             if len(self.weights) != len(self.ids):
-                raise DataError(f"feature {name!r}: {len(self.weights)} weights for {len(self.ids)} ids; give one each")
+                raise DataError(f"feature {name!r}: {len(self.weights)} weights for {len(self.ids)} ids; pass one each")
 
     @property
     def batch_size(self) -> int:
-        """Number of samples."""
+        """The number of samples."""
         return len(self.ids) if self.offsets is None else len(self.offsets) - 1
 
     def add_to(self, builder: BatchBuilder) -> None:
@@ -381,11 +388,11 @@ def _float32(name: str, weights: object) -> npt.NDArray[np.float32]:
         found = f"{weights.ndim}-d {str(weights.dtype).removeprefix('torch.')}"
         if found == "1-d float32":
             return np.ascontiguousarray(weights.cpu().numpy() if isinstance(weights, torch.Tensor) else weights)
-    raise FeatureTypeError(f"feature {name!r}, weights: want 1-d float32, got {found}")
+    raise FeatureTypeError(f"feature {name!r}, weights: expected 1-d float32, found {found}")
 
 
 def _device(device: torch.device | str | int | None, dtype: torch.dtype) -> Device | None:
-    """Return the CUDA device, or None for the CPU."""
+    """Return the index of the CUDA device, or None for the CPU."""
     place = torch.device("cpu" if device is None else device)
     if place.type == "cuda":
         number: int | None = place.index
@@ -393,7 +400,7 @@ def _device(device: torch.device | str | int | None, dtype: torch.dtype) -> Devi
             number = torch.cuda.current_device() if torch.cuda.is_available() else 0
         return Device(number, dtype)
     if place.type != "cpu":
-        raise UsageError(f"EmbeddingCollection(device={device!r}): want a CUDA device, or None for the CPU")
+        raise UsageError(f"EmbeddingCollection(device={device!r}): expected a CUDA device, or None for the CPU")
     if dtype != torch.float32:
         raise UsageError(f"EmbeddingCollection(dtype={dtype}): on the CPU vectors are float32")
     return None

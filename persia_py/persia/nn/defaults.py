@@ -1,6 +1,7 @@
 """The defaults of an :class:`~persia.nn.EmbeddingCollection`.
 
-The values were measured (docs/performance.md). They differ from those of ``TrainCtx``, which are PersiaML's.
+The values were chosen by measurements (docs/performance.md). They differ from the defaults of ``TrainCtx``, which are
+PersiaML's.
 """
 
 from typing import Any
@@ -11,15 +12,15 @@ from persia.embedding.optim import Adagrad, Optimizer
 from persia.runtime.errors import CheckpointError, ConfigError, UsageError
 
 STATE = "collection.state"
-"""The file of a checkpoint that a collection adds; no state dict of the user's has such a name."""
+"""The file that a collection adds to a checkpoint. No state dict of a user has such a name."""
 
 
 def default_optimizer(lr: float = 0.1) -> Adagrad:
     """Return a new optimizer of rows for a loss that is a mean over the batch.
 
-    It is ``Adagrad(lr, initial_accumulator_value=1e-6, vectorwise_shared=True)``, with one number of state per row. If
-    the loss is a sum, gradients are larger by the batch size, and the first updates are too large: use
-    ``Adam(lr=0.01)``, whose steps do not depend on the scale of the loss.
+    The result is ``Adagrad(lr, initial_accumulator_value=1e-6, vectorwise_shared=True)``, with a single state value per
+    row. If the loss is a sum, gradients are larger by the factor of the batch size, and the first updates are too
+    large; in this case use ``Adam(lr=0.01)``, whose steps do not depend on the scale of the loss.
 
     Raises:
         ConfigError: ``lr`` is not finite or is negative.
@@ -33,30 +34,31 @@ def default_embedding_config() -> EmbeddingConfig:
 
 
 def as_optimizer(given: object) -> Optimizer | None:
-    """Return the optimizer for an argument; ``"default"`` stands for that of a script that gives none.
+    """Return the optimizer for an argument; ``"default"`` means that the script passed none.
 
     Raises:
-        UsageError: It is not an optimizer.
+        UsageError: The argument is not an optimizer.
     """
     if given == "default":
         return default_optimizer()
     if given is None or isinstance(given, Optimizer):
         return given
     raise UsageError(
-        "EmbeddingCollection(optimizer=...): want one of persia.embedding.optim, or None to evaluate only, got "
+        "EmbeddingCollection(optimizer=...): expected one of persia.embedding.optim, or None to evaluate only, found "
         f"{type(given).__name__}"
     )
 
 
 def range_of(config: EmbeddingConfig) -> dict[str, Any]:
-    """Return the state that :func:`saved_default` reads, for a collection whose script gives no configuration."""
+    """Return the state that :func:`saved_default` reads, for a collection whose script passes no configuration."""
     return {"new_rows": config.emb_initialization}
 
 
 def saved_default(loaded: snapshot.Load) -> EmbeddingConfig:
-    """Return the configuration of rows that are added to a checkpoint later, if the script gives none.
+    """Return the configuration of rows that are added to a checkpoint later, if the script passes none.
 
-    A checkpoint continues as it began. One of an older version, or of a context, began with PersiaML's defaults.
+    A checkpoint keeps the initial range of its run. Checkpoints of an older version, or of a context, use PersiaML's
+    defaults.
 
     Raises:
         CheckpointError: The saved range is invalid.

@@ -1,55 +1,55 @@
-"""Training forwards of a collection, and the number of them that had a backward."""
+"""Counts training forward passes of a collection, and how many of them had a backward pass."""
 
 from persia.runtime.logging import get_logger
 
 _logger = get_logger("collection")
 
 WARN_AFTER = 3
-"""The number of consecutive forwards without a backward after which a warning is logged."""
+"""The number of consecutive forward passes without a backward pass after which a warning is logged."""
 
 
 class Forwards:
-    """Counts training forwards, and warns if they have no backward."""
+    """Counts training forward passes, and warns if they have no backward pass."""
 
     def __init__(self) -> None:
         self.backwards = 0
-        self._forwards = self._dropped = 0  # in a row
+        self._forwards = self._dropped = 0  # consecutively
         self._warned = False
 
     def forward(self) -> None:
-        """Record a forward; log if those before it were dropped."""
+        """Record a forward pass; log a warning if the previous ones were dropped."""
         self._forwards += 1
         if self._dropped < WARN_AFTER or self._warned:
             return
         self._warned = True
         _logger.warning(
-            "the last %d forwards in training mode were dropped without a backward, so no row is updated for them: "
-            "call backward() on a loss that depends on what the forward returned, undetached; evaluate in eval() or "
-            "under torch.no_grad()",
+            "the last %d forward passes in training mode were not followed by backward(), so they update no row: "
+            "call backward() on a loss that depends on their outputs (not detached); to evaluate, use eval() or "
+            "torch.no_grad()",
             self._dropped,
         )
 
     def backward(self) -> None:
-        """Record a backward."""
+        """Record a backward pass."""
         self.backwards += 1
         self._dropped = 0
 
     def drop(self) -> None:
-        """Record that a forward can no longer have a backward."""
+        """Record that a forward pass can no longer have a backward pass."""
         self._dropped += 1
 
     def warn_untrained_save(self) -> None:
-        """Warn that a checkpoint will contain no training, if forwards had no backward."""
+        """Warn that a checkpoint will contain no training, if no forward pass had a backward pass."""
         if self._forwards and not self.backwards:
             _logger.warning(
-                "the checkpoint contains no training: none of the %d training forwards so far had a backward: call "
-                "backward() on a loss that depends on what they returned, undetached",
+                "the checkpoint contains no training: none of the %d forward passes had a backward pass: call "
+                "backward() on a loss that depends on their outputs (not detached)",
                 self._forwards,
             )
 
     def log(self, when: str) -> None:
-        """Log how many forwards had a backward; it is a warning if none had."""
+        """Log how many forward passes had a backward pass; a warning if none had."""
         if self._forwards and not self.backwards:
-            _logger.warning("%s: no row was updated, none of %d training forwards got a backward", when, self._forwards)
+            _logger.warning("%s: no row was updated, no backward pass in %d forward passes", when, self._forwards)
         elif self._forwards:
-            _logger.info("%s: %d of %d training forwards got a backward", when, self.backwards, self._forwards)
+            _logger.info("%s: %d of %d forward passes had a backward pass", when, self.backwards, self._forwards)

@@ -15,12 +15,12 @@ _logger = get_logger("collection")
 
 
 def saved_state(loaded: snapshot.Load, optimizer: Optimizer | None) -> tuple[float | None, list[str]]:
-    """Return the learning rate of a checkpoint and the names of its rows; nothing if a collection has not saved it.
+    """Return the learning rate in a checkpoint and the names of its rows; nothing if no collection saved it.
 
-    The rate is None where nothing is trained.
+    The rate is None if the collection is not trained.
 
     Raises:
-        CheckpointError: The optimizer rejects the rate.
+        CheckpointError: The optimizer refuses the rate.
     """
     if STATE not in loaded.names:
         return None, []
@@ -29,7 +29,7 @@ def saved_state(loaded: snapshot.Load, optimizer: Optimizer | None) -> tuple[flo
         return None, state.get("rows", [])
     lr = state.get("lr")
     if not isinstance(lr, float):
-        raise CheckpointError(f"{loaded.path}: {STATE}: lr={lr!r}: want a number")
+        raise CheckpointError(f"{loaded.path}: {STATE}: lr={lr!r}: expected a number")
     try:
         optimizer.check_lr(lr)
     except ConfigError as error:
@@ -38,16 +38,16 @@ def saved_state(loaded: snapshot.Load, optimizer: Optimizer | None) -> tuple[flo
 
 
 def check_features(loaded: snapshot.Load, features: Mapping[str, str]) -> None:
-    """Check that a collection has all features of a checkpoint's model; warn about those that this model did not get.
+    """Check that a collection has all features of a checkpoint's model; warn about additional features.
 
-    Tables that the checkpoint does not have are reported where its rows are restored.
+    Tables that the checkpoint lacks are reported when its rows are restored.
 
     Args:
         loaded: The checkpoint.
-        features: The features of the collection, with the name of their table.
+        features: The features of the collection, each with the name of its table.
 
     Raises:
-        CheckpointError: The model had other features.
+        CheckpointError: The collection lacks a feature of the model.
     """
     names = saved_inputs(loaded)
     if names is None:
@@ -55,7 +55,7 @@ def check_features(loaded: snapshot.Load, features: Mapping[str, str]) -> None:
     if not {*names.id_features} <= {*features}:
         raise CheckpointError(
             f"{loaded.path}: the features of its model are {', '.join(names.id_features)}; those of this "
-            f"EmbeddingCollection are {', '.join(features)}; give its tables the same feature_names"
+            f"EmbeddingCollection are {', '.join(features)}; use the same feature_names in its tables"
         )
     new = {
         feature: table
@@ -76,12 +76,12 @@ def warn_unread_model(loaded: snapshot.Load | None, rows: RowsVersion) -> None:
 
     Args:
         loaded: The checkpoint; None if there is none.
-        rows: The rows, of which a state dict may have been checked since.
+        rows: The names of the rows, against which a state dict may have been checked since.
     """
     if loaded is None or not loaded.models or loaded.models & loaded.read or rows.checked or settings.rank != 0:
         return
     model = min(loaded.models)
-    loaded.read.add(model)  # one warning
+    loaded.read.add(model)  # one warning is enough
     _logger.warning(
         "%s: its rows are used without the model that was trained with them, which is in the checkpoint. Load both: "
         "loaded = collection.load(DIR), then model.load_state_dict(loaded.state(%r)). A new model may start from these "

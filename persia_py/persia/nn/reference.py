@@ -1,4 +1,4 @@
-"""The reference of a state dict to the rows of a collection, which it does not contain."""
+"""The reference from a state dict to the rows of a collection, which the state dict does not contain."""
 
 import uuid
 from collections.abc import Iterable
@@ -16,15 +16,15 @@ _BYTES = 1 + 16 + 8  # version, id, step
 
 
 class RowsVersion:
-    """Names the rows that a collection has now, so that a state dict can refer to them.
+    """Names the current rows of a collection, so that a state dict can refer to them.
 
-    Rows that have changed get another random name when one is requested. A checkpoint keeps the names of its rows.
+    After rows have changed, they get a new random name when one is requested. A checkpoint keeps the names of its rows.
 
     Args:
-        known: False if the rows are those that another process has trained on servers: they have no name here.
+        known: Whether the rows are known here. Rows on servers that another process has trained have no name here.
 
     Attributes:
-        checked: A state dict with a reference to these rows was loaded.
+        checked: Whether a state dict with a reference to these rows was loaded.
     """
 
     def __init__(self, *, known: bool = True) -> None:
@@ -43,7 +43,7 @@ class RowsVersion:
         return min(self._names)
 
     def set(self, names: Iterable[str]) -> None:
-        """Use the names of the rows from a checkpoint or the other ranks; each rank may have named them."""
+        """Use the names of the rows from a checkpoint or from other ranks; each rank may have named them."""
         self._names = {*names}
         self.checked = False
 
@@ -53,7 +53,7 @@ class RowsVersion:
         return sorted(self._names)
 
     def reference(self, step: int) -> torch.Tensor:
-        """Return a reference to the rows after ``step``: uint8 of a constant shape, as state dicts have tensors."""
+        """Return a reference to the rows after ``step``, as a uint8 tensor of constant shape for state dicts."""
         packed = bytes([_VERSION]) + bytes.fromhex(self.name()) + step.to_bytes(8, "little")
         return torch.tensor([*packed], dtype=torch.uint8)
 
@@ -61,7 +61,7 @@ class RowsVersion:
         """Check that a reference is to the current rows, which are those after ``step``.
 
         Raises:
-            CheckpointError: It is to other rows, or is not a reference.
+            CheckpointError: The reference is to different rows, or is not a reference.
         """
         packed = b""
         if isinstance(reference, torch.Tensor) and reference.shape == (_BYTES,):
@@ -73,16 +73,16 @@ class RowsVersion:
             )
         if not self._known:
             _logger.warning(
-                "the dense weights were saved after step %d; whether the rows on the servers are those of that step is "
-                "not known here",
+                "the dense weights were saved after step %d; this process cannot determine whether the rows "
+                "on the servers are those of that step",
                 int.from_bytes(packed[17:], "little"),
             )
         elif packed[1:17].hex() not in self._names:
             saved = int.from_bytes(packed[17:], "little")
             raise CheckpointError(
-                f"the state dict belongs to other rows than this EmbeddingCollection has: to those after step {saved} "
-                f"of one training; here are those after step {step}, or of another training. Rows are not part of a "
-                f"state dict, so its model would get vectors that it was not trained with; {_HOW}"
+                "the state dict does not belong to the rows of this EmbeddingCollection: it was saved with rows after "
+                f"step {saved}, and the collection has rows after step {step}, or of another training. A state dict "
+                f"contains no rows, so the model would get vectors that it was not trained with; {_HOW}"
             )
         self.checked = True
 

@@ -1,4 +1,4 @@
-"""The engine of a :class:`persia.nn.EmbeddingCollection`, and its steps between forward and backward."""
+"""The engine of a :class:`persia.nn.EmbeddingCollection`, and its steps from forward to backward pass."""
 
 import os
 import weakref
@@ -47,7 +47,7 @@ _LOOKUP_S = 600.0
 
 
 class PendingBackward:
-    """A training forward until its gradients are pushed, or can no longer be pushed."""
+    """A training forward pass until its gradients are pushed, or can no longer be pushed."""
 
     def __init__(self, session: "Session", batch: TrainingBatch) -> None:
         self._session = session
@@ -55,7 +55,7 @@ class PendingBackward:
         self._pushed = False
 
     def embeddings(self) -> list[Tensor]:
-        """Return the vectors, in the batch's order."""
+        """Return the vectors, in the order of the batch."""
         return self._batch.embeddings()
 
     def push(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -64,11 +64,11 @@ class PendingBackward:
         self._session.push(self, self._batch, gradients)
 
     def discard(self) -> None:
-        """Discard the step, which is then not pushed; after a push this does nothing."""
+        """Discard the step, which is then never pushed. After a push this does nothing."""
         self._batch.discard()
 
     def lose(self) -> None:
-        """Discard the step because another forward was refused, which is not a mistake of the script."""
+        """Discard the step because another forward pass was refused, which is not an error of the script."""
         self._pushed = True
         self.discard()
 
@@ -79,29 +79,29 @@ class PendingBackward:
 
 
 class _GivenGroup(DDPOption):
-    """The process group that the script has started, or else one of persia's.
+    """The process group that the script has started, or else one that persia starts.
 
-    torch refuses a script that starts another one afterwards, because a process has one.
+    torch refuses a second process group in a process, so the script cannot start one later.
     """
 
     def initialize(self, store: "Store", rank: int, world_size: int, device_id: int | None) -> None:
-        """Start a process group, if there is none."""
+        """Start a process group, unless one exists."""
         if not torch.distributed.is_initialized():
             super().initialize(store, rank, world_size, device_id)
 
 
 class Session:
-    """One engine and the training loop that is open on it.
+    """An engine and the training loop that is open on it.
 
     Args:
-        slots: The text of its embedding configuration.
-        optimizer: Updates the rows; None for evaluation only.
+        slots: The text of the embedding configuration.
+        optimizer: The optimizer of rows; None for evaluation only.
         config: The configuration of new rows; None means that of :mod:`persia.nn.defaults`.
-        staleness: The number of steps that may wait for their push.
+        staleness: The maximum number of steps that may wait for their push.
         device: The device that pools vectors; None means the CPU.
 
     Attributes:
-        forwards: The training forwards so far.
+        forwards: The counter of training forward passes.
         rows: The names of the collection's rows.
     """
 
@@ -115,8 +115,8 @@ class Session:
     ) -> None:
         if contexts.current() is not None:
             raise UsageError(
-                "EmbeddingCollection inside a context of persia.ctx, which has its own tables: make it outside, or "
-                "give its features to the context's batches"
+                "EmbeddingCollection inside a context of persia.ctx, which has its own tables: create it outside, or "
+                "add its features to the context's batches"
             )
         self._reproducible = settings.reproducible
         self._staleness = settings.staleness(staleness)
@@ -168,7 +168,7 @@ class Session:
 
     @property
     def engine(self) -> Engine:
-        """The engine."""
+        """The engine of the backend."""
         return self._backend.engine
 
     @property
@@ -177,7 +177,7 @@ class Session:
         return self._backend.trained_step
 
     def evaluate(self, batch: Batch) -> TrainingBatch:
-        """Look up a batch without changing anything, after every push so far."""
+        """Look up a batch after all pushes so far, without changing anything."""
         self._check_open()
         if self._optimizer is None and self._loaded_from is None and isinstance(self._backend, LocalBackend):
             raise UsageError(
@@ -190,18 +190,18 @@ class Session:
         return looked
 
     def lookup_for_training(self, batch: Batch) -> PendingBackward:
-        """Look up a batch for training, after every push so far."""
+        """Look up a batch for training, after all pushes so far."""
         self._check_open()
-        self._training_optimizer("a forward in training")
+        self._training_optimizer("a forward pass in training")
         self.evaluation.end()
         warn_unread_model(self._loaded_from, self.rows)
         if len(self._waiting) >= self._staleness:
-            never = "" if self.forwards.backwards else ", and none so far got a backward"
+            never = "" if self.forwards.backwards else ", and none had a backward pass"
             raise UsageError(
-                f"EmbeddingCollection: {len(self._waiting)} forwards wait for their backward, as many as "
-                f"staleness={self._staleness} allows{never}; call backward() on a loss that depends on what they "
-                "returned, undetached, or drop what they returned (a kept loss keeps it: keep loss.item()); evaluate "
-                "in eval() or under torch.no_grad()"
+                f"EmbeddingCollection: {len(self._waiting)} forward passes have no backward pass yet, and "
+                f"staleness={self._staleness} allows no more{never}; call backward() on a loss that depends on their "
+                "outputs, or drop the outputs (a loss in a list keeps them: store loss.item() instead); to evaluate, "
+                "use eval() or torch.no_grad()"
             )
         try:
             pipeline = self._loop()
@@ -222,7 +222,7 @@ class Session:
 
         Raises:
             NonFiniteError: Too many steps in a row were skipped.
-            UsageError: They were pushed before.
+            UsageError: The gradients of the step were already pushed.
         """
         self._waiting.discard(step)
         self.forwards.backward()
@@ -240,7 +240,7 @@ class Session:
                 return
         self.skipped = 0
         self.rows.changed()
-        mine.push(self._training_optimizer("a backward").lr_factor(batch.step))
+        mine.push(self._training_optimizer("a backward pass").lr_factor(batch.step))
         self._backend.trained_step = max(self._backend.trained_step, batch.step)
 
     def _skip(self, what: str, step: int) -> None:
@@ -272,7 +272,7 @@ class Session:
     def load(self, directory: str | os.PathLike[str], features: Mapping[str, str]) -> snapshot.Load:
         """Replace rows, step and learning rate by a checkpoint's. Every rank calls this; rank 0 restores the rows.
 
-        ``features`` have the name of their table.
+        ``features`` maps each feature to the name of its table.
         """
         self._check_open()
         self._backend.check_loads("EmbeddingCollection.load")
@@ -280,8 +280,8 @@ class Session:
         with self._backend.together("load, which every rank calls"):
             if self._waiting:
                 raise UsageError(
-                    f"EmbeddingCollection.load: {len(self._waiting)} forwards wait for their backward; call it, or "
-                    "drop what they returned"
+                    f"EmbeddingCollection.load: {len(self._waiting)} forward passes have no backward "
+                    "pass yet; call backward(), or drop their outputs"
                 )
             loaded = snapshot.Load(self._backend.checkpoint_dir(directory))
             lr, rows = saved_state(loaded, self._optimizer)
@@ -289,7 +289,7 @@ class Session:
             settings_of_rows = self._backend.row_settings
             if self._is_default:
                 settings_of_rows = RowSettings(self._optimizer, saved_default(loaded))
-        with self._backend.together("the loop before a load"):  # all ranks leave here, or none does
+        with self._backend.together("the loop before a load"):  # here all ranks return, or all raise an error
             self._leave_loop()
             self.engine.drain()
         with self._backend.together("the end of load"):
@@ -311,7 +311,7 @@ class Session:
             self._backend.broadcast(dict)
         elif self._refused:
             for step in list(self._waiting):
-                step.lose()  # this also ends the engine of this forward
+                step.lose()  # this also ends the engine of this forward pass
             self._waiting.clear()
             self._pipeline.close()
             self._pipeline = self.engine.open(self._staleness, self._reproducible, 1, self._backend.gradient_scale)
@@ -319,11 +319,11 @@ class Session:
         return self._pipeline
 
     def _fail(self, error: BaseException) -> None:
-        """Decide how the collection continues after a failed forward.
+        """Decide how the collection continues after a failed forward pass.
 
-        A batch that was refused before its look-up has no step: the next forward continues in the same generation.
-        After any other failure the next loop has a new generation, which all ranks begin together. Other ranks do not
-        know of the failure, so with several ranks the run ends.
+        A batch that was refused before its look-up has no step, and the next forward pass continues in the same
+        generation. After any other failure the next loop needs a new generation, which all ranks must begin together.
+        Other ranks do not know about the failure, so with several ranks the run ends.
         """
         if isinstance(error, DataError) and self._pipeline is not None and self._is_sound():
             self._refused = True
@@ -347,7 +347,7 @@ class Session:
             self._backend.close_loop(pipeline, together=False)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Apply all pushes and end the engine; an ``error`` is reported to the other ranks, whose run fails too."""
+        """Apply all pushes and stop the engine. An ``error`` is reported to the other ranks, whose run fails too."""
         if self._finalizer.detach() is None:
             return
         run.release(self)
@@ -361,22 +361,22 @@ class Session:
         if self._optimizer is not None:
             return self._optimizer
         raise UsageError(
-            f"EmbeddingCollection: {what} without an optimizer: it was made with optimizer=None, to evaluate only. To "
-            "evaluate, call eval() or use torch.no_grad(); to train, make it with the optimizer of the training run, "
+            f"EmbeddingCollection: {what} without an optimizer; it was created with optimizer=None, for evaluation "
+            "only. To evaluate, call eval() or use torch.no_grad(); to train, create it with the training optimizer, "
             "such as Adagrad(lr=0.1)"
         )
 
     def _check_open(self) -> None:
         if not self._finalizer.alive:
-            raise UsageError("this EmbeddingCollection is closed: make a new one")
+            raise UsageError("this EmbeddingCollection is closed; create a new one")
         if self._lost:
             raise RunLostError(
-                f"a forward of this EmbeddingCollection failed, which ends the run on all ranks: {self._lost}"
+                f"a forward pass of this EmbeddingCollection failed, which ends the run on all ranks: {self._lost}"
             )
 
 
 def _end(backend: Backend, forwards: Forwards, evaluation: Evaluation, error: BaseException | None = None) -> None:
-    """Close the backend, and log how much was trained; the finalizer calls this at garbage collection and at exit.
+    """Close the backend, and log how much was trained. The finalizer calls this at garbage collection and at exit.
 
     If the run has failed, close with that error.
     """

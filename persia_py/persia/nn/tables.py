@@ -8,14 +8,15 @@ from persia.runtime.errors import ConfigError
 
 @dataclass(frozen=True)
 class TableConfig:
-    """One table, and the features that read it; the names are those of torchrec's ``EmbeddingBagConfig``.
+    """A table and the features that read it. Names are those of torchrec's ``EmbeddingBagConfig``.
 
     Attributes:
         name: The name of the table.
         embedding_dim: The number of weights of a row.
-        feature_names: Features that share the table.
-        pooling: How a sample's rows become one vector: ``sum``, or ``mean`` (which divides by their number).
-        num_embeddings: torchrec's; accepted, without effect: ids are any 64 bits, and a push inserts missing rows.
+        feature_names: The features that share the table.
+        pooling: How the rows of a sample are combined into one vector: ``sum`` or ``mean``.
+        num_embeddings: Accepted for compatibility with torchrec, without effect: ids have 64 bits, and a push inserts
+            missing rows.
     """
 
     name: str
@@ -29,26 +30,27 @@ def check_tables(tables: Sequence[TableConfig]) -> None:
     """Check tables.
 
     Raises:
-        ConfigError: They contradict themselves or each other; the message lists every mistake.
+        ConfigError: A table is invalid, or two tables contradict each other; the message lists every error.
     """
-    wrong = [] if tables else ["no table: give at least one TableConfig"]
+    wrong = [] if tables else ["no table: pass at least one TableConfig"]
     seen: dict[str, str] = {}
     names: set[str] = set()
     for table in tables:
         if table.name in names:
-            wrong.append(f"two tables have the name {table.name!r}: give each its own")
+            wrong.append(f"two tables have the name {table.name!r}: choose different names")
         names.add(table.name)
         if table.pooling not in {"sum", "mean"}:
-            wrong.append(f"table {table.name!r}: pooling={table.pooling!r}: want 'sum' or 'mean'")
+            wrong.append(f"table {table.name!r}: pooling={table.pooling!r}: expected 'sum' or 'mean'")
         if not table.feature_names or isinstance(table.feature_names, str):
             wrong.append(
-                f"table {table.name!r}: feature_names={table.feature_names!r}: want a list of one name or more"
+                f"table {table.name!r}: feature_names={table.feature_names!r}: expected a list of one name or more"
             )
             continue
         for feature in table.feature_names:
             if feature in seen:
                 wrong.append(
-                    f"feature {feature!r} is in the tables {seen[feature]!r} and {table.name!r}: give it one table"
+                    f"feature {feature!r} is in the tables {seen[feature]!r} and {table.name!r}: "
+                    "a feature belongs to one table"
                 )
             seen[feature] = table.name
     if wrong:

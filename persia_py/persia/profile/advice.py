@@ -1,13 +1,14 @@
-"""What limits a run, and what to change: one line."""
+"""Finds the bottleneck of a run, and advises what to change, in one line."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from persia.profile import stages as names
+from persia.profile.servers import blame
 
 SLOW_RANK = 0.25
-"""Ranks whose waits for others differ by this share of a step have a slow one among them."""
+"""The difference between the waits of ranks, as a share of a step, from which one rank counts as slow."""
 
 
 class Measured(Protocol):
@@ -19,7 +20,7 @@ class Measured(Protocol):
 
     @property
     def content(self) -> dict[str, Any]:
-        """What it has recorded."""
+        """The record of one rank."""
 
     @property
     def shares(self) -> dict[str, float]:
@@ -28,12 +29,12 @@ class Measured(Protocol):
 
 @dataclass(frozen=True)
 class Advice:
-    """What limits a run.
+    """The bottleneck of a run, and advice.
 
     Attributes:
         limit: One of :data:`persia.profile.stages.STAGES`.
-        text: What it means, and what to change.
-        rank: The slow rank, if there is one.
+        text: The meaning of the bottleneck, and what to change.
+        rank: The slow rank; None if there is none.
     """
 
     limit: str
@@ -46,10 +47,11 @@ class Advice:
 
 
 def advise(profiles: Sequence[Measured]) -> Advice:
-    """Return what limits a run.
+    """Return the bottleneck of a run, with advice.
 
-    It is the stage with the largest share of the time, as a mean over the ranks. If one rank waits much less for others
-    than another one does, they wait for it: then it is that rank, and what it does in its own time.
+    The bottleneck is the stage with the largest share of the time, averaged over the ranks. If one rank waits much less
+    than the others, the others wait for that rank; the bottleneck is then that rank and the stage in which it spends
+    its time. If look-ups or pushes limit the run and one server differs from the others, the advice names that server.
     """
     waits = {each.rank: each.shares[names.RANKS] for each in profiles}
     slow = min(profiles, key=lambda each: waits[each.rank])
@@ -64,7 +66,9 @@ def advise(profiles: Sequence[Measured]) -> Advice:
         return Advice(names.RANKS, text, slow.rank)
     shares = {stage: sum(each.shares[stage] for each in profiles) / len(profiles) for stage in names.STAGES}
     limit = max(shares, key=lambda name: shares[name])
-    return Advice(limit, f"{_MEANS[limit]} {shares[limit]:.0%} of the time: {_change(limit, profiles[0].content)}")
+    content = profiles[0].content
+    change = blame(content.get("of_servers", {})) if limit in (names.LOOKUP, names.PUSH) else None
+    return Advice(limit, f"{_MEANS[limit]} {shares[limit]:.0%} of the time: {change or _change(limit, content)}")
 
 
 _MEANS = {
@@ -73,12 +77,12 @@ _MEANS = {
     names.LOOKUP: "training waits for look-ups during",
     names.PUSH: "look-ups wait for pushes during",
     names.RANKS: "all ranks wait for each other and for the network during",
-    names.CHECKPOINT: "training stands still for checkpoints during",
+    names.CHECKPOINT: "training is stopped for checkpoints during",
 }
 
 
 def _change(stage: str, content: dict[str, Any]) -> str:
-    """Return what to change."""
+    """Return advice on what to change."""
     staleness, servers = int(content["staleness"]), bool(content["servers"])
     if stage == names.DATA:
         if servers:
@@ -87,7 +91,7 @@ def _change(stage: str, content: dict[str, Any]) -> str:
     if stage == names.LOOKUP:
         if servers:
             return "start more servers (persia up --servers N), halve the bytes (wire_dtype: f16), or see their network"
-        return "give features a smaller dim, or start servers: persia up persia.yml --servers N"
+        return "reduce the dim of features, or start servers: persia up persia.yml --servers N"
     if stage == names.PUSH:
         if content.get("reproducible"):
             return "train.reproducible demands train.staleness 1; without it look-ups run ahead of pushes"
@@ -97,7 +101,7 @@ def _change(stage: str, content: dict[str, Any]) -> str:
             ", or start more servers (persia up --servers N)" if servers else ""
         )
     if stage == names.RANKS:
-        return "raise data.batch_size, so that ranks meet less often, or use a faster network (dist.interface)"
+        return "raise data.batch_size so that ranks meet less often, or use a faster network (dist.interface)"
     if stage == names.CHECKPOINT:
         return "raise checkpoint.every"
     threads = content.get("threads")

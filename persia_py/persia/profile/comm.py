@@ -1,8 +1,12 @@
-"""What look-ups, pushes and other ranks have cost so far."""
+"""The time spent on look-ups, pushes and waiting for other ranks."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from persia.distributed.wrapped import averaged_bytes
 from persia.profile.profiler import percentile
 from persia.runtime import flight
 from persia_core.engine import Engine
@@ -15,24 +19,28 @@ class Comm:
 
     Args:
         engine: Returns the engine.
+        model: Returns the model as it is trained.
     """
 
-    def __init__(self, engine: Callable[[], Engine]) -> None:
-        self._engine = engine
+    def __init__(self, engine: Callable[[], Engine], model: Callable[[], torch.nn.Module | None]) -> None:
+        self._engine, self._model = engine, model
 
     def stats(self) -> dict[str, Any]:
-        """Return counts and times, JSON-ready.
+        """Return counts and times, JSON-serializable.
 
         Returns:
             ``calls``: for each call of the training loop (wait for data, look-up, push, all-reduce, agreement,
             collective) its ``count`` and ``seconds`` since the process started, and ``p50_ms`` and ``p99_ms`` of the
-            last ones. They are the time of the loop: look-ups and pushes go on beside it. ``engine``: the seconds that
-            each stage of the engine took in its own threads: ``lookup`` and ``push`` are requests to the tables,
-            ``permit_wait`` is what the staleness holds back. ``lookups``, ``pushes``: the counters of
-            ``engine.stats()``. ``staleness``: pushes in flight.
+            latest calls. These are times of the loop; look-ups and pushes run concurrently. ``engine``: the seconds
+            that each stage of the engine took in its own threads: ``lookup`` and ``push`` are requests to the tables,
+            ``permit_wait`` is the wait that the staleness limit causes. ``lookups``, ``pushes``: the counters of
+            ``engine.stats()``. ``staleness``: pushes in flight. ``dense_bytes``: with ``dist.regions`` or
+            ``dist.compression``, the bytes that this rank has passed to collectives of dense gradients so far:
+            ``gradients`` in float32, ``in_region`` and ``across_regions`` as they were sent (without regions all of
+            them are across); else None.
 
         Raises:
-            UsageError: The context or trainer has no engine now.
+            UsageError: The context or trainer currently has no engine.
         """
         engine = self._engine().stats()
         counts, totals, last = flight.counts(), flight.totals(), flight.last_seconds()
@@ -47,4 +55,12 @@ class Comm:
         }
         names = ("seconds", "lookups", "pushes", "staleness")
         seconds, lookups, pushes, staleness = (engine[name] for name in names)
-        return {"calls": calls, "engine": seconds, "lookups": lookups, "pushes": pushes, "staleness": staleness}
+        sent = averaged_bytes(self._model())
+        return {
+            "calls": calls,
+            "engine": seconds,
+            "lookups": lookups,
+            "pushes": pushes,
+            "staleness": staleness,
+            "dense_bytes": None if sent is None else dataclasses.asdict(sent),
+        }

@@ -1,4 +1,4 @@
-"""The host memory of a training process, by memray."""
+"""Measures the host memory of a training process with memray."""
 
 import subprocess
 import sys
@@ -10,14 +10,14 @@ from persia.runtime.errors import StorageError, UsageError
 from persia.runtime.files import make_folders
 
 RECORD, PAGE = "memray.bin", "memray.html"
-"""The allocations as memray has recorded them, and its flame graph of the moment with most memory."""
+"""memray's record of allocations, and its flame graph of the moment of peak memory."""
 
 
 def check() -> None:
     """Check that memray is installed.
 
     Raises:
-        UsageError: It is not.
+        UsageError: memray is not installed.
     """
     if find_spec("memray") is None:
         error = UsageError("persia profile memory needs the package memray, which is not installed")
@@ -29,27 +29,27 @@ def record(arguments: Sequence[str], folder: Path, *, native: bool = False) -> i
     """Run ``persia ARGUMENTS`` under memray, then write the flame graph and print the largest allocations.
 
     Args:
-        arguments: Those of the command.
-        folder: Gets :data:`RECORD` and :data:`PAGE`; made if missing.
-        native: Record the frames of compiled code too, such as those of the tables; it takes more time.
+        arguments: The arguments of the command.
+        folder: The folder for :data:`RECORD` and :data:`PAGE`, which is created if missing.
+        native: Whether to also record the frames of compiled code, such as the tables, which takes more time.
 
     Returns:
         The exit code of the command.
 
     Raises:
-        UsageError: memray is not installed, or the folder has a record already.
-        StorageError: The folder cannot be made.
+        UsageError: memray is not installed, or the folder already has a record.
+        StorageError: The folder cannot be created.
     """
     check()
     made = folder / RECORD
     if made.exists():
-        error = UsageError(f"{made}: there is a record already")
-        error.hint = "give another folder: -o FOLDER"
+        error = UsageError(f"{made}: a record already exists")
+        error.hint = "choose another folder: -o FOLDER"
         raise error
     try:
         make_folders(folder.absolute())
     except OSError as error:
-        raise StorageError(f"{folder}: {error.strerror}; it is to get the record of the memory") from error
+        raise StorageError(f"cannot write the memory record to {folder}: {error.strerror}") from error
     memray = [sys.executable, "-m", "memray"]
     options = ["--native"] if native else []
     code = subprocess.run(

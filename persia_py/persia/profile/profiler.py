@@ -1,4 +1,4 @@
-"""Records steps of a training loop: how long each stage takes, and a trace for TensorBoard and Perfetto."""
+"""Records steps of a training loop: the time of each stage, and a trace for TensorBoard and Perfetto."""
 
 import json
 import math
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
+from persia.profile.servers import Servers
 from persia.profile.stages import difference
 from persia.runtime import files, flight
 from persia.runtime.errors import StorageError, UsageError
@@ -22,36 +23,42 @@ from persia.runtime.settings import settings
 _logger = get_logger("profile")
 
 FOLDER = "profile"
-"""The folder of a profile in a run's folder."""
+"""The folder for a profile, inside a run's folder."""
+MEMORY = "memory.txt"
+"""The suffix of the file with the operations that allocate most."""
+_OPERATIONS = 20
+"""The number of operations in this file."""
 SPAN = "persia: "
-"""What the names of our spans in a trace begin with."""
+"""The prefix of the names of persia's spans in a trace."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which steps are recorded.
+    """The selection of steps to record.
 
     Attributes:
-        wait: Steps that are left out at the start.
-        warmup: Steps after these in which torch's profiler runs and nothing is kept.
-        active: Steps that are recorded.
-        stack: Record the Python stack of each operation in the trace, which slows the steps down.
+        wait: The number of steps at the start that are not recorded.
+        warmup: The number of following steps in which torch's profiler runs but its results are discarded.
+        active: The number of steps that are recorded.
+        stack: Whether to record the Python stack of each operation in the trace, which slows down the steps.
+        memory: Whether to also record which operations allocate memory.
     """
 
     wait: int = 5
     warmup: int = 5
     active: int = 20
     stack: bool = False
+    memory: bool = False
 
     def __post_init__(self) -> None:
-        """Check the numbers.
+        """Check the values.
 
         Raises:
-            UsageError: One is out of range.
+            UsageError: A value is out of range.
         """
         if self.wait < 0 or self.warmup < 0 or self.active < 1:
             raise UsageError(
-                f"profile: wait={self.wait}, warmup={self.warmup}, active={self.active}: want at least 0, 0 and 1"
+                f"profile: wait={self.wait}, warmup={self.warmup}, active={self.active}: must be at least 0, 0 and 1"
             )
 
 
@@ -64,18 +71,18 @@ class Profiler:
             for batch in loader:
                 ...
 
-    The folder gets ``rank-N.json`` with the times of the recorded steps, and ``rank-N.pt.trace.json``, which
-    TensorBoard (the folder is its ``--logdir``) and Perfetto open. Each rank writes its own files, in place of those of
-    an earlier profile.
+    The class writes ``rank-N.json`` with the times of the recorded steps, and ``rank-N.pt.trace.json``, which
+    TensorBoard (with the folder as ``--logdir``) and Perfetto can open. With ``Schedule(memory=True)``,
+    ``rank-N.memory.txt`` lists the operations that allocate most. Each rank replaces its files of an earlier profile.
 
     Args:
-        folder: Where.
-        ctx: The context of the loop; None leaves the times of the engine out.
-        schedule: Which steps are recorded.
-        facts: What else is kept in ``rank-N.json``, such as settings that the advice names.
+        folder: The folder for the files.
+        ctx: The context of the loop; None omits the times of the engine.
+        schedule: The selection of steps to record.
+        facts: Additional content of ``rank-N.json``, such as settings that the advice mentions.
 
     Raises:
-        StorageError: The folder cannot be made.
+        StorageError: The folder cannot be created.
     """
 
     def __init__(
@@ -90,18 +97,20 @@ class Profiler:
         self._ctx = ctx
         self._schedule = schedule or Schedule()
         self._facts = dict(facts or {})
-        self._steps = 0  # that the loop has done in the block
+        self._steps = 0  # the number of steps that the loop has run inside the block
         self._times = _Times()
         self._spans: dict[int, Any] = {}
-        self._engine: dict[str, Any] = {}  # at the start of what is recorded
+        self._engine: dict[str, Any] = {}  # the time at which recording started
+        self._servers: Servers | None = None  # rank 0 reads the metrics of servers
         self._kineto: Any = None
         self._written = False
         try:
             files.make_folders(self.folder.absolute())
-            for path in (self._path("json"), self._path("pt.trace.json")):
-                path.unlink(missing_ok=True)  # of an earlier profile, which must not be taken for this one
+            for path in map(self._path, ("json", "pt.trace.json", MEMORY)):
+                # removes files of an earlier profile, which must not be mistaken for this one
+                path.unlink(missing_ok=True)
         except OSError as error:
-            raise StorageError(f"{self.folder}: {error.strerror}; it is to get the profile") from error
+            raise StorageError(f"cannot write the profile to {self.folder}: {error.strerror}") from error
 
     def __enter__(self) -> Self:
         plan = self._schedule
@@ -110,9 +119,15 @@ class Profiler:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         schedule = torch.profiler.schedule(wait=plan.wait, warmup=plan.warmup, active=plan.active, repeat=1)
         self._kineto = torch.profiler.profile(
-            activities=activities, schedule=schedule, on_trace_ready=self._export, with_stack=plan.stack
+            activities=activities,
+            schedule=schedule,
+            on_trace_ready=self._export,
+            with_stack=plan.stack,
+            profile_memory=plan.memory,
         )
         self._kineto.__enter__()
+        if settings.nats_url is not None and settings.rank == 0:
+            self._servers = Servers.find()
         if plan.wait + plan.warmup == 0:
             self._begin()
         flight.observe(self)
@@ -130,7 +145,7 @@ class Profiler:
         if not self._written and kind is None:
             plan = self._schedule
             _logger.warning(
-                "profile: nothing is recorded: the loop did %d steps, of which the first %d are left out "
+                "profile: nothing is recorded: the loop did %d steps, and the first %d are not recorded "
                 "(profile.wait=%d, profile.warmup=%d)",
                 self._steps,
                 plan.wait + plan.warmup,
@@ -153,7 +168,7 @@ class Profiler:
         self._times.add(call)
 
     def stepped(self, step: int) -> None:
-        """Count a step, and record it if it is one of those that are."""
+        """Count a step, and record it if the schedule selects it."""
         self._steps += 1
         plan = self._schedule
         skipped = plan.wait + plan.warmup
@@ -167,13 +182,15 @@ class Profiler:
             self._end()
 
     def apart(self) -> None:
-        """Leave out the time since the last step."""
+        """Exclude the time since the last step."""
         self._times.restart()
 
     def _begin(self) -> None:
         self._times.active = True
         self._times.restart()
         self._engine = self._engine_seconds()
+        if self._servers is not None:
+            self._servers.begin()
 
     def _end(self) -> None:
         """Write the times of this rank."""
@@ -189,6 +206,8 @@ class Profiler:
             "engine": {name: round(each, 6) for name, each in engine.items()},
             **self._facts,
         }
+        if self._servers is not None:
+            content["of_servers"] = self._servers.end()
         content.setdefault("staleness", self._staleness())
         path = self._path("json")
         try:
@@ -204,31 +223,41 @@ class Profiler:
         return {} if self._ctx is None else dict(self._ctx.engine.stats()["seconds"])
 
     def _staleness(self) -> int:
-        """Return K as far as it shows: one more than the most pushes that were in flight."""
+        """Return the observed K: one more than the maximum number of pushes in flight."""
         return 1 if self._ctx is None else 1 + int(self._ctx.engine.stats()["max_staleness"])
 
     def _export(self, kineto: Any) -> None:
-        """Write the trace. A trace that cannot be written ends no training."""
+        """Write the trace. A failure does not end the training."""
         path = self._path("pt.trace.json")
         try:
             kineto.export_chrome_trace(str(path))
+            if self._schedule.memory:
+                path = self._path(MEMORY)
+                files.write_whole(path, _memory_table(kineto).encode())
         except (OSError, RuntimeError) as error:
             _logger.error("profile: %s: %s", path, error)
+
+
+def _memory_table(kineto: Any) -> str:
+    """Return the operations that allocate most, as text."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    averages = kineto.key_averages()
+    return str(averages.table(sort_by=f"self_{device}_memory_usage", row_limit=_OPERATIONS)) + "\n"
 
 
 class _Times:
     """The times of the recorded steps.
 
     Attributes:
-        active: Steps are recorded now.
-        walls: Seconds of each step.
+        active: Whether steps are currently recorded.
+        walls: The duration of each step, in seconds.
     """
 
     def __init__(self) -> None:
         self.active = False
         self.walls: list[float] = []
         self._steps: list[int] = []
-        self._verbs: dict[str, list[float]] = {}  # seconds in each step
+        self._verbs: dict[str, list[float]] = {}  # seconds of each call, per step
         self._now: dict[str, float] = {}
         self._mark = 0.0
 
@@ -272,6 +301,6 @@ def summary(seconds: list[float], whole: float) -> dict[str, float]:
 
 
 def percentile(values: list[float], share: float) -> float:
-    """Return the smallest value that at least this share of the values do not exceed; 0 if there are no values."""
+    """Return the smallest value that is not exceeded by at least this share of the values; 0 if there are no values."""
     ordered = sorted(values)
     return ordered[math.ceil(share * len(ordered)) - 1] if ordered else 0.0

@@ -1,4 +1,4 @@
-"""The page of a profile: the times of each rank's steps, and one line of advice."""
+"""The report of a profile: the times of each rank's steps, and one line of advice."""
 
 import json
 from dataclasses import dataclass
@@ -9,19 +9,19 @@ from rich.console import Console
 from rich.table import Table
 
 from persia.profile.advice import advise
-from persia.profile.profiler import FOLDER
+from persia.profile.profiler import FOLDER, MEMORY
 from persia.profile.stages import shares, stages
 from persia.runtime.errors import UsageError
 
 
 @dataclass(frozen=True)
 class RankProfile:
-    """What a rank has recorded.
+    """The record of a rank.
 
     Attributes:
         rank: The rank.
-        content: The content of its file, see :class:`persia.profile.profiler.Profiler`.
-        stages: Seconds of each stage in the recorded steps.
+        content: The content of the file of the rank, see :class:`persia.profile.profiler.Profiler`.
+        stages: The seconds spent in each stage of the recorded steps.
     """
 
     rank: int
@@ -30,10 +30,10 @@ class RankProfile:
 
     @classmethod
     def read(cls, path: Path) -> "RankProfile":
-        """Read a file.
+        """Read the file of a rank.
 
         Raises:
-            UsageError: It is damaged.
+            UsageError: The file is damaged.
         """
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -56,7 +56,7 @@ def read(folder: Path) -> list[RankProfile]:
         folder: The folder of a profile, or of a run that has one.
 
     Raises:
-        UsageError: There is no profile, it is damaged, or files of ranks are missing.
+        UsageError: The folder has no profile, the profile is damaged, or files of ranks are missing.
     """
     place = folder / FOLDER if (folder / FOLDER).is_dir() else folder
     found = sorted((RankProfile.read(path) for path in place.glob("rank-*.json") if _is_times(path)), key=_rank)
@@ -85,6 +85,24 @@ def show_steps(profiles: list[RankProfile], console: Console | None = None) -> N
         for verb, row in [*rows, ("step", content["step"])]:
             table.add_row(verb, f"{row['share']:.1%}", f"{row['p50_ms']:.2f}", f"{row['p99_ms']:.2f}")
         console.print(table)
+
+
+def memory_tables(folder: Path) -> str:
+    """Return the operations that allocate most, for each rank that has recorded them.
+
+    Args:
+        folder: The folder of a profile, or of a run that has one.
+
+    Raises:
+        UsageError: No rank has recorded them.
+    """
+    place = folder / FOLDER if (folder / FOLDER).is_dir() else folder
+    found = sorted(place.glob(f"rank-*.{MEMORY}"), key=lambda path: int(path.name.split(".")[0][5:]))
+    if not found:
+        error = UsageError(f"{folder}: no memory was recorded")
+        error.hint = "record it: persia train persia.yml --profile --set profile.memory=true"
+        raise error
+    return "\n".join(f"rank {path.name.split('.')[0][5:]}\n{path.read_text(encoding='utf-8')}" for path in found)
 
 
 def show_report(profiles: list[RankProfile], console: Console | None = None) -> None:

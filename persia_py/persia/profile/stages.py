@@ -7,20 +7,21 @@ from persia.runtime import flight
 
 DENSE, DATA, LOOKUP, PUSH, RANKS, CHECKPOINT = "dense", "data", "lookup", "push", "ranks", "checkpoint"
 STAGES = (DENSE, DATA, LOOKUP, PUSH, RANKS, CHECKPOINT)
-"""What a training loop does in its time.
+"""The stages in which a training loop spends its time.
 
 * ``dense``: the model and the rest of the script: forward, backward, optimizer
-* ``data``: it waits for a batch, which is read and transformed
-* ``lookup``: it waits for a look-up: planning, servers or tables, pooling
-* ``push``: it waits for a look-up that waits for a push, as the staleness demands
-* ``ranks``: it waits for other ranks: all-reduce of dense gradients, agreements
-* ``checkpoint``: it makes a checkpoint
+* ``data``: waiting for a batch, which is read and transformed
+* ``lookup``: waiting for a look-up: planning, servers or tables, pooling
+* ``push``: waiting for a look-up that waits for a push, because of the staleness limit
+* ``ranks``: waiting for other ranks: all-reduce of dense gradients, agreements
+* ``checkpoint``: making a checkpoint
 """
 
 _STAGE_OF = {
     flight.DATA_WAIT: DATA,
     flight.LOOK_UP: LOOKUP,
     flight.CHECKPOINT: CHECKPOINT,
+    flight.WRITE: CHECKPOINT,
     **dict.fromkeys(flight.TOGETHER, RANKS),
 }
 
@@ -28,14 +29,14 @@ _STAGE_OF = {
 def stages(calls: Mapping[str, float], whole: float, engine: Mapping[str, Any], *, staleness: int) -> dict[str, float]:
     """Return the seconds of each of :data:`STAGES`.
 
-    The wait for look-ups is the wait for pushes instead, if look-ups were longer held back by the staleness than they
-    took, or if the staleness is 1: then no look-up starts before the push of the step before has come back.
+    The wait for look-ups counts as waiting for pushes if the staleness delayed look-ups longer than they took, or if
+    the staleness is 1, because then no look-up starts before the previous step's push is acknowledged.
 
     Args:
-        calls: Seconds of each verb of the flight recorder.
-        whole: All seconds.
-        engine: Seconds of each stage of the engine, from its statistics.
-        staleness: K.
+        calls: The seconds of each verb of the flight recorder.
+        whole: The total seconds.
+        engine: The seconds of each stage of the engine, from its statistics.
+        staleness: The staleness K.
     """
     found = dict.fromkeys(STAGES, 0.0)
     for verb, seconds in calls.items():
@@ -49,7 +50,7 @@ def stages(calls: Mapping[str, float], whole: float, engine: Mapping[str, Any], 
 
 
 def shares(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return the share of each stage; 0 of no time."""
+    """Return the share of each stage; 0 if the total time is 0."""
     whole = sum(seconds.values())
     return {name: value / whole if whole else 0.0 for name, value in seconds.items()}
 

@@ -1,4 +1,4 @@
-"""Code generated from ``rust_core/wire/proto/persia/v1``, and from ``inference.proto`` here: messages and services.
+"""Messages and services, generated from ``rust_core/wire/proto/persia/v1`` and from ``inference.proto`` in this folder.
 
-A test compares it with the proto files, and prints the command that writes it again.
+A test compares the code with the proto files, and prints the command that regenerates it.
 """

@@ -1,1 +1,1 @@
-"""Basics of every process: settings, errors, logging, exit codes, signals, the stack of contexts."""
+"""Foundations of every process: settings, errors, logging, exit codes, signals, the stack of contexts."""

@@ -1,7 +1,7 @@
-"""The clock of time limits. It stands still while a debugger holds a rank of the run.
+"""The clock for time limits, which stops while a debugger holds a rank of the run.
 
-Every limit on the wait of one rank for another is measured by :func:`now`: a person may think at a breakpoint for as
-long as they want, and no rank ends.
+Every limit on the wait of one rank for another is measured by :func:`now`: a user may stay at a breakpoint
+indefinitely, and no rank ends.
 """
 
 import threading
@@ -18,25 +18,25 @@ class _State:
     lock = threading.Lock()
     holders: frozenset[str] = frozenset()
     elsewhere: frozenset[str] = frozenset()
-    """The holders that stand for another rank, which is held itself."""
+    """The holders that stand for another rank that a debugger holds."""
     observers: tuple[Callable[[bool], None], ...] = ()
     since = 0.0
-    """When the clock was stopped last."""
+    """The time at which the clock was stopped last."""
     stood = 0.0
-    """Seconds that it has stood still."""
+    """The number of seconds for which the clock has been stopped."""
 
 
 _state = _State()
 
 
 def now() -> float:
-    """Return seconds of a monotonic clock, without those in which a debugger held a rank."""
+    """Return the seconds of a monotonic clock, without the time in which a debugger held a rank."""
     with _state.lock:
         return (_state.since if _state.holders else time.monotonic()) - _state.stood
 
 
 def stop(holder: str, *, elsewhere: bool = False) -> None:
-    """Stop the clock for ``holder``, until :func:`go`; ``elsewhere`` if it holds another rank than this one."""
+    """Stop the clock for ``holder``, until :func:`go`; ``elsewhere`` means that another rank is held."""
     with _state.lock:
         before = is_held_here()
         if not _state.holders:
@@ -48,7 +48,7 @@ def stop(holder: str, *, elsewhere: bool = False) -> None:
 
 
 def go(holder: str) -> None:
-    """Let the clock run, unless another holder has stopped it as well."""
+    """Let the clock run again, unless another holder has stopped it too."""
     with _state.lock:
         before = is_held_here()
         if _state.holders == {holder}:
@@ -65,12 +65,12 @@ def is_held_here() -> bool:
 
 
 def observe(observer: Callable[[bool], None]) -> None:
-    """Call ``observer`` with :func:`is_held_here` whenever that changes, in the thread that changes it."""
+    """Call ``observer`` with :func:`is_held_here` whenever its value changes, in the thread that changes it."""
     _state.observers = (*_state.observers, observer)
 
 
 def unobserve(observer: Callable[[bool], None]) -> None:
-    """Call it no more."""
+    """Stop calling ``observer``."""
     _state.observers = tuple(each for each in _state.observers if each != observer)
 
 
@@ -80,14 +80,14 @@ def _tell(changed: bool) -> None:
 
 
 def patiently(wait: Callable[[], Result], limit_s: float) -> Result:
-    """Return the result of ``wait``, which is called again if its time ran out only because the clock stood still.
+    """Return the result of ``wait``. Call it again if its time ran out only because the clock was stopped.
 
     Args:
         wait: Raises WaitTimeoutError after ``limit_s`` seconds.
-        limit_s: Its limit.
+        limit_s: The time limit of ``wait``.
 
     Raises:
-        WaitTimeoutError: The time of this clock ran out, too, or the error came before that time.
+        WaitTimeoutError: The limit has also passed on this clock, or the error occurred before the limit.
     """
     while True:
         began, counted = time.monotonic(), now()

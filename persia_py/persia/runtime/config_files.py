@@ -10,7 +10,8 @@ CONFIG = "PERSIA_CONFIG"
 """The variable that names the ``persia.yml`` of a job."""
 
 CONFIG_FOLDER = "PERSIA_CONFIG_FOLDER"
-"""The variable that names the folder to which paths of :data:`CONFIG` are relative, where it is not the file's own."""
+"""The variable that names the folder to which paths in :data:`CONFIG` are relative, if it is not the folder of the
+file."""
 
 EMBEDDING_CONFIG = "PERSIA_EMBEDDING_CONFIG"
 """The variable that names the ``embedding_config.yml`` of a job without :data:`CONFIG`."""
@@ -23,7 +24,7 @@ def persia_config() -> Path | None:
     """Return the ``persia.yml`` that ``PERSIA_CONFIG`` names, or None.
 
     Raises:
-        ConfigError: It does not exist, or ``PERSIA_EMBEDDING_CONFIG`` names a file too.
+        ConfigError: The file does not exist, or ``PERSIA_EMBEDDING_CONFIG`` is also set.
     """
     given, other = settings.variable(CONFIG), settings.variable(EMBEDDING_CONFIG)
     if given is None:
@@ -33,12 +34,12 @@ def persia_config() -> Path | None:
             f"{CONFIG} is {given}, and {EMBEDDING_CONFIG} is {other}: slots come from one file; unset one of the two"
         )
     if not Path(given).is_file():
-        raise ConfigError(f"{CONFIG}={given}: no such file (seen from {Path.cwd()})")
+        raise ConfigError(f"{CONFIG}={given}: no such file (working directory: {Path.cwd()})")
     return Path(given)
 
 
 def find_config(variable: str, name: str) -> Path | None:
-    """Return the configuration file: that of the variable, else ``config/NAME`` next to the script or below the cwd.
+    """Return the configuration file: that of the variable, or ``config/NAME`` next to the script or below the cwd.
 
     Raises:
         ConfigError: The variable names a file that does not exist.
@@ -47,7 +48,7 @@ def find_config(variable: str, name: str) -> Path | None:
     if given is not None:
         path = Path(given)
         if not path.is_file():
-            raise ConfigError(f"{variable}={given}: no such file (seen from {Path.cwd()})")
+            raise ConfigError(f"{variable}={given}: no such file (working directory: {Path.cwd()})")
         return path
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     folders = [Path(script).resolve().parent] if script else []
@@ -59,10 +60,10 @@ def find_config(variable: str, name: str) -> Path | None:
 
 
 def read_config(path: Path) -> tuple[str, str]:
-    """Return a configuration file's text and name.
+    """Return the text and the name of a configuration file.
 
     Raises:
-        ConfigError: It cannot be read.
+        ConfigError: The file cannot be read.
     """
     try:
         return path.read_text(encoding="utf-8"), str(path)
@@ -71,7 +72,7 @@ def read_config(path: Path) -> tuple[str, str]:
 
 
 def find_persia_yml() -> Path | None:
-    """Return the ``persia.yml``: that of ``PERSIA_CONFIG``, else the one in the working directory.
+    """Return the ``persia.yml``: that of ``PERSIA_CONFIG``, or the one in the working directory.
 
     Raises:
         ConfigError: The variable names a file that does not exist.
@@ -81,5 +82,5 @@ def find_persia_yml() -> Path | None:
         path = Path("persia.yml")
         return path if path.is_file() else None
     if not Path(given).is_file():
-        raise ConfigError(f"{CONFIG}={given}: no such file (seen from {Path.cwd()})")
+        raise ConfigError(f"{CONFIG}={given}: no such file (working directory: {Path.cwd()})")
     return Path(given)

@@ -14,17 +14,17 @@ class Context(Protocol):
 
 
 stack: list[Any] = []
-"""Contexts append and remove themselves."""
+"""The entered contexts, which append and remove themselves."""
 
 
 def current() -> Context | None:
-    """Return the innermost context that is entered, or None."""
+    """Return the innermost entered context, or None."""
     return stack[-1] if stack else None
 
 
 def ends_well(left_by: BaseException) -> bool:
-    """Whether a block that this exception leaves has reached its end, rather than failed.
+    """Whether a block that this exception leaves has ended normally, and not failed.
 
-    GeneratorExit counts as an end: the caller of the generator around the block stopped iterating.
+    GeneratorExit counts as a normal end: the caller of the enclosing generator stopped iterating.
     """
     return isinstance(left_by, GeneratorExit) or (isinstance(left_by, SystemExit) and not left_by.code)

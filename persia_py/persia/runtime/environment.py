@@ -1,4 +1,4 @@
-"""The environment variables of torch and NCCL: from the keys of ``persia.yml``, and from names that have no effect."""
+"""The environment variables of torch and NCCL: those that ``persia.yml`` sets, and names that have no effect."""
 
 import os
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -30,15 +30,15 @@ RENAMED = {
     "NCCL_ASYNC_ERROR_HANDLING": ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "torch has renamed it"),
     "NCCL_TOPOLOGY_FILE": ("NCCL_TOPO_FILE", "NCCL has no such variable"),
 }
-"""Variables that guides name and that nobody reads, with the one that is meant, and why."""
+"""Variables that guides mention but that have no effect, each with the intended variable and the reason."""
 
 
 @contextmanager
 def applied(given: Mapping[str, Given]) -> Iterator[None]:
-    """Set variables for the length of the block. A variable that the environment has already stays, with a warning.
+    """Set variables for the duration of the block. A variable that the environment already has is kept, with a warning.
 
     Args:
-        given: Variables by name.
+        given: The variables, by name.
     """
     own = {name: each for name, each in given.items() if not os.environ.get(name, "").strip()}
     for name, each in given.items():
@@ -57,7 +57,7 @@ def applied(given: Mapping[str, Given]) -> Iterator[None]:
 
 
 def rename(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set the variable that is meant for each of :data:`RENAMED`, and warn. One that is set already stays."""
+    """For each of :data:`RENAMED`, set the intended variable, unless it is set already, and log a warning."""
     for old, (new, why) in RENAMED.items():
         value = environ.get(old, "").strip()
         if not value:
@@ -70,10 +70,10 @@ def rename(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def check_files(environ: Mapping[str, str] = os.environ) -> None:
-    """Check the files that variables name, before NCCL ignores one that is missing.
+    """Check that files named by variables exist, because NCCL ignores a missing file.
 
     Raises:
-        UsageError: There is no such file.
+        UsageError: A file does not exist.
     """
     path = environ.get("NCCL_TOPO_FILE", "").strip()
     if path and not os.path.isfile(path):  # noqa: PTH113 - as NCCL sees it

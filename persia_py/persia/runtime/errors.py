@@ -1,4 +1,4 @@
-"""All exceptions that persia raises, with exit codes and hints. Most of the classes live in ``persia_core``."""
+"""All exceptions that persia raises, with exit codes and hints. Most of the classes are defined in ``persia_core``."""
 
 from persia_core.errors import (
     AuthError,
@@ -52,7 +52,7 @@ class OutOfMemoryError(PersiaError, RuntimeError):
     The message names the step and lists the largest tensors.
 
     Attributes:
-        can_repeat: Nothing of the step is applied, so that it can be repeated with fewer rows at a time.
+        can_repeat: Whether the step was not applied at all, so that it can be repeated with fewer rows at a time.
     """
 
     can_repeat = True

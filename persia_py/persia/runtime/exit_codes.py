@@ -9,21 +9,21 @@ class ExitCode(IntEnum):
     OK = 0
     """The work is done."""
     FAILED = 1
-    """An error of the script, or one without a separate code."""
+    """An error of the script, or an error without a code of its own."""
     CONFIG = 2
-    """A mistake in the configuration, the arguments, or the data."""
+    """An error in the configuration, the arguments, or the data; a peer of another version or configuration."""
     UNREACHABLE = 3
     """A part of the job cannot be reached."""
     CORRUPT = 4
     """A checkpoint or a file cannot be used."""
     REFUSED = 5
-    """A token, a version or a configuration was refused."""
+    """A token or a certificate was refused."""
     HUNG = 70
     """A training loop made no progress."""
     AGAIN = 75
-    """This attempt is over: start again."""
+    """This attempt has ended, and a restart is requested."""
     INTERRUPTED = 130
-    """Ctrl-C."""
+    """The user has pressed Ctrl-C."""
 
 
 AGAIN = ExitCode.AGAIN

@@ -1,4 +1,4 @@
-"""Durable writes, and paths of checkpoints."""
+"""Durable writes, paths of checkpoints, and URLs."""
 
 import contextlib
 import os
@@ -7,15 +7,22 @@ from pathlib import Path
 
 
 def is_url(place: str | os.PathLike[str]) -> bool:
-    """Whether this is the URL of an object store rather than a folder."""
+    """Whether this is the URL of an object store, and not a folder."""
     return re.match("[a-zA-Z][a-zA-Z0-9+.-]*://", os.fspath(place)) is not None
+
+
+def shown_url(url: str) -> str:
+    """Return a URL in a form that may be logged: without user, password, query and fragment."""
+    scheme = re.match("[a-zA-Z][a-zA-Z0-9+.-]*://", url)
+    place = url[scheme.end() if scheme else 0 :].rpartition("@")[2]  # a password may contain any character
+    return re.split("[?#]", f"{scheme[0] if scheme else ''}{place}", maxsplit=1)[0]
 
 
 def make_folders(folder: Path) -> None:
     """Create a folder and its missing parents durably.
 
     Raises:
-        OSError: One cannot be created.
+        OSError: A folder cannot be created.
     """
     if folder.is_dir():
         return
@@ -28,7 +35,7 @@ def write_whole(path: Path, content: bytes) -> None:
     """Write a file durably and atomically.
 
     Raises:
-        OSError: It cannot be written; the previous content remains.
+        OSError: The file cannot be written; the previous content remains.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -43,7 +50,7 @@ def write_whole(path: Path, content: bytes) -> None:
 def publish(temporary: Path, path: Path) -> None:
     """Rename ``temporary`` to ``path``.
 
-    Sync the file before and the folder after, so that a crash leaves the old file or the new one.
+    The file is synced before and the folder after, so that a crash leaves either the old file or the new one.
     """
     sync(temporary)
     temporary.replace(path)
@@ -54,7 +61,7 @@ def sync(path: Path) -> None:
     """Make the content of a file, or the entries of a folder, durable.
 
     Raises:
-        OSError: It cannot be done.
+        OSError: The file or folder cannot be synced.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -1,10 +1,11 @@
 """The flight recorder of a process: its last calls, for the report of a hang, for statistics and for a profile.
 
-A call is a wait for data, a look-up, a forward, a backward, a push, a collective, an agreement of ranks, a checkpoint.
-The recorder is always on. A call costs one to two microseconds: an object in a ring, without a lock.
+A call is a wait for data, a look-up, a forward or backward pass, a push, a collective, an agreement of ranks, a
+checkpoint. The recorder is always on. Recording a call takes one to two microseconds: it adds an object to a ring,
+without a lock.
 
-Only the thread of the training loop adds to :func:`totals`, from the first loop on, and only calls that are inside no
-other call. Before the first loop it is the main thread.
+From the first loop on, only the thread of the training loop adds to :func:`totals`; before that, the main thread does.
+Calls inside another call are not added.
 """
 
 import itertools
@@ -23,60 +24,61 @@ from typing_extensions import Self
 
 from persia.runtime import files, job
 from persia.runtime.errors import PersiaError
+from persia.runtime.logging import context
 from persia.runtime.settings import settings
 
 CALLS = 1024
-"""Calls that are kept."""
+"""The number of calls that are kept."""
 
 DATA_WAIT, LOOK_UP, FORWARD, BACKWARD = "data wait", "look-up", "forward", "backward"
 ALL_REDUCE, AGREEMENT, COLLECTIVE = "all-reduce", "agreement", "collective"
 PUSH, OPTIMIZER, CHECKPOINT = "push", "optimizer", "checkpoint"
-READ = "read"
-"""What the thread that reads ahead does; the other verbs are those of the training loop."""
+READ, WRITE = "read", "checkpoint write"
+"""The verbs of the threads that read ahead and write checkpoints. All other verbs are those of the training loop."""
 TOGETHER = (ALL_REDUCE, AGREEMENT, COLLECTIVE)
-"""The verbs at which every rank waits for the others."""
+"""The verbs in which every rank waits for the others."""
 
 
 class Observer(Protocol):
-    """What is told of each call, in the thread of the call."""
+    """An observer, called for each call in the thread of that call."""
 
     def begun(self, call: "Call") -> None:
-        """A call begins."""
+        """Called when a call begins."""
 
     def ended(self, call: "Call") -> None:
-        """A call has ended."""
+        """Called when a call has ended."""
 
     def stepped(self, step: int) -> None:
-        """The training loop has done a step."""
+        """Called when the training loop has completed a step."""
 
     def apart(self) -> None:
-        """The time since the last step is not the training loop's: it has evaluated, for example."""
+        """Called to exclude the time since the last step, which was spent on other work, such as an evaluation."""
 
 
 class Call:
-    """One call; a context manager around it.
+    """A recorded call, used as a context manager around the call.
 
     Attributes:
-        verb: One of this module's.
-        step: The step that it is of; None if it has none.
-        detail: What exactly, such as the topic of an agreement.
-        thread: The thread's number.
-        began: When it began, in seconds of ``time.monotonic``.
-        ended: When it ended; None while it lasts.
-        error: The class of the exception that ended it; empty without one.
-        counted: It is in no other call of the training loop, so that it counts in :func:`totals`.
+        verb: The kind of call, one of the verbs of this module.
+        step: The step to which the call belongs; None if there is none.
+        detail: The subject of the call, such as the topic of an agreement.
+        thread: The id of the thread.
+        began: The time at which it began, in seconds of ``time.monotonic``.
+        ended: The time at which it ended; None while it is running.
+        error: The class of the exception that ended it; empty if there was none.
+        counted: Whether it counts in :func:`totals`, because it is not inside another call of the training loop.
     """
 
     __slots__ = ("began", "counted", "detail", "ended", "error", "step", "thread", "verb")
 
     def __init__(self, verb: str, step: int | None = None, detail: str = "", *, of_loop: bool = False) -> None:
-        """Prepare it.
+        """Prepare the call; recording starts on entry.
 
         Args:
-            verb: What is done.
-            step: Of which step.
-            detail: What exactly.
-            of_loop: The training loop waits for this call, whichever thread begins it.
+            verb: The kind of the call.
+            step: The step of the call.
+            detail: The subject of the call, such as a topic.
+            of_loop: Whether the training loop waits for this call, even if another thread begins it.
         """
         self.verb, self.step, self.detail = verb, step, detail
         self.thread = _state.loop_thread if of_loop else threading.get_ident()
@@ -104,7 +106,7 @@ class Call:
         if kind is not None:
             self.error = kind.__name__
         if self in _state.open:
-            del _state.open[_state.open.index(self) :]  # with a call inside it that an exception has left open
+            del _state.open[_state.open.index(self) :]  # also removes a nested call that an exception has left open
             if self.counted:
                 _state.seconds[self.verb] = _state.seconds.get(self.verb, 0.0) + self.seconds
                 _state.counts[self.verb] = _state.counts.get(self.verb, 0) + 1
@@ -113,11 +115,11 @@ class Call:
 
     @property
     def seconds(self) -> float:
-        """How long it took, or has taken so far."""
+        """The duration of the call so far, in seconds."""
         return (time.monotonic() if self.ended is None else self.ended) - self.began
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it for JSON; times are seconds before now."""
+        """Return the call as a dictionary for JSON. Times are seconds before now."""
         now = time.monotonic()
         return {
             "verb": self.verb,
@@ -131,7 +133,7 @@ class Call:
 
 
 collectives: Callable[[], str | None] | None = None
-"""Returns the last collectives of torch's own flight recorder as JSON; set where NCCL is in use."""
+"""Returns the last collectives of torch's flight recorder as JSON. It is set if NCCL is in use."""
 
 
 class _State:
@@ -139,7 +141,7 @@ class _State:
 
     def __init__(self) -> None:
         self.calls: deque[Call] = deque(maxlen=CALLS)
-        self.open: list[Call] = []  # of the loop's thread, the innermost last
+        self.open: list[Call] = []  # open calls of the loop's thread, innermost last
         self.loop_thread = threading.main_thread().ident or 0
         self.has_begun = False
         self.together = 0
@@ -156,44 +158,45 @@ _state = _State()
 def begin_loop(step: int) -> None:
     """Record that a training loop starts in this thread, after ``step``."""
     _state.loop_thread, _state.step, _state.has_begun = threading.get_ident(), step, True
+    context["step"] = step
     _state.open.clear()
 
 
 def stepped(step: int) -> None:
-    """Record that the training loop has done a step."""
-    _state.step = step
+    """Record that the training loop has completed a step. Later log lines have its number."""
+    _state.step = context["step"] = step
     for observer in _state.observers:
         observer.stepped(step)
 
 
 def apart() -> None:
-    """Record that the time since the last step was not the training loop's."""
+    """Record that the time since the last step was spent outside the training loop."""
     for observer in _state.observers:
         observer.apart()
 
 
 def observe(observer: Observer) -> None:
-    """Tell ``observer`` of every call from now on."""
+    """Call ``observer`` for every call from now on."""
     _state.observers = (*_state.observers, observer)
 
 
 def unobserve(observer: Observer) -> None:
-    """Tell it no more."""
+    """Stop calling ``observer``."""
     _state.observers = tuple(each for each in _state.observers if each is not observer)
 
 
 def totals() -> dict[str, float]:
-    """Return the seconds of the training loop in each verb, since the process started."""
+    """Return the seconds of the training loop for each verb, since the process started."""
     return dict(_state.seconds)
 
 
 def counts() -> dict[str, int]:
-    """Return the number of calls of the training loop of each verb, since the process started."""
+    """Return the number of calls of the training loop for each verb, since the process started."""
     return dict(_state.counts)
 
 
 def last_seconds() -> dict[str, list[float]]:
-    """Return how long each of the last calls of the training loop took, by verb; at most :data:`CALLS` in all."""
+    """Return the durations of the last calls of the training loop, by verb; at most :data:`CALLS` in total."""
     found: dict[str, list[float]] = {}
     for call in [*_state.calls]:
         if call.counted and call.ended is not None:
@@ -202,11 +205,11 @@ def last_seconds() -> dict[str, list[float]]:
 
 
 def position() -> dict[str, Any]:
-    """Return where the training loop of this process is, JSON-ready.
+    """Return the current position of this process's training loop, JSON-serializable.
 
-    ``call`` is the call that it is in, or the last one that it has left (``open`` is false then: the script's own code
-    runs), ``seconds`` since when. ``together`` counts the calls at which ranks wait for each other: a rank that has
-    begun fewer than another one lags.
+    ``call`` is the current call, or the last one that has ended; in the latter case ``open`` is false, and the script's
+    own code is running. ``seconds`` is the time since then. ``together`` counts the calls in which ranks wait for each
+    other: a rank that has begun fewer of them than another rank lags.
     """
     now = time.monotonic()
     call = next(iter(reversed([*_state.open])), None)
@@ -228,7 +231,7 @@ def position() -> dict[str, Any]:
 
 
 def last(count: int = CALLS) -> list[dict[str, Any]]:
-    """Return the last calls, JSON-ready, the oldest first."""
+    """Return the last calls, oldest first, JSON-serializable."""
     return [call.as_dict() for call in itertools.islice([*_state.calls], max(0, len(_state.calls) - count), None)]
 
 
@@ -238,17 +241,17 @@ def use_folder(folder: Path | None) -> None:
 
 
 def folder() -> Path:
-    """Return the folder of the dumps: ``PERSIA_FLIGHT_DIR``, else ``flight`` in the run's folder."""
+    """Return the folder for dumps: ``PERSIA_FLIGHT_DIR``, or else ``flight`` in the run's folder."""
     given = settings.flight_dir
     return Path(given) if given is not None else (_state.folder or job.run_dir()) / "flight"
 
 
 def dump(reason: str) -> Path:
-    """Write the last calls to ``rank-N.json`` in :func:`folder`, and return the file.
+    """Write the last calls to ``rank-N.json`` in :func:`folder`, and return the path of the file.
 
     Raises:
-        OSError: It cannot be written.
-        ConfigError: The job's name, which decides about the folder, is not valid.
+        OSError: The file cannot be written.
+        ConfigError: The name of the job, which determines the folder, is invalid.
     """
     path = folder() / f"rank-{settings.rank}.json"
     content = {"reason": reason, "time": time.time(), "position": position(), "calls": last()}
@@ -260,7 +263,7 @@ def dump(reason: str) -> Path:
 
 
 def keep(reason: str) -> str:
-    """Write the last calls as :func:`dump` does, and return a line that names the file, or says why there is none."""
+    """Write the last calls like :func:`dump`, and return a line that names the file, or the error."""
     try:
         return f"last calls of rank {settings.rank}: {dump(reason)}"
     except (OSError, PersiaError) as error:

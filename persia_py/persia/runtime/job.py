@@ -1,4 +1,4 @@
-"""The name of a job, the folder of its run, and whether that run is finished."""
+"""The name of a job, the folder of its run, and whether the run is finished."""
 
 import contextlib
 import json
@@ -6,12 +6,15 @@ import re
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from persia.runtime import files
 from persia.runtime.errors import ConfigError, StorageError
-from persia.runtime.logging import get_logger
+from persia.runtime.logging import context, get_logger
 from persia.runtime.settings import settings
+
+if TYPE_CHECKING:
+    from persia_core.config import GlobalConfig
 
 _logger = get_logger("job")
 
@@ -19,28 +22,30 @@ RUN = "RUN"
 """The file that names the current run; it is removed when the run is finished."""
 
 FINISHED = "FINISHED"
-"""The file that marks the checkpoints and replicas of a finished run: no later run resumes from them."""
+"""The file that marks the checkpoints and replicas of a finished run, from which no later run resumes."""
 
 SUMMARY = "summary.json"
 """The file that rank 0 writes into the run's folder, only at the end of the run."""
 
 MANIFEST = "MANIFEST.json"
-"""The file that makes a folder, or what is below a prefix, a checkpoint."""
+"""The file whose presence makes a folder, or the objects below a prefix, a checkpoint."""
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 def job_name() -> str:
-    """Return ``PERSIA_JOB``, else the job's name in the global configuration.
+    """Return ``PERSIA_JOB``, or the job's name in the global configuration.
 
     Raises:
-        ConfigError: The name has other characters than letters, digits, ``.``, ``_`` and ``-``, or more than 64.
+        ConfigError: The name has characters that are not letters, digits, ``.``, ``_`` or ``-``, or more than 64.
     """
     name, origin = settings.job, "PERSIA_JOB"
     if name is None:
         name, origin = _configured_name()
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{origin}: job name {name!r}, allowed: 1 to 64 of the characters A-Z a-z 0-9 . _ -")
+    if settings.nats_url is not None:
+        context["run_id"] = name
     return name
 
 
@@ -58,7 +63,7 @@ def run_dir() -> Path:
 def run_name(find: Callable[[], str | None] | None = None) -> str:
     """Return the name of the current run in :func:`run_dir`; if there is none, start a run.
 
-    For rank 0. A run that is interrupted and restarted keeps its name: ``JOB-`` and the time of its start, in UTC.
+    Only rank 0 calls this. A run that is interrupted and restarted keeps its name: ``JOB-`` and its start time in UTC.
 
     Args:
         find: Called if the file ``RUN`` is missing or empty, as after the loss of a disk or of power. Returns the name
@@ -66,8 +71,8 @@ def run_name(find: Callable[[], str | None] | None = None) -> str:
             :func:`interrupted_run`.
 
     Raises:
-        ConfigError: The file ``RUN`` in the run's folder has no name of a run.
-        StorageError: It cannot be read or written.
+        ConfigError: The file ``RUN`` in the run's folder does not contain a run name.
+        StorageError: The name cannot be read or written.
         PersiaError: As raised by ``find``.
     """
     path = run_dir() / RUN
@@ -96,16 +101,19 @@ def _naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(f"{path}: {error.strerror}; it names the current run") from error
+        raise StorageError(f"{path}: {error.strerror}; the file names the current run") from error
 
 
 def is_run_of(name: str, job: str) -> bool:
-    """Whether this is the name of a run of ``job``."""
+    """Whether this is the name of a run of job ``job``."""
     return re.fullmatch(rf"{re.escape(job)}-\d{{8}}-\d{{6}}", name) is not None
 
 
 def interrupted_run() -> str | None:
-    """Return the newest run of this job with a checkpoint below ``PERSIA_CKPT_DIR`` that is not finished, if any."""
+    """Return this job's newest unfinished run that has a checkpoint below ``PERSIA_CKPT_DIR``.
+
+    None if there is none.
+    """
     root, job = settings.checkpoint_root, job_name()
     runs = sorted(path for path in Path(root).glob(f"{job}-*") if is_run_of(path.name, job)) if root else []
     newest = next((run for run in reversed(runs) if next(run.glob(f"*/{MANIFEST}"), None)), None)
@@ -131,11 +139,30 @@ def finished_summary(folder: Path, *, of: str | None = None) -> dict[str, Any] |
 
     Args:
         folder: The run's folder; it need not exist.
-        of: The job's name: a summary of another one does not count. None accepts any.
+        of: The name of the job; a summary of another job is ignored. None accepts any job.
 
     Raises:
         ConfigError: The file exists and cannot be read as a summary.
     """
+    return _summary(folder, "finished", of)
+
+
+def stopped_summary(folder: Path, *, of: str) -> dict[str, Any] | None:
+    """Return the summary of a run that stopped early, for example because of its budget, or None.
+
+    Such a run can be resumed.
+
+    Args:
+        folder: The run's folder; it need not exist.
+        of: The name of the job; a summary of another job is ignored.
+
+    Raises:
+        ConfigError: The file exists and cannot be read as a summary.
+    """
+    return _summary(folder, "stopped", of)
+
+
+def _summary(folder: Path, status: str, of: str | None) -> dict[str, Any] | None:
     path = folder / SUMMARY
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -145,16 +172,31 @@ def finished_summary(folder: Path, *, of: str | None = None) -> dict[str, Any] |
         raise ConfigError(f"{path}: {error}; remove the file to train again") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: not a summary; remove the file to train again")
-    if content.get("status") != "finished" or of not in (None, content.get("job")):
+    if content.get("status") != status or of not in (None, content.get("job")):
         return None
     return content
 
 
+def serves_metrics() -> bool:
+    """Return whether processes of this job serve metrics if no address is set, according to the global configuration.
+
+    Raises:
+        ConfigError: The file has errors.
+    """
+    return _configured()[0].enable_metrics
+
+
 def _configured_name() -> tuple[str, str]:
+    general, origin = _configured()
+    return general.job_name, origin
+
+
+def _configured() -> "tuple[GlobalConfig, str]":
+    """Return the global configuration and its source."""
     from persia.runtime.config_files import GLOBAL_CONFIG, find_config, read_config
     from persia_core import config
 
     path = find_config(GLOBAL_CONFIG, "global_config.yml")
     if path is None:
-        return config.GlobalConfig().job_name, "the default"
-    return config.parse_global_config(*read_config(path)).job_name, str(path)
+        return config.GlobalConfig(), "the default"
+    return config.parse_global_config(*read_config(path)), str(path)

@@ -1,12 +1,18 @@
-"""Loggers of persia, to standard error: ``LOG_LEVEL`` (default info), and ``LOG_FORMAT``, text (default) or json.
+"""The loggers of persia.
 
-``PERSIA_LOG`` sets levels by name: ``persia.wire=debug,persia.loop=info``. A level without a name is that of all
-others, in place of ``LOG_LEVEL``. Servers and the engine read the same text; each process ignores names of the others.
+They write to standard error, with ``LOG_LEVEL`` (default info) and ``LOG_FORMAT`` (text, the default, or json).
+
+A JSON line has the keys ``ts``, ``level``, ``event``, ``run_id``, ``service``, ``replica``, ``rank``, ``step``,
+``node`` and ``target``, as far as known, and the ``extra`` of the caller. Servers write the same keys.
+
+``PERSIA_LOG`` sets levels by name: ``persia.wire=debug,persia.loop=info``. A level without a name applies to all
+others, instead of ``LOG_LEVEL``. Servers and the engine read the same text; each process ignores names of the others.
 """
 
 import json
 import logging
 import os
+import socket
 import sys
 from datetime import datetime, timezone
 from typing import Any, TextIO
@@ -17,57 +23,80 @@ from persia.runtime.settings import SERVED
 _ROOT = "persia"
 _FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 _LEVELS = {"WARNING": "warn", "CRITICAL": "error"}
-"""Levels for which the servers have another name."""
+"""Levels for which the servers use another name."""
+
+
+REPORTS = f"{_ROOT}.report"
+"""The logger for the reports of a run, which only appear as JSON lines, because the text output of a run shows them
+already."""
+
+context: dict[str, Any] = {}
+"""The state of this process, as keys of lines: ``run_id``, the name of its run or job, and ``step``, the last step."""
+
+_OF_RECORDS = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
+"""The attributes of every log record; other attributes are ``extra``."""
 
 
 class JsonFormatter(logging.Formatter):
     """One JSON object per line, with the keys of the servers' logs, and ``exception`` if one was logged."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
-        service, replica = _place()
+        """Return the record as a line."""
         time = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="microseconds")
         line = {
-            "time": time.replace("+00:00", "Z"),
+            "ts": time.replace("+00:00", "Z"),
             "level": _LEVELS.get(record.levelname, record.levelname.lower()),
-            "service": service,
-            "replica": replica,
-            "message": record.getMessage(),
+            "event": record.getMessage(),
+            **_place(),
+            **context,
+            "node": socket.gethostname(),
             "target": record.name,
         }
+        line |= {name: value for name, value in vars(record).items() if name not in _OF_RECORDS}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
+        return json.dumps(line, ensure_ascii=False, default=str)
 
 
 class StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to what is standard error when a record is logged. A live progress line takes its place for a while."""
+    """Writes to the standard error that is current at each record, which a progress line may replace temporarily."""
 
     def __init__(self) -> None:
-        """Make the handler without a stream of its own."""
+        """Create the handler without a stream of its own."""
         logging.Handler.__init__(self)
 
     @property
     def stream(self) -> TextIO:
-        """Standard error."""
+        """The current standard error."""
         return sys.stderr
 
 
-def _place() -> tuple[str, int]:
-    """Return the service of this process in its job, and its index."""
-    if rank := os.environ.get("RANK", "").strip():
-        service, index = "persia-trainer", rank
-    else:
-        service = "persia-data" if SERVED in os.environ else "persia"
-        index = os.environ.get("REPLICA_INDEX", "").strip()
-    return service, int(index) if index.isdecimal() else 0
+def _place() -> dict[str, Any]:
+    """Return the job, service and index of this process, and its rank if it is one."""
+    job = os.environ.get("PERSIA_JOB", "").strip()
+    named = {"run_id": job} if job else {}
+    rank = os.environ.get("RANK", "").strip()
+    if rank:
+        number = int(rank) if rank.isdecimal() else 0
+        return {**named, "service": "persia-trainer", "replica": number, "rank": number}
+    index = os.environ.get("REPLICA_INDEX", "").strip()
+    service = "persia-data" if SERVED in os.environ else "persia"
+    return {**named, "service": service, "replica": int(index) if index.isdecimal() else 0}
 
 
 def _formatter() -> logging.Formatter:
+    return JsonFormatter() if _writes_json() else logging.Formatter(_FORMAT)
+
+
+def _writes_json() -> bool:
     name = os.environ.get("LOG_FORMAT", "").strip() or "text"
     if name not in {"json", "text"}:
-        raise ConfigError(f"LOG_FORMAT={name!r}: want json or text")
-    return JsonFormatter() if name == "json" else logging.Formatter(_FORMAT)
+        raise ConfigError(f"LOG_FORMAT={name!r}: expected json or text")
+    return name == "json"
+
+
+def _is_no_report(record: logging.LogRecord) -> bool:
+    return record.name != REPORTS
 
 
 def setLogger(
@@ -84,12 +113,11 @@ def setLogger(
     Args:
         name: The logger; its handler for standard error is attached once.
         log_level: A level of :mod:`logging`, by number or name, or ``trace``, which is debug here; None means the
-            level without a name in ``PERSIA_LOG``, else ``LOG_LEVEL``, else INFO.
-        log_filename: The file that gets all records, if ``enable_file_logger`` is set.
-        enable_file_logger: Append to ``log_filename``.
-        err_redirect_filepath: The file that gets records above ``err_redirect_level``, if ``enable_err_redirect`` is
-            set.
-        enable_err_redirect: Append to ``err_redirect_filepath``.
+            level without a name in ``PERSIA_LOG``, then ``LOG_LEVEL``, then INFO.
+        log_filename: The file for all records, if ``enable_file_logger`` is set.
+        enable_file_logger: Whether to append to ``log_filename``.
+        err_redirect_filepath: The file for records above ``err_redirect_level``, if ``enable_err_redirect`` is set.
+        enable_err_redirect: Whether to append to ``err_redirect_filepath``.
         err_redirect_level: The highest level that is not written to that file.
 
     Raises:
@@ -105,6 +133,8 @@ def setLogger(
     if not logger.handlers:
         handler = StderrHandler()
         handler.setFormatter(_formatter())
+        if not _writes_json():
+            handler.addFilter(_is_no_report)
         logger.addHandler(handler)
         logger.propagate = False
     logger.setLevel(level)
@@ -119,7 +149,7 @@ def setLogger(
 
 
 def named_levels() -> dict[str, int]:
-    """Return the levels in ``PERSIA_LOG`` by the names of loggers; an empty name is that of all others.
+    """Return the levels in ``PERSIA_LOG`` by logger name; an empty name stands for all others.
 
     Raises:
         ConfigError: A level is unknown, or a name is not one of persia's.
@@ -130,7 +160,9 @@ def named_levels() -> dict[str, int]:
         name, _, level = part.rpartition("=")
         name = name.strip()
         if name and name != _ROOT and not name.startswith(f"{_ROOT}."):
-            raise ConfigError(f"PERSIA_LOG={text!r}: found {name!r}, want names such as {_ROOT}.wire or {_ROOT}.loop")
+            raise ConfigError(
+                f"PERSIA_LOG={text!r}: found {name!r}, expected names such as {_ROOT}.wire or {_ROOT}.loop"
+            )
         found[name] = _level(level.strip(), f"PERSIA_LOG={text!r}: {part!r}")
     return found
 
@@ -139,12 +171,12 @@ def _level(text: str, place: str) -> int:
     names = logging.getLevelNamesMapping() if hasattr(logging, "getLevelNamesMapping") else logging._nameToLevel
     known: dict[str, int] = {**names, "TRACE": logging.DEBUG}
     if text.upper() not in known:
-        raise ConfigError(f"{place}: want one of {', '.join(sorted(known))}")
+        raise ConfigError(f"{place}: expected one of {', '.join(sorted(known))}")
     return known[text.upper()]
 
 
 def _append_to(logger: logging.Logger, path: str | os.PathLike[str], level: int) -> None:
-    """Append the records of ``level`` and above to a file, each once."""
+    """Append the records of ``level`` and above to a file, without duplicates."""
     try:
         handler = logging.FileHandler(path, encoding="utf-8")
     except OSError as error:
@@ -159,11 +191,11 @@ def _append_to(logger: logging.Logger, path: str | os.PathLike[str], level: int)
 
 
 def get_default_logger(name: str | None = None, **options: Any) -> logging.Logger:
-    """Return persia's own logger, or with ``name`` one below it: ``get_default_logger("train")`` is ``persia.train``.
+    """Return persia's root logger, or with ``name`` one below it: ``get_default_logger("train")`` is ``persia.train``.
 
     Args:
-        name: The name below ``persia``; None means persia's own logger.
-        **options: Arguments of :func:`setLogger`, with which the logger is configured.
+        name: The name below ``persia``; None means the root logger of persia.
+        **options: Arguments of :func:`setLogger` for the logger.
     """
     logger = logging.getLogger(_ROOT)
     if not logger.handlers:
@@ -174,7 +206,7 @@ def get_default_logger(name: str | None = None, **options: Any) -> logging.Logge
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Return a logger below persia's own: ``get_logger("data")`` is ``persia.data``."""
+    """Return a logger below persia's root logger: ``get_logger("data")`` is ``persia.data``."""
     return get_default_logger(name)
 
 

@@ -1,4 +1,4 @@
-"""The frames of an error that are in the user's own files, and the error in a few lines."""
+"""Selects the stack frames of an error that are in the user's files, and shows the error in a few lines."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 @cache
 def _libraries() -> tuple[str, ...]:
-    """Return the folders whose files are not the user's own."""
+    """Return the folders whose files do not belong to the user."""
     found = [_PACKAGE, sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), site.getusersitepackages()]
     found += [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()]
     found += [folder for folder in sys.path if folder and next(Path(folder).glob("*.dist-info"), None)]
@@ -26,18 +26,18 @@ def _libraries() -> tuple[str, ...]:
 
 
 def is_own(filename: str) -> bool:
-    """Whether a file is the user's own: neither of Python, nor of an installed package, nor of persia."""
+    """Whether a file belongs to the user: not to Python, an installed package, or persia."""
     path = str(Path(filename).absolute())
     return not path.startswith(_libraries()) and "site-packages" not in path and Path(filename).is_file()
 
 
 def own_frames(trace: TracebackType | None) -> list[traceback.FrameSummary]:
-    """Return the frames in the user's own files, the innermost one first."""
+    """Return the stack frames in the user's files, innermost first."""
     return [frame for frame in reversed(traceback.extract_tb(trace)) if is_own(frame.filename)]
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Return the error with which a chain of errors began."""
+    """Return the error at the start of a chain of errors."""
     seen = {id(error)}
     while True:
         before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
@@ -55,12 +55,12 @@ def place(frame: traceback.FrameSummary) -> str:
 
 
 def shows_all() -> bool:
-    """Whether ``LOG_LEVEL`` asks for whole tracebacks."""
+    """Whether ``LOG_LEVEL`` requests full tracebacks."""
     return os.environ.get("LOG_LEVEL", "").strip().upper() in {"DEBUG", "TRACE"}
 
 
 def short(error: BaseException) -> str:
-    """Return an error in a few lines: what it is, the cause, and the user's own frames, the innermost one first."""
+    """Return an error in a few lines: its message, its cause, and the user's stack frames, innermost first."""
     lines = [f"error: {_named(error)}"]
     cause = root_cause(error)
     if cause is not error:
@@ -78,9 +78,9 @@ def _named(error: BaseException) -> str:
 
 
 def write(error: BaseException) -> None:
-    """Write an error to standard error: in short, or whole if ``LOG_LEVEL`` is DEBUG; and where to look for help.
+    """Write an error to standard error, in full if ``LOG_LEVEL`` is DEBUG, and refer to the troubleshooting page.
 
-    The whole traceback of a short one is in a file, because the error may not occur again.
+    If the error is shortened, the full traceback is written to a file, because the error may not occur again.
     """
     whole = "".join(traceback.format_exception(error))
     if shows_all():
@@ -91,7 +91,7 @@ def write(error: BaseException) -> None:
 
 
 def _kept(whole: str) -> str | None:
-    """Write a traceback into ``PERSIA_RUN_DIR``, else into the folder of temporary files; None if that fails."""
+    """Write a traceback into ``PERSIA_RUN_DIR``, or into the folder for temporary files; return None if this fails."""
     name = f"persia-traceback-rank{os.environ.get('RANK', '').strip() or 0}-{os.getpid()}.txt"
     for folder in (settings.run_dir, tempfile.gettempdir()):
         if folder is not None and Path(folder).is_dir():
@@ -103,4 +103,4 @@ def _kept(whole: str) -> str | None:
 
 
 HELP = "help:  docs/troubleshooting.md; for a report, add the output of: persia doctor --env"
-"""Where to ask for help."""
+"""A hint on where to get help."""

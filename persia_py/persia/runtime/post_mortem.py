@@ -1,4 +1,4 @@
-"""The place at which a debugger looks at an error, before the other ranks learn that this one has failed."""
+"""A hook with which a debugger inspects an error, before the failure of this rank is reported to the other ranks."""
 
 from collections.abc import Callable
 
@@ -11,6 +11,6 @@ def install(examiner: Callable[[BaseException], None]) -> None:
 
 
 def examine(error: BaseException) -> None:
-    """Let the debugger look at an error that ends training; without one, do nothing."""
+    """Let the debugger inspect an error that ends training; does nothing without a debugger."""
     for examiner in _examiners:
         examiner(error)

@@ -1,7 +1,7 @@
-"""SIGTERM and Ctrl-C in a run with checkpoints: all ranks leave after the same step, where the run can be saved.
+"""Handles SIGTERM, Ctrl-C and spot notices: all ranks leave after the same step, so that the run can be saved.
 
 In a training loop the signal is recorded, and the loop ends after the step. Everywhere else it ends the context
-immediately, by ``SystemExit``. The context saves the run at its exit (:class:`persia.ctx.TrainCtx`).
+immediately, with ``SystemExit``. The context saves the run at its exit (:class:`persia.ctx.TrainCtx`).
 """
 
 import contextlib
@@ -24,11 +24,13 @@ class _State:
 
     asked_at: float | None = None
     code = ExitCode.AGAIN
-    """The exit code with which it leaves."""
+    """The exit code with which this process leaves."""
+    because = ""
+    """The reason for stopping, if it is not a signal from outside."""
     interrupted = False
     """Whether Ctrl-C was pressed."""
     saves = False
-    """Whether it is in a context that saves its run."""
+    """Whether the process is in a context that saves its run."""
     loops = False
     trained = False
     """Whether that context has completed a step."""
@@ -41,13 +43,13 @@ _state = _State()
 
 
 def request_stop(code: ExitCode = ExitCode.AGAIN) -> bool:
-    """Record that this process was sent SIGTERM, or Ctrl-C.
+    """Record that SIGTERM or Ctrl-C was sent to this process.
 
     Args:
         code: The exit code of this signal.
 
     Returns:
-        Whether it will leave on its own soon; if not, the caller raises ``SystemExit(code)``.
+        Whether the process will leave by itself soon; if not, the caller raises ``SystemExit(code)``.
     """
     if _state.leaving:
         return True
@@ -60,14 +62,14 @@ def request_stop(code: ExitCode = ExitCode.AGAIN) -> bool:
 def note_remote_stop(*, gone: bool = False) -> None:
     """Record that another rank was asked to stop.
 
-    With ``gone`` it has left its step, and this one gets no STEP_S to finish.
+    ``gone`` means that the rank has left its step, so that this rank does not get STEP_S to finish.
     """
     if _state.saves and (gone or _state.asked_at is None):
         _state.asked_at = -math.inf if gone else time.monotonic()
 
 
 def stop_asked() -> bool:
-    """Whether this process has to leave the context that saves its run."""
+    """Whether this process must leave the context that saves its run."""
     return _state.asked_at is not None
 
 
@@ -76,8 +78,27 @@ def exit_code() -> ExitCode:
     return _state.code
 
 
+def stop_this_process(because: str) -> bool:
+    """Ask this process to stop, from any thread, like SIGTERM from outside.
+
+    Args:
+        because: The reason, for the log.
+
+    Returns:
+        Whether the process will leave. If not, no context saves its run yet, and the caller must ask again later.
+    """
+    _state.because = because
+    if signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, signal.SIG_IGN, None):
+        request_stop()  # without a handler, the signal would end the process without a checkpoint
+        return stop_asked()
+    os.kill(os.getpid(), signal.SIGTERM)
+    return True
+
+
 def reason() -> str:
-    """Return the signal that asked this process to stop."""
+    """Return the signal or notice that asked this process to stop."""
+    if _state.because:
+        return _state.because
     return "Ctrl-C" if _state.code is ExitCode.INTERRUPTED else "SIGTERM"
 
 
@@ -103,12 +124,15 @@ def saving_run() -> Iterator[None]:
             yield
     finally:
         _state.saves, _state.trained = outer
-        _state.asked_at, _state.code, _state.interrupted = None, ExitCode.AGAIN, False
+        _state.asked_at, _state.code, _state.interrupted, _state.because = None, ExitCode.AGAIN, False, ""
 
 
 @contextlib.contextmanager
 def _own_handlers() -> Iterator[None]:
-    """Handle the signals that have Python's default handler, in the main thread: a launcher's rank has its own."""
+    """Handle the signals that have Python's default handler, in the main thread.
+
+    Ranks of a launcher have their own handlers.
+    """
     handlers: dict[signal.Signals, tuple[Any, Callable[..., None]]] = {
         signal.SIGTERM: (signal.SIG_DFL, _terminated),
         signal.SIGINT: (signal.default_int_handler, _interrupted),
@@ -130,23 +154,23 @@ def _terminated(*_: object) -> None:
 
 
 def _interrupted(*_: object) -> None:
-    """Save the run and leave; on the second call, end immediately."""
+    """Save the run and leave; the second time, end immediately."""
     if _state.interrupted:
         os.write(2, b"Ctrl-C again: ending without a checkpoint\n")
         os._exit(ExitCode.INTERRUPTED)
     _state.interrupted = True
-    os.write(2, b"Ctrl-C: saving the run after this step; press it again to end at once\n")
+    os.write(2, b"Ctrl-C: saving the run after this step; press it again to end immediately\n")
     if not request_stop(ExitCode.INTERRUPTED):
         raise SystemExit(ExitCode.INTERRUPTED)
 
 
 def begin_loop() -> None:
-    """Record that a training loop runs: after the first step, a signal is only recorded."""
+    """Record that a training loop is running. After the first step, a signal is only recorded."""
     _state.loops = True
 
 
 def end_loop() -> None:
-    """Record that the training loop has ended: a signal acts immediately again."""
+    """Record that the training loop has ended, so that a signal acts immediately again."""
     _state.loops = _state.in_step = False
 
 
@@ -156,18 +180,18 @@ def set_in_step(in_step: bool) -> None:
 
 
 def step_done() -> None:
-    """Record that a step is done, so that there is something to save."""
+    """Record that a step is complete and can be saved."""
     _state.trained, _state.in_step = True, False
 
 
 def has_trained() -> bool:
-    """Whether the context that saves its run has done a step."""
+    """Whether the context that saves its run has completed a step."""
     return _state.trained
 
 
 @contextlib.contextmanager
 def waiting_for_data() -> Iterator[None]:
-    """Enclose a wait without limit between two steps, which a signal may interrupt.
+    """Enclose a wait without time limit between two steps, which a signal may interrupt.
 
     Raises:
         SystemExit: This process was asked to stop before or during the wait.
@@ -182,7 +206,7 @@ def waiting_for_data() -> Iterator[None]:
 
 @contextlib.contextmanager
 def leaving() -> Iterator[None]:
-    """Enclose the work on exit: another SIGTERM has no effect."""
+    """Enclose the work on exit, during which another SIGTERM has no effect."""
     outer, _state.leaving = _state.leaving, True
     try:
         yield

@@ -1,4 +1,4 @@
-"""Reproducible random numbers."""
+"""Seeds random numbers, for reproducible results."""
 
 import os
 import random
@@ -7,7 +7,7 @@ import random
 def setup_seed(seed: int) -> None:
     """Seed the generators of Python, numpy and torch, and select torch's deterministic algorithms.
 
-    New embedding rows follow this seed too: a run's seed is ``torch.initial_seed()``.
+    The seed also determines new embedding rows, because the seed of a run is ``torch.initial_seed()``.
     """
     import numpy as np
     import torch

@@ -1,27 +1,28 @@
 """The environment variables that persia's Python code reads.
 
-:data:`settings` has them, checked, except names of files and interfaces, which their readers take by :func:`variable`.
+:data:`settings` has their checked values, except names of files and interfaces, which are read with :func:`variable`.
 ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` follow torchrun's contract; ``REPLICA_INDEX`` and ``REPLICA_SIZE`` number
-the replicas of a service. If they are not set, there is one rank, or one replica.
+the replicas of a service. If they are not set, there is one rank or one replica.
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from persia.runtime.errors import UsageError
 
 SERVED = "PERSIA_LAUNCHER_SERVED"
-"""The variable that names the launcher's file for the address of the rank 0 that gets the batches."""
+"""The variable that names the launcher's file for the address of the rank 0 that receives the batches."""
 
 MAX_STALENESS = 64
 
 DIST_BACKENDS = ("auto", "nccl", "gloo")
-"""How ranks may exchange dense gradients; auto is nccl with a GPU, and gloo without."""
+"""The backends for exchanging dense gradients. auto means nccl with a GPU, and gloo without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The process's place in its job.
+    """The position of the process in its job.
 
     Attributes:
         rank: The trainer rank, from 0.
@@ -39,10 +40,10 @@ class Place:
 
     @classmethod
     def read(cls) -> "Place":
-        """Read it from the environment.
+        """Read the position from the environment.
 
         Raises:
-            UsageError: A variable is not a number, or an index is not below its size.
+            UsageError: A variable is not an integer, or an index is not below its size.
         """
         place = cls(
             rank=_whole("RANK", 0, least=0),
@@ -61,20 +62,20 @@ class Place:
 
 
 class Settings:
-    """The settings in the environment. All except the place are read on access."""
+    """The settings in the environment. All except the position are read on access."""
 
     def __init__(self) -> None:
         self._place: Place | None = None
 
     @property
     def place(self) -> Place:
-        """The process's place in its job, read once: see :func:`reload_env`."""
+        """The position of the process in its job, read once: see :func:`reload_env`."""
         if self._place is None:
             self._place = Place.read()
         return self._place
 
     def reload_place(self) -> None:
-        """Read the place again."""
+        """Read the position again."""
         self._place = Place.read()
 
     @property
@@ -94,7 +95,7 @@ class Settings:
 
     @property
     def nats_url(self) -> str | None:
-        """``PERSIA_NATS_URL``; None without it, in the embedded mode."""
+        """``PERSIA_NATS_URL``; None if it is not set, as in the embedded mode."""
         return variable("PERSIA_NATS_URL")
 
     @property
@@ -124,76 +125,110 @@ class Settings:
 
     @property
     def tls_ca(self) -> str | None:
-        """``PERSIA_TLS_CA``: the certificate with which other parts are verified."""
+        """``PERSIA_TLS_CA``: the certificate with which other processes are verified."""
         return variable("PERSIA_TLS_CA")
 
     @property
     def tls_name(self) -> str:
-        """``PERSIA_TLS_NAME``: the name in the certificates of other parts, else ``persia``."""
+        """``PERSIA_TLS_NAME``: the name in the certificates of other processes, by default ``persia``."""
         return variable("PERSIA_TLS_NAME") or "persia"
 
     @property
     def tls_certificate(self) -> str | None:
-        """``PERSIA_TLS_CERT``: this part's certificate."""
+        """``PERSIA_TLS_CERT``: the certificate of this process."""
         return variable("PERSIA_TLS_CERT")
 
     @property
     def tls_key(self) -> str | None:
-        """``PERSIA_TLS_KEY``: the key of this part's certificate."""
+        """``PERSIA_TLS_KEY``: the key of this process's certificate."""
         return variable("PERSIA_TLS_KEY")
 
     @property
     def served(self) -> str | None:
-        """``PERSIA_LAUNCHER_SERVED``: the file that gets the address of the rank 0 that is served."""
+        """``PERSIA_LAUNCHER_SERVED``: the file for the address of the rank 0 that was served."""
         return variable(SERVED)
 
     @property
+    def host_replicas(self) -> int:
+        """``PERSIA_HOST_REPLICAS``, by default 1: the number of containers of this service that share this host."""
+        return _whole("PERSIA_HOST_REPLICAS", 1, least=1)
+
+    @property
     def start_timeout(self) -> float:
-        """``PERSIA_START_TIMEOUT``, else 60: seconds that a trainer waits for its peers at its start."""
+        """``PERSIA_START_TIMEOUT``, by default 60: seconds that a trainer waits for its peers at the start."""
         return _seconds("PERSIA_START_TIMEOUT", 60.0)
 
     @property
     def rpc_timeout(self) -> float:
-        """``PERSIA_RPC_TIMEOUT``, else 60: seconds that a look-up or push may take with its retries."""
+        """``PERSIA_RPC_TIMEOUT``, by default 60: seconds that a look-up or push may take, including retries."""
         return _seconds("PERSIA_RPC_TIMEOUT", 60.0)
 
     @property
     def hang_timeout(self) -> float:
-        """``PERSIA_HANG_TIMEOUT``, else 1800: seconds that a step of a training loop may take; 0 means no limit."""
+        """``PERSIA_HANG_TIMEOUT``, by default 1800: seconds that a step of a training loop may take.
+
+        0 means no limit.
+        """
         return 0.0 if variable("PERSIA_HANG_TIMEOUT") == "0" else _seconds("PERSIA_HANG_TIMEOUT", 1800.0)
 
     @property
     def data_timeout(self) -> float:
-        """``PERSIA_DATA_TIMEOUT``, else 0: seconds that a training loop may wait for a batch; 0 is no limit."""
+        """``PERSIA_DATA_TIMEOUT``, by default 0: seconds that a training loop may wait for a batch.
+
+        0 means no limit.
+        """
         return 0.0 if variable("PERSIA_DATA_TIMEOUT") in (None, "0") else _seconds("PERSIA_DATA_TIMEOUT", 0.0)
 
     @property
     def flight_dir(self) -> str | None:
-        """``PERSIA_FLIGHT_DIR``: the folder of the files with the last calls of each rank."""
+        """``PERSIA_FLIGHT_DIR``: the folder for the files with the last calls of each rank."""
         return variable("PERSIA_FLIGHT_DIR")
 
     @property
+    def metrics_listen(self) -> str | None:
+        """``PERSIA_METRICS_LISTEN``: the address at which this process serves its metrics, or ``off``."""
+        return variable("PERSIA_METRICS_LISTEN")
+
+    @property
+    def metrics_gateway(self) -> str | None:
+        """``PERSIA_METRICS_GATEWAY_ADDR``: the push gateway that receives the metrics of a short run at its end."""
+        return variable("PERSIA_METRICS_GATEWAY_ADDR")
+
+    @property
+    def trace_every(self) -> int:
+        """``PERSIA_TRACE_EVERY``, by default 100: the interval between traced steps, with a collector.
+
+        0 means never.
+        """
+        return _whole("PERSIA_TRACE_EVERY", 100, least=0)
+
+    @property
     def dist_backend(self) -> str:
-        """``PERSIA_DIST_BACKEND``, else auto: how ranks exchange dense gradients: auto, nccl or gloo."""
+        """``PERSIA_DIST_BACKEND``, by default auto: how ranks exchange dense gradients: auto, nccl or gloo."""
         name = variable("PERSIA_DIST_BACKEND") or "auto"
         if name not in DIST_BACKENDS:
-            raise UsageError(f"environment variable PERSIA_DIST_BACKEND={name!r}: want {', '.join(DIST_BACKENDS)}")
+            raise UsageError(f"environment variable PERSIA_DIST_BACKEND={name!r}: expected {', '.join(DIST_BACKENDS)}")
         return name
 
     @property
     def dist_timeout(self) -> float | None:
-        """``PERSIA_DIST_TIMEOUT``: seconds that a collective of torch may take; None is a day."""
+        """``PERSIA_DIST_TIMEOUT``: seconds that a collective of torch may take; None means a day."""
         return None if variable("PERSIA_DIST_TIMEOUT") is None else _seconds("PERSIA_DIST_TIMEOUT", 0.0)
 
     @property
     def digest_every(self) -> int:
-        """``PERSIA_DIGEST``, else 0: the number of steps between two whose tensors get a digest; 0 is none."""
+        """``PERSIA_DIGEST``, by default 0: the interval between steps whose digests are written; 0 means never."""
         return _whole("PERSIA_DIGEST", 0, least=0)
 
     @property
     def digest_dir(self) -> str | None:
-        """``PERSIA_DIGEST_DIR``: the folder of the digests."""
+        """``PERSIA_DIGEST_DIR``: the folder for the digests."""
         return variable("PERSIA_DIGEST_DIR")
+
+    @property
+    def allow_public(self) -> bool:
+        """``PERSIA_ALLOW_PUBLIC``: whether ranks may connect over a public network."""
+        return flag("PERSIA_ALLOW_PUBLIC")
 
     @property
     def reproducible(self) -> bool:
@@ -201,10 +236,10 @@ class Settings:
         return flag("REPRODUCIBLE")
 
     def staleness(self, argument: int | None) -> int:
-        """Return the staleness K: the argument, else ``EMBEDDING_STALENESS``, else 8."""
+        """Return the staleness K: the argument, or else ``EMBEDDING_STALENESS``, or else 8."""
         value = _whole("EMBEDDING_STALENESS", 8, least=1) if argument is None else argument
         if not 1 <= value <= MAX_STALENESS:
-            raise UsageError(f"embedding staleness {value}: want 1 (synchronous) to {MAX_STALENESS}")
+            raise UsageError(f"embedding staleness {value}: must be from 1 (synchronous) to {MAX_STALENESS}")
         return value
 
 
@@ -213,7 +248,7 @@ settings = Settings()
 
 
 def reload_env() -> None:
-    """Read the variables of the place again."""
+    """Read the variables of the position again."""
     settings.reload_place()
 
 
@@ -262,28 +297,28 @@ def get_replica_size() -> int:
     return settings.place.replica_size
 
 
-def flag(name: str) -> bool:
-    """Return whether environment variable ``name`` is switched on (1, true, yes, on; case does not matter)."""
-    text = os.environ.get(name, "").strip().lower()
+def flag(name: str, environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether environment variable ``name`` is switched on (1, true, yes, on; case-insensitive)."""
+    text = environment.get(name, "").strip().lower()
     if text in {"", "0", "false", "no", "off"}:
         return False
     if text in {"1", "true", "yes", "on"}:
         return True
-    raise UsageError(f"environment variable {name}={text!r}: want 1 or 0")
+    raise UsageError(f"environment variable {name}={text!r}: must be 1 or 0")
 
 
 def nats_url() -> str | None:
-    """Return ``PERSIA_NATS_URL``; None without it, in the embedded mode."""
+    """Return ``PERSIA_NATS_URL``; None if it is not set, as in the embedded mode."""
     return settings.nats_url
 
 
 def checkpoint_root() -> str | None:
-    """Return ``PERSIA_CKPT_DIR``, below which servers write checkpoints; None without it."""
+    """Return ``PERSIA_CKPT_DIR``, below which servers write checkpoints; None if it is not set."""
     return settings.checkpoint_root
 
 
 def variable(name: str) -> str | None:
-    """Return an environment variable without white space around it; None if it is empty or not set."""
+    """Return an environment variable without surrounding white space; None if it is empty or not set."""
     return os.environ.get(name, "").strip() or None
 
 
@@ -296,7 +331,7 @@ def _whole(name: str, default: int, *, least: int) -> int:
     except ValueError:
         value = least - 1
     if value < least:
-        raise UsageError(f"environment variable {name}={text!r}: want a whole number of at least {least}")
+        raise UsageError(f"environment variable {name}={text!r}: must be an integer of at least {least}")
     return value
 
 
@@ -309,5 +344,5 @@ def _seconds(name: str, default: float) -> float:
     except ValueError:
         value = 0.0
     if not 0.0 < value <= 86_400.0:
-        raise UsageError(f"environment variable {name}={text!r}: want seconds, above 0 and at most 86400")
+        raise UsageError(f"environment variable {name}={text!r}: expected seconds, above 0 and at most 86400")
     return value

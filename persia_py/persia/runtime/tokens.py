@@ -1,4 +1,4 @@
-"""Tokens: one secret in a file, and from it one token for each role."""
+"""Tokens: one secret in a file, from which a token for each role is derived."""
 
 import hashlib
 import os
@@ -10,21 +10,21 @@ from persia.runtime.settings import settings
 
 Role = Literal["trainer", "data", "middleware", "admin", "nats", "serving"]
 LEAST_SECRET = 32
-"""The smallest size of a secret in bytes."""
+"""The minimum size of a secret, in bytes."""
 
 
 def secret(path: str | os.PathLike[str]) -> bytes:
-    """Return the content of a token file, without white space at its end.
+    """Return the content of a token file, without trailing white space.
 
     Raises:
-        AuthError: It cannot be read, or is shorter than :data:`LEAST_SECRET` bytes.
+        AuthError: The file cannot be read, or its content is shorter than :data:`LEAST_SECRET` bytes.
     """
     try:
         content = Path(path).read_bytes().rstrip()
     except OSError as error:
         raise AuthError(f"PERSIA_TOKEN_FILE: {path}: {error.strerror}") from error
     if len(content) < LEAST_SECRET:
-        raise AuthError(f"PERSIA_TOKEN_FILE: {path}: {len(content)} bytes, want at least {LEAST_SECRET}")
+        raise AuthError(f"PERSIA_TOKEN_FILE: {path}: {len(content)} bytes, expected at least {LEAST_SECRET}")
     return content
 
 
@@ -34,12 +34,12 @@ def role_token(content: bytes, role: Role) -> str:
 
 
 def token_file() -> str | None:
-    """Return the path that ``PERSIA_TOKEN_FILE`` names; None without it."""
+    """Return the path in ``PERSIA_TOKEN_FILE``; None if it is not set."""
     return settings.token_file
 
 
 def token(role: Role) -> str | None:
-    """Return the token of a role from the file named by ``PERSIA_TOKEN_FILE``; None without one.
+    """Return the token of a role, derived from the file in ``PERSIA_TOKEN_FILE``; None if that is not set.
 
     Raises:
         AuthError: The file cannot be read, or is too short.

@@ -3,4 +3,4 @@
 REMIND_S = 30.0
 """Seconds between the log lines of a long wait."""
 SLICE_S = 0.5
-"""The longest delay of a signal in seconds."""
+"""The maximum delay of a signal during a wait, in seconds."""

@@ -1,8 +1,8 @@
-"""If a training loop makes no progress, every rank prints where it is and its stacks, and exits with 70.
+"""Ends a training loop that makes no progress: every rank prints its position and its stacks, and exits with 70.
 
-Progress is a step, a look-up, an evaluated batch. A wait without limit (for other ranks, or the files of a checkpoint)
-is never a hang. A wait for data is one only after ``PERSIA_DATA_TIMEOUT`` seconds, if that is set. The time in which a
-debugger holds a rank does not count.
+Progress is a step, a look-up or an evaluated batch. A wait without limit (for other ranks, or the files of a
+checkpoint) is never a hang. A wait for data counts as one only after ``PERSIA_DATA_TIMEOUT`` seconds, if that is set.
+The time in which a debugger holds a rank does not count.
 """
 
 import contextlib
@@ -17,12 +17,12 @@ from persia.runtime.settings import settings
 
 _HINT = (
     "the threads below show where it is; PERSIA_HANG_TIMEOUT is how many seconds a step of a training loop may "
-    "take, PERSIA_DATA_TIMEOUT how many the wait for a batch, and 0 is without limit"
+    "take, PERSIA_DATA_TIMEOUT how many the wait for a batch, and 0 means no limit"
 )
 _LAST_S = 15.0
-"""Seconds that the report may take: a pipe or a connection without a reader must not keep the process."""
+"""Seconds that the report may take, because a pipe or a connection without a reader must not block the exit."""
 _ERRORS = 2
-"""Standard error itself: ``sys.stderr`` may have no file, or a lock that a hanging thread holds."""
+"""The descriptor of standard error, because ``sys.stderr`` may have no file, or a lock that a hanging thread holds."""
 
 
 class _State:
@@ -31,7 +31,7 @@ class _State:
     data_waits = 0
     collectives = 0
     ending = threading.Lock()
-    """Held from the first :func:`end` on."""
+    """A lock that is held from the first :func:`end` on."""
 
 
 _state = _State()
@@ -55,7 +55,7 @@ def waiting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def waiting_for_data() -> Iterator[None]:
-    """Around a wait for a batch, which may take ``PERSIA_DATA_TIMEOUT`` seconds."""
+    """Enclose a wait for a batch, which may take ``PERSIA_DATA_TIMEOUT`` seconds."""
     progress()
     _state.data_waits += 1
     try:
@@ -67,7 +67,7 @@ def waiting_for_data() -> Iterator[None]:
 
 @contextlib.contextmanager
 def collective() -> Iterator[None]:
-    """Enclose a collective of torch. It gets twice the time, so that the rank that blocks the others reports first."""
+    """Enclose a collective of torch. Its limit is doubled, so that the rank that blocks the others reports first."""
     _state.collectives += 1
     try:
         yield
@@ -80,8 +80,8 @@ def stalled(timeout_s: float, data_timeout_s: float = 0.0) -> tuple[float, str] 
     """Return the seconds without progress, and the limit that they exceed; None if they exceed none.
 
     Args:
-        timeout_s: The limit of a step, twice that in a collective; 0 is none. It does not count in a wait.
-        data_timeout_s: The limit of a wait for data; 0 is none.
+        timeout_s: The limit of a step, doubled in a collective; 0 means no limit. It does not apply during a wait.
+        data_timeout_s: The limit of a wait for data; 0 means no limit.
     """
     silent = clock.now() - _state.last
     if _state.waits:
@@ -93,9 +93,10 @@ def stalled(timeout_s: float, data_timeout_s: float = 0.0) -> tuple[float, str] 
 
 
 def end(reason: str, report: Callable[[str], None], verdict: Callable[[], str] = str) -> None:
-    """Print the stacks of all threads, and end this process from outside its main thread, even if a part of this fails.
+    """Print the stacks of all threads, and end this process from a side thread, even if a part of this fails.
 
-    A second call, in another thread, returns immediately: the report of this rank comes back to it from the others.
+    A second call in another thread returns immediately, because the other ranks send the report of this rank back to
+    it.
 
     Args:
         reason: The reason for the end.

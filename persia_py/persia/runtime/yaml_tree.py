@@ -1,7 +1,7 @@
-"""YAML text as a tree whose nodes have their places. The rules are those of the Rust parser of the same files.
+"""Parses YAML text into a tree whose nodes have places. The rules equal those of the Rust parser of the same files.
 
 Scalars keep their text: ``yes``, ``010`` and ``2024-05-01`` are strings, ``1e6`` and ``1_000_000`` are numbers. Tags
-are refused, and so are texts that nest too deep or that repeat themselves through aliases beyond :data:`MAX_NODES`.
+are refused, and so are texts that are nested too deeply, or whose aliases expand them beyond :data:`MAX_NODES`.
 """
 
 import re
@@ -13,11 +13,11 @@ from typing import Any
 import yaml
 
 MAX_BYTES = 4 << 20
-"""The largest size of a configuration file in bytes."""
+"""The maximum size of a configuration file, in bytes."""
 MAX_DEPTH = 32
-"""The largest number of nested levels in a configuration file."""
+"""The maximum number of nested levels in a configuration file."""
 MAX_NODES = 500_000
-"""The largest number of keys and values in a configuration file. Each alias counts for the nodes it repeats."""
+"""The maximum number of keys and values in a configuration file. An alias counts as the nodes that it repeats."""
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _NULLS = ("", "~", "null")
@@ -31,12 +31,12 @@ _SHOWN = 60
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """Where a node is.
+    """The place of a node.
 
     Attributes:
-        line: The line in the file, from 1; 0 if it is not in the file.
+        line: The line in the file, from 1; 0 if the node is not in the file.
         column: The column, from 1.
-        override: The text of the ``--set`` that gave the node; empty if it is in the file, or is a default.
+        override: The text of the ``--set`` that set the node; empty if the node is in the file or is a default.
     """
 
     line: int = 0
@@ -44,21 +44,21 @@ class Place:
     override: str = ""
 
     def shown(self, file: str) -> str:
-        """Return it as ``FILE:LINE``, as the ``--set`` that gave it, or as the file alone."""
+        """Return the place as ``FILE:LINE``, as the ``--set`` that set the node, or as the file alone."""
         if self.override:
             return f"--set {self.override}"
         return f"{file}:{self.line}" if self.line else file
 
 
 NOWHERE = Place()
-"""The place of a default, or of a value that a program made."""
+"""The place of a default, or of a value that a program created."""
 
 
 class TreeError(ValueError):
     """The text is not a tree that can be used.
 
     Attributes:
-        place: Where.
+        place: The place of the error.
     """
 
     def __init__(self, place: Place, message: str) -> None:
@@ -71,9 +71,9 @@ class Node(ABC):
     """A value and its place.
 
     Attributes:
-        place: Where it begins.
-        size: The nodes in it, keys and itself included; an alias counts as what it repeats.
-        height: Its levels.
+        place: The place at which it begins.
+        size: The number of nodes in it, including keys and itself; an alias counts as the nodes that it repeats.
+        height: The number of nested levels.
     """
 
     place: Place
@@ -82,12 +82,12 @@ class Node(ABC):
 
     @property
     def is_null(self) -> bool:
-        """``key:`` without a value, ``~`` or ``null``."""
+        """Whether the value is missing (``key:``), ``~`` or ``null``."""
         return False
 
     @abstractmethod
     def found(self) -> str:
-        """Return the value as messages show it."""
+        """Return the value in the form of messages."""
 
     def _measure(self, children: Iterator["Node"]) -> None:
         for child in children:
@@ -100,7 +100,7 @@ class Scalar(Node):
     """A value without parts.
 
     Attributes:
-        text: As written, without quotes.
+        text: The text as written, without quotes.
         quoted: Whether it had quotes. Numbers, booleans and null have none.
     """
 
@@ -109,11 +109,11 @@ class Scalar(Node):
 
     @property
     def is_null(self) -> bool:
-        """``key:`` without a value, ``~`` or ``null``."""
+        """Whether the value is missing (``key:``), ``~`` or ``null``."""
         return not self.quoted and self.text in _NULLS
 
     def found(self) -> str:
-        """Return the value as messages show it."""
+        """Return the value in the form of messages."""
         if self.is_null:
             return "nothing"
         shown = self.text if len(self.text) <= _SHOWN else f"{self.text[:_SHOWN]}..."
@@ -132,13 +132,13 @@ class Items(Node):
         self._measure(iter(self.items))
 
     def found(self) -> str:
-        """Return the value as messages show it."""
+        """Return the value in the form of messages."""
         return "a list"
 
 
 @dataclass
 class Entries(Node):
-    """A mapping, in the order of the file. A repeated key is repeated here."""
+    """A mapping, in the order of the file. Repeated keys are kept."""
 
     entries: list[tuple[Scalar, Node]]
 
@@ -147,19 +147,19 @@ class Entries(Node):
         self._measure(node for entry in self.entries for node in entry)
 
     def get(self, key: str) -> Node | None:
-        """Return the value of a key. If the key appears twice, it is the first value."""
+        """Return the value of a key; for a repeated key, the first value."""
         return next((node for known, node in self.entries if known.text == key), None)
 
     @property
     def first(self) -> dict[str, Node]:
-        """Keys and values; of a repeated key the first value."""
+        """Keys and values; for a repeated key, the first value."""
         return {key.text: node for key, node in reversed(self.entries)}
 
     def at(self, *path: str) -> "Entries":
-        """Return the mapping under these keys.
+        """Return the mapping at this path of keys.
 
         Raises:
-            KeyError: There is none.
+            KeyError: The key does not exist.
         """
         node: Node = self
         for key in path:
@@ -178,13 +178,13 @@ class Entries(Node):
         self.entries.append((Scalar(value.place, key), value))
 
     def found(self) -> str:
-        """Return the value as messages show it."""
+        """Return the value in the form of messages."""
         return "a mapping"
 
 
 @dataclass
 class _Open:
-    """A collection whose end was not parsed yet."""
+    """A collection whose end has not been parsed yet."""
 
     place: Place
     anchor: str | None
@@ -229,7 +229,7 @@ def parse(text: str, override: str = "") -> Node:
 
 
 class _Builder:
-    """Assembles nodes from events, in a loop, so that no text can exhaust the stack."""
+    """Assembles nodes from events in a loop, so that no text can exhaust the stack."""
 
     def __init__(self, override: str) -> None:
         self._override = override
@@ -239,14 +239,14 @@ class _Builder:
         self.root: Node | None = None
 
     def place(self, mark: Any) -> Place:
-        """Return the place of a mark of the parser."""
+        """Return the place of a parser mark."""
         return Place(0, 0, self._override) if self._override else Place(mark.line + 1, mark.column + 1)
 
     def take(self, event: Any) -> None:
-        """Take the next event."""
+        """Process the next event."""
         place = self.place(event.start_mark)
-        if getattr(event, "tag", None) not in (None, "!"):  # the parser gives "!" to quoted strings
-            raise TreeError(place, f"the tag `{event.tag[:_SHOWN]}` is not understood here: remove it")
+        if getattr(event, "tag", None) not in (None, "!"):  # the parser reports "!" for quoted strings
+            raise TreeError(place, f"the tag `{event.tag[:_SHOWN]}` is not supported: remove it")
         if isinstance(event, yaml.ScalarEvent):
             self._close(Scalar(place, event.value, quoted=bool(event.style)), event.anchor, 1)
         elif isinstance(event, yaml.CollectionStartEvent):
@@ -299,21 +299,21 @@ def _collection(ended: _Open) -> Node:
 def whole_number(text: str) -> int | None:
     """Read ``1000000``, ``1_000_000``, ``1e6``, ``0x10``, ``0o17`` or ``0b1``. None for anything else.
 
-    ``010`` is none: YAML 1.1 reads it as 8, YAML 1.2 as 10.
+    ``010`` is not a number: YAML 1.1 reads it as 8, YAML 1.2 as 10.
     """
     digits = _SEPARATED.sub("", text)
     if _WHOLE.fullmatch(digits):
-        return int(digits) if len(digits) <= 4000 else None  # beyond that, int() refuses
+        return int(digits) if len(digits) <= 4000 else None  # int() refuses more digits
     if _RADIX.fullmatch(digits):
         return int(digits, 0)
     if digits.lstrip("+-").isdigit():
-        return None  # it begins with 0
+        return None  # octal in YAML 1.1
     value = number(digits)
     return int(value) if value is not None and value.is_integer() and abs(value) <= 2.0**53 else None
 
 
 def number(text: str) -> float | None:
-    """Read ``0.5``, ``-1``, ``.5``, ``1e-3`` or ``1_000.0``. None for anything else, also for infinity and NaN."""
+    """Read ``0.5``, ``-1``, ``.5``, ``1e-3`` or ``1_000.0``. None for anything else, including infinity and NaN."""
     digits = _SEPARATED.sub("", text)
     if not _NUMBER.fullmatch(digits) or not any(each.isdigit() for each in digits.lower().split("e")[0]):
         return None
@@ -322,7 +322,7 @@ def number(text: str) -> float | None:
 
 
 def value_of(node: Node) -> Any:
-    """Return the node as None, booleans, numbers, strings, lists and dicts; of a repeated key the first value."""
+    """Return the node as None, booleans, numbers, strings, lists and dicts; for a repeated key, the first value."""
     if isinstance(node, Items):
         return [value_of(item) for item in node.items]
     if isinstance(node, Entries):
@@ -343,7 +343,7 @@ def value_of(node: Node) -> Any:
 
 
 def node_of(value: Any, place: Place = NOWHERE) -> Node:
-    """Return the node of a value that a program made, so that ``value_of(node_of(value)) == value``.
+    """Return the node of a value that a program created, so that ``value_of(node_of(value)) == value``.
 
     Raises:
         TreeError: The value has a type that YAML does not have, or is beyond a limit.

@@ -1,15 +1,14 @@
-"""Serving: one folder, a bundle, that scores rows as the evaluation of a trained model does.
+"""Serves trained models. A bundle is a folder that scores rows like the evaluation of the model.
 
-``persia export`` writes a bundle. It needs nothing of a training job::
+``persia export`` writes a bundle. It does not need a training job::
 
     with Bundle.open("bundle") as bundle:
         bundle.score([{"user": "u1", "price": 3.5}])  # [rows]
 
 * :class:`Bundle`: transform, rows and dense model, checked and loaded
-* :class:`Manifest`: what a bundle contains, and where it comes from; :class:`Input` and :class:`Output` are its columns
+* :class:`Manifest`: the content and the source of a bundle; :class:`Input` and :class:`Output` are its columns
 
-This package imports neither the trainer nor anything that talks to servers. The names here are imported when they are
-used.
+This package imports neither the trainer nor anything that talks to servers. The names here are imported on first use.
 """
 
 import importlib
@@ -25,7 +24,7 @@ _MODULES = {"Bundle": "bundle", "Input": "manifest", "Manifest": "manifest", "Ou
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is used: a bundle needs PyTorch, and the ``persia`` command starts without it."""
+    """Import a name on first use: a bundle needs PyTorch, and the ``persia`` command starts without it."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,4 +1,4 @@
-"""Who may call: the token of the role ``serving``, and TLS, as in the other services."""
+"""Authentication of callers: the token of the role ``serving``, and TLS, as in the other services."""
 
 import hmac
 import ipaddress
@@ -10,7 +10,7 @@ from persia.runtime.settings import settings
 
 
 def bearer() -> bytes | None:
-    """Return the value that the header ``authorization`` must have; None if there is no token file.
+    """Return the required value of the header ``authorization``; None if there is no token file.
 
     Raises:
         AuthError: The token file cannot be read, or is too short.
@@ -20,7 +20,7 @@ def bearer() -> bytes | None:
 
 
 def allowed(expected: bytes | None, given: bytes | None) -> bool:
-    """Whether a request with this header may be answered; compared in constant time."""
+    """Whether a request with this header is authorized. The comparison takes constant time."""
     return expected is None or (given is not None and hmac.compare_digest(expected, given))
 
 
@@ -28,14 +28,14 @@ def certificate() -> tuple[str, str] | None:
     """Return the files that ``PERSIA_TLS_CERT`` and ``PERSIA_TLS_KEY`` name; None if neither is set.
 
     Raises:
-        ConfigError: Only one is set, a file cannot be read, or they are no certificate and its key.
+        ConfigError: Only one is set, a file cannot be read, or the files are not a certificate and its key.
     """
     files = {"PERSIA_TLS_CERT": settings.tls_certificate, "PERSIA_TLS_KEY": settings.tls_key}
     if files == dict.fromkeys(files):
         return None
     for name, path in files.items():
         if path is None:
-            raise ConfigError(f"{name} is not set, but the other of PERSIA_TLS_CERT and PERSIA_TLS_KEY is")
+            raise ConfigError(f"{name} is not set: set both PERSIA_TLS_CERT and PERSIA_TLS_KEY, or neither")
         try:
             with open(path, "rb") as file:  # noqa: PTH123
                 file.read(1)
@@ -43,12 +43,13 @@ def certificate() -> tuple[str, str] | None:
             raise ConfigError(f"{name}: {path}: {error.strerror}") from error
     certificate, key = str(files["PERSIA_TLS_CERT"]), str(files["PERSIA_TLS_KEY"])
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")  # do not ask for one
+        # prevents a prompt for a password
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
     except (OSError, ValueError) as error:
         failed = ConfigError(
             f"PERSIA_TLS_CERT {certificate}, PERSIA_TLS_KEY {key}: no certificate with its key: {error}"
         )
-        failed.hint = "give a certificate in PEM, and its key in PEM without a password"
+        failed.hint = "use a certificate in PEM, and its key in PEM without a password"
         raise failed from error
     return certificate, key
 
@@ -57,12 +58,12 @@ def address(text: str, option: str) -> tuple[str, int]:
     """Return host and port of ``HOST:PORT``; without a token file, the host must be loopback.
 
     Raises:
-        UsageError: It is not an address.
-        AuthError: Other hosts could reach it, and there is no token file.
+        UsageError: The text is not an address.
+        AuthError: Other hosts could reach the address, and there is no token file.
     """
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65_535:
-        raise UsageError(f"{option} {text}: want HOST:PORT, such as 127.0.0.1:8000")
+        raise UsageError(f"{option} {text}: expected HOST:PORT, such as 127.0.0.1:8000")
     host = host.removeprefix("[").removesuffix("]")
     if settings.token_file is None and not _is_loopback(host):
         error = AuthError(f"{option} {text}: without PERSIA_TOKEN_FILE, only loopback may be served")

@@ -1,8 +1,8 @@
-"""Score the requests that wait together, in one thread.
+"""Scores waiting requests together, in one thread.
 
-The event loop submits requests; the thread takes those that wait, computes ids and floats of each, scores them as one
-batch, and hands the scores back. An invalid request, and one that makes the model fail, fails alone. A batch is scored
-by one bundle: another bundle takes over between two batches.
+The event loop submits requests. The thread takes all waiting requests, computes their ids and floats, scores them as
+one batch, and returns the scores. A request that is invalid or makes the model fail does not affect other requests. A
+batch is scored by one bundle; another bundle takes over between two batches.
 """
 
 import asyncio
@@ -30,28 +30,28 @@ _BROKEN = "the server has failed and stops; its log has the cause"
 
 
 class Model(Protocol):
-    """What is served: a bundle."""
+    """The interface of the served model: a bundle."""
 
     @property
     def identity(self) -> str:
-        """The name of exactly this bundle."""
+        """The unique name of this bundle."""
 
     def transform(self, data: Any) -> Samples:
-        """Return ids and floats of rows: a table, a list of records, or JSON text.
+        """Return ids and floats of rows, which are a table, a list of records, or JSON text.
 
         Raises:
-            PersiaError: They are invalid.
+            PersiaError: The rows are invalid.
         """
 
     def score(self, samples: Samples) -> tuple[npt.NDArray[np.float32], int, int]:
-        """Return the scores, ``[rows, labels]``, the number of unique ids, and how many of them have no row."""
+        """Return the scores, ``[rows, labels]``, the number of unique ids, and the number of ids without a row."""
 
     def close(self) -> None:
         """Release files and memory."""
 
 
 Decode = Callable[[Any], Any]
-"""Returns the rows of a request for the model that is given."""
+"""Returns the rows of a request for a given model."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Scores:
     """The scores of a request.
 
     Attributes:
-        model: The bundle that they are of.
+        model: The bundle that has computed them.
         values: Scores, float32 ``[rows, labels]``.
         unusual: The number of values that each feature replaced, by feature and kind.
     """
@@ -71,18 +71,19 @@ class Scores:
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """A request: its rows, the latest time of its answer, and the future of its answer."""
+    """A request: its rows, the deadline and the future of its response, and the callback for its end."""
 
     decode: Decode
     deadline: float
     answer: "asyncio.Future[Scores]"
+    ended: Callable[[], None]
     samples: Samples | None = None
     result: Scores | RefusedError | None = None
 
 
 @dataclass(eq=False, slots=True)
 class _Switch:
-    """Another model takes over."""
+    """A switch to another model."""
 
     model: Any
     done: "Future[Any]" = field(default_factory=Future)
@@ -92,7 +93,7 @@ class Batcher:
     """The queue of requests, and the thread that scores them.
 
     Attributes:
-        broken: Is set if the thread has ended without :meth:`close`. All requests fail then.
+        broken: An event that is set if the thread has ended without :meth:`close`. All requests then fail.
     """
 
     def __init__(self, model: Any, limits: Limits, metrics: Metrics) -> None:
@@ -105,71 +106,78 @@ class Batcher:
         self._bytes = 0
         self._not_finite_of: Any = None
         self.broken = asyncio.Event()
-        self._answers: set[asyncio.Future[Scores]] = set()
+        self._jobs: set[_Job] = set()  # jobs that the thread has, including cancelled ones
         self._thread = threading.Thread(target=self._run, name="persia-serving", daemon=True)
         self._thread.start()
 
     @property
     def waiting(self) -> int:
-        """The number of requests that are accepted and not answered."""
+        """The number of accepted requests without a response, including cancelled ones that the thread still has."""
         return self._waiting
 
     @property
     def waiting_bytes(self) -> int:
-        """The bytes of these requests."""
+        """The size of these requests, in bytes."""
         return self._bytes
 
     def reserve(self, size: int) -> None:
-        """Accept a request of this size, which is then submitted or released.
+        """Accept a request of this size, which must then be submitted or released.
 
         Raises:
-            BusyError: Too many requests, or bytes, wait.
+            BusyError: Too many requests or bytes are waiting.
         """
         limits = self._limits
         if self._waiting >= limits.waiting or self._bytes + size > limits.waiting_bytes:
-            raise BusyError(f"{self._waiting} requests of {self._bytes} bytes wait; try again")
+            raise BusyError(f"{self._waiting} requests ({self._bytes} bytes) are waiting; try again later")
         self._waiting += 1
         self._bytes += size
 
     def grow(self, size: int) -> None:
-        """Accept more bytes of an accepted request.
+        """Accept additional bytes of an accepted request.
 
         Raises:
-            BusyError: Too many bytes wait.
+            BusyError: Too many bytes are waiting.
         """
         if self._bytes + size > self._limits.waiting_bytes:
-            raise BusyError(f"requests of {self._bytes} bytes wait; try again")
+            raise BusyError(f"requests of {self._bytes} bytes are waiting; try again later")
         self._bytes += size
 
     def release(self, size: int) -> None:
-        """Forget an accepted request: it is answered."""
+        """Release an accepted request after its response."""
         self._waiting -= 1
         self._bytes -= size
 
-    def submit(self, decode: Decode, timeout_s: float) -> "asyncio.Future[Scores]":
-        """Return the future scores of an accepted request.
+    def submit(
+        self, decode: Decode, timeout_s: float, ended: Callable[[], None] = lambda: None
+    ) -> "asyncio.Future[Scores]":
+        """Submit an accepted request, and return the future of its scores.
 
         Args:
-            decode: Returns its rows; called in the thread of the batcher.
-            timeout_s: Seconds after which it is refused if it still waits.
+            decode: Returns the rows of the request; called in the thread of the batcher.
+            timeout_s: Seconds after which the request is refused if it is still waiting.
+            ended: Called once, when the thread no longer has the request. For a cancelled future, this is later.
         """
         answer = self._loop.create_future()
         if self.broken.is_set():
             answer.set_exception(FailedError(_BROKEN))
+            ended()
             return answer
-        self._answers.add(answer)
-        answer.add_done_callback(self._answers.discard)
-        self._queue.put(_Job(decode, time.monotonic() + timeout_s, answer))
+        job = _Job(decode, time.monotonic() + timeout_s, answer, ended)
+        self._jobs.add(job)
+        self._queue.put(job)
         return answer
 
     def switch(self, model: Any) -> "Future[Any]":
-        """Score all batches from the next on by another model; the future has the one before, which is not closed."""
+        """Score all later batches with another model.
+
+        The result is a future of the previous model, which is not closed.
+        """
         switch = _Switch(model)
         self._queue.put(switch)
         return switch.done
 
     def close(self) -> None:
-        """Answer what was submitted, end the thread, and close the model."""
+        """Complete the submitted requests, end the thread, and close the model."""
         self._queue.put(None)
         self._thread.join()
         self._model.close()
@@ -184,12 +192,26 @@ class Batcher:
     def _break(self) -> None:
         """Fail all requests, in the event loop."""
         self.broken.set()
-        for answer in [*self._answers]:
-            if not answer.done():
-                answer.set_exception(FailedError(_BROKEN))
+        for job in self._jobs:
+            job.result = FailedError(_BROKEN)
+        self._deliver([*self._jobs])
+
+    def _deliver(self, jobs: list[_Job]) -> None:
+        """Complete the responses of jobs that the thread no longer has, in the event loop."""
+        for job in jobs:
+            if job not in self._jobs:  # the job failed together with the thread
+                continue
+            self._jobs.remove(job)
+            job.ended()
+            if job.answer.done():
+                continue
+            if isinstance(job.result, Scores):
+                job.answer.set_result(job.result)
+            elif job.result is not None:
+                job.answer.set_exception(job.result)
 
     def _answer_all(self) -> None:
-        """Answer requests until the batcher is closed."""
+        """Process requests until the batcher is closed."""
         ahead: _Job | _Switch | None = None
         while True:
             found = ahead or self._queue.get()
@@ -200,7 +222,7 @@ class Batcher:
                 before, self._model = self._model, found.model
                 if found.done.set_running_or_notify_cancel():
                     found.done.set_result(before)
-                else:  # the process stops: the model before is no longer wanted
+                else:  # the process is stopping, so the previous model is no longer needed
                     before.close()
                 continue
             jobs, ahead, ends = self._collect(found)
@@ -210,7 +232,7 @@ class Batcher:
                 return
 
     def _collect(self, first: _Job) -> "tuple[list[_Job], _Job | _Switch | None, bool]":
-        """Return the jobs of a batch, what follows it if that was taken already, and whether the batcher was closed."""
+        """Return the jobs of a batch, a job or switch that was already taken, and whether the batcher was closed."""
         limit, delay = self._limits.batch_rows, self._limits.batch_delay_s
         until = time.monotonic() + delay
         refused: list[_Job] = []
@@ -239,27 +261,27 @@ class Batcher:
                 found = following
         finally:
             if refused:
-                self._loop.call_soon_threadsafe(_deliver, refused)
+                self._loop.call_soon_threadsafe(self._deliver, refused)
 
     def _prepare(self, job: _Job) -> None:
-        """Compute ids and floats of a job, or its refusal."""
+        """Compute ids and floats of a job, or refuse it."""
         if job.samples is not None or job.result is not None:
             return
         if job.answer.cancelled():
             job.result = LateError("the client has left")
         elif time.monotonic() > job.deadline:
-            job.result = LateError("the request waited too long; try again")
+            job.result = LateError("the request waited too long; try again later")
         else:
             try:
                 samples = self._model.transform(job.decode(self._model))
                 if len(samples) > self._limits.request_rows:
-                    raise TooLargeError(f"{len(samples)} rows; a request may have {self._limits.request_rows}")
+                    raise TooLargeError(f"{len(samples)} rows; a request may have at most {self._limits.request_rows}")
                 job.samples = samples
             except RefusedError as error:
                 job.result = error
             except (PersiaError, ValueError, TypeError) as error:
                 job.result = InvalidError(str(error))
-            except BaseException as error:  # a panic of Rust is no Exception
+            except BaseException as error:  # a Rust panic is not an Exception
                 job.result = self._failed(error)
 
     def _score(self, jobs: list[_Job]) -> None:
@@ -276,7 +298,7 @@ class Batcher:
                         rows += self._score_together([job])
                     except BaseException as alone:
                         job.result = self._failed(alone)
-        self._loop.call_soon_threadsafe(_deliver, jobs)
+        self._loop.call_soon_threadsafe(self._deliver, jobs)
         self._metrics.rows.inc(rows)
         self._metrics.batch_rows.observe(rows)
         self._metrics.batch_seconds.observe(time.monotonic() - began)
@@ -305,18 +327,7 @@ class Batcher:
         return FailedError("the model failed; the server's log has the cause")
 
     def _not_finite(self) -> FailedError:
-        if self._not_finite_of is not self._model:  # once for each bundle
+        if self._not_finite_of is not self._model:  # logged once for each bundle
             self._not_finite_of = self._model
             _logger.error("bundle %s gave a score that is not finite; such requests fail", self._model.identity)
         return FailedError("the model gave a score that is not a finite number")
-
-
-def _deliver(jobs: list[_Job]) -> None:
-    """Complete the answers of jobs, in the event loop."""
-    for job in jobs:
-        if job.answer.done():
-            continue
-        if isinstance(job.result, Scores):
-            job.answer.set_result(job.result)
-        elif job.result is not None:
-            job.answer.set_exception(job.result)

@@ -1,4 +1,4 @@
-"""A bundle, loaded: rows are transformed, looked up, and scored."""
+"""A loaded bundle: transforms rows, looks up ids, and computes scores."""
 
 import os
 from collections.abc import Sequence
@@ -24,19 +24,19 @@ from persia_core.serving import MappedFile, MappedRows
 Floats = npt.NDArray[np.float32]
 
 AT_A_TIME = 1 << 14
-"""The largest number of rows that the model gets at a time."""
+"""The maximum number of rows on which the model runs at a time."""
 _CHECKED = 32
 """The number of parity rows that are scored when a bundle is opened."""
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """The result of a model for some rows.
+    """The outputs of a model for some rows.
 
     Attributes:
-        values: Its outputs, float32 ``[rows, labels]``: a logit of a probability, else the number itself.
+        values: The outputs, float32 ``[rows, labels]``: the logit of a probability, or the number itself.
         ids: The number of unique ids that were looked up.
-        unseen: How many of them have no row: training never had them. Their vectors are zeros.
+        unseen: The number of these ids without a row, because they did not occur in training. Their vectors are zeros.
     """
 
     values: Floats
@@ -50,9 +50,9 @@ class Bundle:
     Use :meth:`open`. Close it, or use it as a context manager.
 
     Attributes:
-        path: Its folder.
-        manifest: What it contains.
-        identity: The name of exactly this bundle: run, step, and the beginning of the hash of its manifest.
+        path: The folder of the bundle.
+        manifest: The manifest, which lists the content.
+        identity: The unique name of this bundle: run, step, and the beginning of the hash of its manifest.
         inputs: The columns of rows.
         outputs: The columns of scores.
     """
@@ -66,15 +66,15 @@ class Bundle:
         files = {each.name: each.open(path, threads, verify=verify) for each in manifest.files}
         self._transform = Transform.from_json(self._file(files, manifest.transform).content().decode())
         if self._transform.digest != manifest.source.transform:
-            raise damaged(path / manifest.transform, "is another transform than that of the manifest")
+            raise damaged(path / manifest.transform, "is not the transform of the manifest")
         embedding = self._transform.features.embedding_config()
         if [(each.name, each.dim) for each in manifest.tables] != embedding.tables:
-            raise damaged(path / manifest.transform, "has other tables than the manifest")
+            raise damaged(path / manifest.transform, "does not have the tables of the manifest")
         mapped = [(self._file(files, each.ids), self._file(files, each.weights)) for each in manifest.tables]
         self._rows: MappedRows | None = MappedRows(embedding, manifest.source.step, manifest.rows, mapped)
         slots = self._transform.slots
         if sorted(slots) != sorted(manifest.model.slots):
-            raise damaged(path / manifest.transform, "has other features than the model")
+            raise damaged(path / manifest.transform, "does not have the features of the model")
         self._order = [slots.index(slot) for slot in manifest.model.slots]
         self._model = dense.load(manifest.model, self._file(files, manifest.model.file).content())
         self._parity = files.get(manifest.parity.file)  # None while the bundle is being written
@@ -88,12 +88,13 @@ class Bundle:
 
         Args:
             path: The folder.
-            verify: Compare each file with its hashes. The size of each file, the order of ids and the scores of some
-                parity rows are always checked.
+            verify: Whether to compare each file with its hashes. The size of each file, the order of ids and the scores
+                of some parity rows are always checked.
             threads: The number of threads that verify; None means one for each processor.
 
         Raises:
-            CheckpointError: There is no bundle, it is incomplete, or a file is damaged; the message names the file.
+            CheckpointError: The folder has no bundle, the bundle is incomplete, or a file is damaged; the message names
+                the file.
         """
         folder = Path(path)
         bundle = cls(folder, Manifest.read(folder), verify=verify, threads=threads)
@@ -123,16 +124,16 @@ class Bundle:
         return self.manifest.outputs
 
     def score(self, rows: Any, *, strict: bool = True) -> Floats:
-        """Return the scores of rows: a probability of a binary label, else the predicted number.
+        """Return the scores of rows: the probability of a binary label, or the predicted number.
 
-        An id that training never had has a vector of zeros, and a missing value follows the rule of its feature, as in
-        evaluation and in ``persia predict``.
+        An id that did not occur in training gets a zero vector, and a missing value follows the rule of its feature, as
+        in evaluation and in ``persia predict``.
 
         Args:
             rows: An Arrow table (pyarrow, polars, duckdb, pandas), a list of records, JSON text of them, a dictionary
                 of columns, or the result of :meth:`transform`.
-            strict: Refuse a value of a wrong type, and a key of a record that is no input; otherwise the value counts
-                as missing, and the key is ignored. A key that a record lacks is a missing value.
+            strict: Whether to refuse values of a wrong type, and keys of records that are not inputs; otherwise such a
+                value counts as missing, and such a key is ignored. A missing key is always a missing value.
 
         Returns:
             float32 ``[rows]``; with several outputs ``[rows, outputs]``.
@@ -166,7 +167,7 @@ class Bundle:
         return self.scores_from(self.outputs_of(samples).values)
 
     def scores_from(self, outputs: Floats) -> Floats:
-        """Return the scores of outputs of the model, ``[rows, outputs]`` both."""
+        """Return the scores for outputs of the model; both are ``[rows, outputs]``."""
         columns = [
             scores.score(outputs[:, place], probability=output.kind == "probability")
             for place, output in enumerate(self.outputs)
@@ -178,7 +179,7 @@ class Bundle:
 
         Args:
             samples: The rows.
-            at_a_time: The largest number of rows that the model gets at a time.
+            at_a_time: The maximum number of rows on which the model runs at a time.
 
         Raises:
             UsageError: The bundle is closed.
@@ -194,11 +195,11 @@ class Bundle:
         return Outputs(whole, sum(each.ids for each in done), sum(each.unseen for each in done))
 
     def vectors_of(self, samples: Samples) -> tuple[list[torch.Tensor], list[torch.Tensor], tuple[int, int]]:
-        """Return what the model gets for transformed rows, of which there is at least one.
+        """Return the inputs of the model for transformed rows; at least one row is required.
 
         Returns:
             Dense inputs, ``[rows, columns]`` each; the vectors of each feature in the model's order, ``[rows, dim]`` or
-            ``[rows, last, dim + 1]``; and the numbers of ids, and of ids without a row.
+            ``[rows, last, dim + 1]``; and the number of ids and of ids without a row.
 
         Raises:
             UsageError: The bundle is closed.
@@ -221,7 +222,7 @@ class Bundle:
         return Outputs(np.stack([scores.numbers(part) for part in parts], 1), ids, unseen)
 
     def unseen(self, samples: Samples) -> dict[str, tuple[int, int]]:
-        """Return for each feature the number of unique ids of some rows, and how many of them have no row.
+        """Return, for each feature, the number of unique ids in ``samples``, and the number of these without a row.
 
         Raises:
             UsageError: The bundle is closed.
@@ -231,10 +232,10 @@ class Bundle:
         return dict(zip(self._transform.slots, self._rows.missing(samples.batch(requires_grad=False)), strict=True))
 
     def _check_parity(self, count: int = _CHECKED) -> None:
-        """Score some parity rows, and compare with what the bundle said when it was written.
+        """Score some parity rows, and compare the scores with those stored when the bundle was written.
 
         Raises:
-            CheckpointError: They differ: this machine or this version of torch computes something else.
+            CheckpointError: The scores differ: this machine or this version of torch computes different values.
         """
         labels: Sequence[str] = [each.name for each in self.outputs]
         content = b"" if self._parity is None else self._parity.content()

@@ -1,4 +1,4 @@
-"""A bundle as a model of the serving process."""
+"""Adapts a bundle to the model interface of the serving process."""
 
 from pathlib import Path
 
@@ -15,11 +15,11 @@ class BundledModel:
     """A bundle whose scores are served.
 
     Attributes:
-        identity: The name of exactly this bundle.
+        identity: The unique name of this bundle.
         inputs: The columns of rows.
-        columns: The same by name.
+        columns: The columns of rows by name.
         labels: The labels of the scores.
-        quoted: The names of the columns as they are in JSON.
+        quoted: The names of the columns as they appear in JSON.
     """
 
     def __init__(self, bundle: Bundle) -> None:
@@ -34,8 +34,8 @@ class BundledModel:
         """Return the ids and floats of rows.
 
         Args:
-            data: Records, in which a value of a wrong type counts as missing, or the table of tensors, where one of a
-                wrong type is refused.
+            data: Records, in which a value of a wrong type counts as missing, or a table made from tensors, in which it
+                is refused.
 
         Raises:
             DataError: The rows are invalid.
@@ -43,7 +43,7 @@ class BundledModel:
         return self._bundle.transform(data, strict=isinstance(data, pa.RecordBatch))
 
     def score(self, samples: Samples) -> tuple[npt.NDArray[np.float32], int, int]:
-        """Return the scores, ``[rows, labels]``, the number of unique ids, and how many of them have no row."""
+        """Return the scores, ``[rows, labels]``, the number of unique ids, and the number of ids without a row."""
         found = self._bundle.outputs_of(samples)
         return self._bundle.scores_from(found.values), found.ids, found.unseen
 
@@ -53,9 +53,9 @@ class BundledModel:
 
 
 def load(path: Path) -> BundledModel:
-    """Load a bundle: all of its hashes and some held-out rows are checked.
+    """Load a bundle, and check all of its hashes and some held-out rows.
 
     Raises:
-        CheckpointError: It is incomplete or damaged; the message names the file.
+        CheckpointError: The bundle is incomplete or damaged; the message names the file.
     """
     return BundledModel(Bundle.open(path))

@@ -1,4 +1,4 @@
-"""The forms of rows that a bundle accepts: tables, records, and columns."""
+"""Converts the forms of rows that a bundle accepts: tables, records, and columns."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,11 +16,11 @@ def as_rows(data: Any, inputs: Sequence[Input], *, strict: bool) -> Any:
 
     Args:
         data: An Arrow table of any library, a list of records, JSON text of them, or a dictionary of columns.
-        inputs: The columns that there are.
-        strict: Refuse records with keys that are no inputs.
+        inputs: The columns of the model.
+        strict: Whether to refuse records with unknown keys.
 
     Raises:
-        DataError: A dictionary is no dictionary of columns, or a key is no input; the message names each mistake.
+        DataError: A value of the dictionary is not a column, or a key is unknown; the message lists all errors.
     """
     names = [each.name for each in inputs]
     if not isinstance(data, Mapping):
@@ -29,7 +29,9 @@ def as_rows(data: Any, inputs: Sequence[Input], *, strict: bool) -> Any:
         return data
     _check_keys(data, names)
     if values := [name for name, column in data.items() if not _is_column(column)]:
-        error = DataError(f"{', '.join(map(repr, values))}: one value, want a column: a list or an array with all rows")
+        error = DataError(
+            f"{', '.join(map(repr, values))}: one value, expected a column: a list or an array with all rows"
+        )
         error.hint = "one row as a record is a list of one dictionary: score([{...}])"
         raise error
     return pa.RecordBatch.from_pydict({name: _column(name, column) for name, column in data.items()})
@@ -41,7 +43,7 @@ def _check_keys(keys: Iterable[Any], names: list[str]) -> None:
 
 
 def _keys(data: Any) -> Iterable[Any]:
-    """Return the keys of records, each once; none if these are no records: the transform says what they are."""
+    """Return the keys of records, each once; none if the values are not records, which the transform reports."""
     if isinstance(data, str | bytes):
         try:
             data = json.loads(data)
@@ -66,5 +68,5 @@ def _column(name: str, column: Any) -> pa.Array:
         if pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type):
             array = array.cast(pa.string())
     except (pa.ArrowException, TypeError, ValueError) as error:
-        raise DataError(f"input {name!r}: want one value for each row, all of one type: {error}") from error
+        raise DataError(f"input {name!r}: expected one value for each row, all of one type: {error}") from error
     return array

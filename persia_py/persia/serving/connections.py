@@ -1,7 +1,7 @@
-"""HTTP connections: uvicorn's, with bounds on their number, on the size of a header, and on time.
+"""HTTP connections of uvicorn, with limits on their number, on the size of a header, and on time.
 
-A client that sends its request too slowly, or does not read its answer, is disconnected. uvicorn itself bounds the time
-between two requests of a connection only.
+A client that sends its request too slowly, or does not read its response, is disconnected. uvicorn itself limits only
+the time between two requests of a connection.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _HEADER_BYTES = 32 << 10
-"""The largest header of a request, with its first line."""
+"""The maximum size of the header of a request, including the first line."""
 _LOOK_S = 0.5
 _REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
@@ -21,19 +21,19 @@ _REFUSAL = (
 
 
 class Connection(HttpToolsProtocol):
-    """A connection."""
+    """An HTTP connection."""
 
     limit = 1
-    """The most connections."""
+    """The maximum number of connections."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.since: float | None = None
-        """When the request began that is not complete, or when the client stopped to read; None if neither is so."""
+        """The time at which an incomplete request began, or the client stopped reading; None if neither applies."""
         self._header = 0
 
     def connection_made(self, transport: Any) -> None:
-        """Take a connection, unless there are too many."""
+        """Accept a connection, unless there are too many."""
         super().connection_made(transport)
         self.since = self.loop.time()
         if len(self.connections) > self.limit:
@@ -41,7 +41,7 @@ class Connection(HttpToolsProtocol):
             transport.close()
 
     def data_received(self, data: bytes) -> None:
-        """Parse what arrived."""
+        """Parse received data."""
         if self.transport.is_closing():
             return
         if self._header >= 0:
@@ -57,32 +57,32 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """Start to answer."""
+        """Start to respond."""
         self._header = -1
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """Note that the request is complete."""
+        """Record that the request is complete."""
         self.since = None
         self._header = 0
         super().on_message_complete()
 
     def pause_writing(self) -> None:
-        """Note that the client does not read."""
+        """Record that the client has stopped reading."""
         self.since = self.loop.time()
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        """Note that the client reads."""
+        """Record that the client is reading again."""
         self.since = None
         super().resume_writing()
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn's server, without its own handlers of signals."""
+    """uvicorn's server, without its signal handlers."""
 
     def __init__(self, config: uvicorn.Config, timeout_s: float) -> None:
-        """Serve, and disconnect clients after this time."""
+        """Create a server that disconnects clients after this time."""
         super().__init__(config)
         self._timeout_s = timeout_s
 

@@ -1,4 +1,4 @@
-"""The dense model of a bundle: dense columns, and vectors of features, become outputs."""
+"""The dense model of a bundle, which maps dense columns and vectors of features to outputs."""
 
 import io
 import warnings
@@ -11,22 +11,22 @@ from persia.runtime.errors import CheckpointError
 from persia.serving.manifest import MANIFEST, Model
 
 EXPORTED, SCRIPTED = "torch.export", "torchscript"
-"""The kinds of a model's file."""
+"""The kinds of model files."""
 
 Call = Callable[[list[torch.Tensor], list[torch.Tensor]], Any]
-"""Dense inputs ``[rows, columns]`` and vectors of features become outputs: see :func:`persia.serving.scores.split`."""
+"""Maps dense inputs ``[rows, columns]`` and vectors of features to outputs: see :func:`persia.serving.scores.split`."""
 
 
 def load(model: Model, content: bytes) -> Call:
-    """Return the function of a model's file.
+    """Return the function in a model file.
 
     Raises:
-        CheckpointError: It is no such file, or this version of torch cannot read it.
+        CheckpointError: The file is not a model, or this version of torch cannot read it.
     """
     if model.kind not in (EXPORTED, SCRIPTED):
         raise CheckpointError(f"{MANIFEST}: model of kind {model.kind!r}; this version knows {EXPORTED}, {SCRIPTED}")
     try:
-        with warnings.catch_warnings():  # torch deprecates TorchScript
+        with warnings.catch_warnings():  # torch warns that TorchScript is deprecated
             warnings.simplefilter("ignore", FutureWarning)
             warnings.simplefilter("ignore", DeprecationWarning)
             file = io.BytesIO(content)
@@ -34,7 +34,7 @@ def load(model: Model, content: bytes) -> Call:
                 loaded: Any = torch.jit.load(file)  # type: ignore[no-untyped-call]
             else:
                 loaded = torch.export.load(file).module()
-    except Exception as error:  # torch documents no classes
+    except Exception as error:  # torch does not document the exceptions
         failed = CheckpointError(f"{model.file}: torch {torch.__version__} cannot read the model: {error}")
         failed.hint = (
             "serve with the version of torch that the manifest names, or write the bundle again: persia export"

@@ -25,21 +25,21 @@ _Answer = tuple[int, list[tuple[bytes, bytes]], bytes]
 
 _JSON = (b"content-type", b"application/json")
 BUNDLE = b"persia-bundle"
-"""The header of an answer that names the bundle."""
+"""The response header that names the bundle."""
 
 
 class _GoneError(Exception):
-    """The client has left, or did not send its request in time."""
+    """The client has disconnected, or did not send its request in time."""
 
 
 class HttpApp:
-    """The application."""
+    """The ASGI application."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Process one request."""
         if scope["type"] != "http":
             return
         began = time.monotonic()
@@ -101,19 +101,19 @@ class HttpApp:
     async def _body(
         self, scope: MutableMapping[str, Any], receive: Receive, check: Callable[[], None] = lambda: None
     ) -> bytes:
-        """Return the body of a request. The batcher has accepted it, with its size."""
+        """Return the body of a request, after reserving its size in the batcher."""
         if scope["method"] != "POST":
-            raise MethodError(f"{scope['method']} {scope['path']}: want POST")
+            raise MethodError(f"{scope['method']} {scope['path']}: expected POST")
         length, limit = 0, self._service.limits.body_bytes
         for name, value in scope["headers"]:
             if name == b"content-length":
                 length = int(value) if value.isdigit() else 0
             elif name == b"content-encoding" and value.lower() != b"identity":
-                raise EncodingError(f"content-encoding {value.decode('latin-1')}: want none")
+                raise EncodingError(f"content-encoding {value.decode('latin-1')}: expected none")
         self._authorize(scope)
         check()
         if length > limit:
-            raise TooLargeError(f"{length} bytes; a request may have {limit}")
+            raise TooLargeError(f"{length} bytes; a request may have at most {limit}")
         batcher = self._service.batcher
         batcher.reserve(length)
         size = length
@@ -126,7 +126,7 @@ class HttpApp:
             read = len(body)
             while True:
                 if read > limit:
-                    raise TooLargeError(f"more than {limit} bytes; a request may have {limit}")
+                    raise TooLargeError(f"more than {limit} bytes; a request may have at most {limit}")
                 if read > size:  # without content-length
                     batcher.grow(read - size)
                     size = read
@@ -147,14 +147,14 @@ class HttpApp:
             raise UnauthorizedError("no valid token: send the header Authorization: Bearer TOKEN")
 
     def _other(self, scope: MutableMapping[str, Any]) -> _Answer:
-        """Answer health, metrics and metadata."""
+        """Respond to requests for health, metrics and metadata."""
         path, method = scope["path"].rstrip("/") or "/", scope["method"]
         service = self._service
-        ready = not service.stopping
+        ready = service.ready
         if path not in ("/metrics", "/v2") and not path.startswith(("/v2/health/", "/v2/models/")):
-            raise UnknownError(f"no path {path}; there are /score, /v2, /metrics")
+            raise UnknownError(f"no path {path}; the paths are /score, /v2, /metrics")
         if method not in ("GET", "HEAD"):
-            raise MethodError(f"{method} {path}: want GET")
+            raise MethodError(f"{method} {path}: expected GET")
         if path == "/v2/health/live":
             return _json({"live": True})
         if path == "/v2/health/ready":
@@ -183,7 +183,7 @@ class HttpApp:
 
 
 def _name_and_version(parts: list[str]) -> tuple[str, str | None]:
-    """Return name and version of ``NAME`` or ``NAME/versions/VERSION``."""
+    """Return name and version from ``NAME`` or ``NAME/versions/VERSION``."""
     if len(parts) == 1:
         return parts[0], None
     if len(parts) == 3 and parts[1] == "versions":

@@ -1,4 +1,4 @@
-"""What bounds a serving process: sizes, rows, waiting requests, and time."""
+"""The limits of a serving process: sizes, rows, waiting requests, and time."""
 
 from dataclasses import dataclass
 
@@ -8,14 +8,16 @@ class Limits:
     """The limits of a serving process.
 
     Attributes:
-        body_bytes: The largest request, in bytes.
-        request_rows: The most rows of one request.
-        waiting: The most requests that are accepted and not answered yet; more are refused.
-        waiting_bytes: The most bytes of such requests; more are refused.
-        batch_rows: The rows that are scored together. A request with more rows is scored alone.
-        batch_delay_s: Seconds that a batch with fewer rows waits for more requests. 0 takes those that wait already.
-        timeout_s: Seconds in which a request must arrive, and in which it must be answered.
-        connections: The most open HTTP connections; more are refused.
+        body_bytes: The maximum size of a request, in bytes.
+        request_rows: The maximum number of rows of one request.
+        waiting: The maximum number of accepted requests without a response; further requests are refused.
+        waiting_bytes: The maximum total size of these requests, in bytes; further requests are refused.
+        batch_rows: The maximum number of rows that are scored together. A request with more rows is scored alone.
+        batch_delay_s: Seconds that a batch with fewer rows waits for more requests. 0 takes only requests that are
+            already waiting.
+        timeout_s: Seconds within which a request must arrive, and within which its response must be sent.
+        drain_s: Seconds after a signal during which the process is not ready but still serves new requests.
+        connections: The maximum number of open HTTP connections; further ones are refused.
     """
 
     body_bytes: int = 8 << 20
@@ -25,4 +27,5 @@ class Limits:
     batch_rows: int = 1_024
     batch_delay_s: float = 0.0
     timeout_s: float = 10.0
+    drain_s: float = 0.0
     connections: int = 1_024

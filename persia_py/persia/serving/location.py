@@ -1,5 +1,6 @@
-"""Where the bundle is: a bundle, a link to one, or a folder of versions, of which the highest number is served."""
+"""Finds the bundle to serve: a bundle, a link to one, or the highest version in a folder of versions."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,11 +10,11 @@ from persia.serving.manifest import MANIFEST, new_folder
 
 @dataclass(frozen=True)
 class Found:
-    """A bundle, as it is at this moment.
+    """The current state of a bundle.
 
     Attributes:
-        path: Its folder, without links.
-        stamp: Changes if the manifest is another file.
+        path: The folder of the bundle, with links resolved.
+        stamp: A value that changes when the manifest is replaced.
     """
 
     path: Path
@@ -24,11 +25,11 @@ def find(given: Path) -> Found:
     """Return the bundle that a path names.
 
     Args:
-        given: A bundle, a link to one, or a folder whose subfolders with whole numbers as names are bundles. The
-            highest number that has a manifest is taken.
+        given: A bundle, a link to one, or a folder whose subfolders with integer names are bundles. The highest version
+            with a manifest is taken.
 
     Raises:
-        CheckpointError: There is no bundle.
+        CheckpointError: The path has no bundle.
     """
     found = _bundle(given)
     if found is not None:
@@ -57,5 +58,5 @@ def _bundle(folder: Path) -> Found | None:
 
 def _missing(given: Path, why: str, new: Path) -> CheckpointError:
     error = CheckpointError(f"{given}: no bundle: {why}")
-    error.hint = f"write one: persia export runs/LATEST -o {new}"
+    error.hint = f"write one: persia export runs/LATEST -o {shlex.quote(str(new))}"
     return error

@@ -1,9 +1,10 @@
-"""The manifest of a bundle: what it contains, where it comes from, and the hashes of its files."""
+"""The manifest of a bundle: its content, its source, and the hashes of its files."""
 
 import dataclasses
 import json
 import os
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,11 @@ from persia.runtime.errors import CheckpointError
 from persia_core.serving import MappedFile, blake3
 
 FORMAT = 1
-"""The format of bundles. Raised when an older reader could misread one."""
+"""The format version of bundles. It is increased when an older reader could misread a bundle."""
 MANIFEST = "manifest.json"
 """The file that makes a folder a bundle. It is written last."""
 CHUNK = 16 << 20
-"""The bytes that one hash is for. Chunks are verified by several threads."""
+"""The number of bytes that each hash covers. Several threads verify chunks."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _HASH_KEY, _END = ',\n "blake3": "', '"\n}\n'
@@ -30,8 +31,8 @@ _DATATYPES = {
     "float": "FP32",
     "double": "FP64",
 }
-"""The datatypes of the Open Inference Protocol, by the Arrow type; other types are ``BYTES``, their text."""
-_LIST = re.compile(r"(?:large_)?list(?:_view)?<(?:item|element)?:? ?(.+?)(?: not null)?>")
+"""The datatypes of the Open Inference Protocol by Arrow type; values of other types become ``BYTES``, their text."""
+_LIST = re.compile(r"(?:large_|fixed_size_)?list(?:_view)?<(?:item|element)?:? ?(.+?)(?: not null)?>(?:\[\d+\])?")
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Input:
     """A column of the rows that a bundle scores.
 
     Attributes:
-        name: Its name.
-        type: Its Arrow type in the training data, such as ``int64``, ``string``, ``double``, ``list<int64>``.
+        name: The name of the column.
+        type: The Arrow type in the training data, such as ``int64``, ``string``, ``double``, ``list<int64>``.
         features: The features that read it.
     """
 
@@ -55,9 +56,10 @@ class Input:
 
     @property
     def datatype(self) -> str:
-        """The datatype of the Open Inference Protocol of a value; of a list, that of its items."""
+        """The datatype of a value in the Open Inference Protocol; for a list, that of its items."""
         item = _LIST.fullmatch(self.type)
-        return _DATATYPES.get(self.type if item is None else item[1], "BYTES")
+        value = self.type if item is None else item[1]
+        return "FP64" if value.startswith("decimal") else _DATATYPES.get(value, "BYTES")
 
 
 @dataclass(frozen=True)
@@ -75,13 +77,13 @@ class Output:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a bundle comes from.
+    """The source of a bundle.
 
     Attributes:
         run: The name of the run.
-        checkpoint: Its checkpoint: the folder and the name.
-        generation: The generation of the run that the rows are of.
-        step: The last step that was trained.
+        checkpoint: The checkpoint: folder and name.
+        generation: The generation of the run to which the rows belong.
+        step: The last trained step.
         transform: The digest of the transform.
     """
 
@@ -97,10 +99,10 @@ class Model:
     """The dense model.
 
     Attributes:
-        file: Its file.
+        file: The file of the model.
         kind: ``torch.export`` or ``torchscript``.
-        slots: The id features whose vectors it gets, in order.
-        threads: The number of threads of its evaluation, on which the last bits of scores depend.
+        slots: The id features whose vectors the model receives, in order.
+        threads: The number of threads in its evaluation, on which the last bits of scores depend.
     """
 
     file: str
@@ -114,11 +116,11 @@ class Table:
     """The rows of an embedding table.
 
     Attributes:
-        name: Its name.
+        name: The name of the table.
         dim: The number of weights of a row.
         rows: The number of rows.
-        ids: The file of their ids.
-        weights: The file of their weights.
+        ids: The file with the ids.
+        weights: The file with the weights.
     """
 
     name: str
@@ -130,13 +132,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Parity:
-    """The comparison with evaluation, when the bundle was written.
+    """The comparison with evaluation that was made when the bundle was written.
 
     Attributes:
-        file: Held-out rows, with the outputs of evaluation and of the bundle.
-        rows: Their number.
+        file: The file with held-out rows and the outputs of evaluation and of the bundle.
+        rows: The number of rows in the file.
         compared: The number of held-out rows that were compared.
-        bound: The largest difference allowed: ``|difference| <= bound * max(1, |output|)``.
+        bound: The maximum difference allowed: ``|difference| <= bound * max(1, |output|)``.
         largest: The largest ``|difference| / max(1, |output|)`` that was found, over all batch sizes.
     """
 
@@ -152,8 +154,8 @@ class File:
     """A file of a bundle.
 
     Attributes:
-        name: Its name.
-        bytes: Its size.
+        name: The name of the file.
+        bytes: The size in bytes.
         chunks: The blake3 hash of each chunk of :data:`CHUNK` bytes, in hexadecimal.
     """
 
@@ -163,23 +165,23 @@ class File:
 
     @classmethod
     def of(cls, path: Path, threads: int) -> "File":
-        """Return the entry of a file that was written.
+        """Return the entry for a file that has been written.
 
         Raises:
-            StorageError: It cannot be read.
+            StorageError: The file cannot be read.
         """
         mapped = MappedFile(path)
         return cls(path.name, len(mapped), tuple(mapped.hashes(CHUNK, threads)))
 
     def open(self, folder: Path, threads: int, *, verify: bool = True) -> MappedFile:
-        """Map the file, and check its size, and with ``verify`` its hashes.
+        """Map the file and check its size; with ``verify`` also check its hashes.
 
         Raises:
-            CheckpointError: It is missing or damaged; the message names it.
+            CheckpointError: The file is missing or damaged; the message names it.
         """
         path = folder / self.name
         if not path.is_file():
-            raise damaged(path, "is missing, the manifest names it")
+            raise damaged(path, "is missing, but listed in the manifest")
         mapped = MappedFile(path)
         if len(mapped) != self.bytes:
             raise damaged(path, f"has {len(mapped):,} bytes, the manifest says {self.bytes:,}")
@@ -194,17 +196,17 @@ class Manifest:
     """The content of a bundle.
 
     Attributes:
-        created_at: When it was written: ISO 8601, UTC.
-        versions: Those of ``persia``, ``persia_core`` and ``torch`` that have written it.
-        source: Where it comes from.
+        created_at: The time at which it was written, in ISO 8601, UTC.
+        versions: The versions of ``persia``, ``persia_core`` and ``torch`` that wrote it.
+        source: The source of the bundle.
         inputs: The columns of rows.
         outputs: The columns of scores.
         transform: The file of the transform.
         model: The dense model.
-        rows: The form of embedding rows: ``f32``, ``f16`` or ``int8``.
+        rows: The data type of embedding rows: ``f32``, ``f16`` or ``int8``.
         tables: The tables, in the order of the transform's configuration.
         parity: The comparison with evaluation.
-        files: All files but the manifest.
+        files: All files except the manifest.
     """
 
     created_at: str
@@ -221,18 +223,18 @@ class Manifest:
 
     @property
     def identity(self) -> str:
-        """The name of exactly this bundle: run, step, and the beginning of the hash of the manifest."""
+        """The unique name of this bundle: run, step, and the beginning of the hash of the manifest."""
         return f"{self.source.run}-{self.source.step}-{blake3(self._body().encode())[:12]}"
 
     def file(self, name: str) -> File:
         """Return the entry of a file.
 
         Raises:
-            CheckpointError: The manifest does not name it.
+            CheckpointError: The manifest does not list the file.
         """
         found = next((each for each in self.files if each.name == name), None)
         if found is None:
-            raise CheckpointError(f"{MANIFEST}: names no file {name!r}; write the bundle again: persia export")
+            raise CheckpointError(f"{MANIFEST}: does not list the file {name!r}; write the bundle again: persia export")
         return found
 
     def to_text(self) -> str:
@@ -248,7 +250,7 @@ class Manifest:
         """Read the manifest of the bundle in a folder.
 
         Raises:
-            CheckpointError: There is no bundle, its manifest is damaged, or a newer version has written it.
+            CheckpointError: The folder has no bundle, the manifest is damaged, or a newer version wrote it.
         """
         path = folder / MANIFEST
         try:
@@ -270,9 +272,9 @@ class Manifest:
             del content["blake3"]
             manifest = cls._of(content)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise damaged(path, f"is no manifest of a bundle: {error}") from error
+            raise damaged(path, f"is not a bundle manifest: {error}") from error
         if wrong := [each.name for each in manifest.files if _NAME.fullmatch(each.name) is None]:
-            raise damaged(path, f"names files that a bundle cannot have: {', '.join(map(repr, wrong))}")
+            raise damaged(path, f"lists files that a bundle cannot have: {', '.join(map(repr, wrong))}")
         return manifest
 
     @classmethod
@@ -291,14 +293,14 @@ class Manifest:
 
 
 def damaged(path: Path, what: str) -> CheckpointError:
-    """Return the error of a file that is not as it was written."""
+    """Return the error for a file that has changed since it was written."""
     error = CheckpointError(f"{path}: {what}")
     error.hint = "copy the bundle again, or write it again: persia export RUN -o FOLDER"
     return error
 
 
 def new_folder(path: Path) -> Path:
-    """Return a path at which an export can write a bundle: this one, or a new one beside it if it exists."""
+    """Return a path to which an export can write a bundle: this one, or a new path next to it if this one exists."""
     found, number = path, 1
     while os.path.lexists(found):
         number += 1
@@ -310,8 +312,8 @@ def _missing(folder: Path) -> CheckpointError:
     if not folder.exists():
         error = CheckpointError(f"{folder}: there is no such folder")
     elif not folder.is_dir():
-        error = CheckpointError(f"{folder}: want the folder of a bundle, found a file")
+        error = CheckpointError(f"{folder}: expected the folder of a bundle, found a file")
     else:
         error = CheckpointError(f"{folder}: no bundle here, or one that was not completely written: no {MANIFEST}")
-    error.hint = f"write one: persia export runs/LATEST -o {new_folder(folder)}"
+    error.hint = f"write one: persia export runs/LATEST -o {shlex.quote(str(new_folder(folder)))}"
     return error

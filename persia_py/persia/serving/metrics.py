@@ -6,27 +6,27 @@ CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 """The format of :meth:`Metrics.text`."""
 
 APIS = ("score", "rest", "grpc")
-"""``POST /score``, and the two forms of the Open Inference Protocol."""
+"""The APIs: ``POST /score``, and the two forms of the Open Inference Protocol."""
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 class Metrics:
-    """Counters and histograms, in a registry of their own.
+    """Counters and histograms, in a separate registry.
 
     Attributes:
-        requests: Requests by ``api`` and ``outcome``, which is the name of the error's class, or ``ok``.
-        request_seconds: Time from the arrival of a request to its answer, by ``api``.
-        waiting: Requests that are accepted and not answered.
-        waiting_bytes: The bytes of these requests.
-        batch_rows: Rows of the batches.
-        batch_seconds: Time that a batch took, from its rows' transform to its scores.
-        rows: Scored rows.
-        ids: Unique ids of the batches.
-        unseen_ids: Those of them that training never had; their vectors are zeros.
-        unusual: Unusual values of the rows, by ``feature`` and ``kind``.
-        reloads: Bundles that were loaded after the first, by ``outcome``.
+        requests: The number of requests, by ``api`` and ``outcome``, which is a kind of error or ``ok``.
+        request_seconds: Time from the arrival of a request to its response, by ``api``.
+        waiting: The number of accepted requests without a response.
+        waiting_bytes: The size of these requests, in bytes.
+        batch_rows: The number of rows in a batch.
+        batch_seconds: The time from the transform of a batch's rows to their scores.
+        rows: The number of scored rows.
+        ids: The number of unique ids in batches.
+        unseen_ids: The number of these ids that did not occur in training; their vectors are zeros.
+        unusual: The number of unusual values in rows, by ``feature`` and ``kind``.
+        reloads: The number of bundles loaded after the first, by ``outcome``.
         bundle: 1, with the identity of the served bundle as a label.
     """
 
@@ -37,14 +37,14 @@ class Metrics:
         self._requests = Counter(f"{name}requests", "Requests by their outcome", ("api", "outcome"), registry=registry)
         seconds = Histogram(
             f"{name}request_duration_seconds",
-            "Time from the arrival of a request to its answer",
+            "Time from the arrival of a request to its response",
             ("api",),
             buckets=_SECONDS,
             registry=registry,
         )
         self.request_seconds = {api: seconds.labels(api) for api in APIS}
         self._ok = {api: self._requests.labels(api, "ok") for api in APIS}
-        self.waiting = Gauge(f"{name}waiting_requests", "Requests that are not answered yet", registry=registry)
+        self.waiting = Gauge(f"{name}waiting_requests", "Requests without a response", registry=registry)
         self.waiting_bytes = Gauge(f"{name}waiting_bytes", "Bytes of these requests", registry=registry)
         self.batch_rows = Histogram(f"{name}batch_rows", "Rows of a batch", buckets=_ROWS, registry=registry)
         self.batch_seconds = Histogram(
@@ -62,7 +62,7 @@ class Metrics:
         self._bundle = Gauge(f"{name}bundle", "The served bundle", ("bundle",), registry=registry)
 
     def answered(self, api: str, outcome: str, seconds: float) -> None:
-        """Record that a request was answered."""
+        """Record that a request has received its response."""
         (self._ok[api] if outcome == "ok" else self._requests.labels(api, outcome)).inc()
         self.request_seconds[api].observe(seconds)
 

@@ -1,4 +1,4 @@
-"""Held-out rows with the outputs of evaluation and of the bundle, and the differences that are allowed."""
+"""Held-out rows with the outputs of evaluation and of the bundle, and the allowed differences."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -16,21 +16,21 @@ from persia.runtime.errors import CheckpointError, UsageError
 Floats = npt.NDArray[np.float32]
 
 BOUNDS: Mapping[str, float] = MappingProxyType({"f32": 1e-5, "f16": 5e-3, "int8": 5e-2})
-"""By the form of rows: the largest ``|difference| / max(1, |output|)`` from evaluation. An output is a logit or, of a
-regression, a number. Exact rows differ only by the order of torch's sums, which depends on the batch size."""
+"""The maximum ``|difference| / max(1, |output|)`` from evaluation, by the data type of rows. An output is a logit or,
+for a regression, a number. Exact rows differ only by the order of torch's sums, which depends on the batch size."""
 SAME = BOUNDS["f32"]
-"""The same for two computations with the same rows."""
+"""The maximum difference between two computations with the same rows."""
 
 EVALUATION, BUNDLE = "persia.evaluation.", "persia.bundle."
-"""The beginnings of the names of columns with outputs; the name of the label follows."""
+"""The prefixes of the names of columns with outputs; the name of the label follows."""
 
 
 @dataclass(frozen=True)
 class ParityRows:
-    """Held-out rows.
+    """Held-out rows with outputs.
 
     Attributes:
-        rows: Their inputs.
+        rows: The inputs.
         outputs: The outputs of the bundle when it was written, ``[rows, labels]``.
     """
 
@@ -39,18 +39,18 @@ class ParityRows:
 
 
 def bound_of(form: str) -> float:
-    """Return the bound of a form of rows.
+    """Return the bound for a data type of rows.
 
     Raises:
-        UsageError: There is no such form.
+        UsageError: The data type does not exist.
     """
     if form not in BOUNDS:
-        raise UsageError(f"rows {form!r}: want {', '.join(BOUNDS)}")
+        raise UsageError(f"rows {form!r}: expected {', '.join(BOUNDS)}")
     return BOUNDS[form]
 
 
 def difference(outputs: Floats, wanted: Floats) -> float:
-    """Return the largest ``|difference| / max(1, |wanted|)``; infinite where one of two is not a finite number."""
+    """Return the largest ``|difference| / max(1, |wanted|)``; infinite if either value is not a finite number."""
     if not outputs.size:
         return 0.0
     one, other = outputs.astype(np.float64), wanted.astype(np.float64)
@@ -60,7 +60,7 @@ def difference(outputs: Floats, wanted: Floats) -> float:
 
 
 def write(rows: pa.Table, evaluation: Floats, bundle: Floats, labels: Sequence[str]) -> bytes:
-    """Return a Parquet file of rows with both outputs, ``[rows, labels]``."""
+    """Return a Parquet file with rows and both outputs, ``[rows, labels]``."""
     for beginning, outputs in ((EVALUATION, evaluation), (BUNDLE, bundle)):
         for place, label in enumerate(labels):
             rows = rows.append_column(f"{beginning}{label}", pa.array(outputs[:, place], pa.float32()))
@@ -73,7 +73,7 @@ def read(content: bytes, name: str, labels: Sequence[str]) -> ParityRows:
     """Read what :func:`write` has written.
 
     Raises:
-        CheckpointError: It is something else.
+        CheckpointError: The content is not a parity file.
     """
     try:
         table: Any = pq.ParquetFile(io.BytesIO(content)).read()  # read_table would import pyarrow.dataset

@@ -1,4 +1,4 @@
-"""The body of ``POST /score``: records as JSON, or one shared part and its candidates."""
+"""Parses the body of ``POST /score``: records as JSON, or a shared part with candidates."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from persia.serving.limits import Limits
 from persia.serving.refusals import InvalidError, TooLargeError
 
 _FORMS = (
-    'want a list of records, {"records": [...]}, or {"shared": {...}, "candidates": [{...}, ...]}; '
+    'expected a list of records, {"records": [...]}, or {"shared": {...}, "candidates": [{...}, ...]}; '
     "a record is an object of columns"
 )
 
@@ -17,8 +17,8 @@ def decoder(body: bytes, limits: Limits) -> Decode:
     """Return the function that reads the rows of a body.
 
     A list of records is read by the transform itself. An object is ``{"records": [...]}``, or ``{"shared": record,
-    "candidates": [record, ...]}``, where each candidate is a row with the columns of ``shared`` and its own. The limits
-    are checked before candidates become rows, and before the transform.
+    "candidates": [record, ...]}``, where each candidate is a row with its own columns and those of ``shared``. The
+    limits are checked before candidates become rows, and before the transform.
     """
     if body[:64].lstrip()[:1] == b"[":
         return lambda model: _records(body, model, limits)
@@ -26,7 +26,7 @@ def decoder(body: bytes, limits: Limits) -> Decode:
 
 
 def _records(body: bytes, model: Any, limits: Limits) -> bytes:
-    """Return the body, if it is certain to have a column of the model."""
+    """Return the body unchanged, if it certainly has a column of the model."""
     if body.count(b"{") > limits.request_rows or not any(name in body for name in model.quoted):
         rows = rest.loads(body)
         _check(rows, model)
@@ -48,7 +48,7 @@ def _object(body: bytes, model: Any, limits: Limits) -> bytes:
         _check_count(rows, limits)
         if (size := len(rest.dumps(shared)) * len(rows)) > limits.waiting_bytes:
             raise TooLargeError(
-                f"shared in each of {len(rows)} rows is {size} bytes; a request may have {limits.waiting_bytes}"
+                f"shared in each of {len(rows)} rows is {size} bytes; a request may have at most {limits.waiting_bytes}"
             )
         if both := sorted({*shared} & {key for row in rows if isinstance(row, dict) for key in row}):
             raise InvalidError(f"columns of both shared and a candidate: {', '.join(both)}")
@@ -61,11 +61,11 @@ def _object(body: bytes, model: Any, limits: Limits) -> bytes:
 
 def _check_count(rows: Any, limits: Limits) -> None:
     if isinstance(rows, list) and len(rows) > limits.request_rows:
-        raise TooLargeError(f"{len(rows)} rows; a request may have {limits.request_rows}")
+        raise TooLargeError(f"{len(rows)} rows; a request may have at most {limits.request_rows}")
 
 
 def _check(rows: Any, model: Any) -> None:
-    """Refuse what is not a list of records, and records of which none has a column of the model."""
+    """Check that the body is a list of records, and that a record has a column of the model."""
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise InvalidError(_FORMS)
     if rows and not any(name in row for row in rows for name in model.columns):

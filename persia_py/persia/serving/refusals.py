@@ -1,4 +1,4 @@
-"""Why a request gets no scores: each class has its HTTP status and its gRPC status."""
+"""The reasons for which a request gets no scores. Each class has an HTTP status and a gRPC status."""
 
 import grpc
 
@@ -9,7 +9,7 @@ class RefusedError(Exception):
     Attributes:
         status: The HTTP status.
         code: The gRPC status.
-        outcome: Its name in the metrics.
+        outcome: The name of the outcome in the metrics.
         retry_after_s: Seconds after which the client should try again; None if that would not help.
     """
 
@@ -20,7 +20,7 @@ class RefusedError(Exception):
 
 
 class InvalidError(RefusedError):
-    """The request is not what the model takes."""
+    """The request does not fit the model."""
 
     status = 400
     code = grpc.StatusCode.INVALID_ARGUMENT
@@ -36,7 +36,7 @@ class UnauthorizedError(RefusedError):
 
 
 class UnknownError(RefusedError):
-    """There is no such path, model or version."""
+    """The path, model or version does not exist."""
 
     status = 404
     code = grpc.StatusCode.NOT_FOUND
@@ -44,7 +44,7 @@ class UnknownError(RefusedError):
 
 
 class MethodError(RefusedError):
-    """The path has another method."""
+    """The path requires another method."""
 
     status = 405
     outcome = "invalid"
@@ -66,7 +66,7 @@ class EncodingError(RefusedError):
 
 
 class BusyError(RefusedError):
-    """As many requests wait as may."""
+    """The maximum number of requests is waiting."""
 
     status = 503
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -75,7 +75,7 @@ class BusyError(RefusedError):
 
 
 class StoppingError(RefusedError):
-    """The server stops."""
+    """The server is stopping."""
 
     status = 503
     code = grpc.StatusCode.UNAVAILABLE

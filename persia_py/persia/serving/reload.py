@@ -1,8 +1,8 @@
-"""Serve a newer bundle when there is one, without refusing a request.
+"""Serves a newer bundle when it appears, without refusing a request.
 
-The path is checked every second, and after SIGHUP immediately. A newer bundle is loaded and verified while the present
-one is served, and takes over between two batches. If it cannot be loaded, the present one stays; it is tried again
-later, because it may be half copied.
+The path is checked every second, and after SIGHUP immediately. A newer bundle is loaded and verified while the current
+one is served, and takes over between two batches. If it cannot be loaded, the current one is kept; loading is retried
+later, because the copy may be incomplete.
 """
 
 import asyncio
@@ -20,17 +20,17 @@ from persia.serving.metrics import Metrics
 _logger = get_logger("serving")
 
 LOOK_S = 1.0
-"""Seconds between two looks at the path."""
+"""Seconds between two checks of the path."""
 _FIRST_PAUSE_S = 2.0
 _LONGEST_PAUSE_S = 60.0
-"""Seconds until a bundle that cannot be loaded is tried again; the time doubles."""
+"""The maximum number of seconds until loading a failed bundle is retried; the delay doubles each time."""
 
 
 class Reloader:
-    """Looks at the path of the bundle, and replaces the model of a batcher.
+    """Checks the path of the bundle, and replaces the model of a batcher.
 
     Attributes:
-        model: The model that is served.
+        model: The served model.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class Reloader:
         """Watch a path.
 
         Args:
-            path: The path that :func:`persia.serving.location.find` takes.
-            served: What it named at the start, and the model that was loaded from it.
+            path: The path to pass to :func:`persia.serving.location.find`.
+            served: The bundle at the path at the start, and the model loaded from it.
             load: Loads and checks a bundle; runs in a thread.
-            batcher: Scores by the model.
-            metrics: Counts reloads.
-            look_s: Seconds between two looks.
+            batcher: The batcher, which scores with the model.
+            metrics: The metrics, which count reloads.
+            look_s: Seconds between two checks.
         """
         self._path = path
         self._found, self.model = served
@@ -66,13 +66,13 @@ class Reloader:
         metrics.serves(self.model.identity)
 
     def ask(self) -> None:
-        """Look now, and try again what could not be loaded."""
+        """Check for a newer bundle now, and retry one that could not be loaded."""
         self._again_at = 0.0
         self._failed = None
         self._asked.set()
 
     async def run(self) -> None:
-        """Look until cancelled."""
+        """Check repeatedly until cancelled."""
         while True:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._asked.wait(), self._look_s)
@@ -86,7 +86,7 @@ class Reloader:
             found = await loop.run_in_executor(None, find, self._path)
         except CheckpointError as error:
             if asked:
-                _logger.warning("%s; %s is served on", error, self.model.identity)
+                _logger.warning("%s; still serving %s", error, self.model.identity)
             return
         if found == self._found:
             if asked:
@@ -106,7 +106,7 @@ class Reloader:
             self._failed, self._again_at = found, loop.time() + self._pause_s
             self._metrics.reloads.labels("failed").inc()
             _logger.error(
-                "%s cannot be served: %s; %s is served on, next attempt in %g s",
+                "%s cannot be served: %s; still serving %s, next attempt in %g s",
                 found.path, error, self.model.identity, self._pause_s,
             )  # fmt: skip
             return

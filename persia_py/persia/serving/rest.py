@@ -1,7 +1,7 @@
-"""A request of the Open Inference Protocol's REST form, with or without binary tensors.
+"""Parses a request of the Open Inference Protocol's REST form, with or without binary tensors.
 
-The body is a JSON object. With the extension for binary tensors, the bytes of the tensors that have the parameter
-``binary_data_size`` follow it. The header ``Inference-Header-Content-Length`` is the length of the JSON then.
+The body is a JSON object. With the extension for binary tensors, the bytes of tensors with the parameter
+``binary_data_size`` follow the JSON. The header ``Inference-Header-Content-Length`` then has the length of the JSON.
 """
 
 from typing import Any
@@ -18,10 +18,10 @@ _encoder = msgspec.json.Encoder()
 
 
 class InferRequest:
-    """A request. What it asks of its answer is known after :meth:`decode`."""
+    """A request. The requested outputs are known after :meth:`decode`."""
 
     def __init__(self, body: bytes, header: bytes | None) -> None:
-        """Keep a body, and the value of the header ``Inference-Header-Content-Length``."""
+        """Store a body, and the value of the header ``Inference-Header-Content-Length``."""
         self._body = body
         self._header = header
         self._id: str | None = None
@@ -29,7 +29,7 @@ class InferRequest:
         self._binary = False
 
     def decode(self, model: Any) -> Any:
-        """Return the rows for a model.
+        """Return the rows of the request for a model.
 
         Raises:
             InvalidError: The request is invalid.
@@ -37,7 +37,7 @@ class InferRequest:
         head = len(self._body) if self._header is None else _whole(self._header, len(self._body))
         content = loads(memoryview(self._body)[:head])
         if not isinstance(content, dict) or not isinstance(content.get("inputs"), list):
-            raise InvalidError("want an object with a list of inputs")
+            raise InvalidError("expected an object with a list of inputs")
         self._id = _text(content.get("id"), "id")
         parameters = _parameters(content, "the request")
         self._binary = parameters.get("binary_data_output") is True
@@ -56,7 +56,7 @@ class InferRequest:
         return tensors.to_table(found, model.columns)
 
     def answer(self, name: str, scores: Scores, outputs: list[str]) -> tuple[bytes, int | None]:
-        """Return the body of the answer, and the length of its JSON if binary tensors follow it.
+        """Return the body of the response, and the length of its JSON if binary tensors follow it.
 
         Raises:
             UnknownError: The request names an output that the model does not have.
@@ -65,7 +65,7 @@ class InferRequest:
         found, raws = [], []
         for output, binary in wanted:
             if output not in outputs:
-                raise UnknownError(f"no output {output!r}; there are: {', '.join(outputs)}")
+                raise UnknownError(f"no output {output!r}; the outputs are: {', '.join(outputs)}")
             values = np.ascontiguousarray(scores.values[:, outputs.index(output)])
             tensor: dict[str, Any] = {"name": output, "datatype": "FP32", "shape": [len(values)]}
             if binary:
@@ -91,10 +91,10 @@ class InferRequest:
 
 
 def loads(text: bytes | memoryview) -> Any:
-    """Return the value of JSON.
+    """Parse JSON, and return its value.
 
     Raises:
-        InvalidError: It is not JSON, or nested too deeply.
+        InvalidError: The text is not JSON, or is nested too deeply.
     """
     try:
         return _decoder.decode(text)
@@ -103,31 +103,31 @@ def loads(text: bytes | memoryview) -> Any:
 
 
 def dumps(content: Any) -> bytes:
-    """Return JSON; numbers that are not finite are null."""
+    """Return a value as JSON; numbers that are not finite become null."""
     return _encoder.encode(content)
 
 
 def _input(given: dict[str, Any], rest: memoryview) -> tuple[tensors.Tensor, int]:
-    """Return a tensor, and how many of the bytes behind the JSON are its own."""
+    """Return a tensor, and the number of bytes after the JSON that belong to it."""
     name, datatype, shape = given.get("name"), given.get("datatype"), given.get("shape")
     if not isinstance(name, str) or not isinstance(datatype, str) or not isinstance(shape, list):
-        raise InvalidError("inputs: each has name, datatype and shape")
+        raise InvalidError("inputs: each input must have name, datatype and shape")
     parameters = _parameters(given, name)
     if "shared_memory_region" in parameters:
         raise InvalidError(f"{name}: shared memory is not supported")
     size = parameters.get("binary_data_size")
     if size is None:
         if not isinstance(given.get("data"), list):
-            raise InvalidError(f"{name}: want data, or the parameter binary_data_size")
+            raise InvalidError(f"{name}: expected data, or the parameter binary_data_size")
         return tensors.from_values(name, datatype, shape, given["data"]), 0
     if not isinstance(size, int) or not 0 <= size <= len(rest):
-        raise InvalidError(f"{name}: binary_data_size {size}; {len(rest)} bytes follow")
+        raise InvalidError(f"{name}: binary_data_size is {size}, but {len(rest)} bytes follow")
     return tensors.from_raw(name, datatype, shape, rest[:size]), size
 
 
 def _objects(given: Any, what: str) -> list[dict[str, Any]]:
     if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
-        raise InvalidError(f"{what}: want a list of objects")
+        raise InvalidError(f"{what}: expected a list of objects")
     return given
 
 
@@ -136,20 +136,20 @@ def _parameters(given: dict[str, Any], what: str) -> dict[str, Any]:
     if found is None:
         return {}
     if not isinstance(found, dict):
-        raise InvalidError(f"parameters of {what}: want an object")
+        raise InvalidError(f"parameters of {what}: expected an object")
     return found
 
 
 def _text(value: Any, what: str) -> str | None:
     if value is not None and not isinstance(value, str):
-        raise InvalidError(f"{what}: want a string")
+        raise InvalidError(f"{what}: expected a string")
     return value
 
 
 def _whole(header: bytes, most: int) -> int:
     if not header.isdigit() or len(header) > 12 or int(header) > most:
         raise InvalidError(
-            f"inference-header-content-length {header.decode('latin-1')}: want a whole number of at most {most}, the "
+            f"inference-header-content-length {header.decode('latin-1')}: must be an integer of at most {most}, the "
             "bytes of the body"
         )
     return int(header)

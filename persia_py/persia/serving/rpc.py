@@ -1,7 +1,6 @@
 """gRPC: the Open Inference Protocol, health, and reflection."""
 
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -14,12 +13,12 @@ from persia.proto import inference_pb2 as pb
 from persia.proto import inference_pb2_grpc as services
 from persia.serving import access, rest, tensors
 from persia.serving.batching import Scores
+from persia.serving.calls import HEALTH_CALLS, Admission
 from persia.serving.limits import Limits
 from persia.serving.refusals import InvalidError, RefusedError, UnknownError
 from persia.serving.service import Service, inputs, output_names, outputs
 
 _SERVICE = "inference.GRPCInferenceService"
-_OPEN_TO_ALL = ("/grpc.health.v1.Health/Check", f"/{_SERVICE}/ServerLive", f"/{_SERVICE}/ServerReady")
 
 _CONTENTS = {
     "BOOL": "bool_contents",
@@ -35,28 +34,24 @@ _CONTENTS = {
     "FP64": "fp64_contents",
     "BYTES": "bytes_contents",
 }
-"""The field with the elements of each datatype."""
+"""The field that holds the elements of each datatype."""
 
 
 class RpcServer:
     """The gRPC server.
 
     Attributes:
-        port: The port at which it listens.
+        port: The port on which it listens.
     """
 
     def __init__(self, service: Service, host: str, port: int) -> None:
-        """Listen.
+        """Open the port.
 
         Raises:
             RuntimeError: The port cannot be opened.
         """
         limits = service.limits
-        self._server = grpc.aio.server(
-            interceptors=[_Authorization(service.expected)],
-            options=_options(limits),
-            maximum_concurrent_rpcs=limits.waiting,
-        )
+        self._server = grpc.aio.server(interceptors=[Admission(service.expected, limits)], options=_options(limits))
         services.add_GRPCInferenceServiceServicer_to_server(_Inference(service), self._server)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -75,17 +70,17 @@ class RpcServer:
             self.port = self._server.add_secure_port(shown, credentials)
 
     async def start(self) -> None:
-        """Answer requests."""
+        """Start serving requests."""
         for name in ("", _SERVICE):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         await self._server.start()
 
     async def leave(self) -> None:
-        """Say that it is not ready any more."""
+        """Report that the server is no longer ready."""
         await self._health.enter_graceful_shutdown()
 
     async def stop(self, grace_s: float) -> None:
-        """Accept no more requests, and wait until those that run are answered."""
+        """Stop accepting requests, and wait until running requests have their responses."""
         await self._server.stop(grace_s)
 
 
@@ -93,73 +88,43 @@ def _options(limits: Limits) -> list[tuple[str, Any]]:
     return [
         ("grpc.max_receive_message_length", limits.body_bytes),
         ("grpc.max_send_message_length", limits.body_bytes),
-        ("grpc.max_concurrent_streams", limits.waiting),
+        # per connection; further ones wait in the client
+        ("grpc.max_concurrent_streams", limits.waiting + HEALTH_CALLS),
         ("grpc.so_reuseport", 0),
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 20_000),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ]
 
 
-class _Authorization(grpc.aio.ServerInterceptor):  # type: ignore[misc,name-defined,unused-ignore]
-    """Refuse calls without the token, except those that ask once about health.
-
-    A refused call ends at once, and does not wait for its message: it would take the place of another call until then.
-    """
-
-    def __init__(self, expected: bytes | None) -> None:
-        self._expected = expected
-        self._refusal: Any = grpc.stream_stream_rpc_method_handler(_refuse)
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        """Return the handler of a call, or one that refuses it."""
-        handler = await continuation(handler_call_details)
-        if handler is None or self._expected is None or handler_call_details.method in _OPEN_TO_ALL:
-            return handler
-        for name, value in handler_call_details.invocation_metadata or ():
-            if name == "authorization":
-                given = value if isinstance(value, bytes) else value.encode()
-                if access.allowed(self._expected, given):
-                    return handler
-        return self._refusal
-
-
-async def _refuse(_requests: Any, context: Any) -> None:
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no valid token: send authorization: Bearer TOKEN")
-
-
 class _Inference(services.GRPCInferenceServiceServicer):
-    """The service."""
+    """The gRPC service."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
 
     async def ServerLive(self, request: Any, context: Any) -> Any:
-        """Whether the process answers."""
+        """Return whether the process responds."""
         return pb.ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: Any, context: Any) -> Any:
-        """Whether it takes requests."""
-        return pb.ServerReadyResponse(ready=not self._service.stopping)
+        """Return whether the process accepts requests."""
+        return pb.ServerReadyResponse(ready=self._service.ready)
 
     async def ModelReady(self, request: Any, context: Any) -> Any:
-        """Whether a model can be asked."""
+        """Return whether a model is ready for requests."""
         try:
             self._service.check_model(request.name, request.version)
         except UnknownError as error:
             await _abort(context, error)
-        return pb.ModelReadyResponse(ready=not self._service.stopping)
+        return pb.ModelReadyResponse(ready=self._service.ready)
 
     async def ServerMetadata(self, request: Any, context: Any) -> Any:
-        """Name and version of the server."""
+        """Return name and version of the server."""
         return pb.ServerMetadataResponse(name="persia", version=__version__, extensions=[])
 
     async def ModelMetadata(self, request: Any, context: Any) -> Any:
-        """Inputs and outputs of the model."""
+        """Return inputs and outputs of the model."""
         try:
             self._service.check_model(request.name, request.version)
         except UnknownError as error:
@@ -175,7 +140,7 @@ class _Inference(services.GRPCInferenceServiceServicer):
         )
 
     async def ModelInfer(self, request: Any, context: Any) -> Any:
-        """Scores of rows."""
+        """Return the scores of rows."""
         began, service, outcome = time.monotonic(), self._service, "failed"
         try:
             service.check_model(request.model_name, request.model_version)
@@ -203,16 +168,20 @@ def _rows(request: Any, model: Any) -> Any:
     for index, given in enumerate(request.inputs):
         if raws:
             if given.HasField("contents"):
-                raise InvalidError(f"{given.name}: contents beside raw_input_contents")
+                raise InvalidError(f"{given.name}: contents and raw_input_contents are both set; set one")
             found.append(tensors.from_raw(given.name, given.datatype, given.shape, raws[index]))
             continue
         field = _CONTENTS.get(given.datatype)
         if field is None:
-            raise InvalidError(f"{given.name}: datatype {given.datatype!r}: want raw_input_contents, or {[*_CONTENTS]}")
+            raise InvalidError(
+                f"{given.name}: datatype {given.datatype!r}: expected raw_input_contents, or {[*_CONTENTS]}"
+            )
         values = getattr(given.contents, field)
         others = sum(len(value) for other, value in given.contents.ListFields() if other.name != field)
         if others:
-            raise InvalidError(f"{given.name}: contents has values of another datatype than {given.datatype}")
+            raise InvalidError(
+                f"{given.name}: the datatype is {given.datatype}, but contents has values of a different one"
+            )
         found.append(tensors.from_values(given.name, given.datatype, given.shape, [*values]))
     return tensors.to_table(found, model.columns)
 
@@ -223,7 +192,7 @@ def _answer(name: str, request: Any, scores: Scores) -> Any:
     answer = pb.ModelInferResponse(model_name=name, model_version=model.identity, id=request.id)
     for output in [each.name for each in request.outputs] or names:
         if output not in names:
-            raise UnknownError(f"no output {output!r}; there are: {', '.join(names)}")
+            raise UnknownError(f"no output {output!r}; the outputs are: {', '.join(names)}")
         values = np.ascontiguousarray(scores.values[:, names.index(output)], dtype="<f4")
         answer.outputs.add(name=output, datatype="FP32", shape=[len(values)])
         answer.raw_output_contents.append(values.tobytes())

@@ -1,4 +1,4 @@
-"""Outputs of a model become outputs of labels, and scores: in training, evaluation, prediction and serving."""
+"""Converts model outputs to outputs of labels and to scores, in training, evaluation, prediction and serving."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,12 +16,12 @@ def split(output: Any, labels: Sequence[str]) -> "list[torch.Tensor]":
     """Return the output of each label, ``[batch, 1]``.
 
     Args:
-        output: What the model returned: a tensor ``[batch, labels]`` (or ``[batch]`` for one label), a list or tuple of
-            one tensor for each label, or a dictionary of them by name.
+        output: The output of the model: a tensor ``[batch, labels]`` (or ``[batch]`` for one label), a list or tuple
+            with one tensor for each label, or a dictionary of tensors by label.
         labels: The names of the labels.
 
     Raises:
-        DataError: It has another shape, or lacks a label.
+        DataError: The output has a wrong shape, or lacks a label.
     """
     import torch
 
@@ -33,7 +33,7 @@ def split(output: Any, labels: Sequence[str]) -> "list[torch.Tensor]":
         whole = output.unsqueeze(1) if output.dim() == 1 else output
         if whole.dim() != 2 or whole.shape[1] != len(labels):
             raise DataError(
-                f"the model returned {list(output.shape)}, want [batch, {len(labels)}]: a column for each of the "
+                f"the model returned {list(output.shape)}, expected [batch, {len(labels)}]: a column for each of the "
                 f"labels {', '.join(labels)}"
             )
         if len(labels) == 1:
@@ -42,7 +42,7 @@ def split(output: Any, labels: Sequence[str]) -> "list[torch.Tensor]":
     elif isinstance(output, Sequence) and len(output) == len(labels):
         parts = [*output]
     else:
-        raise DataError(f"the model returned {type(output).__name__}, want an output for each of {[*labels]}")
+        raise DataError(f"the model returned {type(output).__name__}, expected an output for each of {[*labels]}")
     return [part.reshape(-1, 1) for part in parts]
 
 
@@ -60,5 +60,5 @@ def sigmoid(logits: npt.ArrayLike) -> npt.NDArray[np.float64]:
 
 
 def score(output: npt.NDArray[np.float32], *, probability: bool) -> npt.NDArray[np.float32]:
-    """Return the score of an output: its sigmoid for a ``probability``, else itself."""
+    """Return the score of an output: its sigmoid for a ``probability``, otherwise the output itself."""
     return sigmoid(output).astype(np.float32) if probability else output

@@ -1,10 +1,11 @@
-"""The serving process: load a bundle, answer until a signal, leave without dropping a request."""
+"""The serving process: loads a bundle, serves until a signal, and leaves without dropping a request."""
 
 import asyncio
 import contextlib
 import signal
 import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import uvloop
 
 from persia.runtime.errors import UnreachableError
 from persia.runtime.exit_codes import ExitCode
+from persia.runtime.interruptible import interruptible
 from persia.runtime.logging import get_logger
 from persia.serving import access
 from persia.serving.batching import Batcher
@@ -33,13 +35,13 @@ _BACKLOG = 1_024
 
 @dataclass(frozen=True)
 class Options:
-    """How a bundle is served.
+    """The options of serving.
 
     Attributes:
-        http: The address for HTTP, ``HOST:PORT``; port 0 is a free one.
-        grpc: The address for gRPC; None for none.
-        name: The name of the model in the Open Inference Protocol; None takes that of the path's folder.
-        limits: Sizes, counts and times.
+        http: The address for HTTP, ``HOST:PORT``; port 0 selects a free port.
+        grpc: The address for gRPC; None disables gRPC.
+        name: The name of the model in the Open Inference Protocol; None takes the name of the folder.
+        limits: The limits.
     """
 
     http: str
@@ -53,12 +55,12 @@ def serve(path: Path, options: Options, load: Callable[[Path], Any]) -> ExitCode
 
     Args:
         path: A bundle, a link to one, or a folder of versions.
-        options: Addresses and limits.
+        options: The options.
         load: Loads and checks a bundle.
 
     Raises:
-        CheckpointError: There is no bundle, or it is not whole.
-        UsageError: An address is wrong.
+        CheckpointError: The path has no bundle, or an incomplete one.
+        UsageError: An address is invalid.
         AuthError: The token file cannot be read, or there is none and an address is not loopback.
         ConfigError: A certificate cannot be read.
         UnreachableError: A port cannot be opened.
@@ -67,7 +69,7 @@ def serve(path: Path, options: Options, load: Callable[[Path], Any]) -> ExitCode
     rpc = access.address(options.grpc, "--grpc") if options.grpc is not None else None
     expected, certificate = access.bearer(), access.certificate()
     found = find(path)
-    model = load(found.path)
+    model = _first(load, found.path)
     listening = _listen(addresses)
     process = _Process(path, options, load, expected, certificate)
     return uvloop.run(process.run(found, model, listening, rpc))
@@ -90,10 +92,11 @@ class _Process:
         self._expected = expected
         self._certificate = certificate
         self._stop = asyncio.Event()
+        self._stop_now = asyncio.Event()
         self._code = ExitCode.OK
 
     async def run(self, found: Found, model: Any, listening: socket.socket, rpc: tuple[str, int] | None) -> ExitCode:
-        """Answer until a signal."""
+        """Serve until a signal."""
         limits, metrics = self._options.limits, Metrics()
         batcher = Batcher(model, limits, metrics)
         metrics.waiting.set_function(lambda: batcher.waiting)
@@ -107,13 +110,24 @@ class _Process:
             if rpc is not None:
                 remote = RpcServer(service, *rpc)
                 await remote.start()
-            self._on_signals(reloader)
+            self._on_signals(reloader, limits.drain_s)
             answering = asyncio.create_task(server.serve([listening]))
             watching = asyncio.create_task(reloader.run())
             self._say(service, listening, remote, rpc)
             stopping = asyncio.create_task(self._stop.wait())
             broken = asyncio.create_task(batcher.broken.wait())
             await asyncio.wait({answering, watching, stopping, broken}, return_when=asyncio.FIRST_COMPLETED)
+            if stopping.done() and limits.drain_s > 0:
+                service.draining = True
+                if remote is not None:
+                    await remote.leave()
+                again = asyncio.create_task(self._stop_now.wait())
+                await asyncio.wait(
+                    {answering, watching, again, broken},
+                    timeout=limits.drain_s,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                again.cancel()
             service.stopping = True
             if batcher.broken.is_set():
                 self._code = ExitCode.FAILED
@@ -130,7 +144,7 @@ class _Process:
             raise
         finally:
             await asyncio.get_running_loop().run_in_executor(None, batcher.close)
-        _logger.info("every request is answered; ending")
+        _logger.info("every request has its response; ending")
         return self._code
 
     def _http(self, service: Service) -> HttpServer:
@@ -154,11 +168,15 @@ class _Process:
         )
         return HttpServer(config, limits.timeout_s)
 
-    def _on_signals(self, reloader: Reloader) -> None:
+    def _on_signals(self, reloader: Reloader, drain_s: float) -> None:
         loop = asyncio.get_running_loop()
 
         def stop(code: ExitCode) -> None:
-            _logger.info("stopping: requests that arrived are answered")
+            if self._stop.is_set() or drain_s == 0:
+                _logger.info("stopping: completing the requests that have arrived")
+                self._stop_now.set()
+            else:
+                _logger.info("no longer ready; stopping in %g s, after another signal immediately", drain_s)
             self._code = code
             self._stop.set()
 
@@ -176,6 +194,12 @@ class _Process:
         if remote is not None and rpc is not None:
             where.append(f"gRPC at {rpc[0]}:{remote.port}")
         _logger.info("serving %s, bundle %s: %s", service.name, service.model.identity, ", ".join(where))
+
+
+def _first(load: Callable[[Path], Any], path: Path) -> Any:
+    """Load the first bundle. A signal ends the process, because nothing is served yet."""
+    with interruptible(), ThreadPoolExecutor(1) as pool:
+        return pool.submit(load, path).result()
 
 
 def _listen(address: tuple[str, int]) -> socket.socket:

@@ -1,4 +1,4 @@
-"""What both protocols answer from: the bundle, whether it is ready, and scores of requests."""
+"""The common part of both protocols: the bundle, its readiness, and the scores of requests."""
 
 import time
 from dataclasses import dataclass
@@ -18,12 +18,13 @@ class Service:
 
     Attributes:
         name: The name of the model.
-        limits: Sizes, counts and times.
+        limits: The limits.
         metrics: The metrics.
-        batcher: Scores requests.
-        reloader: Has the served model.
-        expected: The value of the header ``authorization``; None lets every request through.
-        stopping: Whether the process stops: it is not ready, and refuses new requests.
+        batcher: The batcher, which scores requests.
+        reloader: The reloader, which has the served model.
+        expected: The required value of the header ``authorization``; None admits every request.
+        draining: Whether the process will stop soon: it is not ready, but still serves new requests.
+        stopping: Whether the process is stopping: it is not ready, and refuses new requests.
     """
 
     name: str
@@ -32,7 +33,13 @@ class Service:
     batcher: Batcher
     reloader: Reloader
     expected: bytes | None = None
+    draining: bool = False
     stopping: bool = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether clients should send requests."""
+        return not (self.draining or self.stopping)
 
     @property
     def model(self) -> Any:
@@ -43,17 +50,17 @@ class Service:
         """Check that a model is served.
 
         Raises:
-            UnknownError: It is not.
+            UnknownError: The model is not served.
         """
         if name != self.name:
             raise UnknownError(f"no model {name!r}; this server has {self.name!r}")
         self._check_version(version, self.model)
 
     def for_version(self, version: str | None, decode: Decode) -> Decode:
-        """Return a decode that refuses another version than this: a newer bundle may take over while a request waits.
+        """Return a decode function that refuses other versions: a newer bundle may take over while a request waits.
 
         Args:
-            version: The version that the request names; None or empty for any.
+            version: The version in the request; None or empty accepts any.
             decode: Returns the rows of the request for a model.
         """
 
@@ -68,7 +75,9 @@ class Service:
             raise UnknownError(f"no version {version!r} of {self.name!r}; this server has {model.identity!r}")
 
     async def score(self, decode: Decode, size: int, timeout_s: float | None = None) -> Scores:
-        """Return the scores of a request that the batcher has accepted, and release it.
+        """Return the scores of an accepted request. The batcher releases the request when it is done.
+
+        If the call is cancelled, the rows stay in memory until the thread of the batcher reaches them.
 
         Args:
             decode: Returns the rows of the request for a model.
@@ -76,15 +85,13 @@ class Service:
             timeout_s: Seconds that the client waits.
 
         Raises:
-            RefusedError: It gets no scores.
+            RefusedError: The request gets no scores.
         """
-        try:
-            if self.stopping:
-                raise StoppingError("the server stops; ask another one")
-            timeout = self.limits.timeout_s if timeout_s is None else min(timeout_s, self.limits.timeout_s)
-            return await self.batcher.submit(decode, timeout)
-        finally:
+        if self.stopping:
             self.batcher.release(size)
+            raise StoppingError("the server is stopping; send the request to another one")
+        timeout = self.limits.timeout_s if timeout_s is None else min(timeout_s, self.limits.timeout_s)
+        return await self.batcher.submit(decode, timeout, lambda: self.batcher.release(size))
 
     def answered(self, api: str, outcome: str, began: float) -> None:
         """Record the end of a request that began at this time of :func:`time.monotonic`."""
@@ -93,7 +100,7 @@ class Service:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor of the model: name, datatype, and shape, where -1 is any size."""
+    """A tensor of the model: name, datatype, and shape, where -1 means any size."""
 
     name: str
     datatype: str
@@ -116,6 +123,6 @@ def outputs(model: Any) -> list[TensorInfo]:
 
 
 def output_names(model: Any) -> list[str]:
-    """Return the names of the scores, as ``persia predict`` has them: ``score``, or ``score_LABEL`` of each label."""
+    """Return the names of the scores, as in ``persia predict``: ``score``, or ``score_LABEL`` for each label."""
     labels = list(model.labels)
     return ["score"] if len(labels) == 1 else [f"score_{label}" for label in labels]

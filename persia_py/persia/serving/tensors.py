@@ -1,8 +1,8 @@
-"""Tensors of the Open Inference Protocol: their bytes and values, and the table of rows that they make.
+"""Tensors of the Open Inference Protocol: their bytes and values, and their conversion to a table of rows.
 
 A column with one value in each row is the tensor ``<name>``, ``[rows]`` or ``[rows, 1]``. A column of lists, for a bag
-or a sequence, is two tensors: ``<name>`` has the values of all rows, and ``<name>.offsets``, ``[rows + 1]``, where they
-begin and end, as in Arrow. Row i has the values from offset i to offset i + 1.
+or a sequence, is two tensors: ``<name>`` has the values of all rows, and ``<name>.offsets``, ``[rows + 1]``, the
+positions at which rows begin and end, as in Arrow. Row i has the values from offset i to offset i + 1.
 """
 
 import difflib
@@ -17,7 +17,7 @@ import pyarrow as pa
 from persia.serving.refusals import InvalidError
 
 OFFSETS = ".offsets"
-"""The ending of the name of the tensor with the offsets of a column of lists."""
+"""The suffix of the name of the tensor with the offsets of a column of lists."""
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
@@ -33,10 +33,10 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "FP32": np.dtype("<f4"),
     "FP64": np.dtype("<f8"),
 }
-"""The NumPy type of each datatype but BYTES."""
+"""The NumPy type of each datatype except BYTES."""
 
 _NAMED = 10
-"""The most unknown tensors that a refusal names."""
+"""The maximum number of unknown tensors in an error message."""
 _LENGTH = struct.Struct("<I")
 
 
@@ -45,10 +45,10 @@ class Tensor:
     """A tensor of a request.
 
     Attributes:
-        name: Its name.
-        datatype: Its datatype, a key of :data:`DTYPES` or ``BYTES``.
-        shape: Its shape.
-        values: Its elements, row-major: a NumPy array, or for BYTES an Arrow array of strings.
+        name: The name of the tensor.
+        datatype: The datatype, a key of :data:`DTYPES` or ``BYTES``.
+        shape: The shape of the tensor.
+        values: The elements, row-major: a NumPy array, or for BYTES an Arrow array of strings.
     """
 
     name: str
@@ -58,27 +58,28 @@ class Tensor:
 
 
 def from_raw(name: str, datatype: str, shape: Iterable[int], raw: bytes | memoryview) -> Tensor:
-    """Return the tensor with these bytes, little-endian.
+    """Return the tensor with these bytes, in little-endian order.
 
     Raises:
-        InvalidError: They do not have the size of the shape, or there is no such datatype.
+        InvalidError: The number of bytes does not match the shape, or the datatype is unknown.
     """
     sizes, count = _count(name, shape)
     if datatype == "BYTES":
         return Tensor(name, datatype, sizes, _strings(name, _split(name, raw, count)))
     dtype = _dtype(name, datatype)
     if len(raw) != count * dtype.itemsize:
-        raise InvalidError(f"{name}: {len(raw)} bytes; {datatype} of shape {[*sizes]} has {count * dtype.itemsize}")
+        size = count * dtype.itemsize
+        raise InvalidError(f"{name}: found {len(raw)} bytes, expected {size} for {datatype} of shape {[*sizes]}")
     if datatype == "BOOL":
         return Tensor(name, datatype, sizes, np.frombuffer(raw, np.uint8) != 0)
     return Tensor(name, datatype, sizes, np.frombuffer(raw, dtype))
 
 
 def from_values(name: str, datatype: str, shape: Iterable[int], values: Any) -> Tensor:
-    """Return the tensor with these elements: a list, nested as the shape or flat, or a repeated field.
+    """Return the tensor with these elements: a list, nested like the shape or flat, or a repeated field.
 
     Raises:
-        InvalidError: Their number is not that of the shape, or one is not of the datatype.
+        InvalidError: The number of elements does not match the shape, or an element is not of the datatype.
     """
     sizes, count = _count(name, shape)
     while isinstance(values, list) and values and isinstance(values[0], list):
@@ -86,7 +87,7 @@ def from_values(name: str, datatype: str, shape: Iterable[int], values: Any) -> 
             raise InvalidError(f"{name}: data mixes lists and values at one level")
         values = [each for part in values for each in part]
     if len(values) != count:
-        raise InvalidError(f"{name}: {len(values)} values; shape {[*sizes]} has {count}")
+        raise InvalidError(f"{name}: found {len(values)} values, expected {count} for shape {[*sizes]}")
     if datatype == "BYTES":
         return Tensor(name, datatype, sizes, _strings(name, values))
     dtype = _dtype(name, datatype)
@@ -101,7 +102,7 @@ def to_table(tensors: Iterable[Tensor], columns: Mapping[str, str]) -> pa.Record
         columns: The names of the columns, and their kinds.
 
     Raises:
-        InvalidError: A tensor is unknown, missing or given twice, or they have different numbers of rows.
+        InvalidError: A tensor is unknown, missing or repeated, or tensors have different numbers of rows.
     """
     given: dict[str, Tensor] = {}
     for tensor in tensors:
@@ -122,15 +123,15 @@ def to_table(tensors: Iterable[Tensor], columns: Mapping[str, str]) -> pa.Record
 
 
 def check_outputs(names: Iterable[str]) -> None:
-    """Check that a request names each output once, so that its answer is bounded.
+    """Check that a request names each output at most once, so that its response is bounded.
 
     Raises:
-        InvalidError: It names one twice.
+        InvalidError: The request names an output twice.
     """
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise InvalidError(f"outputs: {name!r} is named twice")
+            raise InvalidError(f"outputs: {name!r} is listed twice")
         seen.add(name)
 
 
@@ -139,48 +140,53 @@ def _column(tensor: Tensor, offsets: Tensor | None) -> pa.Array:
     if offsets is None:
         if not (len(tensor.shape) == 1 or (len(tensor.shape) == 2 and tensor.shape[1] == 1)):
             raise InvalidError(
-                f"{tensor.name}: shape {[*tensor.shape]}, want [rows], or [values] with {tensor.name}{OFFSETS}"
+                f"{tensor.name}: shape {[*tensor.shape]}, expected [rows], or [values] with {tensor.name}{OFFSETS}"
             )
         return values
     if offsets.datatype not in ("INT64", "INT32", "UINT32", "UINT64") or len(offsets.shape) != 1:
-        raise InvalidError(f"{offsets.name}: {offsets.datatype} {[*offsets.shape]}, want INT64 [rows + 1]")
+        raise InvalidError(f"{offsets.name}: {offsets.datatype} {[*offsets.shape]}, expected INT64 [rows + 1]")
     if len(tensor.shape) != 1:
-        raise InvalidError(f"{tensor.name}: shape {[*tensor.shape]}, want [values]")
+        raise InvalidError(f"{tensor.name}: shape {[*tensor.shape]}, expected [values]")
     numbers = offsets.values
     whole = len(numbers) > 0 and numbers[0] == 0 and int(numbers[-1]) == len(values)
     if not whole or bool(np.any(numbers[1:] < numbers[:-1])):
         raise InvalidError(
-            f"{offsets.name}: want {len(values)} values divided: 0 first, never smaller than before, {len(values)} last"
+            f"{offsets.name}: expected offsets that start at 0, never decrease, and end at {len(values)}, the "
+            f"number of values of {tensor.name}"
         )
     return pa.LargeListArray.from_arrays(pa.array(numbers.astype(np.int64)), values)
 
 
 def _count(name: str, shape: Iterable[int]) -> tuple[tuple[int, ...], int]:
-    """Return a shape, and the number of its elements."""
+    """Return a shape as a tuple, and the number of elements."""
     sizes = tuple(shape)
     count = 1
     for size in sizes:
         if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size < 1 << 40:
-            raise InvalidError(f"{name}: shape {[*sizes]}: want numbers from 0")
+            raise InvalidError(f"{name}: shape {[*sizes]}: expected numbers of at least 0")
         count *= size
     if not sizes or len(sizes) > 2:
-        raise InvalidError(f"{name}: shape {[*sizes]}: want [rows]")
+        raise InvalidError(f"{name}: shape {[*sizes]}: expected [rows]")
     return sizes, count
 
 
 def _dtype(name: str, datatype: str) -> np.dtype[Any]:
     found = DTYPES.get(datatype) if isinstance(datatype, str) else None
     if found is None:
-        raise InvalidError(f"{name}: datatype {datatype!r}: want one of {', '.join([*DTYPES, 'BYTES'])}")
+        raise InvalidError(f"{name}: datatype {datatype!r}: expected one of {', '.join([*DTYPES, 'BYTES'])}")
     return found
 
 
 def _numbers(name: str, datatype: str, dtype: np.dtype[Any], values: Any) -> Any:
-    """Return numbers and nulls as an array. A number that the type cannot hold is refused, never changed."""
+    """Return numbers and nulls as an array. A number that the type cannot represent is refused, never changed."""
     try:
         found = np.asarray(values) if len(values) else np.empty(0, dtype)
         if found.dtype == np.object_ and None in values:
             return pa.array(values, pa.from_numpy_dtype(dtype))
+        if dtype.kind != "b" and bool in {*map(type, values)}:
+            raise ValueError("found bool")
+        if dtype.kind in "iu" and found.dtype.kind in "fO" and all(type(each) is int for each in values):
+            return np.array(pa.array(values, pa.from_numpy_dtype(dtype)))  # values on both sides of 2**63
         if found.ndim != 1:
             raise ValueError("one number for each element")
         allowed = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}[dtype.kind]
@@ -196,7 +202,7 @@ def _numbers(name: str, datatype: str, dtype: np.dtype[Any], values: Any) -> Any
 
 
 def _split(name: str, raw: bytes | memoryview, count: int) -> list[bytes]:
-    """Return the strings of a BYTES tensor: before each, four bytes with its length."""
+    """Return the strings of a BYTES tensor. Each string is preceded by four bytes with its length."""
     found: list[bytes] = []
     at, end = 0, len(raw)
     while at < end and len(found) <= count:
@@ -208,12 +214,12 @@ def _split(name: str, raw: bytes | memoryview, count: int) -> list[bytes]:
         found.append(bytes(raw[at + 4 : at + 4 + length]))
         at += 4 + length
     if at != end or len(found) != count:
-        raise InvalidError(f"{name}: the bytes are not {count} strings, each after four bytes with its length")
+        raise InvalidError(f"{name}: expected {count} strings, each preceded by its length in four bytes")
     return found
 
 
 def _strings(name: str, values: Iterable[Any]) -> pa.Array:
-    """Return texts, nulls among them, as an Arrow array."""
+    """Return texts, which may include nulls, as an Arrow array."""
     try:
         texts = [each.decode() if isinstance(each, bytes) else each for each in values]
         return pa.array(texts, pa.large_string())

@@ -1,4 +1,4 @@
-"""Check a model step by step, with embeddings in memory: for a test of one's own, or from a shell.
+"""Checks a model step by step, with embeddings in memory: in the user's tests, or from a shell.
 
 In pytest::
 
@@ -8,7 +8,7 @@ In pytest::
         assert persia.testing.check(MyModel, "persia.yml")
 
 From a shell: ``python -m persia.testing persia.yml``. Neither data nor servers are needed. Ids, dense inputs and labels
-are made up; their number and shapes are those of the features.
+are generated, with the shapes of the features.
 
 * :func:`check`: each method of a model: build, forward, loss, backward, eval, state_dict
 * :func:`check_alone`: the model with torch alone

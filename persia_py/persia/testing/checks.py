@@ -1,4 +1,4 @@
-"""The methods of a model, each run alone on a batch that is made up."""
+"""Runs each method of a model alone, on a synthetic batch."""
 
 import copy
 import io
@@ -28,7 +28,7 @@ from persia.trainer import models
 from persia.trainer.objective import Objective
 
 BATCH = 32
-"""The rows of the batch that is made up. It differs from usual dimensions, so that a transposed tensor is noticed."""
+"""The number of rows of the synthetic batch. It is not a common dimension, so that a transposed tensor is noticed."""
 _IDS = 100
 _SEED = 0
 _JOB = ("PERSIA_NATS_URL", "RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -41,24 +41,24 @@ Model = torch.nn.Module | Callable[[], torch.nn.Module] | None
 def check(model: Model, config: "Config | Features | str | os.PathLike[str]") -> Report:
     """Run each method of a model alone: build, forward, loss, backward, eval, state_dict.
 
-    Rows are kept in this process, also where ``PERSIA_NATS_URL`` is set. The weights of a given model are as before
-    afterwards.
+    Rows are kept in this process, even if ``PERSIA_NATS_URL`` is set. The weights of a model that is passed are
+    restored afterwards.
 
     Args:
-        model: The model, called as ``model(non_id_tensors, embedding_tensors)``; or what makes it when it is called
-            without arguments, such as a class; None is the model of the configuration.
+        model: The model, called as ``model(non_id_tensors, embedding_tensors)``; or a callable without arguments that
+            creates it, such as a class; None means the model of the configuration.
         config: A configuration, the path of a ``persia.yml``, or features, for which ``model`` must be given.
 
     Returns:
         The report. It ends with the step that failed.
 
     Raises:
-        ConfigError: The configuration has mistakes.
-        UsageError: There is no model, or something else is given as the configuration.
+        ConfigError: The configuration has errors.
+        UsageError: There is no model, or ``config`` has another type.
     """
     given = _Given.of(config)
     if model is None and given.config is None:
-        raise UsageError("persia.testing.check(None, features): give a model; features have no `model` block")
+        raise UsageError("persia.testing.check(None, features): pass a model; features have no `model` block")
     with _embedded():
         return _Check(given).run(model)
 
@@ -76,7 +76,9 @@ def check_alone(model: Model, config: "Config | str | os.PathLike[str]") -> Repo
     given = _Given.of(config)
     steps = Steps()
     if given.config is None:
-        raise UsageError("persia.testing.check_alone: want a configuration, which has the dimensions of the features")
+        raise UsageError(
+            "persia.testing.check_alone: expected a configuration, which has the dimensions of the features"
+        )
     with torch.random.fork_rng(devices=[]), steps.until_failure():
         torch.manual_seed(_SEED)
         with steps.step("build"):
@@ -99,7 +101,7 @@ def check_alone(model: Model, config: "Config | str | os.PathLike[str]") -> Repo
 
 
 def _shape(config: Config, inputs: models.Inputs, slot: str, dim: int) -> tuple[int, ...]:
-    """Return the shape in which a feature arrives at the model."""
+    """Return the shape in which the model receives a feature."""
     if slot in inputs.sequences:
         return BATCH, int(config.features[slot]["last"]), dim + 1
     return BATCH, dim
@@ -107,7 +109,7 @@ def _shape(config: Config, inputs: models.Inputs, slot: str, dim: int) -> tuple[
 
 @dataclass(frozen=True)
 class _Given:
-    """What the model is checked with."""
+    """The inputs of a check."""
 
     config: Config | None
     features: Features
@@ -123,18 +125,18 @@ class _Given:
             return cls(given, given.compiled, given.described)
         if isinstance(given, Features):
             return cls(None, given, repr(given.embedding_config().slots))
-        raise UsageError(f"persia.testing: want a configuration, a path or features, got {type(given).__name__}")
+        raise UsageError(f"persia.testing: expected a configuration, a path or features, found {type(given).__name__}")
 
 
 @contextmanager
 def _embedded() -> Iterator[None]:
-    """Enclose work that keeps its rows in this process, whatever job is around it, and logs errors only."""
+    """Enclose work that keeps its rows in this process, regardless of the surrounding job, and logs only errors."""
     before = {name: os.environ.pop(name) for name in _JOB if name in os.environ}
     if before:
         reload_env()
     logger = get_default_logger()
     level = logger.level
-    logger.setLevel(max(level, logging.ERROR))  # what a training loop of one batch logs is of no interest
+    logger.setLevel(max(level, logging.ERROR))  # the log of a training loop with a single batch is not useful
     try:
         yield
     finally:
@@ -145,7 +147,7 @@ def _embedded() -> Iterator[None]:
 
 
 class _Batches(IterableDataset):
-    """One batch that is made up."""
+    """A data set with one synthetic batch."""
 
     def __init__(self, batch: PersiaBatch) -> None:
         super().__init__(buffer_size=1)
@@ -181,10 +183,10 @@ class _Check:
         with step("build"):
             parameters = [*model.parameters()]
             if not parameters:
-                raise UsageError("the model has no parameters, so that nothing can be trained")
+                raise UsageError("the model has no parameters, so nothing can be trained")
             optimizer = torch.optim.SGD(parameters, lr=1e-3)
             context = TrainCtx(Adagrad(lr=0.05), optimizer, mixed_precision=False, model=model, configuration=slots)
-        self._steps.done.pop()  # it is one step with the making of the model
+        self._steps.done.pop()  # one step together with the creation of the model
         gradients: dict[int | str, float] = {}
         with context as ctx, _watched(model, gradients):
             for batch in DataLoader(_Batches(_batch(given.features))):
@@ -207,7 +209,7 @@ class _Check:
                 self._save(model, scores)
 
     def _warn(self, model: torch.nn.Module, gradients: "dict[int | str, float]") -> None:
-        """Record what got no gradient."""
+        """Record the tensors and parameters without a gradient."""
         idle = [name for name, each in model.named_parameters() if each.requires_grad and name not in gradients]
         if idle:
             self._steps.warnings.append(f"parameters without a gradient: {', '.join(idle)}")
@@ -223,23 +225,23 @@ class _Check:
         return [part.detach().clone() for part in self._objective.outputs(output)]
 
     def _save(self, model: torch.nn.Module, scores: list[torch.Tensor]) -> None:
-        """Save the model's state, load it again, and compare what the model returns."""
+        """Save the model's state, load it again, and compare the outputs of the model."""
         buffer = io.BytesIO()
         torch.save(model.state_dict(), buffer)
         buffer.seek(0)
         loaded = torch.load(buffer, weights_only=True)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.add_(1.0)  # what the state dict does not have stays changed
+                parameter.add_(1.0)  # weights that are missing in the state dict keep the changed values
         model.load_state_dict(loaded)
         again = self._scores(model)
         if any(not torch.allclose(one, other, equal_nan=True) for one, other in zip(scores, again, strict=True)):
-            raise DataError("the model returns other scores after its state dict was loaded: a weight is not in it")
+            raise DataError("the model returns different scores after its state dict was loaded: a weight is not in it")
 
 
 @contextmanager
 def _watched(model: torch.nn.Module, gradients: "dict[int | str, float]") -> Iterator[None]:
-    """Record the largest gradient of each embedding tensor that the model gets, and of each parameter by name."""
+    """Record the largest gradient of each embedding tensor that the model receives, and of each parameter, by name."""
 
     def note(place: int | str) -> Callable[[torch.Tensor], None]:
         def keep(gradient: torch.Tensor) -> None:
@@ -272,12 +274,12 @@ def _made(model: Model, given: _Given) -> torch.nn.Module:
         return model
     made: object = model() if callable(model) else model
     if not isinstance(made, torch.nn.Module):
-        raise UsageError(f"persia.testing: the model is a {type(made).__name__}, want a torch.nn.Module")
+        raise UsageError(f"persia.testing: the model is a {type(made).__name__}, expected a torch.nn.Module")
     return made
 
 
 def _batch(features: Features, *, trains: bool = True) -> PersiaBatch:
-    """Return a batch of made-up rows: one to three ids of each feature."""
+    """Return a synthetic batch: one to three ids for each feature."""
     random = np.random.default_rng(_SEED)
     kinds = dict(features.types)
     ids = [
@@ -291,7 +293,7 @@ def _batch(features: Features, *, trains: bool = True) -> PersiaBatch:
 
 
 def _labels(features: Features) -> list[Any]:
-    """Return an array ``[batch, 1]`` for each label: alternating 0 and 1, or numbers."""
+    """Return an array ``[batch, 1]`` for each label: alternating 0 and 1, or other numbers."""
     alternating = (np.arange(BATCH) % 2).astype(np.float32)[:, None]
     numbers = np.linspace(-1, 1, BATCH, dtype=np.float32)[:, None]
     return [alternating.copy() if kind == "bce" else numbers.copy() for _, _, kind in features.labels]
@@ -299,5 +301,5 @@ def _labels(features: Features) -> list[Any]:
 
 def _finite(loss: torch.Tensor) -> torch.Tensor:
     if loss.numel() != 1 or not math.isfinite(loss.item()):
-        raise NonFiniteError(f"the loss is {loss.detach().flatten()[:3].tolist()}, want one finite number")
+        raise NonFiniteError(f"the loss is {loss.detach().flatten()[:3].tolist()}, expected one finite number")
     return loss

@@ -14,8 +14,8 @@ class Step:
 
     Attributes:
         name: ``build``, ``forward``, ``loss``, ``backward``, ``eval`` or ``state_dict``.
-        seconds: How long it took.
-        error: What it raised; None if it passed.
+        seconds: The duration of the step, in seconds.
+        error: The exception that it raised; None if it passed.
     """
 
     name: str
@@ -24,7 +24,7 @@ class Step:
 
     @property
     def place(self) -> str:
-        """The innermost line of the user's own files that was being run when it failed; empty if none was."""
+        """The innermost line of the user's files that was executing when the step failed; empty if there was none."""
         if self.error is None:
             return ""
         frames = own_frames.own_frames(own_frames.root_cause(self.error).__traceback__)
@@ -34,11 +34,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of :func:`check`. It is true if all steps passed.
+    """The result of :func:`check`, which is true if all steps passed.
 
     Attributes:
         steps: The steps that were run; the last one failed, unless all passed.
-        warnings: What works, and is probably not intended.
+        warnings: Findings that work, but are probably not intended.
     """
 
     steps: list[Step]
@@ -51,7 +51,7 @@ class Report:
 
     @property
     def error(self) -> Exception | None:
-        """What the step raised that failed."""
+        """The error of the step that failed."""
         return next((step.error for step in self.steps if step.error is not None), None)
 
     def raise_if_failed(self) -> None:
@@ -60,11 +60,11 @@ class Report:
             raise self.error
 
     def __bool__(self) -> bool:
-        """Whether all steps passed."""
+        """Return whether all steps passed."""
         return self.failed is None
 
     def __str__(self) -> str:
-        """Return a line for each step; of one that failed also the error and the user's own line."""
+        """Return a line for each step; for a failed step, also the error and the user's line."""
         lines = []
         for step in self.steps:
             if step.error is None:
@@ -79,7 +79,7 @@ class Report:
 
 
 class _Failed(Exception):  # noqa: N818 - it only leaves the steps
-    """A step has failed."""
+    """Raised to end the steps after a failure."""
 
 
 class Steps:
@@ -109,5 +109,5 @@ class Steps:
             return
 
     def report(self) -> Report:
-        """Return the report of the steps so far."""
+        """Return the report of the completed steps."""
         return Report(self.done, self.warnings)

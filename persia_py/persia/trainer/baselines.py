@@ -1,4 +1,4 @@
-"""Baselines: models that are trained on the same rows and evaluated by the same metrics."""
+"""Baselines: models that are trained on the same rows and evaluated with the same metrics."""
 
 import importlib
 from collections.abc import Callable
@@ -11,17 +11,17 @@ Baseline = Callable[[Config, RunFolder], None]
 
 
 def find(name: str) -> Baseline:
-    """Return the baseline of a name, after checking that its package can be imported.
+    """Return the baseline with a name, after checking that its package can be imported.
 
     Raises:
-        UsageError: There is no such baseline.
-        ConfigError: Its package cannot be imported.
+        UsageError: The baseline does not exist.
+        ConfigError: The package of the baseline cannot be imported.
     """
     if name != "lightgbm":
-        raise UsageError(f"--baseline {name}: want lightgbm")
+        raise UsageError(f"--baseline {name}: expected lightgbm")
     try:
         importlib.import_module("lightgbm")
-    except (ImportError, OSError) as error:  # OSError: a library of the system is missing, such as libgomp
+    except (ImportError, OSError) as error:  # OSError: a system library is missing, such as libgomp
         missing = ConfigError(f"--baseline lightgbm: the package cannot be imported: {error}")
         missing.hint = "pip install lightgbm"
         raise missing from error

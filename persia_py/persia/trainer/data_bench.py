@@ -1,4 +1,4 @@
-"""How fast rows of a configuration are read and transformed, by the size of a batch."""
+"""Measures how fast the rows of a configuration are read and transformed, by batch size."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -6,22 +6,23 @@ from dataclasses import dataclass
 
 from persia.config import Config
 from persia.features import to_batch
+from persia.trainer.in_order import in_order
 from persia.trainer.parts import Parts
 
 SIZES = (256, 1024, 4096, 16_384, 65_536)
-"""The sizes of a sweep, beside that of the configuration."""
+"""The batch sizes of a sweep, in addition to that of the configuration."""
 NEAR = 0.9
-"""A size with this share of the speed of the fastest one is as good."""
+"""The share of the highest speed from which a batch size counts as equally good."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast batches of a size were made.
+    """The measured speed of a batch size.
 
     Attributes:
-        batch_size: The size.
-        rows: Rows that were read and transformed.
-        seconds: How long that took.
+        batch_size: The batch size.
+        rows: The number of rows that were read and transformed.
+        seconds: The duration, in seconds.
         batches: The number of batches.
     """
 
@@ -32,22 +33,22 @@ class Speed:
 
     @property
     def rows_per_s(self) -> float:
-        """Rows in a second."""
+        """Rows per second."""
         return self.rows / self.seconds
 
     @property
     def ms_a_batch(self) -> float:
-        """Milliseconds for a batch."""
+        """Milliseconds per batch."""
         return 1e3 * self.seconds / self.batches
 
 
 def sweep(config: Config, sizes: Sequence[int], seconds: float) -> Iterator[Speed]:
-    """Yield the speed of each size, with the shuffling of the configuration, in a single thread.
+    """Yield the speed of each size, with the shuffling and the workers of the configuration.
 
     Args:
         config: The configuration.
-        sizes: The sizes of a batch.
-        seconds: How long each is measured, at least one batch; less where the rows of train end before.
+        sizes: The batch sizes.
+        seconds: The duration of each measurement, at least one batch. It is shorter if the training rows end earlier.
 
     Raises:
         DataError: A value of the data cannot be used.
@@ -57,24 +58,24 @@ def sweep(config: Config, sizes: Sequence[int], seconds: float) -> Iterator[Spee
     transform = config.compiled.fit(next(iter(part.reader(max(sizes)))))
     for size in sizes:
         reader = part.reader(size, shuffle=config.data.shuffle, seed=config.train.seed)
-        batches = iter(reader)
+        batches = in_order(reader, lambda table: to_batch(transform(table)), config.data.workers)
         rows = count = 0
         started = time.perf_counter()
         while (spent := time.perf_counter() - started) < seconds or not count:
-            if (table := next(batches, None)) is None:
+            if (batch := next(batches, None)) is None:
                 spent = time.perf_counter() - started
                 break
-            to_batch(transform(table))
-            rows, count = rows + table.num_rows, count + 1
+            rows, count = rows + batch.batch_size, count + 1
+        batches.close()  # ends the threads of the iteration
         yield Speed(size, rows, max(spent, 1e-9), count)
 
 
 def advice(found: Sequence[Speed], size: int) -> str:
-    """Return one line: whether another size than that of the configuration is faster."""
+    """Return one line that tells whether a batch size other than the configuration's is faster."""
     mine = next(each for each in found if each.batch_size == size)
     fastest = max(found, key=lambda each: each.rows_per_s)
     share = mine.rows_per_s / fastest.rows_per_s
     if share >= NEAR:
         return f"data.batch_size {size} reads {share:.0%} as fast as the fastest, {fastest.batch_size}: keep it"
     least = min(each.batch_size for each in found if each.rows_per_s >= NEAR * fastest.rows_per_s)
-    return f"data.batch_size {size} reads {share:.0%} as fast as {fastest.batch_size}: give {least}, and tune lr again"
+    return f"data.batch_size {size} reads {share:.0%} as fast as {fastest.batch_size}: set {least}, and tune lr again"

@@ -1,7 +1,7 @@
-"""The data-compose replicas of a job that trains from a ``persia.yml``: read rows, transform them, send the batches.
+"""Data-compose replicas of a job that trains from a ``persia.yml``: they read and transform rows, and send batches.
 
-A replica reads its part of the rows of train. The ranks send it the transform of the run
-(``StreamingDataset(transform=...)``), so that all replicas compute the same ids and floats. The rows of a step,
+A replica reads its part of the training rows. The ranks send it the transform of the run
+(``StreamingDataset(transform=...)``), so all replicas compute the same ids and floats. The rows of a step,
 ``data.batch_size * train.accumulate``, are divided among the ranks.
 """
 
@@ -23,6 +23,7 @@ from persia.runtime.errors import DataError, UsageError
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
 from persia.trainer.batches import Unusual, weights_of
+from persia.trainer.in_order import in_order
 from persia.trainer.parts import Parts
 from persia.trainer.variables import set_variables
 
@@ -30,13 +31,13 @@ _logger = get_logger("data")
 
 
 def send(path: Path) -> None:
-    """Send the rows of train of every epoch to the trainers. Replica ``REPLICA_INDEX`` reads its part of them.
+    """Send the training rows of all epochs to the trainers. Replica ``REPLICA_INDEX`` reads its part of them.
 
     Args:
         path: A ``persia.yml``.
 
     Raises:
-        ConfigError: The file has mistakes.
+        ConfigError: The file has errors.
         UsageError: A file of data does not exist, or the trainers send no transform.
         CheckpointError: The transform was fitted for other features.
         DataError: A row is invalid; the message names file and row.
@@ -66,7 +67,7 @@ def _transform_of(config: Config, ctx: DataCtx) -> Transform:
     if not ctx.transform:
         raise UsageError(
             "the trainers send no transform, and data-compose needs one to make batches of rows: train with "
-            "StreamingDataset(transform=...), or give data-compose a script (PERSIA_DATALOADER_ENTRY)"
+            "StreamingDataset(transform=...), or run a script in data-compose (PERSIA_DATALOADER_ENTRY)"
         )
     return config.compiled.load(ctx.transform)
 
@@ -74,18 +75,22 @@ def _transform_of(config: Config, ctx: DataCtx) -> Transform:
 def _batches(
     config: Config, parts: Parts, reader: RecordReader, transform: Transform, ranks: int, unusual: Unusual
 ) -> Iterator[PersiaBatch]:
-    """Yield the batch of each rank in turn, for one batch of the reader after the other."""
-    weight = config.train.weight
+    """Yield the batch of each rank in turn, for each batch of the reader."""
+    weight, data = config.train.weight, config.data
 
     def make(rows: pa.RecordBatch, first_row: int) -> tuple[Samples, npt.NDArray[np.float32] | None]:
         weights = None if weight is None else weights_of(rows, weight, first_row)
         return transform(rows, first_row=first_row), weights
 
-    for rows in reader:
+    def made(read: tuple[int, pa.RecordBatch]) -> tuple[Samples, npt.NDArray[np.float32] | None]:
         try:
-            samples, weights = make(rows, 0)
+            return make(read[1], 0)
         except DataError as error:
             raise parts.train.with_place(error, make) from error
+
+    read = ((reader.epoch, rows) for rows in reader)
+    section = None if data.persistent else _epoch
+    for samples, weights in in_order(read, made, data.workers, section=section):
         unusual.add(len(samples), samples.report.counts)
         bounds = pieces(len(samples), ranks)
         if not bounds:
@@ -95,10 +100,15 @@ def _batches(
             yield to_batch(samples.slice(start, stop), meta=meta)
 
 
-def pieces(rows: int, ranks: int) -> list[tuple[int, int]]:
-    """Return the first row of each rank's piece of a batch, and the row after its last one.
+def _epoch(read: tuple[int, pa.RecordBatch]) -> int:
+    return read[0]
 
-    Pieces differ by at most one row. There are none if there are fewer rows than ranks, which all take a step.
+
+def pieces(rows: int, ranks: int) -> list[tuple[int, int]]:
+    """Return the first row of each rank's piece of a batch, and the end of the piece.
+
+    Pieces differ by at most one row. The result is empty if there are fewer rows than ranks, because all ranks take
+    part in a step.
     """
     if rows < ranks:
         return []

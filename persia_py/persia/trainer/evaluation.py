@@ -1,4 +1,4 @@
-"""Applying a model to rows: scores and their metrics."""
+"""Applies a model to rows: scores and their metrics."""
 
 import time
 from collections.abc import Iterator
@@ -32,11 +32,11 @@ def ahead(items: Iterator[Item]) -> Iterator[Item]:
 
 
 def outputs_of(ctx: EmbeddingCtx, objective: Objective, rows: Iterator[Rows]) -> Iterator[tuple[Rows, list[Floats]]]:
-    """Yield rows with the model's output for each label, ``[rows]``: a logit of ``bce``, a number of ``mse``.
+    """Yield rows with the model's output for each label, ``[rows]``: a logit for ``bce``, a number for ``mse``.
 
     Args:
         ctx: An evaluation context with the model.
-        objective: Has the labels and their losses.
+        objective: The labels and their losses.
         rows: The rows.
     """
     for each in ahead(rows):
@@ -45,7 +45,7 @@ def outputs_of(ctx: EmbeddingCtx, objective: Objective, rows: Iterator[Rows]) ->
 
 
 def scores_of(objective: Objective, outputs: list[Floats]) -> list[Floats]:
-    """Return the score of each label: a probability of ``bce``, the output itself of ``mse``."""
+    """Return the score of each label: a probability for ``bce``, the output itself for ``mse``."""
     kinds = [kind for _, _, kind in objective.labels]
     return [scores.score(output, probability=kind == "bce") for kind, output in zip(kinds, outputs, strict=True)]
 
@@ -59,7 +59,7 @@ def evaluate(
         ctx: An evaluation context with the model.
         objective: The labels.
         rows: The rows.
-        config: Names the metrics.
+        config: The configuration, which lists the metrics.
         part: The name of the rows.
         step: The step of the model.
     """

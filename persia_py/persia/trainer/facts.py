@@ -1,6 +1,7 @@
-"""What ``run.json`` says of a run: the facts that its ``persia.yml`` does not have."""
+"""The content of ``run.json``: facts about a run that its ``persia.yml`` does not contain."""
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -30,14 +31,14 @@ _TIMESTAMP = re.compile(r"timestamp\[(s|ms|us|ns)(?:, tz=(.+))?\]")
 
 
 def facts_of(config: Config, files: Files, transform: Transform, rows: int, *, given: bool) -> dict[str, Any]:
-    """Return the facts of a new run, JSON-ready.
+    """Return the facts of a new run, JSON-serializable.
 
     Args:
         config: The configuration.
-        files: The files of train.
+        files: The training files.
         transform: The transform.
-        rows: The number of rows of train.
-        given: Whether a script gave the model.
+        rows: The number of training rows.
+        given: Whether a script has passed the model.
     """
     model = config.model.name or config.model.class_
     return {
@@ -55,7 +56,7 @@ def facts_of(config: Config, files: Files, transform: Transform, rows: int, *, g
 
 
 def _types_of(schema: pa.Schema) -> dict[str, str]:
-    """Return the type of each column as a text file may have it; lists and other types have none."""
+    """Return the type of each column in the terms of a text file; columns of lists and other types are omitted."""
     found = {}
     for field in schema:
         kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
@@ -70,7 +71,7 @@ def _types_of(schema: pa.Schema) -> dict[str, str]:
 
 
 def types_in(facts: Mapping[str, Any]) -> dict[str, pa.DataType]:
-    """Return the types of columns that a text file of this run may have; of a run of an older version none."""
+    """Return the column types that a text file of this run may have; none for a run of an older version."""
     found = {}
     for name, kind in (facts.get("column_types") or {}).items():
         if kind in _NAMED:
@@ -81,13 +82,13 @@ def types_in(facts: Mapping[str, Any]) -> dict[str, pa.DataType]:
 
 
 def check_files(folder: RunFolder, files: Files) -> None:
-    """Check that files are those that the run was trained on, by their names, sizes and order.
+    """Check that files are those on which the run was trained, by name, size and order.
 
     The position of a row in the files determines its part, so other files would divide the rows differently.
 
     Raises:
         CheckpointError: The run has no record of its training files.
-        DataError: Other files; the message names what differs.
+        DataError: The files differ; the message names the differences.
     """
     before = folder.read_json(FACTS).get("train_files")
     if before is None:
@@ -104,22 +105,22 @@ def check_files(folder: RunFolder, files: Files) -> None:
     shown = "; ".join(f"{what}: {_few(names)}" for what, names in listed.items() if names) or "their order differs"
     error = DataError(f"the files of data.train are not those of {folder.shown}: {shown}")
     error.hint = (
-        f"to evaluate the model on rows of your choice, name their files: persia eval {folder.shown} FILE, or "
-        "evaluate(FILE); to train on these files, start a new run"
+        "to evaluate the model on rows of your choice, specify the files: "
+        f"persia eval {shlex.quote(folder.shown)} FILE, or evaluate(FILE); to train on these files, start a new run"
     )
     raise error
 
 
 def warn_of_trained(folder: RunFolder, files: Files) -> None:
-    """Warn if a file is one that the run was trained on, by its path, or by its name and size."""
+    """Warn if the run was trained on one of the files, which is recognized by its path, or by its name and size."""
     facts = folder.read_json(FACTS)
     paths = {*(facts.get("train_paths") or ())}
     sizes = {(str(name), int(size)) for name, size in facts.get("train_files") or ()}
     trained = [path for path, size in zip(files.paths, files.sizes, strict=True) if path in paths or size in sizes]
     if trained:
         _logger.warning(
-            "%s: %s was trained on this file: metrics of rows that a model was trained on are too good. Give a file of "
-            "other rows, or no file to evaluate the test part",
+            "%s: %s was trained on this file: metrics of rows that a model was trained on are too good. Specify a file "
+            "of other rows, or no file to evaluate the test set",
             _few(trained),
             folder.shown,
         )

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shlex
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -22,24 +23,24 @@ _LOCK = "lock"
 
 
 def fit_once(config: Config, parts: Parts, folder: Path) -> Fitted:
-    """Return the transform of the rows of train, which is fitted at most once for all processes that share a folder.
+    """Return the transform of the training rows, which is fitted at most once for all processes that share a folder.
 
-    The file of a fit is named by what determines it: the features, the files of train (their names, sizes and times),
-    and their split. A fit of other rows is therefore never used. Processes that share no folder each fit, with the same
-    result.
+    The name of the file depends on the features, the training files (their names, sizes and times) and their split, so
+    a fit of other rows is never used. Processes that share no folder each fit, with the same result.
 
     Args:
         config: The configuration.
-        parts: Its data.
-        folder: Where the result is kept; made if missing.
+        parts: The data of the configuration.
+        folder: The folder for the result, which is created if missing.
 
     Raises:
-        DataError: As :func:`persia.trainer.fitting.fit`.
+        DataError: As in :func:`persia.trainer.fitting.fit`.
         StorageError: The folder cannot be used.
     """
     train = parts.train
     split = None if train.split is None else train.split.identity()
-    times = [Path(each).stat().st_mtime_ns for each in train.files.paths if Path(each).exists()]  # s3:// has no times
+    # files in s3:// have no times
+    times = [Path(each).stat().st_mtime_ns for each in train.files.paths if Path(each).exists()]
     determined_by = json.dumps([config.described, train.files.digest, times, train.files.schema.to_string(), split])
     path = folder / f"{sha256(determined_by.encode()).hexdigest()[:16]}.json"
     with _locked(folder / _LOCK):
@@ -60,7 +61,7 @@ def _read(path: Path, config: Config) -> Fitted:
         return Fitted(config.compiled.load(content["transform"]), int(content["rows"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         damaged = StorageError(f"{path}: {error}")
-        damaged.hint = f"remove the file to fit again: rm {path}"
+        damaged.hint = f"remove the file to fit again: rm {shlex.quote(str(path))}"
         raise damaged from error
 
 
@@ -74,7 +75,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Lock a file, whose folder is created. The kernel releases the lock of a process that ends."""
+    """Lock a file, creating its folder. The kernel releases the lock when the process ends."""
     with _naming(path):
         make_folders(path.parent)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)

@@ -1,4 +1,4 @@
-"""The transform of a run: it is fitted once over the training rows, and stored in the run's folder."""
+"""The transform of a run, which is fitted once over the training rows and stored in the run's folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,18 +14,18 @@ from persia.trainer.run_folder import FACTS, RunFolder
 _logger = get_logger("trainer")
 
 FILE = "transform.json"
-"""The file of a run with its transform."""
+"""The file in a run's folder that holds the transform."""
 
 _ROWS = 1 << 16
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A transform, and the number of rows that it is for.
+    """A transform, and the number of rows on which it was fitted.
 
     Attributes:
         transform: The features with their fitted values.
-        rows: The rows of train.
+        rows: The number of training rows.
     """
 
     transform: Transform
@@ -33,15 +33,15 @@ class Fitted:
 
 
 def fit(config: Config, parts: Parts) -> Fitted:
-    """Fit the features, in one pass over the rows of train. Memory is bounded. The pass is skipped if it is not needed.
+    """Fit the features in one pass over the training rows, in bounded memory. The pass is skipped if it is not needed.
 
     Raises:
-        DataError: A value cannot be used, which the message names with its file and row, or there is no row.
+        DataError: A value cannot be used (the message names its file and row), or there are no rows.
     """
     features, train = config.compiled, parts.train
     if not features.needs_rows:
         return Fitted(features.fit(train.files.schema.empty_table()), parts.count_train())
-    _logger.info("fitting the features over the rows of train")
+    _logger.info("fitting the features over the training rows")
     fitter = Fitter(features)
     try:
         for batch in train.reader(_ROWS):
@@ -53,11 +53,11 @@ def fit(config: Config, parts: Parts) -> Fitted:
 
 
 def _with_place(config: Config, train: Part, error: DataError) -> DataError:
-    """Return the error of a fit with the file, and the number of the row in it. The files are read again."""
+    """Return the error of a fit with file and row number. The files are read again."""
     fitter, path = Fitter(config.compiled), None
     for unit in train.files.units:
         if unit.path != path:
-            fitter, path = Fitter(config.compiled), unit.path  # it counts rows from 0
+            fitter, path = Fitter(config.compiled), unit.path  # this error counts rows from 0
         for batch in train.files.read(unit):
             try:
                 fitter.update(batch)
@@ -67,11 +67,11 @@ def _with_place(config: Config, train: Part, error: DataError) -> DataError:
 
 
 def fitted_before(config: Config, folder: RunFolder, parts: Parts) -> Fitted:
-    """Return the transform of a run that resumes, and the rows of train, without a fit.
+    """Return the transform of a resumed run and the number of training rows, without fitting.
 
     Raises:
-        CheckpointError: The run lacks the transform or its facts, or has them for other features.
-        DataError: The files of train are not those of the run.
+        CheckpointError: The run lacks the transform or its facts, or they belong to other features.
+        DataError: The training files are not those of the run.
     """
     facts = folder.read_json(FACTS)
     if "rows" not in facts:
@@ -84,7 +84,7 @@ def load(config: Config, folder: Path) -> Transform:
     """Read the transform of a run.
 
     Raises:
-        CheckpointError: There is none, it is damaged, or it was fitted for other features; the message names what
+        CheckpointError: The transform is missing, damaged, or was fitted for other features; the message names what
             differs.
     """
     path = folder / FILE

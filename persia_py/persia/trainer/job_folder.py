@@ -1,27 +1,28 @@
 """The folder of a run that is a job: ``PERSIA_RUN_DIR``, which all ranks share and rank 0 writes."""
 
+import os
 from collections.abc import Mapping
-from pathlib import Path
 
 from persia.config import Config
 from persia.runtime import job
 from persia.runtime.errors import ConfigError
-from persia.runtime.files import make_folders
+from persia.runtime.files import is_url, make_folders
 from persia.runtime.logging import get_logger
+from persia.runtime.places import Place, below
 from persia.runtime.settings import settings
 from persia.trainer.run_folder import BEST, CONFIG, FACTS, METRICS, RunFolder, resolved
 
 _logger = get_logger("trainer")
 
 FITS = "fits"
-"""The folder of the fit that ranks share."""
+"""The folder for the fit that ranks share."""
 
 
 class JobFolder(RunFolder):
-    """The folder of the current run of this job. Checkpoints are below ``PERSIA_CKPT_DIR``, where servers write theirs.
+    """The folder of the current run of this job.
 
-    A run that was interrupted continues in its folder. A run that starts after the end of another one replaces its
-    files.
+    Checkpoints are below ``PERSIA_CKPT_DIR``, where servers write theirs, or below ``checkpoint.dir`` if that is a URL.
+    An interrupted run continues in its folder. A run that starts after the end of another run replaces its files.
     """
 
     @classmethod
@@ -29,14 +30,17 @@ class JobFolder(RunFolder):
         """Return the folder, which is created if it is missing.
 
         Raises:
-            ConfigError: The rows are to be random, which data-compose does not send.
-            StorageError: It cannot be made.
+            ConfigError: ``data.synthetic`` is true, but data-compose does not send random rows.
+            StorageError: The folder cannot be created.
         """
         if config.data.synthetic:
             error = ConfigError("data.synthetic: found true, allowed: false in a job, where data-compose sends rows")
             error.hint = "train in one process: persia train persia.yml --set data.synthetic=true"
             raise error
-        if config.checkpoint.dir is not None and settings.rank == 0:
+        saves = config.checkpoint.dir
+        if saves is not None and is_url(saves):
+            os.environ["PERSIA_CKPT_DIR"] = saves  # a folder for this rank; a server accepts any URL that it is sent
+        elif saves is not None and settings.rank == 0:
             _logger.warning("checkpoint.dir has no effect in a job: checkpoints are below PERSIA_CKPT_DIR")
         folder = cls(job.run_dir())
         with folder._naming():
@@ -45,36 +49,36 @@ class JobFolder(RunFolder):
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether there is an unfinished run in this folder."""
+        """Whether this folder has an unfinished run."""
         return (self.path / job.RUN).exists() and bool(self.read_json(FACTS))
 
     @property
-    def checkpoints(self) -> Path:
-        """The folder of the run's checkpoints, on rank 0."""
-        return Path(settings.checkpoint_root or self.path, job.run_name())
+    def checkpoints(self) -> Place:
+        """The folder or the URL of the run's checkpoints, on rank 0."""
+        return below(settings.checkpoint_root or self.path, job.run_name())
 
     def note_checkpoints(self) -> None:
-        """Record the folder of the checkpoints, on rank 0, so that they are found from the run's folder."""
+        """Record the folder of the checkpoints in the run's folder, on rank 0, so that it can be found."""
         self.write_json(FACTS, {**self.read_json(FACTS), "checkpoints": str(self.checkpoints)})
 
-    def saves(self, config: Config) -> Path:
+    def saves(self, config: Config) -> Place:
         """Return the folder of the checkpoints, on rank 0."""
         del config
         return self.checkpoints
 
     @property
-    def best(self) -> Path:
+    def best(self) -> Place:
         """The folder of the best checkpoint, on rank 0."""
         return self.checkpoints / BEST
 
     def name_latest(self) -> None:
-        """Nothing: a job has one folder."""
+        """Do nothing, because a job has only one folder."""
 
     def make(self, config: Config, files: Mapping[str, str]) -> None:
         """Write the configuration and other files of a new run.
 
         Raises:
-            StorageError: It cannot be written.
+            StorageError: A file cannot be written.
         """
         for name, content in {CONFIG: resolved(config), METRICS: "", **files}.items():
             self.write(name, content)

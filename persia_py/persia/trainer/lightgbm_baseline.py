@@ -1,8 +1,8 @@
 """LightGBM on the rows of a run: the same split, labels, weights and metrics.
 
-It gets numbers as numbers, and ids and parts of dates as categories; a category that train does not have, and null, are
-missing. Bags, sequences and crosses are excluded, because a tree has no columns for them; the summary names them. It
-stops early on the valid part, and the test part is scored once.
+Numbers are passed as numbers, ids and parts of dates as categories. Null, and categories that do not occur in train,
+are missing values. Bags, sequences and crosses are excluded, because a tree has no columns for them; the summary lists
+them. Training stops early on the validation set, and the test set is scored once.
 """
 
 import time
@@ -25,11 +25,11 @@ _logger = get_logger("trainer")
 
 NAME = "lightgbm"
 ROUNDS, PATIENCE = 2000, 50
-"""The largest number of trees, and of trees without an improvement on the valid part."""
+"""The maximum number of trees, and of trees without an improvement on the validation set."""
 PARAMETERS = {"learning_rate": 0.05, "num_leaves": 63, "min_data_in_leaf": 50, "feature_fraction": 0.8}
-"""The parameters that are not LightGBM's defaults."""
+"""Parameters that differ from LightGBM's defaults."""
 MAX_VALUES = 2_000_000_000
-"""The largest number of training values, rows times columns, that are held in memory."""
+"""The maximum number of training values (rows times columns) that are held in memory."""
 
 _NUMBERS, _CATEGORIES = ("dense", "bucket"), ("id", "date")
 _READ_ROWS = 1 << 16
@@ -38,11 +38,11 @@ Floats = npt.NDArray[np.float64]
 
 
 class Columns:
-    """The columns that LightGBM gets of rows.
+    """The columns of rows that LightGBM uses.
 
     Args:
-        config: Has the features.
-        transform: Makes ids.
+        config: The configuration, with the features.
+        transform: The transform, which computes ids.
 
     Attributes:
         numbers: The columns of the files that are used as numbers.
@@ -59,7 +59,7 @@ class Columns:
         self._known: list[npt.NDArray[np.uint64]] = []
 
     def read(self, rows: list[Rows]) -> Floats:
-        """Return the values, ``[rows, numbers and slots]``; the first call determines the known categories."""
+        """Return the values, ``[rows, numbers and slots]``. The first call determines the known categories."""
         ids = [np.concatenate([_single(each, slot) for each in rows]) for slot in self.slots]
         if not self._known:
             self._known = [np.unique(column["id"][column["has"]]) for column in ids]
@@ -74,12 +74,12 @@ class Columns:
 
     @property
     def categorical(self) -> list[int]:
-        """The places of the columns that are categories."""
+        """The indices of the columns that are categories."""
         return [*range(len(self.numbers), len(self.numbers) + len(self.slots))]
 
 
 def _single(rows: Rows, slot: str) -> npt.NDArray[Any]:
-    """Return the id of each row, and whether it has one."""
+    """Return the id of each row, and whether the row has one."""
     ids, offsets, _ = rows.samples.ids(slot)
     found = np.zeros(len(rows.samples), [("id", np.uint64), ("has", bool)])
     if offsets is None:
@@ -96,23 +96,23 @@ def _number(values: pa.Array) -> Floats:
 
 
 def compare(config: Config, folder: RunFolder) -> None:
-    """Train it, and add its results to the summary of a run.
+    """Train LightGBM, and add its results to the summary of a run.
 
     Raises:
-        ConfigError: There is no valid part to stop on, no feature that it can use, or too much data for memory.
+        ConfigError: There is no validation set to stop on, no usable feature, or too much data for memory.
     """
     import lightgbm
 
     started = time.perf_counter()
     transform, parts = fitting.load(config, folder.path), Parts(config)
     if parts.valid is None:
-        raise ConfigError("--baseline lightgbm stops early on the valid part: set data.valid or data.split")
+        raise ConfigError("--baseline lightgbm stops early on the validation set: set data.valid or data.split")
     columns = Columns(config, transform)
     width = len(columns.numbers) + len(columns.slots)
     rows = int(folder.read_json(FACTS)["rows"])
     if not width or rows * width > MAX_VALUES:
         raise ConfigError(
-            f"--baseline lightgbm: {rows:,} rows of {width} columns; want at least 1 column, and at most "
+            f"--baseline lightgbm: {rows:,} rows of {width} columns; expected at least 1 column, and at most "
             f"{MAX_VALUES:,} values, because it holds them in memory"
         )
     _logger.info("training lightgbm on %d rows of %d columns", rows, width)

@@ -15,7 +15,7 @@ class Limits:
     """Measures the time of the training loop, between two reports, by :func:`persia.profile.stages.stages`.
 
     Args:
-        staleness: K of the loop.
+        staleness: The staleness K of the loop.
     """
 
     def __init__(self, staleness: int) -> None:
@@ -26,7 +26,7 @@ class Limits:
         self._mark, self._before = time.perf_counter(), flight.totals()
 
     def stepped(self) -> None:
-        """Record that a step is done."""
+        """Record that a step is complete."""
         now, totals = time.perf_counter(), flight.totals()
         self._whole += now - self._mark
         for verb, seconds in difference(totals, self._before).items():
@@ -34,7 +34,7 @@ class Limits:
         self._mark, self._before = now, totals
 
     def apart(self) -> None:
-        """Record the end of other work, such as an evaluation, which does not count."""
+        """Record the end of other work, such as an evaluation, whose time does not count."""
         self._mark, self._before = time.perf_counter(), flight.totals()
         flight.apart()
 
@@ -42,7 +42,7 @@ class Limits:
         """Return the seconds since the last call and the share of each stage, and start a new interval.
 
         Args:
-            engine: Seconds of each stage of the engine, from its statistics.
+            engine: The seconds of each stage of the engine, from its statistics.
         """
         whole, self._whole = self._whole, 0.0
         calls, self._calls = self._calls, {}
@@ -51,7 +51,7 @@ class Limits:
 
 
 class MeanLoss:
-    """The mean of finite losses, summed on their device."""
+    """The mean of the finite losses, summed on their device."""
 
     def __init__(self) -> None:
         self._sum: torch.Tensor | float = 0.0
@@ -64,7 +64,7 @@ class MeanLoss:
         self._count = self._count + finite.double()
 
     def take(self) -> float:
-        """Return the mean, and start a new interval; NaN without a finite loss."""
+        """Return the mean, and start a new interval; NaN if there was no finite loss."""
         total, count = float(self._sum), float(self._count)
         self._sum = self._count = 0.0
         return total / count if count else math.nan

@@ -1,4 +1,4 @@
-"""Metrics of predictions, over all rows and exact. The formulas are in the functions' documentation."""
+"""Exact metrics of predictions over all rows. The docstrings of the functions have the formulas."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,8 +18,8 @@ class Metrics:
 
     Attributes:
         rows: The number of rows.
-        values: Each metric by name; None where it is not defined.
-        notes: Why a metric is not defined, by name.
+        values: Each metric by name; None if it is not defined.
+        notes: The reason why a metric is not defined, by name.
     """
 
     rows: int
@@ -27,12 +27,12 @@ class Metrics:
     notes: dict[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all values, JSON-ready."""
+        """Return all values, JSON-serializable."""
         return {"rows": self.rows, **self.values, **({"notes": self.notes} if self.notes else {})}
 
 
-class Undefined(Exception):  # noqa: N818  # no error: a metric may have no value
-    """A metric has no value for these rows; the message says why."""
+class Undefined(Exception):  # noqa: N818  # not an error: a metric may have no value
+    """Raised if a metric has no value for these rows; the message gives the reason."""
 
 
 def binary(
@@ -42,12 +42,12 @@ def binary(
     weights: npt.ArrayLike | None = None,
     groups: npt.ArrayLike | None = None,
 ) -> Metrics:
-    """Return metrics of a label of 0 and 1.
+    """Return metrics of a label with values 0 and 1.
 
     Args:
         logits: The logit of each row, ``[rows]``.
         labels: 0 or 1 for each row.
-        names: Of ``auc``, ``log_loss``, ``ne``, ``calibration``, ``gauc``.
+        names: The metrics, of ``auc``, ``log_loss``, ``ne``, ``calibration``, ``gauc``.
         weights: The weight of each row; None means 1.
         groups: The group of each row, for ``gauc``.
     """
@@ -71,7 +71,7 @@ def binary(
 def regression(
     predictions: npt.ArrayLike, labels: npt.ArrayLike, names: Sequence[str], weights: npt.ArrayLike | None = None
 ) -> Metrics:
-    """Return metrics of a label that is a number: ``mse`` and ``mae`` always, ``calibration`` if it is in ``names``."""
+    """Return metrics of a numeric label: ``mse`` and ``mae`` always, ``calibration`` if it is in ``names``."""
     scores, truth = _flat(predictions), _flat(labels)
     share = np.ones(len(scores)) if weights is None else _flat(weights)
     found = Metrics(len(scores))
@@ -85,7 +85,7 @@ def regression(
 
 
 def _set_undefined(metrics: Metrics, scores: Floats, names: Sequence[str]) -> bool:
-    """Give no metric a value if scores are NaN or infinite: sorting would put NaN last, as if it were a score."""
+    """Set all metrics to undefined if scores are NaN or infinite: sorting would put NaN last, like a score."""
     wrong = int(np.count_nonzero(~np.isfinite(scores)))
     if wrong:
         why = f"{wrong} output{' is' if wrong == 1 else 's are'} NaN or infinite"
@@ -104,12 +104,12 @@ def _set(metrics: Metrics, name: str, compute: Any) -> None:
 def auc(scores: Floats, labels: Floats, weights: Floats) -> float:
     """Return the area under the ROC curve: the share of pairs of a positive and a negative row that are in order.
 
-    A pair of equal scores counts one half; with weights a pair counts the product of both. It is computed from sorted
-    scores in float64, without thresholds (Hanley and McNeil 1982, "The meaning and use of the area under a receiver
-    operating characteristic (ROC) curve").
+    A pair of equal scores counts one half; with weights, a pair counts the product of both weights. The value is
+    computed from sorted scores in float64, without thresholds (Hanley and McNeil 1982, "The meaning and use of the area
+    under a receiver operating characteristic (ROC) curve").
 
     Raises:
-        Undefined: There are no rows of one class.
+        Undefined: One class has no rows.
     """
     shares, _ = _auc_of_groups(scores, labels, weights, np.zeros(len(scores), np.uint64))
     if not len(shares):
@@ -120,7 +120,7 @@ def auc(scores: Floats, labels: Floats, weights: Floats) -> float:
 def _auc_of_groups(
     scores: Floats, labels: Floats, weights: Floats, groups: npt.NDArray[np.uint64]
 ) -> tuple[Floats, Floats]:
-    """Return the AUC and the weight of each group that has rows of both classes."""
+    """Return the AUC and the weight of each group that has rows in both classes."""
     if not len(scores):
         return np.zeros(0), np.zeros(0)
     order = np.lexsort((scores, groups))
@@ -150,13 +150,13 @@ def log_loss(logits: Floats, labels: Floats, weights: Floats) -> float:
 
 
 def normalized_entropy(logits: Floats, labels: Floats, weights: Floats) -> float:
-    """Return the log-loss divided by that of always predicting the mean label.
+    """Return the log loss divided by that of always predicting the mean label.
 
     With the mean label ``p``: ``log_loss / (-p ln p - (1 - p) ln (1 - p))``; below 1 is better than the mean label
     (He et al. 2014, "Practical Lessons from Predicting Clicks on Ads at Facebook", equation 1).
 
     Raises:
-        Undefined: There are no rows of one class.
+        Undefined: One class has no rows.
     """
     loss, rate = log_loss(logits, labels, weights), _mean(labels, weights)
     if not 0 < rate < 1:
@@ -179,11 +179,11 @@ def calibration(predictions: Floats, labels: Floats, weights: Floats) -> float:
 def grouped_auc(scores: Floats, labels: Floats, weights: Floats, groups: npt.ArrayLike | None) -> float:
     """Return the mean AUC within groups, such as users, weighted by the rows of each group (or their weights).
 
-    Groups with rows of one class only are excluded (Zhu et al. 2017, "Optimized Cost per Click in Taobao Display
+    Groups with rows in only one class are excluded (Zhu et al. 2017, "Optimized Cost per Click in Taobao Display
     Advertising", equation 16, which weights by impressions).
 
     Raises:
-        Undefined: No group has rows of both classes, or there are no groups.
+        Undefined: No group has rows in both classes, or there are no groups.
     """
     if groups is None:
         raise Undefined("train.gauc_group is not set")

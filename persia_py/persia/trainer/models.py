@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,14 +14,14 @@ import torch
 from persia.config import Config
 from persia.embedding.config import Configuration
 from persia.embedding.data import split_mask
-from persia.models import DLRM, DCNv2
+from persia.models import DLRM, AutoInt, DCNv2, Tiny
 from persia.runtime import own_frames
 from persia.runtime.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The parts of a batch that a model gets, in order.
+    """The parts of a batch that a model receives, in order.
 
     Attributes:
         dense: The names of the dense columns.
@@ -57,7 +58,7 @@ def inputs_of(config: Config) -> Inputs:
 
 
 class PooledSequences(torch.nn.Module):
-    """A model that takes pooled embeddings only: each sequence is replaced by the mean of its rows.
+    """A model that accepts only pooled embeddings: each sequence is replaced by the mean of its rows.
 
     Args:
         model: The model.
@@ -72,7 +73,7 @@ class PooledSequences(torch.nn.Module):
 
         Args:
             non_id_tensors: The dense inputs.
-            embedding_tensors: ``[batch, dim]``, or ``[batch, last, dim + 1]`` of a sequence.
+            embedding_tensors: ``[batch, dim]``, or ``[batch, last, dim + 1]`` for a sequence.
         """
         pooled = [_mean(each) if each.dim() == 3 else each for each in embedding_tensors]
         output: torch.Tensor = self.model(non_id_tensors, pooled)
@@ -88,7 +89,7 @@ def _mean(raw: torch.Tensor) -> torch.Tensor:
 def build(config: Config) -> torch.nn.Module:
     """Return the model of the ``model`` block, with random weights from torch's generator.
 
-    Built-in models get the mean of a sequence's rows.
+    Built-in models receive the mean of the rows of a sequence.
 
     Raises:
         ConfigError: The class cannot be imported, or the model refuses an argument.
@@ -97,12 +98,12 @@ def build(config: Config) -> torch.nn.Module:
     block = config.model
     if block.class_ is not None:
         return _own(config, block.class_, inputs)
-    model = (_dlrm if block.name == "dlrm" else _dcnv2)(config, inputs, block.arguments)
+    model = _MADE[block.name or "dcnv2"](config, inputs, block.arguments)
     return PooledSequences(model) if inputs.sequences else model
 
 
 def _dlrm(config: Config, inputs: Inputs, arguments: dict[str, Any]) -> torch.nn.Module:
-    dim = inputs.dims[0]  # the dimension of all features, which persia.config has checked
+    dim = inputs.dims[0]  # the dimension is equal for all features, as persia.config has checked
     given = {"num_dense": len(inputs.dense), "num_slots": len(inputs.slots), "embedding_dim": dim}
     defaults = {"bottom_mlp": [64, dim], "top_mlp": [256, 64, len(inputs.labels)], "num_labels": len(inputs.labels)}
     return _make(config, DLRM, "dlrm", {**given, **defaults, **arguments})
@@ -113,13 +114,26 @@ def _dcnv2(config: Config, inputs: Inputs, arguments: dict[str, Any]) -> torch.n
     return _make(config, DCNv2, "dcnv2", {**given, **arguments})
 
 
+def _autoint(config: Config, inputs: Inputs, arguments: dict[str, Any]) -> torch.nn.Module:
+    given = {"num_dense": len(inputs.dense), "embedding_dims": inputs.dims, "num_labels": len(inputs.labels)}
+    return _make(config, AutoInt, "autoint", {**given, **arguments})
+
+
+def _tiny(config: Config, inputs: Inputs, arguments: dict[str, Any]) -> torch.nn.Module:
+    given = {"num_dense": len(inputs.dense), "embedding_dims": inputs.dims, "num_labels": len(inputs.labels)}
+    return _make(config, Tiny, "tiny", {**given, **arguments})
+
+
+_MADE = {"autoint": _autoint, "dcnv2": _dcnv2, "dlrm": _dlrm, "tiny": _tiny}
+
+
 def _make(
     config: Config, make: Callable[..., torch.nn.Module], name: str, arguments: dict[str, Any]
 ) -> torch.nn.Module:
     try:
         return make(**arguments)
     except (TypeError, ValueError) as error:
-        # The built-in models list their mistakes.
+        # The built-in models list all their errors.
         mistakes = str(error).split("; ") if config.model.class_ is None else [str(error)]
         frames = own_frames.own_frames(error.__traceback__)
         at = f" (at {own_frames.place(frames[0])})" if frames and config.model.class_ is not None else ""
@@ -127,15 +141,15 @@ def _make(
 
 
 def _refused(config: Config, mistakes: list[str]) -> ConfigError:
-    """Return the error of a model that cannot be made, which `persia config check` does not find: it makes none."""
+    """Return the error for a model that cannot be constructed; `persia config check` constructs no model."""
     error, place = ConfigError("\n".join(mistakes)), config.origin.places.get("model", "")
     file = "persia.yml" if not place or place.startswith("--set") else place.rpartition(":")[0]
-    error.hint = f"correct it, then run: python -m persia.testing {file}"
+    error.hint = f"correct it, then run: python -m persia.testing {shlex.quote(file)}"
     return error
 
 
 def _placed(config: Config, name: str, message: str) -> str:
-    """Return a mistake with the place of the argument that it mentions, else with that of the block."""
+    """Return an error with the place of the argument that it mentions, or with that of the block."""
     places, found = config.origin.places, dict[int, tuple[str, str]]()
     for key in config.model.arguments:
         if mentioned := re.search(rf"(?<![\w.]){re.escape(key)}(\[\d+\])?(?!\w)", message):
@@ -146,7 +160,7 @@ def _placed(config: Config, name: str, message: str) -> str:
 
 
 def _own(config: Config, place: str, inputs: Inputs) -> torch.nn.Module:
-    """Return a model of the user's class, with the values that :class:`Inputs` has for its arguments."""
+    """Return a model of the user's class, passing values of :class:`Inputs` for its arguments."""
     kind = _import(config, place)
     known = {
         "num_dense": len(inputs.dense),
@@ -160,30 +174,33 @@ def _own(config: Config, place: str, inputs: Inputs) -> torch.nn.Module:
     _check_arguments(config, place, [*parameters.values()])
     model = _make(config, kind, place, {**wanted, **config.model.arguments})
     if not isinstance(model, torch.nn.Module):
-        raise ConfigError(f"model.class: {place} returned a {type(model).__name__}, want a torch.nn.Module")
+        raise ConfigError(f"model.class: {place} returned a {type(model).__name__}, expected a torch.nn.Module")
     return model
 
 
 def _check_arguments(config: Config, place: str, parameters: list[inspect.Parameter]) -> None:
-    """Check the names of arguments, which :mod:`persia.config` cannot if the source of a class does not show them."""
+    """Check the names of arguments, which :mod:`persia.config` cannot check if a class's source does not show them."""
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return
     allowed = [each.name for each in parameters]
     listed = f"it has {', '.join(allowed) or 'no arguments'}"
     if wrong := [argument for argument in config.model.arguments if argument not in allowed]:
-        raise _refused(config, [_placed(config, place, f"`{each}` is no argument; {listed}") for each in wrong])
+        raise _refused(config, [_placed(config, place, f"`{each}` is not an argument; {listed}") for each in wrong])
 
 
 def _import(config: Config, place: str) -> Callable[..., torch.nn.Module]:
     module, _, name = place.partition(":")
     if not module or not name:
-        raise ConfigError(f"model.class: {place!r}, want module:Class")
+        raise ConfigError(f"model.class: {place!r}, expected module:Class")
     folder = str(config.folder)
     sys.path.insert(0, folder)
     try:
         found = getattr(importlib.import_module(module), name, None)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"model.class: {place}: {error}; modules are found from {folder}") from error
+        failed = ConfigError(f"model.class: {place}: {error}; modules are found from {folder}")
+        if error.name is not None and not f"{module}.".startswith(f"{error.name}."):
+            failed.hint = f"install what {module} imports: pip install {error.name.partition('.')[0]}"
+        raise failed from error
     finally:
         sys.path.remove(folder)
     if found is None:
@@ -193,5 +210,5 @@ def _import(config: Config, place: str) -> Callable[..., torch.nn.Module]:
 
 
 def count_parameters(config: Config) -> int:
-    """Return the number of weights of the model of a configuration; rows of embeddings do not count."""
+    """Return the number of weights of the model of a configuration, not counting embedding rows."""
     return sum(parameter.numel() for parameter in build(config).parameters())

@@ -10,7 +10,7 @@ from persia.runtime.errors import DataError
 from persia.serving.scores import split
 
 Label = tuple[str, float, str]
-"""The name of a label, its weight in the loss, and its type of loss: ``bce`` or ``mse``."""
+"""The name of a label, its weight in the loss, and its type of loss, ``bce`` or ``mse``."""
 
 
 class Objective:
@@ -33,11 +33,11 @@ class Objective:
         """Return the output of each label, ``[batch, 1]``.
 
         Args:
-            output: What the model returned: a tensor ``[batch, labels]`` (or ``[batch]`` for one label), a list or
-                tuple of one tensor for each label, or a dictionary of them by name.
+            output: The output of the model: a tensor ``[batch, labels]`` (or ``[batch]`` for one label), a list or
+                tuple with one tensor for each label, or a dictionary of tensors by label.
 
         Raises:
-            DataError: It has another shape, or lacks a label.
+            DataError: The output has a wrong shape, or lacks a label.
         """
         return split(output, [name for name, _, _ in self.labels])
 
@@ -47,7 +47,7 @@ class Objective:
         """Return the loss.
 
         Args:
-            outputs: Those of :meth:`outputs`.
+            outputs: The result of :meth:`outputs`.
             labels: The labels, ``[batch, 1]`` each.
             weights: The weights of rows, ``[batch, 1]``; None means 1.
         """

@@ -1,14 +1,12 @@
-"""A test of a configuration: one batch through all parts of training, in folders that are removed afterwards."""
+"""Tests a configuration: runs one batch through all parts of training, in folders that are removed afterwards."""
 
 import contextlib
 import os
-import signal
+import shlex
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -17,8 +15,8 @@ from persia.checkpoint.foreign import open_checkpoint
 from persia.config import Config
 from persia.config.blocks import CheckpointBlock, RunBlock, SplitBlock
 from persia.data import IterableDataset
+from persia.runtime import signals
 from persia.runtime.errors import CheckpointError, PersiaError, UsageError
-from persia.runtime.exit_codes import AGAIN
 from persia.runtime.settings import settings, variable
 from persia.trainer import fitting
 from persia.trainer.batches import TrainingBatches
@@ -27,7 +25,8 @@ from persia.trainer.run_folder import RunFolder
 from persia.trainer.trainer import Trainer
 
 VARIABLE = "PERSIA_TEST_RUN"
-"""Set in the ranks of a test. ``stream``: data-compose sends the batch. ``own``: the rank reads it."""
+"""The variable that marks ranks of a test. ``stream``: data-compose sends the batch. ``own``: the rank reads the
+batch."""
 
 STEPS = {
     "build": "make the model and open the tables",
@@ -43,15 +42,15 @@ _NEXT = {
     "evaluate": "persia config show {file}",
     "checkpoint": "persia doctor {file} --only disk",
 }
-"""What to run next after a step that failed, if the error does not say it."""
+"""The next command after a failed step, if the error has no hint."""
 
 
 class Ticks:
-    """Prints a line for each step of a test: a tick, or a cross and then the error is raised.
+    """Prints a line for each step of a test: a tick or, if the step fails, a cross; the error is then raised.
 
     Args:
         file: The ``persia.yml``, for the next command.
-        who: Before each line, such as ``rank 1: ``.
+        who: The prefix of each line, such as ``rank 1: ``.
         say: Prints a line.
     """
 
@@ -71,7 +70,7 @@ class Ticks:
         except Exception as error:
             self._say(f"{self._who}✗ {name}: could not {STEPS[name]}")
             if isinstance(error, PersiaError) and not error.hint:
-                error.hint = _NEXT[name].format(file=self._file)
+                error.hint = _NEXT[name].format(file=shlex.quote(self._file))
             raise
         self._say(f"{self._who}✓ {name}")
 
@@ -82,48 +81,30 @@ def _print(line: str) -> None:
 
 
 def check_storage(config: Config) -> None:
-    """Check the storage that the run itself would use. Nothing is made there.
+    """Check the storage that the run itself would use. This call creates no folder.
 
     Raises:
-        StorageError: It cannot be written.
+        StorageError: The storage cannot be written.
     """
     RunFolder(Path(config.run.dir).expanduser() / (config.run.name or "test")).check_storage(config)
 
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """Make a folder for the length of the block. SIGTERM and SIGHUP end the block, and the folder is removed."""
-    with _ended_by_signals(), tempfile.TemporaryDirectory(prefix="persia-test-") as name:
+    """Create a folder for the duration of the block. SIGTERM and SIGHUP end the block, and the folder is removed."""
+    with signals.cleaned_up(), tempfile.TemporaryDirectory(prefix="persia-test-") as name:
         yield Path(name)
 
 
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Raise SystemExit at signals that would end the process without cleaning up. Only in the main thread."""
-    numbers = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
-    taken = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
-    for number in taken:
-        signal.signal(number, _leave)
-    try:
-        yield
-    finally:
-        for number in taken:
-            signal.signal(number, signal.SIG_DFL)
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    del number, frame
-    raise SystemExit(AGAIN)
-
-
 def shortened(config: Config, folder: Path) -> Config:
-    """Return a configuration that trains on one batch, and writes into a folder only.
+    """Return a configuration that trains on one batch, and writes only into a folder.
 
-    The first rows of train, valid and test are copied there. Without a valid part those of train are used.
+    The first training, validation and test rows are copied into the folder. Without a validation set, training rows are
+    used.
 
     Args:
         config: The configuration.
-        folder: Gets rows and run.
+        folder: The folder for the rows and the run.
 
     Raises:
         UsageError: A file does not exist.
@@ -153,7 +134,8 @@ def shortened(config: Config, folder: Path) -> Config:
     )
     train = config.train.model_copy(
         update={"lr_schedule": "constant", "warmup": 0, "evaluate_every": 1}
-        | ({} if settings.nats_url is None else {"start_from": None})  # it is below PERSIA_CKPT_DIR, as the test is not
+        # the folder is below PERSIA_CKPT_DIR; that of the test is not
+        | ({} if settings.nats_url is None else {"start_from": None})
     )
     return config.with_blocks(
         data=data,
@@ -169,11 +151,11 @@ def run_here(config: Config, file: str) -> None:
 
     Args:
         config: The configuration.
-        file: Its ``persia.yml``, for messages.
+        file: The ``persia.yml``, for messages.
 
     Raises:
         PersiaError: A step failed; its name is printed, and the hint is the next command.
-        Exception: One of the model's own.
+        Exception: The model raised it.
     """
     check_storage(config)
     with private_folder() as folder:
@@ -181,12 +163,12 @@ def run_here(config: Config, file: str) -> None:
 
 
 def train(make: Callable[[], Trainer], ticks: Ticks, source: Callable[[], IterableDataset] | None = None) -> None:
-    """Train on the one batch that the configuration of a trainer has, and show each step.
+    """Train on the single batch of a trainer's configuration, and show each step.
 
     Args:
-        make: Makes the trainer, from a configuration of :func:`shortened`.
+        make: Creates the trainer, from a configuration of :func:`shortened`.
         ticks: Shows the steps.
-        source: Makes the data set of the batch; None is ``data.train``, or the stream of a job.
+        source: Creates the data set of the batch; None means ``data.train``, or the stream of a job.
     """
     with contextlib.ExitStack() as opened:
         with ticks.step("build"):
@@ -204,22 +186,22 @@ def train(make: Callable[[], Trainer], ticks: Ticks, source: Callable[[], Iterab
 
 
 def _verify(trainer: Trainer) -> None:
-    """Check every file of the checkpoint, on the rank that has written it."""
+    """Check every file of the checkpoint, on the rank that wrote it."""
     if trainer.folder is None or settings.rank != 0:
         return
     saved = trainer.folder.saves(trainer.config) / "step-1"
     checkpoint = open_checkpoint(saved)
     checkpoint.verify()
     if checkpoint.step != 1:
-        raise CheckpointError(f"{saved}: its step is {checkpoint.step}, want 1")
+        raise CheckpointError(f"{saved}: its step is {checkpoint.step}, expected 1")
 
 
 def train_rank(config: Config, path: Path, how: str) -> None:
     """Test a configuration on this rank of a job.
 
     Args:
-        config: One of :func:`shortened`, which all processes of the job have.
-        path: Its file, for messages.
+        config: A configuration of :func:`shortened`, which all processes of the job have.
+        path: The file of the configuration, for messages.
         how: The value of :data:`VARIABLE`.
     """
     given = variable(f"{VARIABLE}_FILE") or os.fspath(path)
@@ -228,7 +210,7 @@ def train_rank(config: Config, path: Path, how: str) -> None:
 
 
 def _own_batch(config: Config) -> IterableDataset:
-    """Return the batch as this rank reads it itself."""
+    """Return the batch that this rank reads itself."""
     parts = Parts(config)
     reader = parts.train.reader(config.step_rows)
     return TrainingBatches(parts.train, reader, fitting.fit(config, parts).transform, config.train.weight)

@@ -12,7 +12,7 @@ from persia.embedding.schedule import LRSchedule
 from persia.runtime.errors import ConfigError
 
 NEW_ROWS = EmbeddingConfig((-0.05, 0.05))
-"""New rows of features without ``init``, as in :class:`persia.nn.EmbeddingCollection`."""
+"""The initialization of new rows for features without ``init``, as in :class:`persia.nn.EmbeddingCollection`."""
 
 _OF_ROWS: dict[str, Callable[..., Optimizer]] = {"adagrad": Adagrad, "adam": Adam, "sgd": SGD}
 _OF_MODEL: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -21,14 +21,14 @@ _OF_MODEL: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
     "sgd": torch.optim.SGD,
 }
-"""The classes of :mod:`persia.config.optimizers`, which has checked and filled their arguments."""
+"""The optimizer classes. :mod:`persia.config.optimizers` has checked their arguments and filled in defaults."""
 
 
 def of_rows(train: TrainBlock, total_steps: int) -> Optimizer:
     """Return the optimizer of rows, with the schedule.
 
     Raises:
-        ConfigError: ``warmup`` is as long as the run.
+        ConfigError: ``warmup`` is not shorter than the run.
     """
     block = train.embedding_optimizer
     return _OF_ROWS[block.name](**block.arguments).scheduled(schedule(train, total_steps))
@@ -45,12 +45,12 @@ def schedule(train: TrainBlock, total_steps: int) -> LRSchedule:
     """Return the schedule of both learning rates.
 
     Raises:
-        ConfigError: ``warmup`` is as long as the run.
+        ConfigError: ``warmup`` is not shorter than the run.
     """
     if train.lr_schedule == "constant":
         return LRSchedule(warmup_steps=train.warmup)
     if train.warmup >= total_steps:
-        raise ConfigError(f"train.warmup: {train.warmup} steps, but the run has {total_steps}; give fewer")
+        raise ConfigError(f"train.warmup: {train.warmup} steps, but the run has {total_steps}; set a smaller number")
     return LRSchedule(train.lr_schedule, train.warmup, total_steps)
 
 
@@ -60,7 +60,7 @@ def of_torch(course: LRSchedule, optimizer: torch.optim.Optimizer) -> torch.opti
 
 
 def advance(course: torch.optim.lr_scheduler.LambdaLR, *, skipped: int) -> None:
-    """Make the step of a schedule. Torch warns if the first steps were skipped, although steps are counted on purpose.
+    """Advance a schedule by one step, without torch's warning about skipped first steps, which are counted on purpose.
 
     Args:
         course: The schedule.

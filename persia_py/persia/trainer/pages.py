@@ -1,4 +1,4 @@
-"""The output of a run for people: a picture of its curves, and a page with all results in one file."""
+"""The readable output of a run: an image of its curves, and a page with all results in one file."""
 
 import base64
 import html
@@ -11,18 +11,18 @@ from persia.trainer.reports import title
 from persia.trainer.run_folder import CONFIG, FACTS, SUMMARY, RunFolder
 
 _SHOWN = 5
-"""So many files of train are listed."""
+"""The maximum number of training files that are listed."""
 CURVES = "curves.png"
-"""The loss, and the metrics of the valid part, by step."""
+"""The file with the curves of the loss, and of the metrics of the validation set, by step."""
 PAGE = "report.html"
-"""The results of a run, in one file without other resources."""
+"""The file with the results of a run, which needs no other resources."""
 
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:60rem;padding:0 1rem;color:#1a1a1a;background:#fff}
 table{border-collapse:collapse;margin:.5rem 0 1.5rem}td,th{padding:.2rem .9rem .2rem 0;text-align:left;
 border-bottom:1px solid #ddd}td.n{text-align:right;font-variant-numeric:tabular-nums}img{max-width:100%}
 pre{background:#f5f5f5;padding:1rem;overflow:auto;font-size:13px}h1{font-size:1.5rem}h2{font-size:1.15rem;
-margin-top:2rem}.note{color:#666}
+margin-top:2rem}.note{color:#666}.wide{overflow-x:auto}th:not(:first-child){text-align:right}
 """
 
 
@@ -32,7 +32,7 @@ def write(folder: RunFolder, config: Config, *, status: str) -> None:
     Args:
         folder: The run's folder.
         config: The configuration.
-        status: The status that is shown. The summary of a job has its own only when all ranks have ended.
+        status: The status to show. The summary of a job has its status only after all ranks have ended.
 
     Raises:
         StorageError: A file cannot be written.
@@ -44,7 +44,7 @@ def write(folder: RunFolder, config: Config, *, status: str) -> None:
 
 
 def draw(lines: list[dict[str, Any]]) -> bytes:
-    """Return the curves of a run as a PNG picture."""
+    """Return the curves of a run as a PNG image."""
     from matplotlib.figure import Figure
 
     trained = [line for line in lines if line.get("loss") is not None]
@@ -76,7 +76,7 @@ def draw(lines: list[dict[str, Any]]) -> bytes:
 
 
 def _metrics(judged: list[dict[str, Any]]) -> list[str]:
-    """Return the metrics that a valid part has, in order."""
+    """Return the metrics that were evaluated on the validation set, in order."""
     names: dict[str, None] = {}
     for line in judged:
         for label, values in line["valid"].items():
@@ -98,7 +98,8 @@ def page(folder: RunFolder, summary: dict[str, Any], picture: bytes, config: Con
     body += ["<h2>Features</h2>", _table(["feature", "type"], types)]
     title_ = html.escape(f"persia: {folder.path.name}")
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title_}</title>'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title_}</title>'
         f"<style>{_STYLE}</style></head><body>\n" + "\n".join(body) + "\n</body></html>\n"
     )
 
@@ -125,9 +126,9 @@ def _overview(summary: dict[str, Any], facts: dict[str, Any]) -> str:
 
 
 def results_table(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return the heads and the rows of the table of results: a row for each part and label, and the baseline's.
+    """Return header and rows of the table of results: one row for each part and label, and those of the baseline.
 
-    The step is that of the evaluated model; a baseline has none.
+    The step is that of the evaluated model; a baseline has no step.
     """
     rows: list[tuple[str, str, dict[str, Any]]] = []
     for part in ("valid", "test"):
@@ -196,4 +197,4 @@ def _table(heads: list[str], rows: list[list[Any]]) -> str:
         + "</tr>"
         for row in rows
     )
-    return f"<table>{f'<tr>{head}</tr>' if head else ''}{body}</table>"
+    return f"<div class=wide><table>{f'<tr>{head}</tr>' if head else ''}{body}</table></div>"

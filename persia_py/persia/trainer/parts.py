@@ -1,4 +1,4 @@
-"""The parts train, valid and test of a configuration's data, and other rows that a model is applied to."""
+"""The parts train, valid and test of a configuration's data, and other rows to which a model is applied."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -30,11 +30,11 @@ TYPES: Mapping[str, pa.DataType] = MappingProxyType(
         "date": pa.date32(),
     }
 )
-"""The types of ``data.columns``."""
+"""The Arrow types for the names in ``data.columns``."""
 
 
 _DECLARED = re.compile(r"^  (.+?) \(line \d+\)", re.MULTILINE)
-"""A feature or label in a message of a transform, with its line."""
+"""Matches a feature or label in a message of a transform, with its line."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Part:
         files: The files.
         split: The rule that divides their rows; None means that all are in this part.
         name: ``train``, ``valid`` or ``test``.
-        origin: Where the features are declared, for messages.
+        origin: The places of the features, for messages.
     """
 
     files: Files
@@ -77,7 +77,7 @@ class Part:
         )
 
     def count(self) -> int:
-        """Return the number of rows, which is read from the metadata of the files if that is enough."""
+        """Return the number of rows. It is read from the metadata of the files if possible."""
         if self.split is None and self.files.rows is not None:
             return self.files.rows
         wanted = PARTS.index(self.name)
@@ -93,23 +93,24 @@ class Part:
         return rows
 
     def check_not_empty(self) -> None:
-        """Check that there is a row.
+        """Check that the part has a row.
 
         Raises:
-            DataError: There is none.
+            DataError: The part has no rows.
         """
         if next(iter(self.reader(1)), None) is None:
             shown = ", ".join(self.files.paths[:3]) + (" …" if len(self.files.paths) > 3 else "")
-            raise DataError(f"the part {self.name} has no rows (of {shown}); change data.split, or give other files")
+            raise DataError(f"the {self.name} set has no rows (of {shown}); change data.split, or use other files")
 
     def with_place(self, error: DataError, check: Callable[[pa.RecordBatch, int], object]) -> DataError:
-        """Return an error that names file and row, for an error that was raised at a batch of shuffled rows.
+        """Return an error that names file and row, for an error in a batch of shuffled rows.
 
-        The files are read again, in their order, up to the first row that is refused.
+        The files are read again in order, up to the first row that is refused.
 
         Args:
             error: The error.
-            check: Raises it for some rows; the second argument is the number of the first row in its file, from 0.
+            check: Raises the error for some rows; the second argument is the row number of the first row in its file,
+                from 0.
         """
         for unit in self.files.units:
             row = unit.first_row
@@ -122,11 +123,11 @@ class Part:
         return self.placed(error)
 
     def placed(self, error: DataError, unit: Unit | None = None) -> DataError:
-        """Return an error of a transform with the places of features in ``persia.yml``.
+        """Return an error of a transform, with the places of features in ``persia.yml``.
 
         Args:
-            error: Counts rows from 0.
-            unit: With it, the error also has the file and the places of rows.
+            error: The error, which counts rows from 0.
+            unit: The unit of the rows. If it is passed, the error also has the file and the locations of rows.
         """
         message = _DECLARED.sub(self._place_of, str(error))
         if unit is not None:
@@ -145,7 +146,7 @@ class Part:
 class Parts:
     """The rows of a configuration's ``data`` block.
 
-    A part with separate files has no rows of ``data.train``; its fraction there goes to train.
+    A part with separate files gets no rows of ``data.train``; its fraction of them goes to train.
 
     Args:
         config: The configuration.
@@ -178,7 +179,7 @@ class Parts:
             The files.
 
         Raises:
-            DataError: One lacks a column; or the message has all columns of a part that are of a wrong type.
+            DataError: A file lacks a column, or columns have a wrong type; the message lists all such columns.
         """
         paths: dict[str, None] = {}
         for part in (self.train, self.valid, self.test):
@@ -195,14 +196,14 @@ class Parts:
         """Check that each part has a row.
 
         Raises:
-            DataError: One has none.
+            DataError: A part has no rows.
         """
         for part in (self.train, self.valid, self.test):
             if part is not None:
                 part.check_not_empty()
 
     def count_train(self) -> int:
-        """Return the number of rows of train, reading as few columns as possible."""
+        """Return the number of training rows, reading as few columns as possible."""
         needed = [] if self._split is None else self._split.columns
         columns = needed or self._columns[:1]
         files = open_like(self._config, self._config.data.train, columns)
@@ -218,15 +219,15 @@ def open_given(
     used_by: Mapping[str, Sequence[str]] | None = None,
     lenient: bool = False,
 ) -> Files:
-    """Open files that a user gives in addition to those of the configuration; they may have another format.
+    """Open files that a user specifies in addition to those of the configuration. They may have another format.
 
     Args:
-        config: The configuration; it has the types of columns of text files.
+        config: The configuration, with the types of columns of text files.
         paths: Files, folders, globs or ``s3://`` addresses; relative paths are relative to the working directory.
-        columns: What is read; None means all columns.
-        types: The types of columns of text files that the configuration does not have: those of the training data.
-        used_by: What else reads columns, for messages.
-        lenient: A value of a text file that is not of its column's type is null, and counted.
+        columns: The columns that are read; None means all.
+        types: The types of further columns of text files: those of the training data.
+        used_by: Additional readers of columns, for messages.
+        lenient: Whether a value of a text file that is not of its column's type becomes null and is counted.
     """
     whole = from_working_directory(paths)
     is_known = any(path.endswith(ending) for path in whole for endings in FORMATS.values() for ending in endings)
@@ -249,10 +250,10 @@ def open_like(
     Args:
         config: The configuration; relative paths are relative to its folder.
         paths: Files, folders, globs or ``s3://`` addresses.
-        columns: What is read; None means all columns.
-        types: The types of columns of text files that the configuration does not have.
-        used_by: What else reads columns, for messages.
-        lenient: A value of a text file that is not of its column's type is null, and counted.
+        columns: The columns that are read; None means all.
+        types: The types of further columns of text files.
+        used_by: Additional readers of columns, for messages.
+        lenient: Whether a value of a text file that is not of its column's type becomes null and is counted.
     """
     data = config.data
     given = [paths] if isinstance(paths, str) else [*paths]
@@ -267,7 +268,7 @@ def open_like(
 
 
 def from_working_directory(paths: Paths) -> list[str]:
-    """Return paths that a user gives, relative to the working directory, as absolute ones."""
+    """Return paths that a user specifies, which are relative to the working directory, as absolute paths."""
     given = [paths] if isinstance(paths, str) else paths
     return [path if is_url(path) else str(Path(path).expanduser().absolute()) for path in given]
 
@@ -278,7 +279,7 @@ def with_train(config: Config, paths: Paths | None) -> Config:
 
 
 def labelled_columns(config: Config) -> list[str]:
-    """Return the columns of labelled rows: of features and labels, and the weight and the group of a row."""
+    """Return the columns of labelled rows: those of features and labels, the weight and the group."""
     return [*config.compiled.columns(), *_more_columns(config)]
 
 
@@ -288,7 +289,7 @@ def _more_columns(config: Config) -> list[str]:
 
 
 def metric_names(config: Config) -> list[str]:
-    """Return the metrics of an evaluation, including that of the early stop."""
+    """Return the metrics of an evaluation, including that of early stopping."""
     names: list[str] = [*config.train.metrics]
     stop = config.train.early_stop
     if stop is not None and stop.metric != "loss" and stop.metric not in names:

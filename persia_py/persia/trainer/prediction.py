@@ -1,6 +1,7 @@
-"""Scores of a file's rows, written to a Parquet file."""
+"""Writes the scores of the rows of files to a Parquet file."""
 
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +21,9 @@ class Written:
 
     Attributes:
         path: The file.
-        columns: Its columns of scores.
-        unusual: Its rows, and what was unusual about them.
-        without_row: The share of their ids that have no row.
+        columns: The names of the columns with scores.
+        unusual: The number of rows, and counts of unusual values.
+        without_row: The share of ids without a row.
     """
 
     path: Path
@@ -32,20 +33,20 @@ class Written:
 
 
 def check_out(out: Path, *, force: bool) -> None:
-    """Check that a file of scores can be written, before any work is done.
+    """Check that a file for scores can be written, before any work is done.
 
     Raises:
-        UsageError: It exists, its folder does not, or it has another ending.
+        UsageError: The file exists, its folder does not exist, or its extension is not supported.
     """
     if out.suffix != ".parquet":
-        raise UsageError(f"{out}: want a name that ends in .parquet")
+        raise UsageError(f"{out}: expected a name that ends in .parquet")
     if not out.parent.is_dir():
         error = UsageError(f"{out}: there is no folder {out.parent}")
-        error.hint = f"make it: mkdir -p {out.parent}"
+        error.hint = f"create it: mkdir -p {shlex.quote(str(out.parent))}"
         raise error
     if out.exists() and not force:
         error = UsageError(f"{out}: the file exists")
-        error.hint = "give --force to replace it, or another name"
+        error.hint = "replace it with --force, or choose another name"
         raise error
 
 
@@ -58,20 +59,20 @@ def write(
     strict: bool = True,
     force: bool = False,
 ) -> Written:
-    """Write the rows of files with a column of scores for each label, called ``score`` or ``score_LABEL``.
+    """Write the rows of files, with a column of scores for each label, named ``score`` or ``score_LABEL``.
 
     The file appears when it is complete; memory is bounded.
 
     Args:
-        trainer: Has a trained model.
+        trainer: The trainer, which has a trained model.
         source: The files.
         out: A file that ends in ``.parquet``.
-        keep: The columns that are kept of each row; None keeps all.
-        strict: Refuse a value of a wrong type.
-        force: Replace a file that exists.
+        keep: The columns to keep from each row; None keeps all.
+        strict: Whether to refuse values of a wrong type.
+        force: Whether to replace an existing file.
 
     Raises:
-        UsageError: ``out`` exists, has no folder or another ending, or a column has the name of a score.
+        UsageError: ``out`` exists, its folder does not, it has another extension, or a column has the name of a score.
         DataError: A row is invalid; the message names file and row. Nothing is written.
         StorageError: The file cannot be written; the incomplete file is removed.
     """
@@ -81,13 +82,13 @@ def write(
     scores = score_columns([name for name, _, _ in trainer.config.compiled.labels])
     predictions = trainer.predict(source, strict=strict, columns=None if keep is None else [*keep])
     try:
-        part.touch()  # with an error of its own, before the model is loaded
+        part.touch()  # so that a folder that cannot be written to is an error before the model is loaded
         try:
             for table, found in predictions:
                 kept = table if keep is None else table.select([*dict.fromkeys(keep)])
                 for label, column in scores.items():
                     if column in kept.schema.names:
-                        raise UsageError(f"the rows have a column {column!r} already; choose others with --keep COLUMN")
+                        raise UsageError(f"the rows already have a column {column!r}; choose others with --keep COLUMN")
                     kept = kept.append_column(column, pa.array(found[label], pa.float32()))
                 writer = writer or pq.ParquetWriter(part, kept.schema)
                 writer.write_batch(kept)
@@ -107,5 +108,5 @@ def write(
 
 
 def score_columns(labels: list[str]) -> dict[str, str]:
-    """Return the name of the column of each label's scores."""
+    """Return the name of the column with the scores of each label."""
     return {labels[0]: "score"} if len(labels) == 1 else {label: f"score_{label}" for label in labels}

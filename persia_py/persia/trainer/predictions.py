@@ -1,4 +1,4 @@
-"""Rows with their scores, and what was unusual about them."""
+"""Rows with their scores, and counts of unusual values."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,15 +9,15 @@ from typing_extensions import Self
 from persia.trainer.batches import Unusual
 
 Scored = tuple[pa.RecordBatch, dict[str, Any]]
-"""Rows as they were read, and for each label the scores, ``[rows]``."""
+"""Rows as they were read, and the scores for each label, ``[rows]``."""
 
 
 class Predictions(Iterator[Scored]):
     """An iterator of rows with their scores, in the order of the rows.
 
     Attributes:
-        unusual: The rows so far, and what was unusual about them.
-        without_row: The share of the ids so far that have no row: training never had them. Their vectors are zeros.
+        unusual: The number of rows scored so far, and counts of unusual values.
+        without_row: The share of ids that did not occur in training. They have no row, and their vectors are zeros.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Predictions(Iterator[Scored]):
         self._batches: Iterator[Scored] = iter(())
 
     def of(self, batches: Iterator[Scored]) -> Self:
-        """Iterate over these; they set the attributes."""
+        """Iterate over ``rows``, which set the attributes."""
         self._batches = batches
         return self
 

@@ -14,7 +14,7 @@ from persia.trainer.run_folder import RunFolder
 def profiler_of(
     config: Config, folder: RunFolder, ctx: TrainCtx
 ) -> contextlib.AbstractContextManager[profiler.Profiler | None]:
-    """Return what records the training loop; nothing without the block ``profile``."""
+    """Return the recorder of the training loop; None without the block ``profile``."""
     block, train = config.profile, config.train
     if block is None:
         return contextlib.nullcontext()
@@ -25,12 +25,12 @@ def profiler_of(
         "threads": train.threads,
         "step_rows": config.step_rows,
     }
-    schedule = profiler.Schedule(block.wait, block.warmup, block.active, block.stack)
+    schedule = profiler.Schedule(block.wait, block.warmup, block.active, block.stack, block.memory)
     return profiler.Profiler(folder.path / profiler.FOLDER, ctx, schedule, facts=facts)
 
 
 def profile_of(folder: Path) -> int | None:
-    """Return when the profile of a run was written, in ns of its file system; None if there is none."""
+    """Return the modification time of a run's profile, in ns; None if there is none."""
     try:
         return (folder / profiler.FOLDER / "rank-0.json").stat().st_mtime_ns
     except OSError:
@@ -38,7 +38,10 @@ def profile_of(folder: Path) -> int | None:
 
 
 def show_profile(folder: RunFolder) -> None:
-    """Show the times of the recorded steps, what limits them, and where the trace is; nothing if none was recorded."""
+    """Show the times of the recorded steps, the bottleneck, and the path of the trace.
+
+    Nothing if nothing was recorded.
+    """
     place = folder.path / profiler.FOLDER
     if not (place / "rank-0.json").exists():
         return

@@ -21,14 +21,14 @@ _KINDS = {
     "out_of_range": "beyond the range of training",
     "truncated": "cut to the last ids",
 }
-"""Kinds of unusual values as they are shown, where the word of the report is not enough."""
+"""Display names for kinds of unusual values that need more than the word in the report."""
 
 
 class Shown:
-    """Shows reports as they come; a context manager around the training.
+    """Shows reports as they arrive. A context manager around training.
 
     Args:
-        metric: The metric of the valid part that is shown.
+        metric: The metric of the validation set to show.
         console: The output; None means standard output.
 
     Attributes:
@@ -63,6 +63,10 @@ class Shown:
         if self._live is not None:
             self._live.stop()
 
+    def note(self, line: str) -> None:
+        """Show a line."""
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
     def report(self, report: StepReport | EvaluationReport) -> None:
         """Show a report."""
         self.reports += 1
@@ -87,7 +91,7 @@ class Shown:
 
 
 def show_results(summary: dict[str, object], console: Console | None = None) -> None:
-    """Show the table of a run's results."""
+    """Show the table of results of a run."""
     heads, rows = results_table(summary)
     if not rows:
         return
@@ -98,12 +102,12 @@ def show_results(summary: dict[str, object], console: Console | None = None) -> 
 
 
 def show_evaluation(report: EvaluationReport, found: Found, console: Console | None = None) -> None:
-    """Show which rows were evaluated, the metrics, why one is not defined, and what was unusual about the rows.
+    """Show which rows were evaluated, the metrics, reasons for undefined ones, and unusual values.
 
     Args:
         report: The evaluation.
         found: The run and its checkpoint.
-        console: Where; None is standard output.
+        console: The output; None means standard output.
     """
     console = console or Console()
     console.print(f"{found}: {rows_of(report)}", markup=False, highlight=False, soft_wrap=True)
@@ -121,20 +125,20 @@ def show_evaluation(report: EvaluationReport, found: Found, console: Console | N
 
 
 def rows_of(report: EvaluationReport) -> str:
-    """Return which rows were evaluated: files, and the part of them if they were not given."""
+    """Return a description of the evaluated rows: the files, and the part of them if the user did not specify files."""
     shown = shown_paths(report.files)
     return shown if report.part == "given" else f"the part {report.part} of {shown}"
 
 
 def shown_paths(paths: Sequence[str], most: int = 3) -> str:
-    """Return paths, those below the working directory relative to it."""
+    """Return paths for display; those below the working directory become relative."""
     here = Path.cwd()
     shown = [str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path for path in paths]
     return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
 
 
 def unusual_lines(unusual: Unusual, without_row: float) -> list[str]:
-    """Return lines about the unusual values of rows, and the ids without a row."""
+    """Return lines about unusual values in rows, and about ids without a row."""
     listed = [
         f"{feature}: {', '.join(f'{count:,} {_KINDS.get(kind, kind)}' for kind, count in kinds.items())}"
         for feature, kinds in unusual.counts.items()
@@ -142,4 +146,4 @@ def unusual_lines(unusual: Unusual, without_row: float) -> list[str]:
     ]
     head = f"unusual values in {unusual.rows:,} rows:"
     lines = [f"{head} none"] if not listed else [head, *(f"  {line}" for line in listed)]
-    return [*lines, f"{without_row:.2%} of the looked-up ids have no row, as ids that training did not have"]
+    return [*lines, f"{without_row:.2%} of the looked-up ids have no row, like ids that did not occur in training"]

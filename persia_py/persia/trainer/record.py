@@ -1,8 +1,10 @@
-"""The files that a run writes while it trains: lines of metrics, the summary, curves and a report."""
+"""The files that a run writes during training: lines of metrics, the summary, curves and a report."""
 
 import json
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from importlib.util import find_spec
 from typing import Any
@@ -13,6 +15,8 @@ from persia.trainer.reports import EvaluationReport, StepReport
 from persia.trainer.run_folder import METRICS, SUMMARY, RunFolder
 
 RUNNING, FINISHED, FAILED, INTERRUPTED = "running", "finished", "failed", "interrupted"
+STOPPED = "stopped"
+"""The status of a run that has reached its budget; the summary has the ``reason``."""
 
 
 class Record:
@@ -20,7 +24,7 @@ class Record:
 
     Args:
         folder: The run's folder.
-        tensorboard: Write event files for TensorBoard too.
+        tensorboard: Whether to also write event files for TensorBoard.
         resumed_step: The step after which the run resumes; lines of later steps are dropped. None for a new run.
     """
 
@@ -49,7 +53,7 @@ class Record:
         """Append a line.
 
         Raises:
-            StorageError: It cannot be written.
+            StorageError: The line cannot be written.
         """
         if isinstance(report, EvaluationReport):
             self.summary["rows"][report.part] = report.unusual.rows
@@ -70,18 +74,20 @@ class Record:
         self._folder.write_json(SUMMARY, self.summary)
 
     def end(self, error: BaseException | None, results: dict[str, Any]) -> None:
-        """Record how the run ended, unless it is finished.
+        """Record how the run ended, unless it is finished or stopped.
 
         Args:
-            error: The exception that ended it, if any: ``interrupted`` by a signal or by its script, else ``failed``.
-            results: More of the summary.
+            error: The exception that ended it, if any. The status is ``interrupted`` after a signal or an exit of the
+                script, otherwise ``failed``.
+            results: Additional values for the summary.
         """
-        self._close()
-        if self.summary["status"] == FINISHED:
-            return
-        stopped = error is None or isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit)
-        why = {} if stopped else {"error": f"{type(error).__name__}: {error}"}
-        self.write({**results, "status": INTERRUPTED if stopped else FAILED, **why})
+        try:
+            if self.summary["status"] not in (FINISHED, STOPPED):
+                stopped = error is None or isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit)
+                why = {} if stopped else {"error": f"{type(error).__name__}: {error}"}
+                self.write({**results, "status": INTERRUPTED if stopped else FAILED, **why})
+        finally:
+            self._close()
 
     def _close(self) -> None:
         if self._board is not None:
@@ -102,23 +108,35 @@ def check_tensorboard() -> None:
 
 
 class _Board:
-    """Event files for TensorBoard."""
+    """Writes event files for TensorBoard."""
 
     def __init__(self, folder: RunFolder, resumed_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        self._folder = folder.path / "tensorboard"
         purge = None if resumed_step is None else resumed_step + 1
         make: Any = SummaryWriter
-        self._writer = make(os.fspath(folder.path / "tensorboard"), purge_step=purge)
+        with self._naming():
+            self._writer = make(os.fspath(self._folder), purge_step=purge)
 
     def add(self, line: dict[str, Any]) -> None:
         step = line["step"]
-        for name, value in _flat("", line):
-            if name not in ("step", "best"):
-                self._writer.add_scalar(name, value, step)
+        with self._naming():
+            for name, value in _flat("", line):
+                if name not in ("step", "best"):
+                    self._writer.add_scalar(name, value, step)
+            self._writer.flush()  # so that the curves of a killed and resumed run have no gap
 
     def close(self) -> None:
-        self._writer.close()
+        with self._naming():
+            self._writer.close()
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StorageError(f"{self._folder}: {error.strerror or error}") from error
 
 
 def read_lines(folder: RunFolder) -> list[dict[str, Any]]:

@@ -14,15 +14,18 @@ class StepReport:
 
     Attributes:
         step: The last step.
-        total_steps: The steps of the whole run; None if they are not known.
+        total_steps: The number of steps of the whole run; None if unknown.
         epoch: The epoch of the step, from 1.
-        loss: The mean loss of these steps; steps that were skipped for NaN or infinity do not count. NaN if all were.
-        samples_per_s: Rows trained on per second, without evaluations.
-        learning_rate: Of the model, in the last step.
+        loss: The mean loss of these steps, without steps that were skipped because of NaN or infinity. NaN if all were
+            skipped.
+        samples_per_s: Samples trained per second, without evaluations.
+        learning_rate: The learning rate of the model in the last step.
         staleness: The number of pushes in flight when this report was made.
         shares: The share of the time that was spent in each of :data:`persia.profile.stages.STAGES`.
         grad_norm: The norm of the gradient of the model's weights in the last step, before it is clipped. None if the
             model has no gradient.
+        memory: The memory of this process in bytes (``resident``), and on a GPU ``allocated``, ``reserved``,
+            ``max_allocated`` and ``max_reserved``.
     """
 
     step: int
@@ -34,6 +37,7 @@ class StepReport:
     staleness: int
     shares: dict[str, float]
     grad_norm: float | None = None
+    memory: dict[str, int] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the line of ``metrics.jsonl``."""
@@ -46,10 +50,11 @@ class StepReport:
             "grad_norm": self.grad_norm if self.grad_norm is not None and math.isfinite(self.grad_norm) else None,
             "staleness": self.staleness,
             "shares": {name: round(share, 3) for name, share in self.shares.items()},
+            "memory": self.memory,
         }
 
     def __str__(self) -> str:
-        """Return one line."""
+        """Return the report as one line."""
         of = "" if self.total_steps is None else f"/{self.total_steps}"
         limit = max(self.shares, key=lambda name: self.shares[name])
         norm = "" if self.grad_norm is None else f"grad norm {self.grad_norm:.3g}  "
@@ -62,7 +67,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """An evaluation.
+    """The report of an evaluation.
 
     Attributes:
         step: The step of the model.
@@ -71,10 +76,10 @@ class EvaluationReport:
         loss: The loss over all rows, as in training; None without rows, or if an output is NaN or infinite.
         unusual: Counts of unusual values in the rows.
         without_row: The share of looked-up ids that have no row.
-        slots_without_row: The same for each slot that has such ids, in a sample of the batches.
-        seconds: How long it took.
-        is_best: Whether it is the best one so far.
-        files: The files of the rows, if it was asked for by :meth:`Trainer.evaluate`.
+        slots_without_row: This share for each slot that has such ids, in a sample of the batches.
+        seconds: The duration, in seconds.
+        is_best: Whether it is the best evaluation so far.
+        files: The files of the rows, for a report of :meth:`Trainer.evaluate`.
     """
 
     step: int
@@ -89,13 +94,13 @@ class EvaluationReport:
     files: tuple[str, ...] = ()
 
     def value(self, metric: str) -> float | None:
-        """Return a metric of the first label, or the ``loss``; None where it is not defined."""
+        """Return a metric of the first label, or the ``loss``; None if it is not defined."""
         if metric == "loss":
             return self.loss
         return next(iter(self.labels.values())).values.get(metric)
 
     def results(self) -> dict[str, Any]:
-        """Return the results, JSON-ready."""
+        """Return the results, JSON-serializable."""
         return {
             "step": self.step,
             "loss": self.loss,
@@ -116,7 +121,7 @@ class EvaluationReport:
         }
 
     def __str__(self) -> str:
-        """Return one line."""
+        """Return the report as one line."""
         shown = []
         for label, metrics in self.labels.items():
             name = f"{label}: " if len(self.labels) > 1 else ""
@@ -126,7 +131,7 @@ class EvaluationReport:
 
 
 def title(metric: str) -> str:
-    """Return a metric's name as it is shown."""
+    """Return the display name of a metric."""
     names = {"auc": "AUC", "gauc": "GAUC", "ne": "NE", "log_loss": "log-loss", "mse": "MSE", "mae": "MAE"}
     return names.get(metric, metric)
 

@@ -1,6 +1,7 @@
-"""The folder of a run: its files, and how it is found."""
+"""The folder of a run: its files, and how a run is found."""
 
 import json
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,32 +18,36 @@ from persia.runtime import job
 from persia.runtime.errors import CheckpointError, ConfigError, PersiaError, StorageError, UsageError
 from persia.runtime.files import is_url, make_folders, write_whole
 from persia.runtime.logging import get_logger
+from persia.runtime.places import Place, Url, place
 from persia.runtime.settings import settings
 from persia_core import checkpoint as _core
 
 CONFIG = "persia.yml"
-"""The whole configuration of a run, with defaults and overrides."""
+"""The file with the complete configuration of a run, including defaults and overrides."""
 FACTS = "run.json"
-"""Information that is not in the configuration: its source, files and rows of train, the digest of the transform, and
-where the checkpoints of a job are."""
+"""The file with information that is not in the configuration: its source, training files and rows, the digest of the
+transform, and the folder of the checkpoints of a job."""
 SUMMARY = "summary.json"
-"""The state and the results of a run."""
+"""The file with the state and the results of a run."""
 METRICS = "metrics.jsonl"
-"""A line for each report."""
+"""The file with a line for each report."""
 CHECKPOINTS, BEST = "checkpoints", "best"
-"""The folders of the checkpoints, and of the checkpoint with the best metric of the valid part."""
+"""The folders of the checkpoints, and of the checkpoint with the best metric of the validation set."""
 SYNTHETIC = "synthetic"
-"""Below the runs: those with random batches."""
+"""The folder, below that of the runs, for runs with random batches."""
 LATEST = "LATEST"
-"""The file next to the runs that names the newest one that has a checkpoint."""
-_REPLACED = {CONFIG, FACTS, SUMMARY, METRICS, CHECKPOINTS, BEST, "transform.json", "tensorboard", "profile", "flight"}
-"""The content of the folder of a run that failed before its first step."""
+"""The file next to the runs that points to the newest one with a checkpoint."""
+_REPLACED = {
+    *(CONFIG, FACTS, SUMMARY, METRICS, CHECKPOINTS, BEST),
+    *("transform.json", "tensorboard", "profile", "flight", "logs"),
+}
+"""The files in the folder of a run that failed before its first step, which may be replaced."""
 
 _logger = get_logger("trainer")
 
 
 class RunFolder:
-    """A run's folder.
+    """The folder of a run.
 
     Args:
         path: The folder.
@@ -54,10 +59,12 @@ class RunFolder:
 
     @classmethod
     def new(cls, config: Config) -> "RunFolder":
-        """Return the folder of a new run; it is not created yet. A run that failed before its first step is replaced.
+        """Return the folder of a new run, which is not created yet.
+
+        A run that failed before its first step is replaced.
 
         Raises:
-            UsageError: There is another run of this name.
+            UsageError: Another run of this name exists.
         """
         parent = Path(config.run.dir).expanduser() / (SYNTHETIC if config.data.synthetic else "")
         name = config.run.name
@@ -72,16 +79,17 @@ class RunFolder:
         return cls(parent / next(each for each in names if not (parent / each).exists()))
 
     def _check_replaceable(self, config: Config) -> None:
-        """Check that the run of this folder has failed or was interrupted before it had anything to keep.
+        """Check that the run in this folder failed or was interrupted before it had results to keep.
 
         Raises:
-            UsageError: It has not; the message says what the folder has.
+            UsageError: The folder has a run to keep; the message describes it.
         """
         summary = self.read_json(SUMMARY) if (self.path / SUMMARY).is_file() else {}
         saves = {self.path, self.saves(config), self._own_saves()}
-        if summary.get("step") or any(next(place.rglob("MANIFEST.json"), None) for place in saves):
+        if summary.get("step") or any(_has_checkpoint(each) for each in saves):
             error = UsageError(f"{self.shown}: there is a run of this name already")
-            error.hint = f"continue it with --resume {self.shown}, or give another one: --set run.name=NAME"
+            given = shlex.quote(self.shown)
+            error.hint = f"continue it with --resume {given}, or choose another name: --set run.name=NAME"
             raise error
         has_begun = (self.path / METRICS).is_file() and (self.path / METRICS).stat().st_size > 0
         others = {each.name for each in self.path.iterdir()} - _REPLACED if self.path.is_dir() else {"no folder"}
@@ -89,11 +97,12 @@ class RunFolder:
             return
         status = f"it is {summary['status']}" if "status" in summary else "it has no summary"
         error = UsageError(f"{self.shown}: there is a run of this name already; {status}, and has no checkpoint")
-        error.hint = f"give another name: --set run.name=NAME; or, if you need nothing of it: rm -r {self.shown}"
+        removal = f"rm -r {shlex.quote(self.shown)}"
+        error.hint = f"choose another name: --set run.name=NAME; or, if you do not need it: {removal}"
         raise error
 
-    def _own_saves(self) -> Path:
-        """Return the folder of the checkpoints by the configuration in the folder, if that can be read."""
+    def _own_saves(self) -> Place:
+        """Return the folder of the checkpoints, according to the configuration in the folder, if it can be read."""
         try:
             return self.saves(self.config())
         except PersiaError:
@@ -107,31 +116,31 @@ class RunFolder:
         except ValueError:
             return str(self.path)
 
-    def saves(self, config: Config) -> Path:
-        """Return the folder of the checkpoints: a folder of the run's name in ``checkpoint.dir``, if that is given."""
+    def saves(self, config: Config) -> Place:
+        """Return the folder or the URL of the checkpoints, which is below ``checkpoint.dir`` if that is set."""
         if (of_job := self.read_json(FACTS).get("checkpoints")) is not None:
-            return Path(of_job)
+            return place(of_job)
         given = config.checkpoint.dir
         if given is None:
             return self.path / CHECKPOINTS
-        parent = Path(given).expanduser().absolute()
-        return parent / (SYNTHETIC if config.data.synthetic else "") / self.path.name
+        parent = Url(given) if is_url(given) else Path(given).expanduser().absolute()
+        return (parent / SYNTHETIC if config.data.synthetic else parent) / self.path.name
 
     @property
-    def best(self) -> Path:
+    def best(self) -> Place:
         """The folder of the best checkpoint."""
-        return Path(self.read_json(FACTS).get("checkpoints", self.path), BEST)
+        return place(self.read_json(FACTS).get("checkpoints", self.path)) / BEST
 
     def make(self, config: Config, files: Mapping[str, str]) -> None:
         """Create the folder with its configuration and other files.
 
         Raises:
-            StorageError: It cannot be created; incomplete files are removed.
+            StorageError: The folder cannot be created; incomplete files are removed.
         """
         with self._naming():
             make_folders(self.path.parent)
             if self._replaces:
-                self._check_replaceable(config)  # it may have started since
+                self._check_replaceable(config)  # the run may have started since
                 _logger.warning("%s: replacing the run of this name, which ended before its first step", self.shown)
                 shutil.rmtree(self.path)
             self.path.mkdir()
@@ -143,10 +152,10 @@ class RunFolder:
             raise
 
     def name_latest(self) -> None:
-        """Name the run in ``LATEST``, unless that names one that started later. The run has a checkpoint.
+        """Point ``LATEST`` to this run, which has a checkpoint, unless it points to a run that started later.
 
         Raises:
-            StorageError: It cannot be written.
+            StorageError: ``LATEST`` cannot be written.
         """
         latest = self.path.parent / LATEST
         with self._naming():
@@ -156,22 +165,25 @@ class RunFolder:
             write_whole(latest, f"{self.path.name}\n".encode())
 
     def check_storage(self, config: Config) -> None:
-        """Check that the run and its saves can be written, before any work is done. Nothing is made.
+        """Check that the run and its checkpoints can be written, before any work is done. Nothing is created.
 
         Raises:
-            StorageError: One of them cannot.
+            StorageError: The run or its checkpoints cannot be written.
         """
         given = config.checkpoint.dir
-        if given is not None:
+        if given is not None and not is_url(given):
             storage.check_parent(Path(given).expanduser().absolute(), "checkpoint.dir")
         for folder in (self.saves(config), self.path):
-            storage.validate(folder)
+            if isinstance(folder, Url):
+                storage.validate_url(folder)
+            else:
+                storage.validate(folder)
 
     def write(self, name: str, content: str | bytes) -> None:
         """Write a file of the run atomically.
 
         Raises:
-            StorageError: It cannot be written; the previous content remains.
+            StorageError: The file cannot be written; the previous content remains.
         """
         with self._naming():
             write_whole(self.path / name, content if isinstance(content, bytes) else content.encode())
@@ -181,10 +193,10 @@ class RunFolder:
         self.write(name, json_text(content))
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """Read a JSON file of the run; a missing one is empty.
+        """Read a JSON file of the run; return an empty dictionary if it is missing.
 
         Raises:
-            CheckpointError: It is damaged.
+            CheckpointError: The file is damaged.
         """
         try:
             content = json.loads((self.path / name).read_text(encoding="utf-8"))
@@ -193,11 +205,11 @@ class RunFolder:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.path / name}: {error}") from error
         if not isinstance(content, dict):
-            raise CheckpointError(f"{self.path / name}: want an object, got {type(content).__name__}")
+            raise CheckpointError(f"{self.path / name}: expected an object, found {type(content).__name__}")
         return content
 
     def config(self) -> Config:
-        """Return the configuration of the run; modules of the user are found where they were in training."""
+        """Return the configuration of the run. The user's modules are imported from their place in training."""
         return open_document(self.path / CONFIG, folder=self.read_json(FACTS).get("folder")).checked()
 
     @contextmanager
@@ -209,11 +221,17 @@ class RunFolder:
 
 
 def _started(path: Path) -> str:
-    """Return when a run has started, as ISO 8601 in UTC; empty if that is not known."""
+    """Return the start time of a run, as ISO 8601 in UTC; empty if unknown."""
     try:
         return str(RunFolder(path).read_json(SUMMARY).get("started", ""))
     except CheckpointError:
         return ""
+
+
+def _has_checkpoint(where: Place) -> bool:
+    if isinstance(where, Url):
+        return bool(_core.listing(where, verify=False))
+    return next(where.rglob("MANIFEST.json"), None) is not None
 
 
 def json_text(content: Any) -> str:
@@ -222,7 +240,7 @@ def json_text(content: Any) -> str:
 
 
 def resolved(config: Config) -> str:
-    """Return the whole configuration as YAML, with absolute paths, so that it can be read from another folder."""
+    """Return the complete configuration as YAML, with absolute paths, so that it can be read from another folder."""
     return "# The configuration of this run, with all defaults. Written by persia.\n" + to_yaml(config)
 
 
@@ -234,28 +252,30 @@ def _content(config: Config) -> dict[str, Any]:
             paths = [data[part]] if isinstance(data[part], str) else data[part]
             whole = [path if is_url(path) else str(config.folder / Path(path).expanduser()) for path in paths]
             data[part] = whole[0] if isinstance(data[part], str) else whole
-    if content["checkpoint"]["dir"] is not None:
+    if content["checkpoint"]["dir"] is not None and not is_url(content["checkpoint"]["dir"]):
         content["checkpoint"]["dir"] = str(Path(content["checkpoint"]["dir"]).expanduser().absolute())
     train = content["train"]
-    if train["start_from"] is not None and settings.nats_url is None:
+    if train["start_from"] is not None and settings.nats_url is None and not is_url(train["start_from"]):
         train["start_from"] = str(config.folder / Path(train["start_from"]).expanduser())
     return content
 
 
 MAY_CHANGE = (
     *("data.train", "data.valid", "data.test", "data.epochs", "checkpoint", "run", "env"),
-    *("dist", "nccl", "profile", "precision", "parallel"),
+    *("data.workers", "data.prefetch", "data.persistent", "data.pin"),
+    *("model.activation_checkpointing", "model.attention"),
+    *("dist", "nccl", "profile", "precision", "parallel", "fsdp", "memory", "spot", "price", "budget"),
     *(f"train.{key}" for key in ("early_stop", "evaluate_every", "metrics", "gauc_group", "staleness", "threads")),
     *(f"train.{key}" for key in ("micro_batch", "nonfinite", "detect_anomaly")),
 )
-"""Keys that a resumed run may change. The files of ``data.train`` are compared by their names and sizes."""
+"""Keys that a resumed run may change. The files of ``data.train`` are compared by name and size."""
 
 
 def check_same(before: Config, now: Config) -> None:
     """Check that a run can be resumed with a configuration.
 
     Raises:
-        ConfigError: Keys that determine the model, the rows or the order of the data differ; the message has both
+        ConfigError: Keys that determine the model, the rows or the order of the data differ; the message shows both
             values.
     """
     old, new = _flat("", _content(before)), _flat("", _content(now))
@@ -266,7 +286,7 @@ def check_same(before: Config, now: Config) -> None:
     ]
     if changed:
         error = ConfigError("the configuration differs from that of the run: " + "; ".join(changed))
-        error.hint = "give the run's own persia.yml, or start a new run: without --resume, or a job with another --name"
+        error.hint = "use the run's own persia.yml, or start a new run: without --resume, or a job with another --name"
         raise error
 
 
@@ -280,24 +300,26 @@ def _flat(prefix: str, content: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Found:
-    """A run, and the checkpoint in it that is used.
+    """A run, and the checkpoint of it that is used.
 
     Attributes:
         folder: The run's folder.
         checkpoint: The checkpoint.
-        step: Its step.
-        is_best: Whether it is the one with the best metric, not the newest.
+        step: The step of the checkpoint.
+        is_best: Whether the checkpoint is the one with the best metric, not the newest.
     """
 
     folder: RunFolder
-    checkpoint: Path
+    checkpoint: Place
     step: int
     is_best: bool
 
     def __str__(self) -> str:
         """Return run and checkpoint in one line."""
-        path = self.checkpoint.absolute()
-        shown = path.relative_to(self.folder.path) if path.is_relative_to(self.folder.path) else path
+        shown = self.checkpoint
+        if isinstance(shown, Path):
+            path = shown.absolute()
+            shown = path.relative_to(self.folder.path) if path.is_relative_to(self.folder.path) else path
         return f"{self.folder.shown}: {'the best checkpoint, ' if self.is_best else ''}{shown}"
 
 
@@ -305,47 +327,50 @@ def find_run(given: str | Path) -> RunFolder:
     """Return a run by its folder, by its ``LATEST`` file, or by a checkpoint in it.
 
     Raises:
-        UsageError: There is no run.
+        UsageError: The run does not exist.
     """
     return _find(Path(given))[0]
 
 
 def find_checkpoint(given: str | Path) -> Found:
-    """Return a run and the checkpoint that is used: the one given, else the best one, else the newest.
+    """Return a run and the checkpoint that is used.
+
+    This is the specified checkpoint, or else the best one. For a run without a best checkpoint, it is the newest.
 
     Raises:
-        UsageError: There is no run, or it has no checkpoint.
-        CheckpointError: ``LATEST`` names a checkpoint that does not exist.
+        UsageError: The run does not exist, or has no checkpoint.
+        CheckpointError: ``LATEST`` points to a checkpoint that does not exist.
     """
     folder, checkpoint = _find(Path(given))
     if checkpoint is not None:
         return Found(folder, checkpoint, _core.Checkpoint(checkpoint).step, checkpoint.parent == folder.best)
     for parent in (folder.best, saves_of(folder)):
-        newest = _core.latest(parent) if parent.is_dir() else None
+        newest = _core.latest(parent) if isinstance(parent, Url) or parent.is_dir() else None
         if newest is not None:
-            return Found(folder, Path(newest), _core.Checkpoint(newest).step, parent == folder.best)
+            return Found(folder, place(newest), _core.Checkpoint(newest).step, parent == folder.best)
     why = (folder.read_json(SUMMARY).get("error") or "").partition("\n")[0]
     error = UsageError(f"{folder.shown}: the run has no checkpoint" + (f"; it failed: {why}" if why else " yet"))
     error.hint = (
-        f"train it: persia train persia.yml --resume {folder.shown}; or give another run of {folder.path.parent}"
+        f"train it: persia train persia.yml --resume {shlex.quote(folder.shown)}; "
+        f"or choose another run in {folder.path.parent}"
     )
     raise error
 
 
-def saves_of(folder: RunFolder) -> Path:
+def saves_of(folder: RunFolder) -> Place:
     """Return the folder of the checkpoints of a run."""
     return folder.saves(folder.config())
 
 
 def of_one_process(path: Path) -> bool:
-    """Whether a folder has a run that is no job: its checkpoints are in it, or where ``checkpoint.dir`` says."""
+    """Whether a folder has a run that is not a job, whose checkpoints are in the folder or in ``checkpoint.dir``."""
     folder = RunFolder(path)
     in_job = (path / job.RUN).exists() or "checkpoints" in folder.read_json(FACTS)
     return (path / CONFIG).is_file() and not in_job
 
 
 def is_run(path: Path) -> bool:
-    """Whether a path is the folder of a run, or ``LATEST`` beside it, and not a checkpoint."""
+    """Whether a path is the folder of a run, or ``LATEST`` next to it, and not a checkpoint."""
     if path.name == LATEST and path.is_file():
         path = path.parent / path.read_text(encoding="utf-8").strip()
     return (path / CONFIG).is_file() and (path / METRICS).is_file()
@@ -364,7 +389,7 @@ def _find(path: Path) -> tuple[RunFolder, Path | None]:
                 newest = None if parent == path else _core.latest(path)
                 return RunFolder(parent), None if newest is None else Path(newest)
             return RunFolder(parent), path
-    error = UsageError(f"{path}: no run; want the folder of a run such as runs/LATEST, or a checkpoint in it")
+    error = UsageError(f"{path}: no run; expected the folder of a run such as runs/LATEST, or a checkpoint in it")
     runs = sorted((each.parent for each in Path("runs").glob(f"*/{METRICS}")), key=_started)
     error.hint = f"the newest run is {runs[-1]}" if runs else "train one first: persia train persia.yml"
     raise error

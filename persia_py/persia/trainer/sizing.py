@@ -1,4 +1,4 @@
-"""The memory that a run needs, estimated before it starts: rows with their optimizer state, and the dense model."""
+"""Estimates the memory that a run needs before it starts: rows with optimizer state, and the dense model."""
 
 import os
 import socket
@@ -26,13 +26,14 @@ from persia_core import config as _config
 _logger = get_logger("trainer")
 
 OVERHEAD = 36
-"""Bytes of a row beside weights and optimizer state: id, recency, index. docs/performance.md (B7) has 32 to 39."""
+"""The bytes of a row in addition to weights and optimizer state: id, recency, index. In docs/performance.md (B7), 32 to
+39 were measured."""
 BASE = 400 << 20
-"""Bytes of a trainer's process with torch, without model and data."""
+"""The memory of a trainer process with torch, without model and data, in bytes."""
 FULL = 0.9
 """The share of the memory above which a run does not fit."""
 SAMPLE = 1 << 17
-"""Rows that are read to count ids."""
+"""The number of rows that are read to count ids."""
 _FLOAT = 4
 _CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
@@ -42,9 +43,9 @@ class Table:
     """The rows of a table.
 
     Attributes:
-        name: The table.
-        rows: How many it is expected to have.
-        row_bytes: Bytes of a row, with its optimizer state, its id and its place in the index.
+        name: The name of the table.
+        rows: The expected number of rows.
+        row_bytes: The size of a row with its optimizer state, id and index entry, in bytes.
     """
 
     name: str
@@ -53,19 +54,19 @@ class Table:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all rows."""
+        """The size of all rows, in bytes."""
         return round(self.rows * self.row_bytes)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the parts of a run are.
+    """The distribution of a run over hosts.
 
     Attributes:
         servers: The number of servers; 0 if rows are in the trainer.
-        servers_here: Those on this host.
-        ranks_here: Ranks on this host.
-        ranks: All ranks of the run.
+        servers_here: The number of servers on this host.
+        ranks_here: The number of ranks on this host.
+        ranks: The number of ranks of the run.
     """
 
     servers: int = 0
@@ -75,10 +76,10 @@ class Place:
 
     @classmethod
     def find(cls) -> "Place":
-        """Return the place of this process's job.
+        """Return the distribution of the surrounding job.
 
         Raises:
-            UnreachableError: NATS does not answer.
+            UnreachableError: NATS does not respond.
         """
         if settings.nats_url is None:
             return cls()
@@ -97,10 +98,10 @@ class Sizing:
         servers: The number of servers among which rows are divided; 0 if they are in the trainer.
         servers_here: The number of these servers on this host.
         ranks_here: The number of ranks on this host.
-        dense: Bytes of weights, gradients and optimizer state on each rank, as :func:`dense_bytes` has it.
-        batches: Bytes of the batches that are looked up ahead, on each rank.
-        available: Bytes of memory of this host that are free, or that its container may still take.
-        is_exact: All rows of train were read; otherwise the number of ids is an extrapolation.
+        dense: The bytes of weights, gradients and optimizer state on each rank, from :func:`dense_bytes`.
+        batches: The bytes of the batches that are looked up ahead, on each rank.
+        available: The free memory of this host, or the memory that its container may still use, in bytes.
+        is_exact: Whether all training rows were read; otherwise the number of ids is extrapolated.
     """
 
     tables: list[Table] = field(default_factory=list)
@@ -114,26 +115,26 @@ class Sizing:
 
     @property
     def server(self) -> int:
-        """Bytes of each server; of all tables where they are in the trainer."""
+        """The bytes of each server; of all tables if these are in the trainer."""
         return -(-sum(table.bytes for table in self.tables) // max(1, self.servers))
 
     @property
     def trainer(self) -> int:
-        """Bytes of each rank."""
+        """The bytes of each rank."""
         return BASE + self.dense + self.batches + (0 if self.servers else self.server)
 
     @property
     def here(self) -> int:
-        """Bytes of all servers and ranks of this host."""
+        """The bytes of all servers and ranks on this host."""
         return self.servers_here * self.server + self.ranks_here * self.trainer
 
     @property
     def fits(self) -> bool:
-        """Whether what runs on this host fits into its memory, with a tenth left free."""
+        """Whether the processes on this host fit into its memory, with a tenth left free."""
         return self.here <= FULL * self.available
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the figures, JSON-ready; bytes."""
+        """Return the estimate, in bytes, JSON-serializable."""
         return {
             "tables": {table.name: {"rows": table.rows, "bytes": table.bytes} for table in self.tables},
             "servers": self.servers,
@@ -145,23 +146,23 @@ class Sizing:
         }
 
     def __str__(self) -> str:
-        """Return one line."""
+        """Return the estimate as one line."""
         about = "" if self.is_exact else "about "
         rows = f"{about}{sum(table.rows for table in self.tables):,} rows"
         part = "" if self.servers_here == self.servers else ", servers are on other hosts"
         fits = f"{'fits' if self.fits else 'does not fit'} in the {shown(self.available)} that are free here{part}"
         if not self.servers:
-            return f"memory: trainer {shown(self.trainer)}, of which {rows} take {shown(self.server)}; {fits}"
+            return f"memory: trainer {shown(self.trainer)}, including {shown(self.server)} for {rows}; {fits}"
         each = f"each of {self.servers} servers" if self.servers > 1 else "server"
         return f"memory: {each} {shown(self.server)} ({rows}), trainer {shown(self.trainer)}; {fits}"
 
     @property
     def knobs(self) -> str:
-        """What makes a run smaller, most effective first."""
+        """Return the changes that reduce the memory of a run, most effective first."""
         largest = max(self.tables, key=lambda table: table.bytes, default=None)
         name = "" if largest is None else f" of {largest.name!r} ({shown(largest.bytes)})"
         return (
-            f"lower `dim` or give `dtype: f16` to the features of the largest table{name}; "
+            f"lower `dim` or set `dtype: f16` for the features of the largest table{name}; "
             "embedding_optimizer: {name: adagrad} keeps one number a row; `admission: {min_count: 3}` keeps rare ids "
             "out; `capacity` in global_config.yml bounds all rows; more servers divide them: persia up --servers N"
         )
@@ -179,26 +180,26 @@ def of_run(
 
     Args:
         config: The configuration.
-        parts: Its data.
+        parts: The data of the configuration.
         transform: The fitted transform.
         model: The dense model.
-        rows: The rows of train.
-        place: Where servers and ranks are.
+        rows: The number of training rows.
+        place: The distribution of the run over hosts.
     """
     ids, is_exact = count_ids(config, parts.train, transform, rows)
     return estimate(config, ids, model, place, is_exact=is_exact)
 
 
 def of_config(config: Config, place: Place | None = None) -> Sizing:
-    """Estimate the memory of a configuration, before anything is fitted: from the first rows of its data.
+    """Estimate the memory of a configuration from the first rows of its data, before anything is fitted.
 
     Args:
         config: The configuration.
-        place: Where servers and ranks are; None means one process with the rows.
+        place: The distribution of the run over hosts; None means one process with the rows.
 
     Raises:
-        DataError: A value cannot be used, or there is no row.
-        ConfigError: The model cannot be made.
+        DataError: A value cannot be used, or there are no rows.
+        ConfigError: The model cannot be created.
     """
     parts = Parts(config)
     first = next(iter(parts.train.reader(SAMPLE)))
@@ -210,13 +211,13 @@ def of_config(config: Config, place: Place | None = None) -> Sizing:
 def estimate(
     config: Config, ids: Mapping[str, int], model: torch.nn.Module, place: Place, *, is_exact: bool = True
 ) -> Sizing:
-    """Estimate the memory of a run with so many ids.
+    """Estimate the memory of a run from the numbers of ids.
 
     Args:
         config: The configuration.
-        ids: The number of different ids of each table.
+        ids: The number of distinct ids of each table.
         model: The dense model.
-        place: Where servers and ranks are.
+        place: The distribution of the run over hosts.
         is_exact: Whether the ids were counted.
     """
     slots = config.compiled.embedding_config().slots
@@ -256,7 +257,7 @@ def row_bytes(config: Config, feature: Mapping[str, Any]) -> float:
 
 
 def row_states(optimizer: Mapping[str, Any], dim: int) -> int:
-    """Return the numbers of optimizer state in a row, as ``state_len`` of ``rust_core/types/src/schema.rs``."""
+    """Return the number of optimizer state values in a row, like ``state_len`` in ``rust_core/types/src/schema.rs``."""
     if optimizer["name"] == "adagrad":
         return 1 if optimizer.get("vectorwise_shared") else dim
     if optimizer["name"] == "adam":
@@ -265,16 +266,18 @@ def row_states(optimizer: Mapping[str, Any], dim: int) -> int:
 
 
 def dense_bytes(config: Config, model: torch.nn.Module, ranks: int) -> int:
-    """Return the most bytes that a rank needs for weights, gradients and optimizer state of the dense model.
+    """Return the maximum number of bytes that a rank needs for the dense model.
 
-    With ``parallel: fsdp`` a rank has its shards of all of these, and the script's model, which is whole. In a step it
-    also has whole weights and gradients; after one that ends with an evaluation or a checkpoint, whole weights and the
-    whole optimizer state.
+    These bytes are weights, gradients and optimizer state.
+
+    With ``parallel: fsdp``, a rank holds its shards of all of these, and the script's complete model. During a step it
+    also holds all weights and gradients; after a step that ends with an evaluation or a checkpoint, all weights and the
+    complete optimizer state.
 
     Args:
         config: The configuration.
         model: The dense model.
-        ranks: All ranks of the run.
+        ranks: The number of ranks of the run.
     """
     weights, states = sum(parameter.numel() for parameter in model.parameters()), dense_states(config)
     copies = 2.0 + states
@@ -284,7 +287,7 @@ def dense_bytes(config: Config, model: torch.nn.Module, ranks: int) -> int:
 
 
 def dense_states(config: Config) -> int:
-    """Return the numbers of optimizer state of a weight of the dense model."""
+    """Return the number of optimizer state values per weight of the dense model."""
     block = config.train.dense_optimizer
     if block.name in ("adam", "adamw"):
         return 3 if block.arguments.get("amsgrad") else 2
@@ -292,7 +295,7 @@ def dense_states(config: Config) -> int:
 
 
 def preflight(config: Config, parts: Parts, transform: Transform, model: torch.nn.Module, rows: int) -> Sizing:
-    """Estimate the memory of a run that starts, log it, and warn if it does not fit.
+    """Estimate the memory of a starting run, log it, and warn if it does not fit.
 
     The arguments are those of :func:`of_run`.
     """
@@ -305,10 +308,10 @@ def preflight(config: Config, parts: Parts, transform: Transform, model: torch.n
 
 
 def count_ids(config: Config, train: Part, transform: Transform, rows: int) -> tuple[dict[str, int], bool]:
-    """Return the number of different ids of each table, and whether all rows were read.
+    """Return the number of distinct ids of each table, and whether all rows were read.
 
-    Of more than :data:`SAMPLE` rows, the first ones are read. The number of ids then grows with the rows to a power, as
-    between the first half of these and all of them (Heaps 1978).
+    If there are more than :data:`SAMPLE` rows, only the first ones are read. The number of ids is then extrapolated
+    with a power of the number of rows (Heaps 1978), which is fitted to the first half of these rows and all of them.
     """
     tables = {slot: _table_of(config, slot) for slot in transform.slots}
     seen: dict[str, npt.NDArray[np.uint64]] = {}
@@ -332,7 +335,7 @@ def count_ids(config: Config, train: Part, transform: Transform, rows: int) -> t
 
 
 def _power(half: int, whole: int) -> float:
-    """Return by which power of the rows the ids grow, if they were ``half`` in half of the rows."""
+    """Return the power of the row count with which the number of ids grows, if half of the rows have ``half`` ids."""
     return float(np.log2(whole / half)) if 0 < half < whole else 0.0
 
 
@@ -341,7 +344,7 @@ def _table_of(config: Config, slot: str) -> str:
 
 
 def available() -> int:
-    """Return the bytes of memory that are free on this host, or that the container of this process may still take."""
+    """Return the free memory of this host in bytes, or the memory that the container of this process may still use."""
     free = int(psutil.virtual_memory().available)
     for path in _CGROUP:
         try:
@@ -354,7 +357,7 @@ def available() -> int:
 
 
 def shown(size: float) -> str:
-    """Return bytes as a person reads them."""
+    """Return a size in bytes in a readable form."""
     for unit, least in (("GB", 1e9), ("MB", 1e6)):
         if size >= least:
             return f"{size / least:.1f} {unit}"

@@ -1,51 +1,60 @@
-"""The rows that a new run starts with."""
+"""The rows from which a new run starts."""
 
+import shlex
 from pathlib import Path
 
 from persia.checkpoint.foreign import is_imported, open_checkpoint
 from persia.config import Config
 from persia.ctx import TrainCtx
 from persia.runtime.errors import ConfigError
+from persia.runtime.files import is_url
+from persia.runtime.places import Place, below
 from persia.runtime.settings import settings
+from persia.trainer.run_folder import is_run
 
 
-def start_folder(config: Config, *, in_job: bool) -> Path | None:
-    """Return the checkpoint that ``train.start_from`` names, None if there is none.
+def start_folder(config: Config, *, in_job: bool) -> Place | None:
+    """Return the checkpoint in ``train.start_from``, a folder or a URL, or None.
 
     Args:
         config: The configuration.
-        in_job: The rows are on servers, which read below ``PERSIA_CKPT_DIR``; else a relative folder is relative to
-            that of ``persia.yml``.
+        in_job: Whether the rows are on servers, which read below ``PERSIA_CKPT_DIR``; otherwise a relative folder is
+            relative to that of ``persia.yml``.
 
     Raises:
-        ConfigError: It is a checkpoint of a run, which has steps, a model and optimizer state.
-        CheckpointError: There is no checkpoint, or it is damaged.
+        ConfigError: The path is a run or a checkpoint of one, which has steps, a model and optimizer state.
+        CheckpointError: The path has no checkpoint, or a damaged one.
     """
     given = config.train.start_from
     if given is None or settings.rank != 0:
         return None
-    folder = Path(settings.checkpoint_root or "", given) if in_job else Path(config.folder, Path(given).expanduser())
-    if not is_imported(open_checkpoint(folder)):
-        error = ConfigError(f"train.start_from: {folder} is a checkpoint of a run, not of `persia ckpt import`")
+    if in_job:
+        folder = below(settings.checkpoint_root, given)
+    else:
+        folder = below(config.folder, given if is_url(given) else Path(given).expanduser())
+    of_run = isinstance(folder, Path) and is_run(folder)
+    if of_run or not is_imported(open_checkpoint(folder)):
+        kind = "run" if of_run else "checkpoint of a run"
+        error = ConfigError(f"train.start_from: {folder} is a {kind}, not a checkpoint of `persia ckpt import`")
         error.hint = (
-            f"to start a new run with its rows: persia ckpt rows {folder} --table T -o T.parquet, then: "
-            "persia ckpt import T.parquet --table T -o DIR; to continue that run: persia train --resume"
+            f"to start a new run with its rows: persia ckpt rows {shlex.quote(str(folder))} --table T -o T.parquet, "
+            "then: persia ckpt import T.parquet --table T -o DIR; to continue that run: persia train --resume"
         )
         raise error
     return folder
 
 
 def load_start_rows(ctx: TrainCtx, config: Config, *, in_job: bool) -> None:
-    """Load the rows of :func:`start_folder` into a context that has trained nothing.
+    """Load the rows of :func:`start_folder` into a context that has not trained yet.
 
     Args:
-        ctx: The context, entered; a run that is resumed has its rows already.
+        ctx: The entered context; a resumed run already has its rows.
         config: The configuration.
         in_job: As in :func:`start_folder`.
 
     Raises:
-        ConfigError: It is a checkpoint of a run.
-        CheckpointError: There is no checkpoint, it is damaged, or its tables differ.
+        ConfigError: The checkpoint is one of a run.
+        CheckpointError: The path has no checkpoint, the checkpoint is damaged, or its tables differ.
     """
     folder = None if ctx.step else start_folder(config, in_job=in_job)
     if folder is not None:

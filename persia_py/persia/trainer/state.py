@@ -17,12 +17,12 @@ HIGHER_IS_BETTER = ("auc", "gauc")
 
 @dataclass
 class Best:
-    """The best evaluation of the valid part.
+    """The best evaluation of the validation set.
 
     Attributes:
-        step: Its step.
-        metric: The metric.
-        value: Its value.
+        step: The step of the evaluation.
+        metric: The name of the metric.
+        value: The value of the metric.
     """
 
     step: int
@@ -32,22 +32,22 @@ class Best:
 
 @dataclass
 class RowsAtATime:
-    """How many rows of a batch are in the model at a time, where memory ran out with more.
+    """The number of rows of a batch on which the model runs at a time, after memory ran out with more rows.
 
     Attributes:
-        given: What the configuration gave then; None is the whole batch.
-        used: What is used in its place; None if memory never ran out.
+        given: The value in the configuration at that time; None means the whole batch.
+        used: The value that is used instead; None if memory never ran out.
     """
 
     given: int | None = None
     used: int | None = None
 
     def of(self, given: int | None) -> int | None:
-        """Return the number for a configuration. One that gives another number than then is followed."""
+        """Return the number for a configuration. A value that the configuration has changed takes precedence."""
         return given if self.used is None or given != self.given else self.used
 
     def use(self, rows: int, given: int | None) -> None:
-        """Use fewer rows than the configuration gives."""
+        """Use fewer rows than the configuration specifies."""
         self.given, self.used = given, rows
 
 
@@ -56,15 +56,16 @@ class TrainerState:
     """The state of a trainer. It is one of the states of :class:`persia.ctx.Checkpoints`.
 
     Attributes:
-        digest: The digest of the transform; a checkpoint of another one is refused.
-        best: The best evaluation, with an early stop.
-        without_improvement: Evaluations since it.
-        stopped: Whether training has ended by an early stop.
+        digest: The digest of the transform; a checkpoint of another transform is refused.
+        best: The best evaluation, if early stopping is configured.
+        without_improvement: The number of evaluations since the best one.
+        stopped: Whether training has stopped early.
         unusual: Counts of unusual values in the rows that were trained on.
-        evaluations: The results of the valid part, by step.
-        seconds: Seconds of training, without evaluations.
-        samples: Rows that were trained on in these.
-        micro_batch: How many rows are in the model at a time.
+        evaluations: The results of the validation set, by step.
+        seconds: The duration of training without evaluations, in seconds.
+        samples: The number of samples trained in this time.
+        micro_batch: The number of rows on which the model runs at a time.
+        cost_usd: The cost of the run so far, if a price is configured (``budget``).
     """
 
     digest: str
@@ -76,6 +77,7 @@ class TrainerState:
     seconds: float = 0.0
     samples: int = 0
     micro_batch: RowsAtATime = field(default_factory=RowsAtATime)
+    cost_usd: float = 0.0
 
     def judge(self, report: EvaluationReport, stop: EarlyStopBlock) -> bool:
         """Record an evaluation, and return whether it is the best so far. An undefined metric does not count."""
@@ -91,7 +93,7 @@ class TrainerState:
         return improved
 
     def warn_of_empty_features(self, types: Mapping[str, str]) -> None:
-        """Log the features without a value in any row that was trained on.
+        """Log the features that have no value in any trained row.
 
         Args:
             types: The type of each feature.
@@ -104,7 +106,10 @@ class TrainerState:
                 )
 
     def results(self) -> dict[str, Any]:
-        """Return the part of a run's summary that follows from the state; ``valid`` is that of the model in use."""
+        """Return the part of a run's summary that depends on the state.
+
+        ``valid`` has the results of the model in use.
+        """
         best = self.best
         used = [each for each in self.evaluations if best is None or each["step"] == best.step]
         return {
@@ -130,18 +135,19 @@ class TrainerState:
             "seconds": self.seconds,
             "samples": self.samples,
             "micro_batch": [self.micro_batch.given, self.micro_batch.used],
+            "cost_usd": self.cost_usd,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from such a state.
+        """Restore a state that :meth:`state_dict` returned.
 
         Raises:
-            CheckpointError: It belongs to another transform, with which ids or floats of equal rows would differ.
+            CheckpointError: The state belongs to a different transform, which gives equal rows different ids or floats.
         """
         if state_dict["digest"] != self.digest:
             raise CheckpointError(
-                f"the checkpoint was trained with the transform {state_dict['digest']}, this one is {self.digest}: "
-                "ids, floats or labels would differ. Use the transform.json of the checkpoint's run"
+                f"the checkpoint was trained with the transform {state_dict['digest']}, the current transform "
+                f"is {self.digest}: ids, floats or labels would differ. Use the transform.json of the checkpoint's run"
             )
         best = state_dict["best"]
         self.best = None if best is None else Best(int(best[0]), str(best[1]), float(best[2]))
@@ -150,4 +156,6 @@ class TrainerState:
         self.unusual = Unusual(int(state_dict["rows"]), {**state_dict["unusual"]})
         self.evaluations = [*state_dict["evaluations"]]
         self.seconds, self.samples = float(state_dict["seconds"]), int(state_dict["samples"])
-        self.micro_batch = RowsAtATime(*state_dict.get("micro_batch", (None, None)))  # an older version has none
+        # a state of an older version has no value
+        self.micro_batch = RowsAtATime(*state_dict.get("micro_batch", (None, None)))
+        self.cost_usd = float(state_dict.get("cost_usd", 0.0))

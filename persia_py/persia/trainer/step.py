@@ -1,4 +1,4 @@
-"""A step of a run: the model gets a batch, whole or some rows at a time, and the step is made."""
+"""A training step: the model processes a batch, as a whole or some rows at a time, and the step is applied."""
 
 import contextlib
 import dataclasses
@@ -25,25 +25,26 @@ _logger = get_logger("trainer")
 _FEWER = "--set train.micro_batch={rows} (rows in the model at a time), "
 _KNOBS = "--set precision=bf16 (half the bytes of activations), or smaller layers (`model`) or dims (`features`)"
 PROBED = 5
-"""The number of steps of a loop, and after each halving, in which several ranks find out together whether there is
-memory for their whole batches. In later steps, which need as much, they average gradients during the backward."""
+"""The number of steps, at the start of a loop and after each halving, in which several ranks first agree that all have
+enough memory. In later steps, which need the same memory, they average gradients in the backward pass."""
 
 
 class Steps:
-    """Makes the steps of a run.
+    """Performs the steps of a run.
 
-    If memory runs out in a forward or a backward, the step is repeated with half as many rows at a time. Its loss and
-    its gradients are those of the whole batch, except for rounding, and the rows of each id are pushed once. The number
-    is kept for the next steps, and in checkpoints.
+    If memory runs out in a forward or backward pass, the step is repeated with half as many rows at a time. Its loss
+    and its gradients are those of the whole batch, except for rounding, and each row is pushed once. The number of rows
+    is kept for later steps, and in checkpoints.
 
-    Several ranks halve together. Each makes its parts without the others, then they agree that all had the memory, and
-    only the backward of the last part averages gradients: a rank cannot leave the others alone in a collective.
+    Several ranks halve together. Each rank computes its parts without the others, then the ranks agree that all had
+    enough memory, and only the backward pass of the last part averages gradients. Otherwise a failing rank would leave
+    the others waiting in a collective.
 
     Args:
         config: The configuration.
         ctx: The training context.
         objective: The loss.
-        state: Keeps the number of rows at a time.
+        state: The state, which stores the number of rows at a time.
     """
 
     def __init__(self, config: Config, ctx: TrainCtx, objective: Objective, state: TrainerState) -> None:
@@ -53,19 +54,19 @@ class Steps:
         self._weighted = config.train.weight is not None
         self._given = rows_at_a_time(config)
         self._anomalies = config.train.detect_anomaly
-        self._made = 0  # steps with this number of rows
-        self._agreed_rows: int | None = None  # with which a rank had no memory, as all ranks know
+        self._made = 0  # the number of steps with this number of rows
+        self._agreed_rows: int | None = None  # the number of rows for which a rank had no memory, known on all ranks
 
     @property
     def rows(self) -> int | None:
-        """The number of rows at a time; None is the whole batch."""
+        """The number of rows at a time; None means the whole batch."""
         return self._state.micro_batch.of(self._given)
 
     def __call__(self, batch: TrainingBatch) -> torch.Tensor:
         """Train on a batch, and return its loss.
 
         Raises:
-            OutOfMemoryError: There is not even the memory for one row at a time, or the step cannot be repeated.
+            OutOfMemoryError: There is not enough memory even for one row at a time, or the step cannot be repeated.
             NonFiniteError: A tensor is not finite.
         """
         while True:
@@ -78,7 +79,7 @@ class Steps:
             else:
                 self._made += 1
                 return loss
-            gc.collect()  # the error held the frames of the failed step, and with them its tensors
+            gc.collect()  # the error kept the frames of the failed step alive, and with them its tensors
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
@@ -91,7 +92,7 @@ class Steps:
 
     @property
     def _agrees(self) -> bool:
-        """Whether ranks agree in this step that each had the memory for its rows; equal on all ranks."""
+        """Whether the ranks agree in this step that each had enough memory; equal on all ranks."""
         if get_world_size() == 1 or batch_normalisations(self._ctx.model):
             return False
         return self.rows is not None or self._made < PROBED
@@ -105,15 +106,16 @@ class Steps:
         return loss.detach()
 
     def _in_agreement(self, batch: TrainingBatch, rows: int) -> torch.Tensor:
-        """Make a step whose gradients are averaged after all ranks had the memory for their parts, but for the last.
+        """Perform a step whose gradients are averaged only after all ranks had memory for all parts except the last.
 
         Raises:
-            OutOfMemoryError: A rank had not; the error is the same on all ranks.
+            OutOfMemoryError: A rank had not enough memory; the error is the same on all ranks.
         """
         parts = [*self._ctx.micro_batches(batch, rows)]
         first, last = parts[:-1] or [dataclasses.replace(parts[0], is_last=False)], parts[-1]
         failed = loss = None
-        self._ctx.gather_weights(batch)  # a rank that fails in a part must not leave the others in an all-gather
+        # a rank that fails in a part must not leave the others waiting in an all-gather
+        self._ctx.gather_weights(batch)
         try:
             loss = self._divided(batch, first)
         except OutOfMemoryError as error:
@@ -153,10 +155,10 @@ class Steps:
         return weights_in(batch.meta, batch.batch_size).to(labels[0].device) if self._weighted else None
 
     def _halve(self, error: OutOfMemoryError, batch: TrainingBatch, rows: int) -> None:
-        """Choose half as many rows at a time.
+        """Halve the number of rows at a time.
 
         Raises:
-            OutOfMemoryError: The step cannot be repeated with fewer.
+            OutOfMemoryError: The step cannot be repeated with fewer rows.
         """
         agreed, self._agreed_rows = self._agreed_rows, None
         rows = rows if agreed is None else agreed
@@ -165,7 +167,7 @@ class Steps:
         error.hint = f"less memory: {_FEWER.format(rows=half) if half < rows and not norms else ''}{_KNOBS}"
         cannot = rows == 1 or not error.can_repeat or bool(norms)
         if norms:
-            error.hint += f"; rows were not halved, because {norms[0]} normalises over them"
+            error.hint += f"; rows were not halved, because {norms[0]} normalizes over them"
         elif get_world_size() > 1 and agreed is None:
             cannot = True
             error.hint += "; rows were not halved, because the other ranks may have begun to average gradients"
@@ -184,7 +186,7 @@ class Steps:
 
 
 def rows_at_a_time(config: Config) -> int | None:
-    """Return how many rows of a batch a rank gives the model at a time; None means all."""
+    """Return the number of rows on which the model runs at a time on a rank; None means all."""
     train = config.train
     sizes = [] if train.micro_batch is None else [train.micro_batch]
     if train.accumulate > 1:
@@ -193,16 +195,16 @@ def rows_at_a_time(config: Config) -> int | None:
 
 
 def check_divides(config: Config, model: torch.nn.Module) -> None:
-    """Check that the rows of a batch can be given to a model some at a time, if the configuration wants that.
+    """Check that the model can process the rows of a batch in parts, if the configuration requests this.
 
     Raises:
-        ConfigError: A layer normalises over the rows of a batch.
+        ConfigError: The model has a batch-normalization layer.
     """
     names = batch_normalisations(model)
     if rows_at_a_time(config) is None or not names:
         return
     key = "train.accumulate" if config.train.accumulate > 1 else "train.micro_batch"
     raise ConfigError(
-        f"{key}: {', '.join(names[:3])} of the model normalises over the rows of a batch, so that the result would not "
+        f"{key}: {', '.join(names[:3])} of the model normalizes over the rows of a batch, so the result would not "
         f"be that of a whole batch: use LayerNorm or GroupNorm, or remove {key}"
     )

@@ -1,4 +1,4 @@
-"""A search over a grid of settings: each combination is a run of its own."""
+"""A search over a grid of settings: each combination is a separate run."""
 
 import hashlib
 import itertools
@@ -22,7 +22,7 @@ from persia.trainer.trainer import Trainer
 _logger = get_logger("trainer")
 
 MANY = 20
-"""Trials that are started without a confirmation."""
+"""The maximum number of trials that are started without confirmation."""
 
 
 @dataclass
@@ -31,13 +31,13 @@ class Trial:
 
     Attributes:
         settings: The values of the keys that are searched over, as ``KEY=VALUE``.
-        config: The whole configuration; its run has a name that follows from it.
-        status: ``finished``, ``failed``, or empty before it has run.
-        value: The metric of the valid part; None where it is not defined.
-        loss: The loss of the valid part.
-        error: Why it failed.
-        reused: It had finished before.
-        code: The exit code of its error.
+        config: The complete configuration, from which the name of the run is derived.
+        status: ``finished``, ``failed``, or empty before the trial has run.
+        value: The metric of the validation set; None if it is not defined.
+        loss: The loss of the validation set.
+        error: The reason for the failure.
+        reused: Whether the trial had finished before.
+        code: The exit code of the error.
     """
 
     settings: tuple[str, ...]
@@ -51,14 +51,14 @@ class Trial:
 
     @property
     def folder(self) -> RunFolder:
-        """The folder of its run."""
+        """The folder of the trial's run."""
         return RunFolder(Path(self.config.run.dir).expanduser() / str(self.config.run.name))
 
 
 def grid(options: Sequence[str]) -> list[tuple[str, ...]]:
     """Return the combinations of ``KEY=VALUE,VALUE`` options; each is a tuple of ``KEY=VALUE``.
 
-    Commas in brackets, braces or quotes belong to a value: ``model.deep_mlp=[64,32],[128]`` has two.
+    Commas in brackets, braces or quotes belong to a value: ``model.deep_mlp=[64,32],[128]`` has two values.
 
     Raises:
         UsageError: An option has another form, or a key or a value appears twice.
@@ -68,13 +68,13 @@ def grid(options: Sequence[str]) -> list[tuple[str, ...]]:
         key, equals, text = option.partition("=")
         key, values = key.strip(), [value.strip() for value in _split(text)]
         if not equals or not key or not all(values):
-            raise UsageError(f"--sweep {option!r}: want KEY=VALUE,VALUE, such as train.dense_optimizer.lr=0.1,0.01")
+            raise UsageError(f"--sweep {option!r}: expected KEY=VALUE,VALUE, such as train.dense_optimizer.lr=0.1,0.01")
         if key in axes:
-            raise UsageError(f"--sweep {option!r}: {key} is given twice; give all its values in one option")
+            raise UsageError(f"--sweep {option!r}: {key} is specified twice; list all its values in one option")
         if len(set(values)) < len(values):
             raise UsageError(f"--sweep {option!r}: a value is given twice")
         if key.split(".")[0] == "run":
-            raise UsageError(f"--sweep {option!r}: a trial has a run of its own; `run` cannot be searched over")
+            raise UsageError(f"--sweep {option!r}: each trial is a separate run; `run` cannot be searched over")
         axes[key] = values
     return [*itertools.product(*([f"{key}={value}" for value in values] for key, values in axes.items()))]
 
@@ -99,7 +99,7 @@ def _split(text: str) -> list[str]:
 
 
 def trials(file: Path, overrides: Sequence[str], options: Sequence[str]) -> list[Trial]:
-    """Return the trials of a sweep, all checked.
+    """Return the trials of a sweep, after checking all of them.
 
     Args:
         file: The ``persia.yml``.
@@ -108,7 +108,8 @@ def trials(file: Path, overrides: Sequence[str], options: Sequence[str]) -> list
 
     Raises:
         ConfigError: A combination is not a valid configuration.
-        UsageError: An option is wrong, the rows are to be random, or there is no valid part to judge the trials by.
+        UsageError: An option is invalid, ``data.synthetic`` is true, or there is no validation set to compare the
+            trials.
     """
     found: list[Trial] = []
     warnings: dict[str, None] = {}
@@ -116,9 +117,9 @@ def trials(file: Path, overrides: Sequence[str], options: Sequence[str]) -> list
     for chosen in grid(options):
         document = open_document(file, [*overrides, *chosen])
         config = document.checked()
-        warnings |= dict.fromkeys(document.findings.warnings)  # each once, not for each trial
+        warnings |= dict.fromkeys(document.findings.warnings)  # a warning once, not for each trial
         if config.data.synthetic:
-            raise UsageError("--sweep: data.synthetic is true; models cannot be compared by random rows")
+            raise UsageError("--sweep: data.synthetic is true; models cannot be compared on random rows")
         data = config.data.model_dump_json()
         if data not in rows:
             rows[data] = Parts(config)
@@ -132,16 +133,16 @@ def trials(file: Path, overrides: Sequence[str], options: Sequence[str]) -> list
         if same is not trial:
             raise UsageError(f"--sweep: {' '.join(same.settings)} and {' '.join(trial.settings)} are the same settings")
     if Parts(found[0].config).valid is None:
-        error = UsageError("--sweep: there is no valid part to compare the trials by; the test part is for the end")
-        error.hint = "give data.valid, or a share in data.split.fractions"
+        error = UsageError("--sweep: there is no validation set to compare the trials by; the test set is for the end")
+        error.hint = "set data.valid, or a share in data.split.fractions"
         raise error
     return found
 
 
 def _digest(config: Config, parts: Parts) -> str:
-    """Return 10 hexadecimal digits that are the same for equal settings, the same file's folder, and equal files.
+    """Return 10 hexadecimal digits that are equal for equal settings, folder of the file, and data files.
 
-    Files are compared by their names and sizes, as a resume compares them: trials are only compared on the same rows.
+    Files are compared by name and size, as after a resume, so that trials are only compared on the same rows.
     """
     content = config.model_dump(mode="json", by_alias=True, exclude={"run"})
     files = [part.files.sizes for part in (parts.train, parts.valid, parts.test) if part is not None]
@@ -150,7 +151,7 @@ def _digest(config: Config, parts: Parts) -> str:
 
 
 def metric_of(config: Config) -> str:
-    """Return the metric that trials are compared by: that of the early stop, else the first one that can be best."""
+    """Return the metric by which trials are compared: that of early stopping, or the first suitable one."""
     stop = config.train.early_stop
     if stop is not None:
         return stop.metric
@@ -160,9 +161,9 @@ def metric_of(config: Config) -> str:
 
 
 def run(trial: Trial) -> None:
-    """Run a trial to its end, unless it has finished before; one that was interrupted continues.
+    """Run a trial to its end, unless it has finished before. An interrupted trial continues.
 
-    An error of the trial is recorded in it.
+    An error is recorded in the trial.
     """
     folder = trial.folder
     exists = (folder.path / CONFIG).is_file()
@@ -181,7 +182,7 @@ def run(trial: Trial) -> None:
     except PersiaError as error:
         trial.status, trial.error, trial.code = "failed", str(error).splitlines()[0], error.exit_code
         return
-    except Exception as error:  # of the user's model: the other trials run
+    except Exception as error:  # an error of the user's model; the other trials still run
         said = "".join(str(error).splitlines()[:1])
         trial.status, trial.error, trial.code = "failed", f"{type(error).__name__}: {said}", ExitCode.FAILED
         return
@@ -189,7 +190,7 @@ def run(trial: Trial) -> None:
 
 
 def _judge(trial: Trial) -> None:
-    """Take the results of a trial from its summary."""
+    """Read the results of a trial from its summary."""
     summary: dict[str, Any] = trial.folder.read_json(SUMMARY)
     valid = summary.get("valid") or {}
     metric = metric_of(trial.config)
@@ -200,7 +201,7 @@ def _judge(trial: Trial) -> None:
 
 
 def ranked(found: Sequence[Trial]) -> list[Trial]:
-    """Return the trials by their metric, the best one first; those without a value come last."""
+    """Return the trials ordered by their metric, best first; those without a value come last."""
     sign = -1 if metric_of(found[0].config) in HIGHER_IS_BETTER else 1
 
     def key(trial: Trial) -> tuple[bool, float]:

@@ -1,4 +1,4 @@
-"""Random batches of the shape of the data, which are read from nowhere: whether the data limits a run."""
+"""Random batches in the shape of the data, without reading files, to find out whether the data limits a run."""
 
 from collections.abc import Iterator
 
@@ -8,28 +8,28 @@ from persia.config import Config
 from persia.data import IterableDataset
 from persia.embedding.data import PersiaBatch
 from persia.features import Samples, Transform, to_batch
-from persia.trainer.batches import weights_of
+from persia.trainer.batches import PREFETCH, weights_of
 from persia.trainer.parts import Part
 
 POOL = 8
-"""Batches that are read at the start."""
+"""The number of batches that are read at the start."""
 
 
 class SyntheticBatches(IterableDataset):
     """Batches of rows that are drawn at random from those of the first batches of the data.
 
-    They have the ids, floats and labels of real rows, and their repetitions, so that look-ups and the model work as
-    hard as with the data. Nothing is read or transformed after the first batches.
+    The batches have the ids, floats and labels of real rows, with their repetitions, so look-ups and the model do the
+    same work as with the data. Nothing is read or transformed after the first batches.
 
     Args:
-        part: The rows.
-        transform: Makes ids, floats and labels of rows.
+        part: The part of the data.
+        transform: The transform, which converts rows to ids, floats and labels.
         config: The configuration, with batch size, seed and epochs.
         steps: The number of batches.
     """
 
     def __init__(self, part: Part, transform: Transform, config: Config, steps: int) -> None:
-        super().__init__(buffer_size=4)
+        super().__init__(buffer_size=config.data.prefetch or PREFETCH)
         data, self._weight = config.data, config.train.weight
         rows = [rows for rows, _ in zip(part.reader(data.batch_size), range(POOL), strict=False)]
         self._pool = Samples.concat([transform(each) for each in rows])

@@ -1,4 +1,4 @@
-"""Trains a configuration. Read it top-down from :meth:`Trainer.fit`."""
+"""Trains a model from a configuration. Read this module top-down from :meth:`Trainer.fit`."""
 
 import contextlib
 import dataclasses
@@ -26,6 +26,7 @@ from persia.profile.comm import Comm
 from persia.runtime import flight
 from persia.runtime.environment import applied
 from persia.runtime.errors import UsageError
+from persia.runtime.places import Place
 from persia.runtime.seeding import setup_seed
 from persia.runtime.settings import settings
 from persia.trainer import fitting, models
@@ -33,6 +34,7 @@ from persia.trainer.batches import Rows, read_rows
 from persia.trainer.evaluation import evaluate, outputs_of, scores_of
 from persia.trainer.facts import check_files, types_in, warn_of_trained
 from persia.trainer.objective import Objective
+from persia.trainer.operations import spot_watch_of
 from persia.trainer.parts import Part, Parts, group_of, labelled_columns, open_given
 from persia.trainer.predictions import Predictions, Scored
 from persia.trainer.reports import EvaluationReport, StepReport
@@ -58,22 +60,22 @@ class Trainer:
                 print(report)
             trainer.evaluate("march.parquet")
 
-    If ``PERSIA_NATS_URL`` is not set, rows are in this process. Otherwise this is one rank of a job: data-compose reads
-    and transforms, and rank 0 alone evaluates and writes files.
+    If ``PERSIA_NATS_URL`` is not set, rows are in this process. Otherwise this process is one rank of a job:
+    data-compose reads and transforms rows, and only rank 0 evaluates and writes files.
 
     Args:
         config: The configuration, or the path of a ``persia.yml``.
-        model: A model in place of the ``model`` block, called as ``model(non_id_tensors, embedding_tensors)``. Its
-            output has a column for each label, in their order: logits of ``bce``.
+        model: A model to use instead of the ``model`` block, called as ``model(non_id_tensors, embedding_tensors)``.
+            Its output has a column for each label, in order; for ``bce``, logits.
 
     Attributes:
         config: The configuration.
         folder: The folder of the run; None before :meth:`fit` and :meth:`resume`.
-        sizing: The memory that a new run needs, on rank 0; None before :meth:`fit`, and with a data set of one's own.
+        sizing: The memory that a new run needs, on rank 0; None before :meth:`fit`, and with the user's own data set.
 
     Raises:
-        ConfigError: The file has mistakes; the message has all of them.
-        UsageError: The configuration is not one of :func:`persia.load_config`.
+        ConfigError: The file has errors; the message lists all of them.
+        UsageError: The configuration was not read with :func:`persia.load_config`.
     """
 
     def __init__(self, config: Config | str | os.PathLike[str], model: torch.nn.Module | None = None) -> None:
@@ -102,11 +104,12 @@ class Trainer:
     def fit(self, source: Paths | IterableDataset | None = None) -> Iterator[Report]:
         """Train, and iterate reports: one every ``run.log_every`` steps, and one for each evaluation.
 
-        The last report is that of the test part, which is scored once, with the best model if ``early_stop`` is set.
-        Afterwards, and between two reports, :meth:`evaluate` and :meth:`predict` use the model as it is.
+        The last report is that of the test set, which is scored once, with the best model if ``early_stop`` is set.
+        Afterwards, and between two reports, :meth:`evaluate` and :meth:`predict` use the current model.
 
         Args:
-            source: Files in place of ``data.train``, or a data set of your own batches; None reads ``data.train``.
+            source: Files to use instead of ``data.train``, or a data set with your own batches; None reads
+                ``data.train``.
 
         Returns:
             An iterator, which trains while it is iterated. Checks that need no data run immediately.
@@ -114,11 +117,14 @@ class Trainer:
         Raises:
             ConfigError: The configuration does not fit the data.
             DataError: A file or a row is invalid; the message names it.
-            UsageError: This trainer has trained already, or there is a run of this name.
+            UnreachableError: ``spot.url`` does not respond.
+            UsageError: This trainer has already trained, or a run of this name exists.
+            SystemExit: The end of this spot instance is already announced; the code is 75.
         """
         if self._training is not None:
-            raise UsageError("Trainer.fit was called before; make a new Trainer")
+            raise UsageError("Trainer.fit was called before; create a new Trainer")
         self._unload()
+        self._torch.enter_context(spot_watch_of(self.config))
         self._prepare_torch()
         resumed = self._resumes.folder if isinstance(self._resumes, Found) else self._resumes
         training = Training(self.config, self._given_model, source, resumed)
@@ -143,10 +149,10 @@ class Trainer:
         """Evaluate the model.
 
         Args:
-            source: Labelled files; None means the test part, or the valid part if there is no test part.
+            source: Labelled files; None means the test set, or the validation set if there is none.
 
         Raises:
-            UsageError: Nothing is trained or loaded, or there is neither a test nor a valid part.
+            UsageError: No model is trained or loaded, or there is neither a test set nor a validation set.
             DataError: A row is invalid; the message names file and row.
         """
         with self._evaluating() as (ctx, objective, transform, step):
@@ -157,18 +163,18 @@ class Trainer:
             return dataclasses.replace(report, files=tuple(part.files.paths))
 
     def predict(self, source: Paths, *, strict: bool = True, columns: list[str] | None = None) -> Predictions:
-        """Iterate rows with their scores, in the order of the rows. Memory is bounded.
+        """Iterate over rows with their scores, in the order of the rows. Memory is bounded.
 
         Args:
-            source: Files, without labels or with them.
-            strict: Refuse a value of a wrong type; otherwise it counts as missing.
+            source: The files, with or without labels.
+            strict: Whether to refuse values of a wrong type; otherwise they count as missing.
             columns: The columns that are read in addition to those of the features; None means all columns.
 
         Returns:
-            An iterator of pairs: rows as they were read, and for each label the scores, ``[rows]``, which are a
-            probability of ``bce``, the model's output of ``mse``. It counts unusual values. While it is iterated, it
-            raises :class:`UsageError` if nothing is trained or loaded, and :class:`DataError` for an invalid row with
-            file and row.
+            An iterator of pairs: rows as they were read, and the scores for each label, ``[rows]``: probabilities for
+                ``bce``, the model's outputs for ``mse``. It counts unusual values. During the iteration, it raises
+                :class:`UsageError` if no model is trained or loaded, and :class:`DataError`, with file and row, for an
+                invalid row.
         """
         found = Predictions()
         return found.of(self._predict(found, source, strict, columns))
@@ -196,17 +202,17 @@ class Trainer:
         torchscript: bool = False,
         held_out: Paths | None = None,
     ) -> "Exported":
-        """Write the model of the run's best checkpoint, else its newest, as a bundle for :mod:`persia.serving`.
+        """Write the model of the run's best checkpoint, or its newest, as a bundle for :mod:`persia.serving`.
 
         Args:
-            folder: The new folder.
-            rows: The form of embedding rows: ``f32``, ``f16`` or ``int8``.
-            torchscript: Write the dense model as TorchScript, in place of ``torch.export``.
+            folder: The folder of the new bundle.
+            rows: The data type of embedding rows: ``f32``, ``f16`` or ``int8``.
+            torchscript: Whether to write the dense model as TorchScript instead of using ``torch.export``.
             held_out: Files with rows on which the scores of the bundle are compared with those of evaluation; they need
-                no labels. None means the test part, else the valid part, else train.
+                no labels. None means the test set; without one, the validation set; without either, the training rows.
 
         Raises:
-            UsageError: The folder exists, nothing is trained, the model cannot be exported, or the scores differ.
+            UsageError: The folder exists, no model is trained, the model cannot be exported, or the scores differ.
             StorageError: The folder cannot be written; nothing is left.
         """
         from persia.serving import parity
@@ -232,15 +238,15 @@ class Trainer:
             return export.export(trained, compared, Path(folder), rows=rows, torchscript=torchscript)
 
     def _types(self) -> dict[str, pa.DataType]:
-        """Return the types of the columns of the training data, which those of a text file have too."""
+        """Return the types of the columns of the training data, which a text file must have too."""
         return {} if self.folder is None else types_in(self.folder.read_json(FACTS))
 
-    def save(self) -> Path:
+    def save(self) -> Place:
         """Save the run now, in addition to its automatic checkpoints, and return the checkpoint.
 
         Raises:
             UsageError: :meth:`fit` was not called, or has ended.
-            StorageError: It cannot be written.
+            StorageError: The checkpoint cannot be written.
         """
         if self._training is None or not self._training.is_open:
             raise UsageError("Trainer.save: nothing is being trained; call it while iterating fit()")
@@ -250,17 +256,17 @@ class Trainer:
         """Use the run in a folder: :meth:`fit` continues it, :meth:`evaluate` and :meth:`predict` use its model.
 
         :meth:`fit` continues after the newest checkpoint. :meth:`evaluate` and :meth:`predict` use the best checkpoint
-        if the run has one, else the newest.
+        if the run has one, otherwise the newest.
 
         Args:
-            run: The folder of a run, ``runs/LATEST``, or a checkpoint in a run, which only evaluates and predicts;
-                None is ``LATEST`` in ``run.dir``, or the run called ``run.name``.
+            run: The folder of a run, ``runs/LATEST``, or a checkpoint in a run, which only evaluates and predicts; None
+                means ``LATEST`` in ``run.dir``, or the run called ``run.name``.
 
         Raises:
-            UsageError: There is no such run.
+            UsageError: The run does not exist.
         """
         if self._training is not None:
-            raise UsageError("Trainer.resume after fit; make a new Trainer")
+            raise UsageError("Trainer.resume cannot be called after fit; create a new Trainer")
         self._unload()
         where = (
             Path(self.config.run.dir).expanduser() / (self.config.run.name or "LATEST") if run is None else Path(run)
@@ -269,19 +275,19 @@ class Trainer:
         try:
             self._resumes = find_checkpoint(where)
         except UsageError:
-            self._resumes = self.folder  # it has no checkpoint yet
+            self._resumes = self.folder  # the run has no checkpoint yet
         return self
 
     @property
     def comm(self) -> Comm:
-        """What look-ups, pushes and other ranks have cost so far, while training: ``trainer.comm.stats()``."""
+        """The time spent in training on look-ups, pushes and waiting for other ranks: ``trainer.comm.stats()``."""
 
         def engine() -> Engine:
             if self._training is None or not self._training.is_open:
                 raise UsageError("Trainer.comm.stats(): nothing is being trained; call it while iterating fit()")
             return self._training.engine
 
-        return Comm(engine)
+        return Comm(engine, lambda: None if self._training is None else self._training.wrapped_model)
 
     def close(self) -> None:
         """End the run, and free the rows. If it is not called, the run ends with the ``with`` block."""
@@ -296,7 +302,7 @@ class Trainer:
             self._torch.close()
 
     def _prepare_torch(self) -> None:
-        """Seed, and set the threads and the environment of the ranks; restore all of them at the end."""
+        """Seed torch, and set the threads and the environment of the ranks. Restore all of them at the end."""
         self._torch.enter_context(applied(variables_of(self.config)))
         if settings.nats_url is not None:
             network.check()
@@ -323,11 +329,11 @@ class Trainer:
             if self.folder is not None:
                 warn_of_trained(self.folder, files)
             return Part(files, None, "test", self.config.origin)
-        training = self._training  # its files may be those that were given to fit
+        training = self._training  # its files may be those that were passed to fit
         parts = Parts(self.config) if training is None else training.parts
         part = parts.test or parts.valid
         if part is None:
-            raise UsageError("Trainer.evaluate: the configuration has no test and no valid part; give files")
+            raise UsageError("Trainer.evaluate: the configuration has no test set and no validation set; pass files")
         if training is None and part.split is not None and self.folder is not None:
             check_files(self.folder, part.files)
         return part
@@ -339,7 +345,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _evaluating(self) -> "Iterator[tuple[EmbeddingCtx, Objective, Transform, int]]":
-        """Enclose an evaluation of the model that is trained here, or of the run's checkpoint."""
+        """Enclose an evaluation of the model that is being trained, or of the run's checkpoint."""
         training = self._training
         if training is not None and training.is_open:
             with eval_ctx(model=training.model) as ctx:
@@ -349,7 +355,7 @@ class Trainer:
             if training is not None:
                 self._resumes = find_checkpoint(training.folder.path)
             if self._resumes is not None and not isinstance(self._resumes, Found):
-                find_checkpoint(self._resumes.path)  # the error says that it has none
+                find_checkpoint(self._resumes.path)  # the error reports that there is no checkpoint
             if not isinstance(self._resumes, Found):
                 raise UsageError("nothing is trained yet: call fit(), or resume() with a run that has a checkpoint")
             self._use_threads()

@@ -1,15 +1,17 @@
-"""The use of the evaluations of the valid part: the best checkpoint, and early stopping."""
+"""Uses the evaluations of the validation set for the best checkpoint and for early stopping."""
 
 import dataclasses
 import shutil
 from pathlib import Path
 
+from persia.checkpoint import retention
 from persia.checkpoint.object_store import ObjectStore
 from persia.config import Config
 from persia.ctx import Checkpoints, TrainCtx
 from persia.runtime.errors import PersiaError, StorageError
 from persia.runtime.job import MANIFEST
 from persia.runtime.logging import get_logger
+from persia.runtime.places import Place, Url
 from persia.runtime.settings import get_rank
 from persia.trainer.reports import EvaluationReport
 from persia.trainer.run_folder import BEST, RunFolder
@@ -20,7 +22,7 @@ _logger = get_logger("trainer")
 
 
 class Validation:
-    """Compares evaluations of the valid part. Rank 0 compares, and keeps the best checkpoint; all ranks stop together.
+    """Compares evaluations of the validation set and keeps the best checkpoint, on rank 0.
 
     Args:
         config: The configuration.
@@ -41,7 +43,7 @@ class Validation:
         self._checkpoints = checkpoints
 
     def resume(self, before: Config) -> None:
-        """Continue with the earlier evaluations in the newest checkpoint, as far as they are still valid; for rank 0.
+        """Continue with the earlier evaluations in the newest checkpoint, as far as they are still valid. For rank 0.
 
         Args:
             before: The configuration with which the run was trained so far.
@@ -54,8 +56,11 @@ class Validation:
                 "train.early_stop.metric was %s, now it is %s: the best is chosen again", best.metric, stop.metric
             )
             self._forget()
-        elif best is not None and not (self.checkpoint(best.step) / MANIFEST).exists():
-            _logger.warning("the best checkpoint, %s, is lost: the best is chosen again", self.checkpoint(best.step))
+        elif best is not None and not _exists(self.checkpoint(best.step)):
+            _logger.warning(
+                "the best checkpoint, %s, is missing; a new one is chosen from the evaluations that follow",
+                self.checkpoint(best.step),
+            )
             self._forget()
         elif state.without_improvement < stop.patience:
             state.stopped = False
@@ -66,10 +71,10 @@ class Validation:
         self._state.best, self._state.without_improvement, self._state.stopped = None, 0, False
 
     def meet(self) -> None:
-        """Wait until the pushes of all ranks are applied; every rank calls this before rank 0 evaluates.
+        """Wait until the pushes of all ranks are applied. Collective: every rank must call it before rank 0 evaluates.
 
-        Ranks push together, so that none does before rank 0 takes the next step: the evaluation and the best checkpoint
-        are of the same state.
+        Ranks push together, so no rank pushes before rank 0 takes the next step. The evaluation and the best checkpoint
+        therefore have the same state.
         """
         backend = self._ctx.common_context
         if backend is not None:
@@ -89,7 +94,10 @@ class Validation:
         return report
 
     def agree_to_stop(self) -> None:
-        """Stop if rank 0 has had no improvement for ``patience`` evaluations; all ranks ask after the same step."""
+        """Return whether to stop because rank 0 had no improvement for ``patience`` evaluations.
+
+        All ranks call this after the same step.
+        """
         backend = self._ctx.common_context
         if self._stop is None or backend is None:
             return
@@ -97,12 +105,12 @@ class Validation:
         if self._state.stopped and get_rank() == 0:
             _logger.info("no improvement in %d evaluations: training stops", self._state.without_improvement)
 
-    def checkpoint(self, step: int) -> Path:
-        """Return the checkpoint of the best evaluation, if that is the one after ``step``."""
+    def checkpoint(self, step: int) -> Place:
+        """Return the checkpoint of the best evaluation, if it was made after ``step``."""
         return self._folder.best / f"step-{step}"
 
     def _keep(self) -> bool:
-        """Save the model as the best one, and return whether that was possible; otherwise the previous one is kept."""
+        """Save the model as the best one, and return whether this succeeded; otherwise the previous one is kept."""
         folder = self.checkpoint(self._ctx.step)
         try:
             self._ctx.dump_checkpoint(folder)
@@ -116,13 +124,13 @@ class Validation:
     def end(self) -> None:
         """Upload the best checkpoint, below ``best`` next to the checkpoints; for rank 0. A failure is logged.
 
-        If the run ends without a best one, those of an earlier early stop are deleted.
+        If the run ends without a best checkpoint, those of an earlier early stop are deleted.
         """
         best, store = self._state.best, self._checkpoints.store()
         if best is None:
-            shutil.rmtree(self._folder.best, ignore_errors=True)
-        elif store is not None:
-            path = self.checkpoint(best.step)
+            for path in self._kept().values():
+                _delete(path)
+        elif store is not None and isinstance(path := self.checkpoint(best.step), Path):
             try:
                 ObjectStore(f"{store.url}/{BEST}").put(path, path.name)
             except PersiaError as error:
@@ -131,21 +139,45 @@ class Validation:
     def prune(self) -> None:
         """Delete best checkpoints that no other checkpoint of the run needs.
 
-        Each checkpoint names the best one at its step, so that a resumed run needs the newest best one that is not
-        after the newest checkpoint. Later ones are written again by the resumed run.
+        Each checkpoint names the best one at its step, so a resumed run needs the newest best one that is not after the
+        newest checkpoint. The resumed run rewrites later ones.
         """
         best = self._state.best
         if best is None or get_rank() != 0:
             return
-        steps = {int(each.name[5:]): each for each in self._folder.best.glob("step-*") if each.name[5:].isdigit()}
+        steps = self._kept()
         named = max((step for step in steps if step <= self._checkpoints.written), default=None)
         for step, path in steps.items():
             if step not in (best.step, named):
-                shutil.rmtree(path, ignore_errors=True)
+                _delete(path)
         if best.step in steps:
             _core.publish_latest(steps[best.step])
 
+    def _kept(self) -> dict[int, Place]:
+        """Return the existing best checkpoints, by step."""
+        where = self._folder.best
+        if isinstance(where, Url):
+            return {each.step: each.path for each in retention.checkpoints_in(where)}
+        return {int(each.name[5:]): each for each in where.glob("step-*") if each.name[5:].isdigit()}
+
+
+def _exists(path: Place) -> bool:
+    if isinstance(path, Path):
+        return (path / MANIFEST).exists()
+    return bool(_core.listing(path, verify=False))
+
+
+def _delete(path: Place) -> None:
+    """Delete a best checkpoint. If this fails, the checkpoint remains."""
+    if isinstance(path, Path):
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    try:
+        retention.remove(path)
+    except PersiaError as error:
+        _logger.warning("the checkpoint remains: %s", error)
+
 
 def may_continue(before: Config, now: Config) -> bool:
-    """Whether a run that has stopped early may continue: its early stop has changed, or it has more epochs."""
+    """Whether a run that stopped early may continue, because its early stopping has changed, or it has more epochs."""
     return before.train.early_stop != now.train.early_stop or now.data.epochs > before.data.epochs

@@ -11,15 +11,15 @@ _logger = get_logger("trainer")
 
 
 def set_variables(config: Config) -> Callable[[], None]:
-    """Set the variables of a configuration in this process, and return what sets them back.
+    """Set the variables of a configuration in this process, and return a function that restores them.
 
-    A variable that has another value in the environment gets that of the configuration, with a warning.
+    If a variable has another value in the environment, the value of the configuration replaces it, with a warning.
 
     Args:
         config: The configuration.
 
     Raises:
-        ConfigError: A variable has to be set outside, and is not; all of them are named.
+        ConfigError: A variable must be set in the environment but is not; the message lists all such variables.
     """
     missing = [name for name, value in config.env.items() if value is None and not os.environ.get(name, "").strip()]
     if missing:
@@ -32,7 +32,7 @@ def set_variables(config: Config) -> Callable[[], None]:
             continue
         before[name] = os.environ.get(name)
         if before[name] not in (None, value):
-            _logger.warning("env.%s: the value of persia.yml replaces another one in the environment", name)
+            _logger.warning("env.%s: the value of persia.yml replaces the value in the environment", name)
         os.environ[name] = value
 
     def back() -> None:

@@ -1,4 +1,4 @@
-//! Beginning a run, and the requests that a run refuses.
+//! Cases about beginning a run, and about the requests that a run refuses.
 
 use persia_types::schema::Optimizer;
 use persia_types::tables::{Mode, Run, TablesError};

@@ -1,4 +1,4 @@
-//! Snapshot and restore: all state is restored, or nothing changes.
+//! Cases about snapshots and restoring: either all state is restored or nothing changes.
 
 use std::fs;
 
@@ -19,7 +19,7 @@ pub(super) const CASES: &[Case] = &[
     ("counts add up", counts_add_up),
 ];
 
-/// With momentum, a row that lost its state would be updated differently.
+/// A run with momentum, so that a row that lost its state would be updated differently.
 fn with_state() -> Run {
     let optimizer = Some(Optimizer::Sgd { lr: 0.5, momentum: 0.9, weight_decay: 0.01 });
     Run { optimizer, initializer: Initializer::Uniform { low: -1.0, high: 1.0 }, ..run() }
@@ -69,7 +69,7 @@ fn a_prepared_snapshot_keeps_its_rows(make: Make<'_>) {
     let (prepared, of_now) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let saved = fixture.0.write_snapshot(prepared.path(), Some(1)).unwrap();
     assert_eq!(saved.rows, [0, 300]);
-    // The prepared snapshot is written; the next one has the current rows.
+    // The prepared snapshot has been written; the next one has the current rows.
     let later = fixture.read(1, &early);
     assert_ne!(later, rows);
     let files = snapshot(&fixture, of_now.path());

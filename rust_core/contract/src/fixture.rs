@@ -17,15 +17,15 @@ pub(super) const JOB: &str = "contract";
 pub(super) const GENERATION: u64 = 3;
 const RANKS: u32 = 8;
 
-/// `w -= g`: the rows show the number of pushes.
+/// An optimizer that computes `w -= g`, so that rows show the number of pushes.
 pub(super) const LEDGER: Optimizer = Optimizer::Sgd { lr: 1.0, momentum: 0.0, weight_decay: 0.0 };
 
-/// A run that continues with the rows of [`run`].
+/// A run that continues to train the rows of [`run`].
 pub(super) fn next_run() -> Run {
     Run { generation: GENERATION + 1, continues: GENERATION, ..run() }
 }
 
-/// The run that most cases begin.
+/// The run with which most cases begin.
 pub(super) fn run() -> Run {
     Run {
         job: JOB.into(),
@@ -61,11 +61,11 @@ pub(super) fn begun_with(make: Make<'_>, run: &Run) -> Fixture {
 
 pub(super) struct Fixture(pub(super) Arc<dyn Tables>);
 
-/// Rows in the order of `ids`, not in that of their shards.
+/// Rows in the order of the caller's ids, not of their shards.
 pub(super) type Rows = Vec<Vec<f32>>;
 
 impl Fixture {
-    /// Look ids of one table up; the rows are in the order of `ids`.
+    /// Look up ids of one table. The rows are in the order of `ids`.
     pub(super) fn try_lookup(
         &self,
         token: Token,
@@ -92,7 +92,7 @@ impl Fixture {
         self.try_lookup(token(0, 1), Mode::Eval, table, ids).expect("an eval look-up").0
     }
 
-    /// Push to one table; `gradients[i]` is for `ids[i]`.
+    /// Push gradients to one table. `gradients[i]` is for `ids[i]`.
     pub(super) fn try_push(
         &self,
         token: Token,
@@ -112,7 +112,7 @@ impl Fixture {
         self.try_push(token(0, seq), table, ids, gradients, 1.0).expect("a push")
     }
 
-    /// Insert rows as a separate rank, with gradients of 0.
+    /// Insert rows by a push of another rank, with gradients of 0.
     pub(super) fn insert(&self, seq: u64, table: usize, ids: &[Id]) -> PushReport {
         let gradients = vec![vec![0.0; schema().tables[table].dim]; ids.len()];
         self.try_push(token(RANKS - 1, seq), table, ids, &gradients, 1.0).expect("a push")
@@ -124,13 +124,13 @@ impl Fixture {
     }
 }
 
-/// A gradient per id, different from all others: `[id + 1; dim]`.
+/// Gradients that differ for each id: `[id + 1; dim]`.
 pub(super) fn distinct_gradients(table: usize, ids: &[Id]) -> Vec<Vec<f32>> {
     let dim = schema().tables[table].dim;
     ids.iter().map(|id| vec![(*id % 1000 + 1) as f32; dim]).collect()
 }
 
-/// The rows after `times` pushes of [`distinct_gradients`] gradients under [`LEDGER`], from zeros.
+/// The rows, from zeros, after `times` pushes of [`distinct_gradients`] under [`LEDGER`].
 pub(super) fn pushed(table: usize, ids: &[Id], times: f32) -> Rows {
     distinct_gradients(table, ids)
         .into_iter()

@@ -1,4 +1,4 @@
-//! The tests that every implementation of [`Tables`] must pass. They depend on no implementation.
+//! The tests that every implementation of [`Tables`] must pass. They depend on none of the implementations.
 //!
 //! ```text
 //! #[test]
@@ -26,16 +26,16 @@ use persia_types::tables::Tables;
 /// Creates empty tables of [`schema`] on which no run has begun.
 pub type Make<'a> = &'a dyn Fn() -> Arc<dyn Tables>;
 
-/// The name of a promise, and its test.
+/// The name of a guarantee, and its test.
 pub type Case = (&'static str, fn(Make<'_>));
 
-/// Every case.
+/// All cases.
 pub fn cases() -> Vec<Case> {
     let rows = [rows::CASES, samples::CASES, pooled::CASES].concat();
     [begin::CASES, tokens::CASES, &rows, refusals::CASES, files::CASES].concat()
 }
 
-/// The schema `make` must use: two tables, of dimensions 4 and 19.
+/// The schema that `make` must use: two tables, of dimensions 4 and 19.
 pub fn schema() -> Schema {
     let slot = |name: &str, table| Slot { name: name.into(), table, ..Slot::default() };
     Schema {
@@ -47,7 +47,7 @@ pub fn schema() -> Schema {
 /// Run every case on fresh tables.
 ///
 /// # Panics
-/// When a case fails, with the names of all that failed.
+/// If a case fails, with the names of all failed cases.
 pub fn run_all(make: Make<'_>) {
     let failed: Vec<&str> = cases()
         .into_iter()

@@ -1,4 +1,5 @@
-//! Samples of many ids: tables that pool return results that are bit-identical to pooling their rows here.
+//! Cases about samples with many ids: tables that pool must return results that are bit-identical to pooling
+//! their rows here.
 
 use persia_kernels::{Bags, Csr, Gradients, Pool, SegmentSum};
 use persia_types::id::{Id, ShardedIds, hash_id};
@@ -21,7 +22,7 @@ const TABLE: usize = 1;
 const DIM: usize = 19;
 const SAMPLES: usize = 60;
 
-/// Samples of 0 to 22 ids, in both forms in which the engine describes them.
+/// Samples with 0 to 22 ids each, in both forms in which the engine describes samples.
 struct Many {
     ids: ShardedIds,
     indices: Vec<u32>,
@@ -29,7 +30,7 @@ struct Many {
     /// The samples of each id.
     starts: Vec<u32>,
     samples: Vec<u32>,
-    /// A weight for each index, in the order of `indices` and in that of `samples`.
+    /// A weight for each index, in the order of `indices` and in the order of `samples`.
     weights: Vec<f32>,
     grouped: Vec<f32>,
     divisors: Vec<f32>,

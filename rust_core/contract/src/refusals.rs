@@ -1,4 +1,4 @@
-//! Malformed requests change nothing, not even their valid parts.
+//! Cases about malformed requests: nothing changes, not even by their valid parts.
 
 use persia_kernels::Gradients;
 use persia_types::id::ShardedIds;

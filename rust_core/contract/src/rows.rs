@@ -1,4 +1,4 @@
-//! The content of rows: their own gradients and no others.
+//! Cases about the content of rows: each row gets its own gradients and no others.
 
 use persia_kernels::Gradients;
 use persia_types::id::ShardedIds;
@@ -25,7 +25,7 @@ fn a_missing_id_shifts_no_other(make: Make<'_>) {
     let initializer = Initializer::Uniform { low: 1.0, high: 2.0 };
     let fixture = begun_with(make, &Run { admit_probability: 0.5, initializer, ..run() });
     let all = ids(200);
-    // The row of an id that is not admitted reads as zeros.
+    // An id that is not admitted reads as zeros.
     let (mut rows, found) = fixture.train(1, 1, &all);
     assert!((60..140).contains(&found.missing), "{found:?}");
     let gradients = distinct_gradients(1, &all);

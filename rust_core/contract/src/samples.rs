@@ -1,5 +1,5 @@
-//! Rows that are written directly to the samples that use them, and gradients that are read directly from
-//! samples.
+//! Cases about rows that are written directly to the samples that use them, and gradients that are read
+//! directly from samples.
 
 use persia_kernels::{Csr, Gradients, SegmentSum};
 use persia_types::id::{Id, ShardedIds, hash_id};
@@ -20,7 +20,7 @@ pub(super) const CASES: &[Case] = &[
 const TABLE: usize = 1;
 const DIM: usize = 19;
 
-/// A batch's unique ids and their samples.
+/// The unique ids of a batch and their samples.
 struct Used {
     ids: ShardedIds,
     starts: Vec<u32>,
@@ -28,7 +28,7 @@ struct Used {
 }
 
 impl Used {
-    /// `ids[sample]`.
+    /// `of_samples[sample]` is the id of a sample.
     fn new(of_samples: &[Id]) -> Self {
         let mut unique = of_samples.to_vec();
         unique.sort_unstable();
@@ -63,7 +63,7 @@ impl Used {
     }
 }
 
-/// Numbers of all magnitudes and both signs, including zeros.
+/// A number; these have all magnitudes and both signs, and include zeros.
 fn number(of: usize) -> f32 {
     let hash = hash_id(of as u64);
     let magnitude = (hash >> 40) as f32 * 10f32.powi((hash % 9) as i32 - 12);
@@ -74,7 +74,7 @@ fn number(of: usize) -> f32 {
     }
 }
 
-/// Bit for bit, whether ids are known or new, used by one sample or by many.
+/// They must be bit-identical, whether ids are known or new, and whether one sample or many use them.
 fn samples_equal_rows(make: Make<'_>) {
     let run = Run { initializer: Initializer::Uniform { low: -1.0, high: 1.0 }, ..run() };
     let (by_sample, by_row) = (begun_with(make, &run), begun_with(make, &run));

@@ -1,4 +1,4 @@
-//! Once per token, in any order, from any thread.
+//! Cases about tokens: a push is applied once per token, in any order and from any thread.
 
 use std::collections::BTreeMap;
 
@@ -45,7 +45,7 @@ fn a_lookup_changes_nothing(make: Make<'_>) {
     assert_eq!(report, LookupReport { initial: 50, ..Default::default() });
     assert_eq!(fixture.rows_held(), [0, 0]);
     fixture.push(1, 0, &ids, &distinct_gradients(0, &ids));
-    let (rows, report) = fixture.train(1, 0, &ids); // the reply was lost: the same token again
+    let (rows, report) = fixture.train(1, 0, &ids); // the reply was lost, so the same token is sent again
     assert_eq!(report.initial, 0);
     assert_eq!(rows, pushed(0, &ids, 1.0));
     let (_, report) = fixture.train(3, 0, &ids);

@@ -1,4 +1,4 @@
-//! Python tables, read through the Arrow PyCapsule interface without a copy.
+//! Reads Python tables through the Arrow PyCapsule interface, without a copy.
 #![allow(unsafe_code)]
 
 use std::ffi::CStr;
@@ -20,7 +20,7 @@ const STREAM: &CStr = c"arrow_array_stream";
 pub(crate) enum Batches {
     /// One batch, until it is taken.
     One(SchemaRef, Option<RecordBatch>),
-    /// The batches of a stream.
+    /// A stream of batches.
     Stream(RecordBatchStreamReader),
 }
 
@@ -36,8 +36,8 @@ impl Batches {
         let capsule = data.call_method0("__arrow_c_stream__")?;
         let capsule = capsule.cast::<PyCapsule>()?;
         let pointer = capsule.pointer_checked(Some(STREAM))?.cast::<FFI_ArrowArrayStream>();
-        // SAFETY: by the interface, a capsule of this name holds a valid stream. It is moved out, and an empty one is
-        // left for the capsule to release.
+        // SAFETY: by the interface, a capsule of this name contains a valid stream. The stream is moved out, and an
+        // empty one is left for the capsule to release.
         let stream = unsafe { FFI_ArrowArrayStream::from_raw(pointer.as_ptr()) };
         let reader = RecordBatchStreamReader::try_new(stream).map_err(|error| wrong(data.py(), &error))?;
         Ok(Some(Self::Stream(reader)))
@@ -50,7 +50,7 @@ impl Batches {
         }
     }
 
-    /// The next batch. Other Python threads can run during the wait, and a signal ends it.
+    /// Return the next batch. Other Python threads can run during the wait, and a signal ends the wait.
     pub(crate) fn next(&mut self, py: Python<'_>) -> PyResult<Option<RecordBatch>> {
         match self {
             Self::One(_, batch) => Ok(batch.take()),
@@ -61,7 +61,7 @@ impl Batches {
         }
     }
 
-    /// All batches.
+    /// Return all batches.
     pub(crate) fn all(mut self, py: Python<'_>) -> PyResult<Vec<RecordBatch>> {
         let mut all = Vec::new();
         while let Some(batch) = self.next(py)? {
@@ -71,7 +71,7 @@ impl Batches {
     }
 }
 
-/// A record batch, which is an array of structs without nulls.
+/// Read a record batch, which is an array of structs without nulls.
 fn one(data: &Bound<'_, PyAny>) -> PyResult<Batches> {
     let py = data.py();
     let pair = data.call_method0("__arrow_c_array__")?;
@@ -79,8 +79,8 @@ fn one(data: &Bound<'_, PyAny>) -> PyResult<Batches> {
     let (schema, array) = (pair.get_item(0)?, pair.get_item(1)?);
     let schema = schema.cast::<PyCapsule>()?.pointer_checked(Some(SCHEMA))?.cast::<FFI_ArrowSchema>();
     let array = array.cast::<PyCapsule>()?.pointer_checked(Some(ARRAY))?.cast::<FFI_ArrowArray>();
-    // SAFETY: by the interface, capsules of these names hold a valid schema and its array. The array is moved out, and
-    // an empty one is left for the capsule to release; the schema is read while its capsule lives.
+    // SAFETY: by the interface, capsules of these names contain a valid schema and its array. The array is moved out,
+    // and an empty one is left for the capsule to release; the schema is read while its capsule is alive.
     let array = unsafe { from_ffi(FFI_ArrowArray::from_raw(array.as_ptr()), schema.as_ref()) };
     let array = array.map_err(|error| wrong(py, &error))?;
     if !matches!(array.data_type(), arrow_schema::DataType::Struct(_)) || array.nulls().is_some() {

@@ -57,7 +57,7 @@ impl Backend {
         }
     }
 
-    /// Rows of each server; one number in embedded mode.
+    /// The number of rows of each server; one value in embedded mode.
     pub(crate) fn server_rows(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
         match self {
             Self::Embedded(store) => {

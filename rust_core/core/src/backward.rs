@@ -1,4 +1,4 @@
-//! `persia_core.backward`: gradients of a training loop.
+//! `persia_core.backward`: the gradients of a training loop.
 
 use parking_lot::Mutex;
 use persia_engine::device::DeviceGradients;
@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 
 use crate::dlpack::{Tensor, borrow_f32};
 
-/// The gradients of a step that are summed on its device. `TrainingBatch.push_sums` pushes them.
+/// The gradients of a step, which its device sums. `TrainingBatch.push_sums` pushes them.
 #[pyclass(module = "persia_core.backward", frozen)]
 pub(crate) struct Sums {
     flag: Py<Tensor>,
@@ -19,7 +19,7 @@ impl Sums {
         Self { flag, gradients: Mutex::new(Some(gradients)) }
     }
 
-    /// The gradients; None after they were taken.
+    /// Take the gradients. Returns None if they were taken before.
     pub(crate) fn take(&self) -> Option<Box<dyn DeviceGradients>> {
         self.gradients.lock().take()
     }
@@ -27,7 +27,8 @@ impl Sums {
 
 #[pymethods]
 impl Sums {
-    /// One int32 on the device. It is not 0 if the sum of any id is not finite. Reading it waits for the device.
+    /// An int32 on the device, which is not 0 if the sum of any id is not finite. Reading it waits for the
+    /// device.
     #[getter]
     fn nonfinite(&self, py: Python<'_>) -> Py<Tensor> {
         self.flag.clone_ref(py)
@@ -42,7 +43,8 @@ impl Drop for Sums {
     }
 }
 
-/// Flat position of the first NaN or infinity of a contiguous float32 CPU tensor; None if all values are finite.
+/// Return the flat position of the first NaN or infinity in a contiguous float32 CPU tensor, or None if all
+/// values are finite.
 #[pyfunction]
 pub(crate) fn first_nonfinite(py: Python<'_>, tensor: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
     let shape: Vec<usize> = tensor.getattr("shape")?.extract()?;
@@ -50,7 +52,7 @@ pub(crate) fn first_nonfinite(py: Python<'_>, tensor: &Bound<'_, PyAny>) -> PyRe
     Ok(py.detach(|| find(values.as_ref())))
 }
 
-/// Test block by block without branches, and search only a block that fails the test.
+/// Test block by block without branches, and search only in a block that fails the test.
 fn find(values: &[f32]) -> Option<usize> {
     const BLOCK: usize = 1024;
     let wrong = |value: &f32| !value.is_finite();

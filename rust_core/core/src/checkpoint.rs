@@ -1,4 +1,4 @@
-//! `persia_core.checkpoint`: save, load and inspect checkpoints.
+//! `persia_core.checkpoint`: saves, loads and inspects checkpoints.
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
@@ -8,23 +8,23 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use persia_store::checkpoint::{self as files, CheckpointError, Head, Manifest};
-use persia_types::{Optimizer, Tables, TablesError};
+use persia_types::{Optimizer, Tables, TablesError, is_url};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList};
+use pyo3::types::{PyBytes, PyDict, PyList};
 use serde_json::value::RawValue;
 
 use crate::engine::Engine;
 use crate::errors;
 
-/// The key of the data loader's position.
+/// The key of the data loader's position in a manifest.
 pub(crate) const CURSOR: &str = "loader";
 
-/// A save in progress, of the rows as they were when it was created.
+/// A save in progress. It saves the rows as they were when it was created.
 #[pyclass(module = "persia_core.checkpoint")]
 pub(crate) struct Saver {
-    saver: Option<files::Saver>,
+    saver: Option<files::Destination>,
     tables: Arc<dyn Tables>,
-    /// Number of the snapshot.
+    /// The number of the snapshot.
     number: u64,
     /// Whether servers hold the rows of the snapshot.
     held: bool,
@@ -34,23 +34,22 @@ pub(crate) struct Saver {
 
 #[pymethods]
 impl Saver {
-    /// Wait for the engine's pushes in flight, then hold the rows for `write_rows`, which stages them in `directory`.
-    /// Training may continue. `step` is the last step that was trained.
+    /// Wait for the engine's pushes in flight, and then hold the rows for `write_rows`, which writes them below
+    /// `directory`. Training may continue. `step` is the last step that was trained.
     #[new]
     fn new(py: Python<'_>, engine: &Engine, directory: PathBuf, step: u64) -> PyResult<Self> {
         engine.drain(py)?;
         let (run, _) = engine.running(py)?;
         let tables = engine.tables();
         let begun = py.detach(|| -> Result<_, TablesError> {
-            let saver = files::Saver::begin(&directory)?;
+            let saver = files::Destination::begin(&directory)?;
             let number = next_number();
             if let Err(error) = tables.prepare_snapshot(number) {
-                // Some of the servers may hold the rows. A server that is not reached releases them at the next
-                // snapshot.
+                // Some servers may hold the rows. A server that is not reached releases them at the next snapshot.
                 let _ = tables.abort_snapshot(number);
                 return Err(error);
             }
-            // For a report; without it the checkpoint is still complete.
+            // The statistics are informative only. Without them, the checkpoint is still complete.
             let vocabulary = tables.stats().map(|stats| stats.tables).unwrap_or_default();
             Ok((saver, number, vocabulary))
         });
@@ -70,7 +69,7 @@ impl Saver {
         Ok(Self { saver: Some(saver), tables, number, held: true, directory, head })
     }
 
-    /// Write the held rows. Saves write one at a time: with servers, the next snapshot waits for this one.
+    /// Write the held rows. Only one save writes at a time: with servers, the next snapshot waits for this one.
     fn write_rows(&mut self, py: Python<'_>) -> PyResult<()> {
         let Some(mut saver) = self.saver.take() else { return Err(ended(py)) };
         self.held = false;
@@ -102,21 +101,21 @@ impl Saver {
         Ok(())
     }
 
-    /// The path at which to write the file `name` before `add_file`.
-    fn staged(&self, py: Python<'_>, name: &str) -> PyResult<PathBuf> {
+    /// Check that `add_content` accepts a file of this name.
+    fn check_name(&self, py: Python<'_>, name: &str) -> PyResult<()> {
         let saver = self.saver.as_ref().ok_or_else(|| ended(py))?;
-        saver.staged(name).map_err(|error| raise(py, &error))
+        saver.check_name(name).map_err(|error| raise(py, &error))
     }
 
-    /// Make the staged file `name` durable, and add it to the checkpoint.
-    fn add_file(&mut self, py: Python<'_>, name: &str) -> PyResult<()> {
+    /// Write the file `name` and add it to the checkpoint.
+    fn add_content(&mut self, py: Python<'_>, name: &str, content: &[u8]) -> PyResult<()> {
         let Some(saver) = self.saver.as_mut() else { return Err(ended(py)) };
-        py.detach(|| saver.add_file(name)).map_err(|error| raise(py, &error))
+        py.detach(|| saver.add_content(name, content)).map_err(|error| raise(py, &error))
     }
 
-    /// Publish the manifest: from now on, `directory` is this checkpoint. Returns the error of servers that could not
-    /// be notified afterwards; their logs then still start at the previous checkpoint. `cursor` and `inputs` are JSON: the
-    /// position of the data loader, and the names of the model's inputs.
+    /// Publish the manifest. From then on, `directory` is this checkpoint. Returns the error of servers that could not
+    /// be notified afterwards; their logs then still start at the previous checkpoint. `cursor` and `inputs` are JSON:
+    /// the position of the data loader and the names of the model's inputs.
     #[pyo3(signature = (cursor, created_at, inputs=None))]
     fn commit(
         &mut self,
@@ -157,7 +156,7 @@ impl Saver {
     }
 }
 
-/// Snapshots of a run have ascending numbers, because one process creates them.
+/// The number of the next snapshot. The numbers of a run's snapshots ascend, because one process creates them.
 fn next_number() -> u64 {
     static LAST: AtomicU64 = AtomicU64::new(0);
     LAST.fetch_add(1, Ordering::Relaxed) + 1
@@ -167,7 +166,23 @@ fn ended(py: Python<'_>) -> PyErr {
     errors::raise(py, "UsageError", "this save has ended; start a new one")
 }
 
-/// A checkpoint on disk.
+/// A folder, or the URL of an object store, which a `pathlib.Path` cannot represent.
+#[derive(IntoPyObject)]
+pub(crate) enum Place {
+    Folder(PathBuf),
+    Url(String),
+}
+
+impl From<PathBuf> for Place {
+    fn from(path: PathBuf) -> Self {
+        match path.to_str() {
+            Some(url) if is_url(&path) => Self::Url(url.to_owned()),
+            _ => Self::Folder(path),
+        }
+    }
+}
+
+/// A checkpoint in a folder or an object store.
 #[pyclass(module = "persia_core.checkpoint", frozen)]
 pub(crate) struct Checkpoint {
     pub(crate) directory: PathBuf,
@@ -176,27 +191,35 @@ pub(crate) struct Checkpoint {
 
 #[pymethods]
 impl Checkpoint {
-    /// Read the manifest of `directory`. `verify` checks the files.
+    /// Read the manifest in `directory`. To check the files, call `verify`.
     #[new]
     fn new(py: Python<'_>, directory: PathBuf) -> PyResult<Self> {
-        let manifest = Manifest::open(&directory).map_err(|error| raise(py, &error))?;
+        let manifest = py.detach(|| Manifest::open(&directory)).map_err(|error| raise(py, &error))?;
         Ok(Self { directory, manifest })
     }
 
-    /// Check size and hash of every file. The error names all that differ.
+    /// Check the size and hash of every file. The error names all files that differ or cannot be read. It is a
+    /// `StorageError` if a file cannot be read, because the checkpoint may be intact.
     fn verify(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.manifest.verify(&self.directory)).map_err(|problems| {
             let lines: Vec<_> = problems.iter().map(ToString::to_string).collect();
-            errors::raise(py, "CheckpointError", lines.join("\n"))
+            let class = if problems.iter().any(is_unread) { "StorageError" } else { "CheckpointError" };
+            errors::raise(py, class, lines.join("\n"))
         })
     }
 
-    /// The path of the file `name`.
+    /// Return the path of the file `name`.
     fn path_of(&self, py: Python<'_>, name: &str) -> PyResult<PathBuf> {
         self.manifest.locate(&self.directory, name).map_err(|error| raise(py, &error))
     }
 
-    /// Replace the engine's rows by those of the checkpoint. This is refused within a training loop.
+    /// Read and check the file `name`.
+    fn read<'py>(&self, py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyBytes>> {
+        let content = py.detach(|| self.manifest.read(&self.directory, name));
+        content.map(|content| PyBytes::new(py, &content)).map_err(|error| raise(py, &error))
+    }
+
+    /// Replace the engine's rows by those of the checkpoint. Within a training loop, this is refused.
     fn restore(&self, py: Python<'_>, engine: &Engine) -> PyResult<()> {
         engine.settle(py)?;
         let run = &self.manifest.head.run;
@@ -227,7 +250,7 @@ impl Checkpoint {
         py.detach(|| tables.restore(&self.directory, &shards)).map_err(|error| errors::tables(py, &error))
     }
 
-    /// The last step that the checkpoint holds.
+    /// The last step that the checkpoint contains.
     #[getter]
     fn step(&self) -> u64 {
         self.manifest.head.step
@@ -251,7 +274,7 @@ impl Checkpoint {
         self.manifest.head.cursors.get(CURSOR).map_or("null", |raw| raw.get())
     }
 
-    /// Name, size and hash of every file.
+    /// The name, size and hash of every file.
     #[getter]
     fn files<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let list = PyList::empty(py);
@@ -273,7 +296,7 @@ impl Checkpoint {
     }
 }
 
-/// The kind of an optimizer's state in a row.
+/// The kind of state that an optimizer keeps in a row.
 fn kind(optimizer: &Optimizer) -> &'static str {
     match optimizer {
         Optimizer::Sgd { momentum, .. } if *momentum == 0.0 => "SGD",
@@ -284,25 +307,29 @@ fn kind(optimizer: &Optimizer) -> &'static str {
     }
 }
 
-/// The checkpoints below a folder, or the folder itself if it is one. A damaged one has a `problem`.
+/// List the checkpoints below a folder, the newest first, or only the folder if it is a checkpoint. A checkpoint that
+/// is damaged or cannot be read has a `problem`; one that cannot be read is also `unread`. Without `verify`, only
+/// manifests are read.
 #[pyfunction]
-pub(crate) fn listing<'py>(py: Python<'py>, parent: PathBuf) -> PyResult<Bound<'py, PyList>> {
+#[pyo3(signature = (parent, verify=true))]
+pub(crate) fn listing<'py>(py: Python<'py>, parent: PathBuf, verify: bool) -> PyResult<Bound<'py, PyList>> {
     let list = PyList::empty(py);
-    if let Ok(manifest) = Manifest::open(&parent) {
-        list.append(describe(py, &parent, &Ok(manifest))?)?;
+    if let Ok(manifest) = py.detach(|| Manifest::open(&parent)) {
+        list.append(describe(py, &parent, &Ok(manifest), verify)?)?;
         return Ok(list);
     }
-    for found in files::list(&parent).map_err(|error| raise(py, &error))? {
-        list.append(describe(py, &found.path, &found.manifest)?)?;
+    for found in py.detach(|| files::list(&parent)).map_err(|error| raise(py, &error))? {
+        list.append(describe(py, &found.path, &found.manifest, verify)?)?;
     }
     Ok(list)
 }
 
-/// The newest checkpoint below a folder, or None. Raises if the newest is unusable: it is never skipped.
+/// Return the newest checkpoint below a folder, or None. Raises an error if the newest one cannot be used, because it
+/// is never skipped.
 #[pyfunction]
-pub(crate) fn latest(py: Python<'_>, parent: PathBuf) -> PyResult<Option<PathBuf>> {
+pub(crate) fn latest(py: Python<'_>, parent: PathBuf) -> PyResult<Option<Place>> {
     match py.detach(|| files::latest(&parent)) {
-        Ok((path, _)) => Ok(Some(path)),
+        Ok((path, _)) => Ok(Some(path.into())),
         Err(CheckpointError::Missing { .. }) => Ok(None),
         Err(CheckpointError::Io { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(None),
         Err(error) => Err(raise(py, &error)),
@@ -315,34 +342,58 @@ pub(crate) fn publish_latest(py: Python<'_>, directory: PathBuf) -> PyResult<()>
     py.detach(|| files::publish_latest(&directory)).map_err(|error| raise(py, &error))
 }
 
-/// Delete all but the newest `keep_last` checkpoints below a folder, never the newest complete one. Returns the deleted
-/// ones.
+/// Delete all but the newest `keep_last` checkpoints below a folder, but never the newest complete one. Returns the
+/// deleted checkpoints.
 #[pyfunction]
-pub(crate) fn prune(py: Python<'_>, parent: PathBuf, keep_last: NonZeroUsize) -> PyResult<Vec<PathBuf>> {
-    py.detach(|| files::prune(&parent, keep_last)).map_err(|error| raise(py, &error))
+pub(crate) fn prune(py: Python<'_>, parent: PathBuf, keep_last: NonZeroUsize) -> PyResult<Vec<Place>> {
+    let removed = py.detach(|| files::prune(&parent, keep_last)).map_err(|error| raise(py, &error))?;
+    Ok(removed.into_iter().map(Place::from).collect())
+}
+
+/// Check that checkpoints can be saved in a folder or below a URL, by writing and deleting a small file or object.
+#[pyfunction]
+pub(crate) fn probe(py: Python<'_>, place: PathBuf) -> PyResult<()> {
+    py.detach(|| files::probe_file(&place)).map_err(|error| errors::tables(py, &error))
+}
+
+/// Delete the checkpoint at the URL of an object store.
+#[pyfunction]
+pub(crate) fn remove_object(py: Python<'_>, directory: PathBuf) -> PyResult<()> {
+    py.detach(|| files::remove_object(&directory)).map_err(|error| raise(py, &error))
 }
 
 fn describe<'py>(
     py: Python<'py>,
     path: &Path,
     manifest: &Result<Manifest, CheckpointError>,
+    verify: bool,
 ) -> PyResult<Bound<'py, PyDict>> {
     let entry = PyDict::new(py);
-    entry.set_item("path", path)?;
-    let problem = match manifest {
-        Err(error) => Some(error.to_string()),
+    entry.set_item("path", Place::from(path.to_owned()))?;
+    let (problem, unread) = match manifest {
+        Err(error) => (Some(error.to_string()), is_unread(error)),
         Ok(manifest) => {
             entry.set_item("step", manifest.head.step)?;
             entry.set_item("generation", manifest.head.run.generation)?;
             entry.set_item("rows", manifest.head.rows.values().sum::<u64>())?;
             entry.set_item("bytes", manifest.bytes())?;
             entry.set_item("created_at", &manifest.head.created_at)?;
-            let problems = py.detach(|| manifest.verify(path)).err();
-            problems.map(|all| all.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))
+            let problems = if verify { py.detach(|| manifest.verify(path)).err() } else { None };
+            let unread = problems.iter().flatten().any(is_unread);
+            let text = |all: Vec<CheckpointError>| {
+                all.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")
+            };
+            (problems.map(text), unread)
         }
     };
     entry.set_item("problem", problem)?;
+    entry.set_item("unread", unread)?;
     Ok(entry)
+}
+
+/// Whether a file could not be read, so that the checkpoint may be intact.
+fn is_unread(error: &CheckpointError) -> bool {
+    matches!(error, CheckpointError::Io { .. })
 }
 
 pub(crate) fn raise(py: Python<'_>, error: &CheckpointError) -> PyErr {

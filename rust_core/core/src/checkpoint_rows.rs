@@ -1,4 +1,4 @@
-//! `persia_core.checkpoint`: the rows of a checkpoint as arrays, and a checkpoint of rows from arrays.
+//! `persia_core.checkpoint`: reads the rows of a checkpoint as arrays, and creates a checkpoint from arrays.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -14,7 +14,7 @@ use serde_json::value::RawValue;
 use crate::checkpoint::{CURSOR, Checkpoint, raise};
 use crate::errors;
 
-/// Ids, steps of the last use, weights and optimizer state.
+/// The ids, steps of the last use, weights and optimizer state.
 type PyRows<'py> = (
     Bound<'py, PyArray1<u64>>,
     Bound<'py, PyArray1<u64>>,
@@ -22,8 +22,8 @@ type PyRows<'py> = (
     Bound<'py, PyArray2<f32>>,
 );
 
-/// The rows of `table` in a shard file of a checkpoint, in ascending order of their ids; None if it has no such table.
-/// Size and hash of the file are checked.
+/// Return the rows of `table` in a shard file of a checkpoint, in ascending order of ids, or None if the file does not
+/// contain the table. The size and hash of the file are checked.
 #[pyfunction]
 pub(crate) fn read_rows<'py>(
     py: Python<'py>,
@@ -49,10 +49,10 @@ pub(crate) fn read_rows<'py>(
     )))
 }
 
-/// The key that marks an imported checkpoint, among the versions of its writer.
+/// The key, among the versions of the writer, that marks an imported checkpoint.
 const ORIGIN: &str = "origin";
 
-/// A checkpoint in progress, of rows that did not come from training.
+/// A checkpoint that is being created from rows that were not trained here.
 #[pyclass(module = "persia_core.checkpoint")]
 pub(crate) struct Importer {
     import: Option<files::Import>,
@@ -61,14 +61,14 @@ pub(crate) struct Importer {
 
 #[pymethods]
 impl Importer {
-    /// Begin a checkpoint in `directory` with these tables, by name and dimension.
+    /// Begin a checkpoint in `directory` with these tables, each given as name and dimension.
     #[new]
     fn new(py: Python<'_>, directory: PathBuf, tables: Vec<(String, usize)>) -> PyResult<Self> {
         let import = py.detach(|| files::Import::begin(&directory, &tables));
         Ok(Self { import: Some(import.map_err(|error| raise(py, &error))?), tables })
     }
 
-    /// Add rows to a table. `row` is the number of the first row.
+    /// Add rows to a table. `row` is the row number of the first one.
     fn add(
         &mut self,
         py: Python<'_>,
@@ -124,7 +124,7 @@ fn describe(table: &str, duplicates: &Duplicates) -> String {
     )
 }
 
-/// The head of a checkpoint that belongs to no run and is before the first step.
+/// The head of a checkpoint that belongs to no run and precedes the first step.
 fn head(tables: &[(String, usize)], rows: &[u64], created_at: String) -> serde_json::Result<Head> {
     let schema = Schema {
         slots: Vec::new(),

@@ -1,4 +1,4 @@
-//! Whether the slots of a run give the rows of a checkpoint the meaning that they had.
+//! Checks that the slots of a run are compatible with the rows of a checkpoint.
 
 use persia_types::schema::{HashStack, Pooling, Schema, Slot};
 use persia_types::tables::Run;
@@ -8,7 +8,8 @@ use crate::checkpoint::Checkpoint;
 use crate::errors;
 
 impl Checkpoint {
-    /// Slots whose vectors would differ from those that the model was trained on, although the rows are the same.
+    /// The slots whose vectors would differ from those on which the model was trained, although the rows are the
+    /// same.
     fn other_vectors(&self, now: &Schema) -> Vec<String> {
         let saved = &self.manifest.head.run.schema;
         let table =
@@ -34,8 +35,8 @@ impl Checkpoint {
         lines
     }
 
-    /// Refuse rows that would have another meaning in this run, because ids are buckets of a different hash stack or
-    /// not buckets, or rows are combined differently.
+    /// Refuse rows that would have a different meaning in this run: their ids are buckets of a different hash stack
+    /// or are no longer buckets, or rows are combined differently.
     pub(crate) fn check_slots(&self, py: Python<'_>, now: &Run) -> PyResult<()> {
         let saved = &self.manifest.head.run.schema.slots;
         let pairs = now.schema.slots.iter().filter_map(|slot| {

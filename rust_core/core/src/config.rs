@@ -1,4 +1,4 @@
-//! `persia_core.config`: the two YAML files, parsed and validated.
+//! `persia_core.config`: parses and validates the two YAML files.
 
 use persia_types::Dtype;
 use persia_types::config::{self, ConfigErrors, Finding, Parsed};
@@ -10,26 +10,26 @@ use crate::errors;
 #[pyclass(module = "persia_core.config", frozen)]
 pub(crate) struct EmbeddingConfig {
     pub(crate) parsed: config::EmbeddingConfig,
-    /// Accepted keys without effect.
+    /// The keys that are accepted but have no effect.
     #[pyo3(get)]
     pub(crate) warnings: Vec<String>,
 }
 
 #[pymethods]
 impl EmbeddingConfig {
-    /// Slot names in the order of the file.
+    /// The names of the slots, in the order of the file.
     #[getter]
     fn slots(&self) -> Vec<String> {
         self.parsed.schema.slots.iter().map(|slot| slot.name.clone()).collect()
     }
 
-    /// (name, dim) of each table.
+    /// The (name, dim) of each table.
     #[getter]
     fn tables(&self) -> Vec<(String, usize)> {
         self.parsed.schema.tables.iter().map(|table| (table.name.clone(), table.dim)).collect()
     }
 
-    /// The settings of each table that override those of the run, as text.
+    /// For each table, the settings that override those of the run, as text.
     #[getter]
     fn settings(&self) -> Vec<Vec<String>> {
         self.parsed.schema.tables.iter().map(|table| table.settings.describe()).collect()
@@ -40,14 +40,14 @@ impl EmbeddingConfig {
 #[pyclass(module = "persia_core.config", frozen)]
 pub(crate) struct GlobalConfig {
     pub(crate) parsed: config::GlobalConfig,
-    /// Accepted keys without effect.
+    /// The keys that are accepted but have no effect.
     #[pyo3(get)]
     warnings: Vec<String>,
 }
 
 #[pymethods]
 impl GlobalConfig {
-    /// The defaults.
+    /// Create a configuration with the defaults.
     #[new]
     fn new() -> Self {
         Self { parsed: config::GlobalConfig::default(), warnings: Vec::new() }
@@ -65,13 +65,19 @@ impl GlobalConfig {
         &self.parsed.job_name
     }
 
+    /// Whether processes serve metrics if no address for metrics is given.
+    #[getter]
+    fn enable_metrics(&self) -> bool {
+        self.parsed.enable_metrics
+    }
+
     /// Whether the job serves a checkpoint: `job_type: Infer`.
     #[getter]
     fn serves(&self) -> bool {
         self.parsed.infer.is_some()
     }
 
-    /// Format of rows and gradients on the wire: `f32`, `f16` or `bf16`.
+    /// The format of rows and gradients on the wire: `f32`, `f16` or `bf16`.
     #[getter]
     fn wire_dtype(&self) -> &'static str {
         match self.parsed.wire_dtype {
@@ -106,12 +112,12 @@ pub(crate) fn split<T>(
     Ok((parsed.config, parsed.warnings.iter().map(place).collect()))
 }
 
-/// The type of this name.
+/// The type with this name.
 pub(crate) fn dtype_of(py: Python<'_>, dtype: &str) -> PyResult<Dtype> {
     match dtype {
         "f32" => Ok(Dtype::F32),
         "f16" => Ok(Dtype::F16),
         "bf16" => Ok(Dtype::Bf16),
-        other => Err(errors::raise(py, "UsageError", format!("dtype={other:?}: want f32, f16 or bf16"))),
+        other => Err(errors::raise(py, "UsageError", format!("dtype={other:?}: expected f32, f16 or bf16"))),
     }
 }

@@ -1,4 +1,4 @@
-//! CUDA devices, and the order between the streams of PyTorch and of the engine.
+//! CUDA devices, and the order between PyTorch's streams and the engine's.
 
 use std::sync::Arc;
 
@@ -19,20 +19,20 @@ fn cuda(py: Python<'_>, ordinal: i32) -> PyResult<Arc<Cuda>> {
     py.detach(|| Cuda::device(ordinal)).map_err(|error| failed(py, &error))
 }
 
-/// Raise for a CUDA device that this build or machine does not have.
+/// Raise an error for a CUDA device that this build does not support or this machine does not have.
 #[pyfunction]
 pub(crate) fn check_device(py: Python<'_>, device_id: i32) -> PyResult<()> {
     cuda(py, device_id).map(drop)
 }
 
-/// Bytes of a CUDA device that steps use, and bytes that are reserved for them.
+/// Return the memory of a CUDA device that steps use, and the memory that is reserved for them, in bytes.
 #[pyfunction]
 pub(crate) fn device_memory(py: Python<'_>, device_id: i32) -> PyResult<(u64, u64)> {
     let used = cuda(py, device_id)?.memory().map_err(|error| failed(py, &error))?;
     Ok((used.held, used.reserved))
 }
 
-/// The device of an engine.
+/// Open the device of an engine.
 pub(crate) fn open(py: Python<'_>, ordinal: i32, vectors: Dtype, wire: Dtype) -> PyResult<Arc<dyn Device>> {
     Ok(Arc::new(CudaDevice::new(cuda(py, ordinal)?, vectors, wire)))
 }
@@ -41,7 +41,7 @@ fn step(on_device: &OnDevice) -> Option<Arc<Step>> {
     Arc::clone(on_device).downcast().ok()
 }
 
-/// The device number of a step.
+/// The number of a step's device.
 pub(crate) fn ordinal(on_device: &OnDevice) -> Option<i32> {
     step(on_device).map(|step| step.device().cuda().ordinal())
 }
@@ -55,7 +55,7 @@ pub(crate) fn vectors(on_device: &OnDevice) -> ElementType {
     }
 }
 
-/// A tensor of a step, or of its sums.
+/// A tensor of a step or of its sums.
 struct OnCuda {
     part: DeviceTensor,
     ordinal: i32,
@@ -92,7 +92,7 @@ pub(crate) fn tensor(
     Some(Tensor::on_device(Arc::new(OnCuda { part, ordinal }), address, dtype, shape))
 }
 
-/// Sum gradients on their device: each with its required shape, in the order of the features.
+/// Sum gradients on their device. They are in the order of the features, each with its required shape.
 pub(crate) fn sum(
     py: Python<'_>,
     number: u64,
@@ -108,14 +108,14 @@ pub(crate) fn sum(
     let (mut taken, mut owners) = (Vec::new(), Vec::new());
     for (index, (gradient, shape)) in gradients.iter().enumerate() {
         let what = format!("step {number}, gradient {index}");
-        // PyTorch makes this stream wait for its own.
+        // PyTorch makes this stream wait for PyTorch's own stream.
         let borrowed = borrow_from(gradient, &what, shape, place, Some(cuda.sums_stream()))?;
         let dtype = match borrowed.dtype {
             ElementType::F32 => Dtype::F32,
             F16 => Dtype::F16,
             BF16 => Dtype::Bf16,
             other => {
-                let text = format!("{what}: want float32, float16 or bfloat16, got DLPack's {other:?}");
+                let text = format!("{what}: expected float32, float16 or bfloat16, found DLPack's {other:?}");
                 return Err(errors::feature_type(py, text));
             }
         };

@@ -1,4 +1,4 @@
-//! `persia_core.data`: batches of the engine.
+//! `persia_core.data`: the engine's batches.
 
 use std::sync::Arc;
 
@@ -9,13 +9,13 @@ use pyo3::types::PyBytes;
 
 use crate::errors;
 
-/// A checked batch with unique ids. It can be looked up any number of times.
+/// A batch after all checks, with deduplicated ids. It can be looked up any number of times.
 #[pyclass(module = "persia_core.data", frozen)]
 pub(crate) struct Batch(pub(crate) Arc<EngineBatch>);
 
 #[pymethods]
 impl Batch {
-    /// Read the result of `to_bytes`.
+    /// Decode the result of `to_bytes`.
     #[staticmethod]
     fn from_bytes(py: Python<'_>, data: &[u8]) -> PyResult<Self> {
         let batch =
@@ -23,37 +23,37 @@ impl Batch {
         Ok(Self(Arc::new(batch)))
     }
 
-    /// The batch in the versioned wire format, with a checksum.
+    /// Encode the batch in the versioned wire format, with a checksum.
     fn to_bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         let bytes = py.detach(|| self.0.to_bytes()).map_err(|error| errors::engine(py, &error))?;
         Ok(PyBytes::new(py, &bytes))
     }
 
-    /// Number of samples.
+    /// The number of samples.
     #[getter]
     fn batch_size(&self) -> usize {
         self.0.batch_size()
     }
 
-    /// Names of the id features, in the user's order.
+    /// The names of the id features, in the user's order.
     #[getter]
     fn slots(&self) -> Vec<String> {
         self.0.id_features().iter().map(|feature| feature.name().to_owned()).collect()
     }
 
-    /// Names of the dense inputs, in the user's order; None where one has no name.
+    /// The names of the dense inputs, in the user's order; None for an input without a name.
     #[getter]
     fn dense_names(&self) -> Vec<Option<&str>> {
         self.0.dense().iter().map(Tensor::name).collect()
     }
 
-    /// Names of the labels, in the user's order; None where one has no name.
+    /// The names of the labels, in the user's order; None for a label without a name.
     #[getter]
     fn label_names(&self) -> Vec<Option<&str>> {
         self.0.labels().iter().map(Tensor::name).collect()
     }
 
-    /// Whether it is a training batch.
+    /// Whether the batch is for training.
     #[getter]
     fn requires_grad(&self) -> bool {
         self.0.requires_grad()
@@ -99,7 +99,7 @@ impl BatchBuilder {
         let (values, offsets) = (values.as_slice()?, offsets.as_slice()?);
         let weights = weights.as_ref().map(|weights| weights.as_slice()).transpose()?;
         let feature = py.detach(|| {
-            // A negative offset becomes larger than every limit, and the engine refuses it.
+            // A negative offset becomes larger than any limit, so the engine refuses it.
             let offsets: Vec<usize> =
                 offsets.iter().map(|&at| usize::try_from(at).unwrap_or(usize::MAX)).collect();
             let feature = IdFeature::lists(name, values, &offsets)?;
@@ -124,7 +124,7 @@ impl BatchBuilder {
         Ok(())
     }
 
-    /// Check the parts and make the batch. The builder is empty afterwards.
+    /// Check the parts and create the batch. The builder is empty afterwards.
     fn build(&mut self, py: Python<'_>) -> PyResult<Batch> {
         let parts = std::mem::take(&mut self.0);
         let batch = py.detach(|| EngineBatch::new(parts)).map_err(|error| errors::engine(py, &error))?;

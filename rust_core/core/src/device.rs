@@ -1,4 +1,4 @@
-//! Devices in a build without CUDA: each is refused, with instructions.
+//! Devices in a build without CUDA. Every device is refused, with instructions.
 
 use std::sync::Arc;
 
@@ -10,19 +10,19 @@ use crate::backward::Sums;
 use crate::dlpack::{ElementType, Tensor, TensorKind};
 use crate::errors;
 
-/// Raise for a CUDA device that this build or machine does not have.
+/// Raise an error for a CUDA device that this build does not support or this machine does not have.
 #[pyfunction]
 pub(crate) fn check_device(py: Python<'_>, device_id: i32) -> PyResult<()> {
     open(py, device_id, Dtype::F32, Dtype::F32).map(drop)
 }
 
-/// Bytes of a CUDA device that steps use, and bytes that are reserved for them.
+/// Return the memory of a CUDA device that steps use, and the memory that is reserved for them, in bytes.
 #[pyfunction]
 pub(crate) fn device_memory(py: Python<'_>, device_id: i32) -> PyResult<(u64, u64)> {
     check_device(py, device_id).map(|()| (0, 0))
 }
 
-/// The device of an engine.
+/// Open the device of an engine.
 pub(crate) fn open(py: Python<'_>, ordinal: i32, _vectors: Dtype, _wire: Dtype) -> PyResult<Arc<dyn Device>> {
     let file = py.import("persia_core")?.getattr("__file__").and_then(|file| file.extract::<String>());
     let file = file.unwrap_or_else(|_| "persia_core".into());

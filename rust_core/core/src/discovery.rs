@@ -1,4 +1,4 @@
-//! `persia_core.discovery`: where the processes of a job are.
+//! `persia_core.discovery`: finds the processes of a job.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -14,11 +14,11 @@ use pyo3::prelude::*;
 
 use crate::{errors, logs, wait};
 
-/// A connection to NATS that reconnects by itself.
+/// A connection to NATS that reconnects automatically.
 #[pyclass(module = "persia_core.discovery", frozen)]
 pub(crate) struct Discovery {
     job: String,
-    /// None once it is closed.
+    /// The connection; None once it is closed.
     connection: Mutex<Option<Arc<BlockingDiscovery>>>,
 }
 
@@ -29,6 +29,7 @@ impl Discovery {
     #[pyo3(signature = (url, job, token_file=None))]
     fn new(py: Python<'_>, url: String, job: String, token_file: Option<PathBuf>) -> PyResult<Self> {
         logs::begin(py)?;
+        persia_wire::logs::name_run(&job);
         let secret = secret(py, token_file)?;
         let token = secret.map(|secret| secret.token(Role::Nats));
         let options = DiscoveryOptions { url, job: job.clone(), token };
@@ -59,7 +60,8 @@ impl Discovery {
         })
     }
 
-    /// Announce this process until the announcement is closed, even if NATS is restarted.
+    /// Announce this process until the announcement is closed, even if NATS is restarted. The key `metrics` in
+    /// `extra` is the address of its metrics.
     fn announce(
         &self,
         py: Python<'_>,
@@ -67,7 +69,7 @@ impl Discovery {
         index: u32,
         replicas: u32,
         address: &str,
-        extra: BTreeMap<String, String>,
+        mut extra: BTreeMap<String, String>,
     ) -> PyResult<Announcement> {
         let connection = self.open(py)?;
         let address = if address.is_empty() { None } else { Some(address.parse()) };
@@ -79,14 +81,14 @@ impl Discovery {
             index,
             replicas,
             address,
-            metrics: None,
+            metrics: extra.remove("metrics"),
             more: extra,
         };
         let announced = py.detach(|| connection.announce(announcement)).map_err(|error| raise(py, &error))?;
         Ok(Announcement { announced: Mutex::new(Some(announced)) })
     }
 
-    /// The job's processes of `service`, by index. Waits for NATS and for answers, at most `timeout_s`.
+    /// Find the job's processes of `service`, sorted by index. Waits at most `timeout_s` for NATS and for responses.
     fn find(&self, py: Python<'_>, service: &str, timeout_s: f64) -> PyResult<Vec<BTreeMap<String, String>>> {
         let service = service_of(py, service)?;
         let start = Instant::now();
@@ -97,7 +99,7 @@ impl Discovery {
         Ok(found.into_iter().map(metadata_of).collect())
     }
 
-    /// Close the connection, and withdraw its announcements.
+    /// Close the connection and withdraw its announcements.
     fn close(&self, py: Python<'_>) {
         let connection = self.connection.lock().take();
         py.detach(|| drop(connection));
@@ -109,14 +111,14 @@ impl Discovery {
         &self.job
     }
 
-    /// The connection, for a client that searches for its peers.
+    /// The open connection, for a client that searches for its peers.
     pub(crate) fn open(&self, py: Python<'_>) -> PyResult<Arc<BlockingDiscovery>> {
         let connection = self.connection.lock().clone();
         connection.ok_or_else(|| errors::raise(py, "UsageError", "this Discovery is closed"))
     }
 }
 
-/// The announcement of this process, until it is closed.
+/// The announcement of this process. It lasts until it is closed.
 #[pyclass(module = "persia_core.discovery", frozen)]
 pub(crate) struct Announcement {
     announced: Mutex<Option<Announced>>,
@@ -124,25 +126,23 @@ pub(crate) struct Announcement {
 
 #[pymethods]
 impl Announcement {
-    /// Withdraw it.
+    /// Withdraw the announcement.
     fn close(&self) {
         self.announced.lock().take();
     }
 }
 
-/// The address at which others reach this process: `PERSIA_ADVERTISE`, else that of the interface
-/// `PERSIA_SOCKET_IFNAME`, else the local address of a connection to NATS.
+/// Return the address at which other processes reach this one: `PERSIA_ADVERTISE` if set, otherwise the address of
+/// the interface `PERSIA_SOCKET_IFNAME` if set, otherwise the local address of a connection to NATS.
 #[pyfunction]
 pub(crate) fn advertised_host(py: Python<'_>, nats_url: &str) -> PyResult<String> {
     let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.trim().is_empty());
-    if let Some(given) = variable("PERSIA_ADVERTISE") {
-        return Ok(given.trim().to_owned());
-    }
-    let interface = variable("PERSIA_SOCKET_IFNAME");
-    py.detach(|| wire::advertised_host(nats_url, interface.as_deref())).map_err(|error| raise(py, &error))
+    let (given, interface) = (variable("PERSIA_ADVERTISE"), variable("PERSIA_SOCKET_IFNAME"));
+    py.detach(|| wire::advertised_host(nats_url, given.as_deref().map(str::trim), interface.as_deref()))
+        .map_err(|error| raise(py, &error))
 }
 
-/// The secret of the token file, if one is given.
+/// Read the secret from the token file, if one is given.
 pub(crate) fn secret(py: Python<'_>, token_file: Option<PathBuf>) -> PyResult<Option<Secret>> {
     Secret::read_if_given(token_file.as_deref())
         .map_err(|error| errors::raise(py, "AuthError", error.to_string()))

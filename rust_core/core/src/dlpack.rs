@@ -1,4 +1,5 @@
-//! Tensors to and from Python without a copy, by DLPack 0.8, which every consumer accepts as an unversioned capsule.
+//! Passes tensors to and from Python without a copy, as unversioned capsules of DLPack 0.8, which every consumer
+//! accepts.
 #![allow(unsafe_code)]
 
 use std::any::Any;
@@ -14,12 +15,12 @@ use crate::errors;
 
 const NAME: &CStr = c"dltensor";
 const CPU: i32 = 1;
-/// DLPack's device type of CUDA memory.
+/// DLPack's device type for CUDA memory.
 #[cfg(feature = "cuda")]
 pub(crate) const CUDA: i32 = 2;
-/// DLPack's number of CUDA's default stream.
+/// DLPack's number for the default stream of CUDA.
 const DEFAULT_STREAM: i64 = 1;
-/// DLPack's stream number for a consumer that synchronises its uses itself.
+/// DLPack's stream number for a consumer that does its own synchronization.
 const NO_ORDER: i64 = -1;
 
 #[repr(C)]
@@ -29,7 +30,7 @@ struct Device {
     id: i32,
 }
 
-/// DLPack's element type: code (0 signed, 1 unsigned, 2 float, 6 bool), bits, lanes.
+/// DLPack's element type: a code (0 signed, 1 unsigned, 2 float, 6 bool), bits and lanes.
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct ElementType {
@@ -53,7 +54,7 @@ pub(crate) const F16: ElementType = ElementType::new(2, 16);
 #[cfg(feature = "cuda")]
 pub(crate) const BF16: ElementType = ElementType::new(4, 16);
 
-/// A tensor of a step on a device.
+/// The kind of a step's tensor on a device.
 #[derive(Clone, Copy)]
 #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "a build without CUDA has no device to ask"))]
 pub(crate) enum TensorKind {
@@ -65,11 +66,11 @@ pub(crate) enum TensorKind {
     Given(usize),
 }
 
-/// Device memory whose uses are ordered by streams.
+/// Device memory whose uses streams put in order.
 pub(crate) trait OnStream: Send + Sync {
     /// The type and number of the device in DLPack.
     fn device(&self) -> (i32, i32);
-    /// Make later work on `stream` wait until the memory is written.
+    /// Make work that is queued on `stream` later wait until the memory is written.
     fn hand_to(&self, stream: usize) -> Result<(), String>;
     /// Record that the work on `stream` so far uses the memory.
     fn used_on(&self, stream: usize);
@@ -97,7 +98,7 @@ struct Managed {
 struct Exported {
     managed: Managed,
     shape: Vec<i64>,
-    /// The device, and the stream of the consumer.
+    /// The device memory, and the stream of the consumer.
     stream: Option<(Arc<dyn OnStream>, usize)>,
     _owner: Option<Arc<dyn Any + Send + Sync>>,
 }
@@ -105,7 +106,7 @@ struct Exported {
 /// A tensor for `torch.from_dlpack(tensor)`.
 #[pyclass(module = "persia_core.forward", frozen)]
 pub(crate) struct Tensor {
-    /// None for a tensor on a device.
+    /// The owner of the memory; None for a tensor on a device.
     owner: Option<Arc<dyn Any + Send + Sync>>,
     device: Option<Arc<dyn OnStream>>,
     data: *mut c_void,
@@ -113,7 +114,7 @@ pub(crate) struct Tensor {
     shape: Vec<i64>,
 }
 
-// SAFETY: `data` points into `owner`, which is Send and Sync and outlives it; the pointer is only passed on.
+// SAFETY: `data` points into `owner`, which is Send and Sync and outlives the tensor; the pointer is only passed on.
 unsafe impl Send for Tensor {}
 // SAFETY: as above; no method writes through the pointer.
 unsafe impl Sync for Tensor {}
@@ -135,7 +136,7 @@ impl Tensor {
         Self { owner: Some(owner), device: None, data: bytes.as_ptr().cast_mut().cast(), dtype, shape }
     }
 
-    /// A row-major tensor at an address of a device. `device` keeps it alive.
+    /// Create a row-major tensor at a device address. `device` keeps the memory alive.
     #[cfg(feature = "cuda")]
     pub(crate) fn on_device(
         device: Arc<dyn OnStream>,
@@ -151,7 +152,7 @@ impl Tensor {
         self.device.as_ref().map_or((CPU, 0), |device| device.device())
     }
 
-    /// Make the consumer's stream wait for the tensor. Returns the device and the stream of its uses.
+    /// Make the consumer's stream wait for the tensor. Returns the device memory and the stream of the consumer.
     fn hand_over(
         &self,
         py: Python<'_>,
@@ -169,8 +170,8 @@ impl Tensor {
 
 #[pymethods]
 impl Tensor {
-    /// The capsule. On a device the tensor is ready for work that is queued on `stream` from now on. Its last use must
-    /// also be queued there.
+    /// Return the capsule. On a device, the tensor is ready for work that is queued on `stream` from then on. The last
+    /// use of the tensor must also be queued on this stream.
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
     fn __dlpack__<'py>(
         &self,
@@ -208,9 +209,8 @@ impl Tensor {
         });
         exported.managed.tensor.shape = exported.shape.as_mut_ptr();
         let raw = Box::into_raw(exported);
-        // SAFETY: `raw` is a live `Exported`; its `managed` is the content that the protocol requires of the
-        // capsule. The consumer, or `drop_capsule` if there is none, returns it through the deleter exactly
-        // once.
+        // SAFETY: `raw` is a live `Exported`; its `managed` is the content that the protocol requires in the capsule.
+        // The consumer, or `drop_capsule` if there is no consumer, calls the deleter exactly once.
         unsafe {
             (*raw).managed.context = raw.cast();
             let capsule =
@@ -222,12 +222,12 @@ impl Tensor {
         }
     }
 
-    /// `(1, 0)` is the CPU, `(2, n)` CUDA device n.
+    /// The device type and number: `(1, 0)` is the CPU, `(2, n)` is CUDA device n.
     fn __dlpack_device__(&self) -> (i32, i32) {
         self.place()
     }
 
-    /// The tensor's shape.
+    /// The shape of the tensor.
     #[getter]
     fn shape(&self) -> Vec<i64> {
         self.shape.clone()
@@ -243,7 +243,7 @@ unsafe extern "C" fn release_exported(managed: *mut Managed) {
 }
 
 unsafe extern "C" fn drop_capsule(capsule: *mut ffi::PyObject) {
-    // SAFETY: called by Python with a capsule made above; a consumed capsule has another name and is not
+    // SAFETY: Python calls this with a capsule created above; a consumed capsule has a different name and is not
     // touched.
     unsafe {
         if ffi::PyCapsule_IsValid(capsule, NAME.as_ptr()) == 1 {
@@ -253,17 +253,18 @@ unsafe extern "C" fn drop_capsule(capsule: *mut ffi::PyObject) {
     }
 }
 
-/// A float32 tensor of a consumer, kept alive and readable from any thread.
+/// A float32 tensor that Python owns. It is kept alive and can be read from any thread.
 ///
-/// The capsule stays its owner. A thread without the GIL must not call the tensor's deleter: PyTorch's waits for the GIL,
-/// and ends the process while the interpreter shuts down. Dropping a [`Py`] defers it to a thread with the GIL.
+/// The capsule remains the owner. A thread without the GIL must not call the tensor's deleter: PyTorch's deleter waits
+/// for the GIL, which ends the process while the interpreter shuts down. Dropping a [`Py`] defers the call to a thread
+/// with the GIL.
 pub(crate) struct Borrowed {
     start: *const f32,
     len: usize,
     _capsule: Py<PyAny>,
 }
 
-// SAFETY: the floats live as long as the capsule and are only read.
+// SAFETY: the floats live as long as the capsule, and they are only read.
 unsafe impl Send for Borrowed {}
 // SAFETY: as above.
 unsafe impl Sync for Borrowed {}
@@ -273,16 +274,17 @@ impl AsRef<[f32]> for Borrowed {
         if self.len == 0 {
             return &[];
         }
-        // SAFETY: checked in `borrow_f32`: float32, on the CPU, aligned, row-major and contiguous, `len` elements.
+        // SAFETY: `borrow_f32` checked that the tensor is float32, on the CPU, aligned, row-major and contiguous, and
+        // has `len` elements.
         unsafe { std::slice::from_raw_parts(self.start, self.len) }
     }
 }
 
-/// A tensor that a consumer owns.
+/// A tensor that Python owns.
 pub(crate) struct Imported {
     pub(crate) data: *const c_void,
     pub(crate) dtype: ElementType,
-    /// The owner.
+    /// The owner of the tensor.
     pub(crate) capsule: Py<PyAny>,
 }
 
@@ -291,7 +293,7 @@ pub(crate) fn borrow_f32(object: &Bound<'_, PyAny>, what: &str, want: &[usize]) 
     let Imported { data, dtype, capsule } = borrow_from(object, what, want, (CPU, 0), None)?;
     let refuse = |text: String| Err(errors::feature_type(object.py(), format!("{what}: {text}")));
     if dtype != ElementType::F32 {
-        return refuse(format!("want float32, got DLPack type {} of {} bits", dtype.code, dtype.bits));
+        return refuse(format!("expected float32, found DLPack type {} of {} bits", dtype.code, dtype.bits));
     }
     let (len, start) = (want.iter().product(), data.cast::<f32>());
     if len > 0 && !start.is_aligned() {
@@ -319,8 +321,8 @@ pub(crate) fn borrow_from(
             object.call_method("__dlpack__", (), Some(&arguments))?
         }
     };
-    // SAFETY: the name is checked before the pointer is taken; shape and strides have `ndim` elements by the protocol, and
-    // all of it lives as long as the capsule.
+    // SAFETY: the name is checked before the pointer is taken; by the protocol, shape and strides have `ndim` elements,
+    // and all memory lives as long as the capsule.
     let (data, device, dtype, shape, strides) = unsafe {
         if ffi::PyCapsule_IsValid(capsule.as_ptr(), NAME.as_ptr()) != 1 {
             return refuse("not a DLPack capsule".into());
@@ -339,13 +341,13 @@ pub(crate) fn borrow_from(
         return refuse(format!("not on {wanted}"));
     }
     if shape.len() != want.len() || shape.iter().zip(want).any(|(&have, &want)| have != want as i64) {
-        return refuse(format!("shape {shape:?}, want {want:?}"));
+        return refuse(format!("shape {shape:?}, expected {want:?}"));
     }
     if let Some(strides) = strides {
         let mut expected = 1;
         for (&size, &stride) in shape.iter().zip(&strides).rev() {
             if size != 1 && stride != expected {
-                return refuse(format!("strides {strides:?} of shape {shape:?}: want contiguous"));
+                return refuse(format!("strides {strides:?} of shape {shape:?}: expected contiguous"));
             }
             expected *= size;
         }

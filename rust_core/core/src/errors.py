@@ -5,7 +5,7 @@ class PersiaError(Exception):
     """Base of all exceptions of persia.
 
     Attributes:
-        exit_code: The exit code of a process that ends by it.
+        exit_code: The exit code of a process that ends with this error.
         hint: The next step of the user; empty if the message includes it.
         step: The step whose look-up or push was refused; None for any other error.
     """
@@ -22,10 +22,10 @@ class UsageError(PersiaError, RuntimeError):
 
 
 class ConfigError(PersiaError, ValueError):
-    """An invalid configuration file. The message lists every mistake with its place.
+    """An invalid configuration file. The message lists every error with its position.
 
     Attributes:
-        findings: Line, column, key path and message of each mistake, if a file of the engine has them.
+        findings: Line, column, key path and message of each error, if a file of the engine has errors.
     """
 
     findings: list[tuple[int, int, str, str]] = []  # noqa: RUF012
@@ -58,7 +58,7 @@ class NonFiniteError(PersiaError, ArithmeticError):
 
 
 class CheckpointError(PersiaError):
-    """A checkpoint that is missing, damaged, or of another configuration."""
+    """A checkpoint that is missing, damaged, or of a different configuration."""
 
     exit_code = 4
     hint = "run: persia ckpt list DIR, then: persia ckpt verify DIR"
@@ -69,7 +69,7 @@ class ForeignCheckpointError(CheckpointError):
 
     hint = (
         "compare the tables with those of the checkpoint: persia ckpt show FOLDER. Then change the configuration, or "
-        "load a checkpoint of this one"
+        "load a checkpoint of this configuration"
     )
 
 
@@ -80,28 +80,28 @@ class StorageError(PersiaError, OSError):
 
 
 class UnreachableError(PersiaError, ConnectionError):
-    """A part of the job that does not answer."""
+    """A process of the job that does not respond."""
 
     exit_code = 3
-    hint = "see which parts run: persia status"
+    hint = "list the running processes: persia status"
 
 
 class IncompatibleError(PersiaError, RuntimeError):
-    """A peer of another version, protocol or configuration. The message has both values."""
+    """A peer of a different version, protocol or configuration. The message has both values."""
 
     exit_code = 2
-    hint = "start every part of the job from the same build and the same configuration files"
+    hint = "start every process of the job from the same build and with the same configuration files"
 
 
 class AuthError(PersiaError, PermissionError):
-    """Credentials or certificates that are missing or rejected."""
+    """Credentials or certificates that are missing or refused."""
 
     exit_code = 5
-    hint = "give every part of the job the same PERSIA_TOKEN_FILE (and PERSIA_TLS_CA)"
+    hint = "set the same PERSIA_TOKEN_FILE (and PERSIA_TLS_CA) for every process of the job"
 
 
 class RunLostError(PersiaError):
-    """The run cannot continue: a server lost its rows, a part is unreachable, or a rank ended."""
+    """The run cannot continue: a server lost its rows, a process is unreachable, or a rank ended."""
 
     exit_code = 75
     hint = "restart the trainer; it resumes after the last checkpoint that its script loads"
@@ -115,7 +115,7 @@ class StaleGenerationError(PersiaError):
 
 
 class WaitTimeoutError(PersiaError, TimeoutError):
-    """A wait that exceeded its time limit. The message names what was waited for."""
+    """A wait that exceeded its time limit. The message names the awaited event."""
 
     exit_code = 70
 

@@ -1,4 +1,4 @@
-//! Errors as Python exceptions. Their classes are in `errors.py`.
+//! Converts errors to Python exceptions, whose classes are in `errors.py`.
 
 use persia_engine::Error;
 use persia_features::{DataErrors, TransformError};
@@ -16,12 +16,12 @@ const fn c_str(text: &str) -> &std::ffi::CStr {
     }
 }
 
-/// Make the module `persia_core.errors`.
+/// Create the module `persia_core.errors`.
 pub(crate) fn module(py: Python<'_>) -> PyResult<Bound<'_, PyModule>> {
     PyModule::from_code(py, SOURCE, c"persia_core/errors.py", c"persia_core.errors")
 }
 
-/// An exception of the class called `name` in `errors.py`.
+/// Create an exception of the class `name` in `errors.py`.
 pub(crate) fn raise(py: Python<'_>, name: &str, message: impl Into<String>) -> PyErr {
     let class = py.import("persia_core.errors").and_then(|module| module.getattr(name));
     match class.and_then(|class| class.call1((message.into(),))) {
@@ -30,12 +30,12 @@ pub(crate) fn raise(py: Python<'_>, name: &str, message: impl Into<String>) -> P
     }
 }
 
-/// A feature, gradient or label of a wrong type.
+/// The exception for a feature, gradient or label of a wrong type.
 pub(crate) fn feature_type(py: Python<'_>, message: String) -> PyErr {
     raise(py, "FeatureTypeError", message)
 }
 
-/// An error of a look-up, push, snapshot or restore.
+/// Convert an error of a look-up, push, snapshot or restore.
 pub(crate) fn tables(py: Python<'_>, error: &TablesError) -> PyErr {
     raise(py, tables_class(error), error.to_string())
 }
@@ -58,7 +58,7 @@ pub(crate) fn tables_class(error: &TablesError) -> &'static str {
     }
 }
 
-/// An error of a batch, a pipeline or the engine.
+/// Convert an error of a batch, a pipeline or the engine.
 pub(crate) fn engine(py: Python<'_>, error: &Error) -> PyErr {
     let class = match error {
         Error::Source(source) => {
@@ -85,7 +85,7 @@ pub(crate) fn engine(py: Python<'_>, error: &Error) -> PyErr {
     };
     let raised = raise(py, class, error.to_string());
     if let Error::Lookup { step, .. } | Error::Push { step, .. } | Error::BadGradient { step, .. } = error {
-        // The classes of `errors.py` accept any attribute; this one identifies the batch that failed.
+        // The classes in `errors.py` accept any attribute. This one identifies the batch that failed.
         if let Err(failed) = raised.value(py).setattr("step", step) {
             return failed;
         }
@@ -93,7 +93,7 @@ pub(crate) fn engine(py: Python<'_>, error: &Error) -> PyErr {
     raised
 }
 
-/// All mistakes of a configuration file.
+/// Convert all errors in a configuration file.
 pub(crate) fn config(py: Python<'_>, errors: &ConfigErrors) -> PyErr {
     let raised = raise(py, "ConfigError", errors.to_string());
     let findings: Vec<(usize, usize, &str, &str)> = errors
@@ -107,12 +107,12 @@ pub(crate) fn config(py: Python<'_>, errors: &ConfigErrors) -> PyErr {
     }
 }
 
-/// All mistakes in data that is transformed.
+/// Convert all errors in the data of a transform.
 pub(crate) fn data(py: Python<'_>, errors: &DataErrors) -> PyErr {
     raise(py, "DataError", errors.to_string())
 }
 
-/// A transform that cannot be created.
+/// Convert the error of a transform that cannot be created.
 pub(crate) fn transform(py: Python<'_>, error: &TransformError) -> PyErr {
     let class = match error {
         TransformError::Unfitted { .. } => "UsageError",

@@ -1,4 +1,4 @@
-//! `persia_core.features`: rows of a table become ids, floats and labels.
+//! `persia_core.features`: transforms the rows of a table into ids, floats and labels.
 
 use std::collections::HashMap;
 
@@ -18,28 +18,28 @@ use crate::samples::Samples;
 #[pyclass(module = "persia_core.features", frozen)]
 pub(crate) struct Features {
     inner: core::Features,
-    /// Accepted keys without effect.
+    /// The keys that are accepted but have no effect.
     #[pyo3(get)]
     warnings: Vec<String>,
 }
 
 #[pymethods]
 impl Features {
-    /// Read the blocks `features` and `labels` of the text of a `persia.yml` called `file`.
+    /// Parse the blocks `features` and `labels` in the text of a `persia.yml` called `file`.
     #[staticmethod]
     fn parse(py: Python<'_>, text: &str, file: &str) -> PyResult<Self> {
         let (inner, warnings) = split(py, file, core::Features::parse(text, file))?;
         Ok(Self { inner, warnings })
     }
 
-    /// (name, type) of each feature, in the order of the file.
+    /// The (name, type) of each feature, in the order of the file.
     #[getter]
     fn types(&self) -> Vec<(String, &'static str)> {
         let of = |feature: &Feature| (feature.name.clone(), feature.rule.word());
         self.inner.config().features.iter().map(of).collect()
     }
 
-    /// (name, weight, loss) of each label, in the order of the file.
+    /// The (name, weight, loss) of each label, in the order of the file.
     #[getter]
     fn labels(&self) -> Vec<(String, f32, &'static str)> {
         let loss = |loss| match loss {
@@ -50,31 +50,31 @@ impl Features {
         self.inner.config().labels.iter().map(of).collect()
     }
 
-    /// The columns that features need, and with `labels` also those of labels.
+    /// Return the columns that the features need and, with `labels`, those that the labels need.
     #[pyo3(signature = (*, labels=true))]
     fn columns(&self, labels: bool) -> Vec<&str> {
         self.inner.config().columns(labels)
     }
 
-    /// Whether a fit reads rows. Otherwise it needs only the types of the columns.
+    /// Whether a fit must read rows. If not, it needs only the types of the columns.
     #[getter]
     fn needs_rows(&self) -> bool {
         self.inner.needs_rows()
     }
 
-    /// The slots and tables of the features.
+    /// Return the slots and tables of the features.
     fn embedding_config(&self) -> EmbeddingConfig {
         EmbeddingConfig { parsed: self.inner.embedding(), warnings: Vec::new() }
     }
 
-    /// Fit over the training data, and return the transform.
+    /// Fit the features on the training data. Returns the transform.
     fn fit(&self, py: Python<'_>, data: &Bound<'_, PyAny>) -> PyResult<Transform> {
         let mut fitter = Fitter { inner: core::Fitter::new(self.inner.clone()) };
         fitter.update(py, data)?;
         fitter.finish(py)
     }
 
-    /// The transform of features that need no fit.
+    /// Create the transform of features that need no fit.
     fn transform(&self, py: Python<'_>) -> PyResult<Transform> {
         self.inner
             .transform(core::Fitted::default())
@@ -82,13 +82,13 @@ impl Features {
             .map_err(|error| errors::transform(py, &error))
     }
 
-    /// The transform that was fitted for these features, by its JSON.
+    /// Load the JSON of a transform that was fitted for these features.
     fn load(&self, py: Python<'_>, json: &str) -> PyResult<Transform> {
         self.inner.load(json).map(Transform).map_err(|error| errors::transform(py, &error))
     }
 }
 
-/// One pass over the training data.
+/// Fits features in one pass over the training data.
 #[pyclass(module = "persia_core.features")]
 pub(crate) struct Fitter {
     inner: core::Fitter,
@@ -112,18 +112,18 @@ impl Fitter {
         Ok(())
     }
 
-    /// Add the data that another fitter of the same features has read.
+    /// Add the data that another fitter for the same features has read.
     fn merge(&mut self, py: Python<'_>, other: &Self) -> PyResult<()> {
         self.inner.merge(&other.inner).map_err(|error| errors::data(py, &error))
     }
 
-    /// Rows seen.
+    /// The number of rows read.
     #[getter]
     fn rows(&self) -> u64 {
         self.inner.rows()
     }
 
-    /// The transform with the fitted values.
+    /// Create the transform with the fitted values.
     fn finish(&self, py: Python<'_>) -> PyResult<Transform> {
         self.inner.clone().finish().map(Transform).map_err(|error| errors::transform(py, &error))
     }
@@ -135,18 +135,18 @@ pub(crate) struct Transform(core::Transform);
 
 #[pymethods]
 impl Transform {
-    /// Read the result of `to_json`.
+    /// Parse the result of `to_json`.
     #[staticmethod]
     fn from_json(py: Python<'_>, json: &str) -> PyResult<Self> {
         core::Transform::from_json(json).map(Self).map_err(|error| errors::transform(py, &error))
     }
 
-    /// Declarations, fitted values and digest.
+    /// Convert the declarations, the fitted values and the digest to JSON.
     fn to_json(&self, py: Python<'_>) -> PyResult<String> {
         self.0.to_json().map_err(|error| errors::transform(py, &error))
     }
 
-    /// The digest: it is equal for transforms that compute equal ids, floats and labels.
+    /// The digest. It is equal for transforms that compute equal ids, floats and labels.
     #[getter]
     fn digest(&self) -> &str {
         self.0.digest()
@@ -158,19 +158,19 @@ impl Transform {
         Features { inner: self.0.features().clone(), warnings: Vec::new() }
     }
 
-    /// Names of the slots, in the order of their declaration.
+    /// The names of the slots, in the order of their declaration.
     #[getter]
     fn slots(&self) -> Vec<String> {
         self.0.names().slots.clone()
     }
 
-    /// Names of the dense columns, in the order of their declaration.
+    /// The names of the dense columns, in the order of their declaration.
     #[getter]
     fn dense(&self) -> Vec<String> {
         self.0.names().dense.clone()
     }
 
-    /// Names of the labels, in the order of their declaration.
+    /// The names of the labels, in the order of their declaration.
     #[getter]
     fn labels(&self) -> Vec<String> {
         self.0.names().labels.clone()
@@ -263,7 +263,7 @@ fn input(data: &Bound<'_, PyAny>) -> PyResult<Input> {
 fn row(record: &Bound<'_, PyDict>) -> PyResult<HashMap<String, Value>> {
     let mut row = HashMap::with_capacity(record.len());
     for (key, value) in record.iter() {
-        // A key that is not a string does not name a column.
+        // Skip a key that is not a string, because it names no column.
         if let Ok(key) = key.cast::<PyString>() {
             row.insert(key.to_str()?.to_owned(), value_of(&value, true)?);
         }
@@ -271,7 +271,8 @@ fn row(record: &Bound<'_, PyDict>) -> PyResult<HashMap<String, Value>> {
     Ok(row)
 }
 
-/// A value of a record. Every feature refuses a list in a list, so its items are not converted.
+/// Convert a value of a record. Every feature refuses a list within a list, so the items of such a list are
+/// not converted.
 fn value_of(value: &Bound<'_, PyAny>, lists: bool) -> PyResult<Value> {
     if value.is_none() {
         return Ok(Value::Null);
@@ -300,7 +301,7 @@ fn value_of(value: &Bound<'_, PyAny>, lists: bool) -> PyResult<Value> {
     if value.hasattr("isoformat")? {
         return Ok(Value::Text(value.call_method0("isoformat")?.extract()?));
     }
-    // A NumPy number.
+    // This is a NumPy number.
     if value.hasattr("item")?
         && value.getattr("ndim").and_then(|ndim| ndim.extract()).is_ok_and(|ndim: u32| ndim == 0)
     {

@@ -1,14 +1,15 @@
-//! `persia_core`: the Python extension over Persia's engine, store and network client.
+//! `persia_core`: the Python extension for Persia's engine, store and network client.
 //!
 //! * `config`: the two YAML files
 //! * `data`: batches
-//! * `features`: rows of a table become batches
-//! * `optim`: how rows are initialised and updated
+//! * `features`: transforms the rows of a table into batches
+//! * `optim`: how rows are initialized and updated
 //! * `engine`: a rank's engine, over rows in this process or on servers
-//! * `discovery`: where the processes of a job are
+//! * `discovery`: finds the processes of a job
 //! * `forward`, `backward`: the batches of a training loop, and their gradients
-//! * `checkpoint`: save, load and inspect checkpoints
+//! * `checkpoint`: saves, loads and inspects checkpoints
 //! * `serving`: the rows of a serving bundle
+//! * `trace`: the spans of traced steps
 //! * `errors`: the exceptions
 //!
 //! The extension may be a single `persia_core.so`, which is not a package, so it registers its sub-modules itself.
@@ -38,13 +39,14 @@ mod remote;
 mod samples;
 mod serving;
 mod stats;
+mod trace;
 mod training_batch;
 mod wait;
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyModule};
 
-/// Name and version in one string, so that it can be found in the binary.
+/// The name and the version as one string, which can be found in the binary.
 const VERSION_TEXT: &str = concat!("persia_core version ", env!("CARGO_PKG_VERSION"));
 
 fn version() -> &'static str {
@@ -62,6 +64,10 @@ fn build_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     info.set_item("target", env!("PERSIA_TARGET"))?;
     info.set_item("rustc", env!("PERSIA_RUSTC"))?;
     info.set_item("features", build_features().join(" "))?;
+    // The commit of a release, which `make release` sets.
+    if let Some(revision) = option_env!("PERSIA_REVISION").filter(|text| !text.is_empty()) {
+        info.set_item("revision", revision)?;
+    }
     Ok(info)
 }
 
@@ -76,7 +82,7 @@ fn submodule<'py>(parent: &Bound<'py, PyModule>, name: &str) -> PyResult<Bound<'
     Ok(module)
 }
 
-/// The module, and its sub-modules under their own names.
+/// The module. Its sub-modules are registered under their own names.
 #[pymodule]
 fn persia_core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     let py = m.py();
@@ -134,6 +140,8 @@ fn persia_core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     checkpoint.add_function(wrap_pyfunction!(checkpoint::listing, &checkpoint)?)?;
     checkpoint.add_function(wrap_pyfunction!(checkpoint::latest, &checkpoint)?)?;
     checkpoint.add_function(wrap_pyfunction!(checkpoint::publish_latest, &checkpoint)?)?;
+    checkpoint.add_function(wrap_pyfunction!(checkpoint::probe, &checkpoint)?)?;
+    checkpoint.add_function(wrap_pyfunction!(checkpoint::remove_object, &checkpoint)?)?;
     checkpoint.add_function(wrap_pyfunction!(checkpoint::prune, &checkpoint)?)?;
 
     let serving = submodule(m, "serving")?;
@@ -141,5 +149,10 @@ fn persia_core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     serving.add_class::<serving::MappedRows>()?;
     serving.add_function(wrap_pyfunction!(serving::blake3, &serving)?)?;
     serving.add_function(wrap_pyfunction!(serving::write_tables, &serving)?)?;
+
+    let trace = submodule(m, "trace")?;
+    trace.add_function(wrap_pyfunction!(trace::start, &trace)?)?;
+    trace.add_function(wrap_pyfunction!(trace::stop, &trace)?)?;
+    trace.add_function(wrap_pyfunction!(trace::record_step, &trace)?)?;
     Ok(())
 }

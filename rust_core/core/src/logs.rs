@@ -1,7 +1,8 @@
-//! Log lines of the Rust side, on standard error like those of `persia.logger`.
+//! Log lines of the extension, on standard error and with the keys of `persia.logger`.
 
 use std::sync::Once;
 
+use persia_wire::logs::{Lines, Origin};
 use pyo3::prelude::*;
 use tracing_subscriber::EnvFilter;
 
@@ -20,7 +21,7 @@ pub(crate) fn begin(py: Python<'_>) -> PyResult<()> {
     };
     let own = persia_wire::logs::directives(&std::env::var("PERSIA_LOG").unwrap_or_default());
     let level = own.iter().rev().find(|each| !each.contains('=')).map_or(level, String::as_str);
-    let mut directives = format!("off,persia_wire={level},persia_engine={level}");
+    let mut directives = format!("off,persia_wire={level},persia_engine={level},persia_store={level}");
     for each in own.iter().filter(|each| each.contains('=')) {
         directives.push(',');
         directives.push_str(each);
@@ -29,13 +30,31 @@ pub(crate) fn begin(py: Python<'_>) -> PyResult<()> {
         errors::raise(py, "ConfigError", format!("LOG_LEVEL={level:?}, PERSIA_LOG={own:?}: {error}"))
     })?;
     BEGUN.call_once(|| {
-        let lines = tracing_subscriber::fmt()
-            .with_env_filter(filter)
-            .with_writer(std::io::stderr)
-            .with_ansi(false)
-            .finish();
-        // Another extension of this process may have set a subscriber already.
-        let _ = tracing::subscriber::set_global_default(lines);
+        let logs =
+            tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false);
+        // Another extension in this process may already have set a subscriber.
+        let _ = if variable("LOG_FORMAT").as_deref() == Some("json") {
+            tracing::subscriber::set_global_default(logs.event_format(Lines::json(origin())).finish())
+        } else {
+            tracing::subscriber::set_global_default(logs.finish())
+        };
     });
     Ok(())
+}
+
+/// The role of this process in its job, as in `persia.runtime.logging`.
+fn origin() -> Origin {
+    if let Some(job) = variable("PERSIA_JOB") {
+        persia_wire::logs::name_run(&job);
+    }
+    let index = |name: &str| variable(name).and_then(|text| text.parse().ok());
+    if let Some(rank) = index("RANK") {
+        return Origin::here("persia-trainer", rank, Some(rank));
+    }
+    let service = if std::env::var_os("PERSIA_LAUNCHER_SERVED").is_some() { "persia-data" } else { "persia" };
+    Origin::here(service, index("REPLICA_INDEX").unwrap_or(0), None)
+}
+
+fn variable(name: &str) -> Option<String> {
+    std::env::var(name).ok().map(|text| text.trim().to_owned()).filter(|text| !text.is_empty())
 }

@@ -1,9 +1,9 @@
-//! `persia_core.optim`: initialisers and optimizers of embedding rows.
+//! `persia_core.optim`: initializers and optimizers of embedding rows.
 
 use persia_types::{Initializer, Optimizer};
 use pyo3::prelude::*;
 
-/// An embedding optimizer. Built by `persia.embedding.optim`.
+/// An embedding optimizer. It is created by `persia.embedding.optim`.
 #[pyclass(module = "persia_core.optim", frozen)]
 #[derive(Clone, Copy)]
 pub(crate) struct OptimizerSpec(pub(crate) Optimizer);
@@ -16,7 +16,7 @@ impl OptimizerSpec {
         Self(Optimizer::Sgd { lr, momentum, weight_decay })
     }
 
-    /// Adagrad, element-wise or with one accumulator per row.
+    /// Adagrad, with one accumulator per weight or per row.
     #[staticmethod]
     fn adagrad(
         lr: f32,
@@ -47,7 +47,7 @@ impl OptimizerSpec {
     }
 }
 
-/// The weights of new rows. Built by `persia.embedding`.
+/// The initializer of new rows. It is created by `persia.embedding`.
 #[pyclass(module = "persia_core.optim", frozen)]
 #[derive(Clone, Copy)]
 pub(crate) struct InitializerSpec(pub(crate) Initializer);
@@ -60,31 +60,31 @@ impl InitializerSpec {
         Self(Initializer::Zero)
     }
 
-    /// Uniform in `[low, high)`.
+    /// Uniformly distributed in `[low, high)`.
     #[staticmethod]
     fn uniform(low: f32, high: f32) -> Self {
         Self(Initializer::Uniform { low, high })
     }
 
-    /// Normal.
+    /// Normally distributed.
     #[staticmethod]
     fn normal(mean: f32, std: f32) -> Self {
         Self(Initializer::Normal { mean, std })
     }
 
-    /// Gamma distribution.
+    /// Gamma distributed.
     #[staticmethod]
     fn gamma(shape: f32, scale: f32) -> Self {
         Self(Initializer::Gamma { shape, scale })
     }
 
-    /// Poisson distribution of mean `lam`.
+    /// Poisson distributed, with the mean `lam`.
     #[staticmethod]
     fn poisson(lam: f32) -> Self {
         Self(Initializer::Poisson { lam })
     }
 
-    /// Uniform in `[-1 / sqrt(dim), 1 / sqrt(dim))`.
+    /// Uniformly distributed in `[-1 / sqrt(dim), 1 / sqrt(dim))`.
     #[staticmethod]
     fn inverse_sqrt_dim() -> Self {
         Self(Initializer::InverseSqrtDim)

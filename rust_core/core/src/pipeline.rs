@@ -1,4 +1,4 @@
-//! `persia_core.forward.Pipeline`: batches of a data loader, looked up before they are used.
+//! `persia_core.forward.Pipeline`: looks up the batches of a data loader before they are used.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -11,10 +11,11 @@ use crate::data::Batch;
 use crate::training_batch::{SharedTicket, TrainingBatch};
 use crate::{errors, wait};
 
-/// Interval of log lines during a wait for the source of batches.
+/// The interval between log lines during a wait for the source of batches.
 const LOG_INTERVAL: Duration = Duration::from_secs(30);
 
-/// The engine's pipeline until it is closed. The engine keeps a weak reference: its loop runs while this is open.
+/// The engine's pipeline, until it is closed. The engine keeps only a weak reference to this, so its training loop
+/// counts as running as long as this exists and is open.
 #[derive(Default)]
 pub(crate) struct OpenPipeline(Mutex<Option<Arc<EnginePipeline>>>);
 
@@ -27,7 +28,7 @@ impl OpenPipeline {
         self.0.lock().is_some()
     }
 
-    /// Close it. This joins threads that may need the GIL: never call it with the GIL.
+    /// Close the pipeline. This joins threads that may need the GIL, so do not call it with the GIL.
     pub(crate) fn close(&self) {
         let pipeline = self.0.lock().take();
         if let Some(pipeline) = pipeline {
@@ -36,11 +37,11 @@ impl OpenPipeline {
     }
 }
 
-/// Batches of a data loader, looked up before they are used. One thread feeds them, another takes them.
+/// Looks up the batches of a data loader before they are used. One thread feeds batches, another takes them.
 #[pyclass(module = "persia_core.forward", frozen)]
 pub(crate) struct Pipeline {
     open: Arc<OpenPipeline>,
-    /// Step and ticket of the batch taken last.
+    /// The step and the ticket of the batch that was last taken.
     last: Mutex<Option<(u64, SharedTicket)>>,
 }
 
@@ -54,8 +55,8 @@ impl Pipeline {
         &self.open
     }
 
-    /// Discard the last batch that was taken if the next one waits only for its gradients: the loop does not push them
-    /// any more.
+    /// Discard the last batch that was taken if the next one waits only for its gradients, because the loop no longer
+    /// pushes them.
     fn discard_last(&self, what: Wait) -> bool {
         let mut last = self.last.lock();
         let Some((step, ticket)) = last.as_ref() else { return false };
@@ -76,7 +77,7 @@ impl Drop for Pipeline {
 
 #[pymethods]
 impl Pipeline {
-    /// Queue a batch. Blocks while the queue is full. False once the pipeline is closed.
+    /// Queue a batch. Blocks while the queue is full. Returns False once the pipeline is closed.
     fn feed(&self, py: Python<'_>, batch: &Batch) -> PyResult<bool> {
         let mut batch = Arc::clone(&batch.0);
         wait::until(py, |slice| {
@@ -100,17 +101,18 @@ impl Pipeline {
         }
     }
 
-    /// Report that the source failed: `next` raises `error` after the queued batches.
+    /// Report that the source failed. `next` raises `error` after the queued batches.
     fn fail(&self, error: Bound<'_, PyAny>) {
         if let Some(pipeline) = self.open.get() {
             pipeline.fail(Arc::new(PyErr::from_value(error)));
         }
     }
 
-    /// The next batch in the order of `feed`; None after the last.
+    /// Return the next batch, in the order in which batches were fed, or None after the last one.
     ///
-    /// A look-up or push may take `timeout_s`. Waiting for the source has no limit and is logged. The last batch that
-    /// was taken is discarded if it was neither pushed nor discarded and the next one waits for it.
+    /// A look-up or push may take `timeout_s`. Waiting for the source has no time limit and is logged. If the next
+    /// batch waits for the last batch that was taken, and that batch was neither pushed nor discarded, it is
+    /// discarded.
     fn next(&self, py: Python<'_>, timeout_s: f64) -> PyResult<Option<TrainingBatch>> {
         let Some(pipeline) = self.open.get() else {
             return Err(closed(py));
@@ -130,7 +132,8 @@ impl Pipeline {
         })
     }
 
-    /// Whether there is another batch, looked up or not. Waiting for the source has no limit and is logged.
+    /// Return whether there is another batch, looked up or not. Waiting for the source has no time limit and is
+    /// logged.
     fn has_next(&self, py: Python<'_>) -> PyResult<bool> {
         let Some(pipeline) = self.open.get() else {
             return Err(closed(py));
@@ -153,7 +156,7 @@ fn closed(py: Python<'_>) -> PyErr {
     errors::raise(py, "UsageError", "the data loader's loop has ended")
 }
 
-/// The time limit of a wait for the next batch, and its log lines.
+/// The time limit for a wait for the next batch, and its log lines.
 struct Waiting {
     limit: Duration,
     start: Instant,

@@ -15,10 +15,10 @@ use pyo3::prelude::*;
 use crate::discovery::{Discovery, duration, secret};
 use crate::{errors, wait};
 
-/// Longest delay of a signal while `wait_ready` asks the servers.
+/// The maximum delay of a signal while `wait_ready` queries the servers.
 const WAIT_SLICE: Duration = Duration::from_secs(1);
 
-/// Options of a rank's client.
+/// The options of a rank's client.
 pub(crate) struct RemoteOptions {
     pub(crate) rank: u32,
     pub(crate) token_file: Option<PathBuf>,
@@ -30,19 +30,19 @@ pub(crate) struct RemoteOptions {
 /// A client, and the connection that finds its peers.
 pub(crate) struct Remote {
     tables: Arc<WireTables>,
-    /// None if the middlewares are given.
+    /// The connection; None if the middlewares are given.
     _discovery: Option<Arc<BlockingDiscovery>>,
 }
 
 impl Remote {
-    /// A client that connects with its first call.
+    /// Create a client, which connects at its first call.
     pub(crate) fn connect(py: Python<'_>, discovery: &Discovery, options: RemoteOptions) -> PyResult<Self> {
         let discovery = discovery.open(py)?;
         let targets = Targets::Discovered(discovery.discovery().clone());
         Self::to(py, targets, Some(discovery), options)
     }
 
-    /// A client of the middlewares at these addresses.
+    /// Create a client for the middlewares at these addresses.
     pub(crate) fn listed(py: Python<'_>, addresses: &[String], options: RemoteOptions) -> PyResult<Self> {
         let parsed = addresses.iter().map(|address| address.parse()).collect::<Result<Vec<Endpoint>, _>>();
         let endpoints = parsed
@@ -77,7 +77,7 @@ impl Remote {
         Arc::clone(&self.tables) as Arc<dyn Tables>
     }
 
-    /// Take part in the generation that rank 0 began.
+    /// Join the generation that rank 0 began.
     pub(crate) fn join(&self, job: &str, generation: u64) {
         self.tables.join(job, generation);
     }
@@ -97,7 +97,7 @@ impl Remote {
         let mut read = 0;
         wait::until(py, |_| match self.tables.wait_ready(WAIT_SLICE) {
             Ok(()) => Ok(Some(())),
-            // Wait for a server that makes progress, regardless of the length of its log.
+            // Wait for a server that makes progress, however long its log is.
             Err(TablesError::Recovering { done, .. }) if done > read => {
                 (read, end) = (done, Instant::now() + duration(timeout_s));
                 Ok(None)
@@ -121,7 +121,7 @@ impl Remote {
         self.tables.check_storage(directory)
     }
 
-    /// Rows of each server, by index.
+    /// The number of rows of each server, by index.
     pub(crate) fn server_rows(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
         let servers =
             py.detach(|| self.tables.stats_by_server()).map_err(|error| errors::tables(py, &error))?;

@@ -12,11 +12,11 @@ use pyo3::types::{PyDict, PyList};
 use crate::data::Batch;
 use crate::errors;
 
-/// Ids of a slot: all ids, row after row, the offsets of the rows, and the weights.
+/// The ids of a slot: all ids, row by row, the offsets of the rows, and the weights.
 type PyIds<'py> =
     (Bound<'py, PyArray1<u64>>, Option<Bound<'py, PyArray1<u32>>>, Option<Bound<'py, PyArray1<f32>>>);
 
-/// Ids, floats and labels of rows.
+/// The ids, floats and labels of rows.
 #[pyclass(module = "persia_core.features", frozen)]
 pub(crate) struct Samples(core::Samples);
 
@@ -28,12 +28,12 @@ impl Samples {
 
 #[pymethods]
 impl Samples {
-    /// Join samples of one transform, in order.
+    /// Concatenate samples of one transform, in order.
     #[staticmethod]
     fn concat(py: Python<'_>, parts: &Bound<'_, PyList>) -> PyResult<Self> {
         let parts: Vec<PyRef<'_, Self>> = parts.extract()?;
         let Some((first, rest)) = parts.split_first() else {
-            return Err(errors::raise(py, "DataError", "no samples to join: give at least one part"));
+            return Err(errors::raise(py, "DataError", "no samples to join: pass at least one part"));
         };
         let mut joined = first.0.clone();
         for part in rest {
@@ -52,10 +52,11 @@ impl Samples {
         self.0.rows()
     }
 
-    /// The ids of a slot: values, offsets (None for one id in every row) and weights (None for 1).
+    /// Return the ids of a slot as values, offsets (None for one id in every row) and weights (None if all
+    /// are 1).
     fn ids<'py>(&self, py: Python<'py>, slot: &str) -> PyResult<PyIds<'py>> {
         let Some(index) = self.0.names().slots.iter().position(|name| name == slot) else {
-            let message = format!("no slot {slot:?}; there are: {}", self.0.names().slots.join(", "));
+            let message = format!("no slot {slot:?}; the slots are: {}", self.0.names().slots.join(", "));
             return Err(errors::raise(py, "DataError", message));
         };
         let ids = &self.0.ids()[index];
@@ -66,23 +67,25 @@ impl Samples {
         ))
     }
 
-    /// The dense columns: float32, `[rows, columns]`.
+    /// Return the dense columns, as float32 with the shape `[rows, columns]`.
     #[getter]
     fn dense<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<f32>>> {
         let shape = [self.0.rows(), self.0.names().dense.len()];
         PyArray1::from_slice(py, self.0.dense()).reshape(shape)
     }
 
-    /// A label: float32, `[rows]`.
+    /// Return a label, as float32 with the shape `[rows]`.
     fn label<'py>(&self, py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyArray1<f32>>> {
         let index = self.0.names().labels.iter().position(|known| known == name);
         match index.and_then(|index| self.0.labels().get(index)) {
             Some(label) => Ok(PyArray1::from_slice(py, label)),
             None => {
-                let message = format!(
-                    "no label {name:?}; there are: {}. Labels are read only with labels=True",
-                    self.0.names().labels.join(", ")
-                );
+                let message = match index {
+                    Some(_) => format!("label {name:?} was not read; transform the rows with labels=True"),
+                    None => {
+                        format!("no label {name:?}; the labels are: {}", self.0.names().labels.join(", "))
+                    }
+                };
                 Err(errors::raise(py, "DataError", message))
             }
         }
@@ -94,7 +97,7 @@ impl Samples {
         Report(Mutex::new(self.0.report().clone()))
     }
 
-    /// The rows at these positions, in this order.
+    /// Return the rows at these positions, in this order.
     fn take(&self, py: Python<'_>, places: PyReadonlyArray1<'_, i64>) -> PyResult<Self> {
         let places = places.as_slice()?;
         let taken = py.detach(|| {
@@ -105,12 +108,13 @@ impl Samples {
         taken.map(Self).ok_or_else(|| self.outside(py))
     }
 
-    /// The rows from `start` to before `stop`.
+    /// Return the rows from `start` up to, but not including, `stop`.
     fn slice(&self, py: Python<'_>, start: usize, stop: usize) -> PyResult<Self> {
         py.detach(|| self.0.slice(start..stop)).map(Self).ok_or_else(|| self.outside(py))
     }
 
-    /// The batch of the engine. Dense columns are one tensor, and each label is one of `[rows, 1]`.
+    /// Create a batch for the engine. The dense columns become one tensor, and each label becomes a tensor of
+    /// the shape `[rows, 1]`.
     #[pyo3(signature = (requires_grad=true, meta=None))]
     fn batch(&self, py: Python<'_>, requires_grad: bool, meta: Option<Vec<u8>>) -> PyResult<Batch> {
         if requires_grad && self.0.labels().is_empty() {
@@ -163,7 +167,7 @@ fn engine_batch(
     })
 }
 
-/// Counts of unusual values, for each feature and label.
+/// The counts of unusual values for each feature and label.
 #[pyclass(module = "persia_core.features", frozen)]
 pub(crate) struct Report(Mutex<core::Report>);
 
@@ -174,13 +178,13 @@ impl Report {
         Self(Mutex::default())
     }
 
-    /// Rows that were transformed.
+    /// The number of rows that were transformed.
     #[getter]
     fn rows(&self) -> u64 {
         self.0.lock().rows()
     }
 
-    /// Every count above 0: feature or label, then kind.
+    /// Return the nonzero counts, by feature or label, and then by kind.
     #[getter]
     fn counts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let report = self.0.lock();
@@ -201,7 +205,7 @@ impl Report {
         self.0.lock().add(&other);
     }
 
-    /// Count ids of a feature for which the look-up found no row.
+    /// Count the ids of a feature for which the look-up found no row.
     fn add_unseen(&self, feature: &str, ids: u64) {
         self.0.lock().add_unseen(feature, ids);
     }

@@ -1,4 +1,4 @@
-//! `persia_core.serving`: the rows of a serving bundle, in mapped files.
+//! `persia_core.serving`: the rows of a serving bundle, in memory-mapped files.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::data::Batch;
 use crate::errors;
 use crate::training_batch::TrainingBatch;
 
-/// A file in memory, as the system caches it.
+/// A memory-mapped file.
 #[pyclass(module = "persia_core.serving", frozen)]
 pub(crate) struct MappedFile(Arc<files::MappedFile>);
 
@@ -31,25 +31,25 @@ impl MappedFile {
         self.0.content().len()
     }
 
-    /// A copy of the content.
+    /// Return a copy of the content.
     fn content<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, self.0.content())
     }
 
-    /// The blake3 hash of each chunk of `chunk` bytes, in hexadecimal, computed by `threads` threads.
+    /// Return the BLAKE3 hash of each chunk of `chunk` bytes, in hexadecimal, computed by `threads` threads.
     fn hashes(&self, py: Python<'_>, chunk: usize, threads: usize) -> Vec<String> {
         py.detach(|| self.0.hashes(chunk, threads))
     }
 }
 
-/// The blake3 hash of some bytes, in hexadecimal.
+/// Return the BLAKE3 hash of some bytes, in hexadecimal.
 #[pyfunction]
 pub(crate) fn blake3(data: &[u8]) -> String {
     files::hash(data)
 }
 
-/// Write the rows of a checkpoint to files in `directory`, as `f32`, `f16` or `int8`. Returns the name, the number of rows,
-/// and the files of ids and of rows of each table of the configuration.
+/// Write the rows of a checkpoint to files in `directory`, as `f32`, `f16` or `int8`. Returns, for each table of the
+/// configuration, its name, the number of rows, the file of ids and the file of rows.
 #[pyfunction]
 pub(crate) fn write_tables(
     py: Python<'_>,
@@ -88,10 +88,10 @@ pub(crate) fn write_tables(
 
 fn format_of(py: Python<'_>, name: &str) -> PyResult<RowFormat> {
     RowFormat::of_name(name)
-        .ok_or_else(|| errors::raise(py, "UsageError", format!("rows={name:?}: want f32, f16 or int8")))
+        .ok_or_else(|| errors::raise(py, "UsageError", format!("rows={name:?}: expected f32, f16 or int8")))
 }
 
-/// The rows of a bundle: look-ups by the engine of training, from any number of threads.
+/// The rows of a bundle. The training engine looks them up, from any number of threads.
 #[pyclass(module = "persia_core.serving", frozen)]
 pub(crate) struct MappedRows {
     engine: Engine,
@@ -99,8 +99,8 @@ pub(crate) struct MappedRows {
 
 #[pymethods]
 impl MappedRows {
-    /// `tables` has the files of ids and of rows of each table of the configuration, in its order; `step` is that of the
-    /// rows.
+    /// Create look-ups in mapped files. `tables` has, for each table of the configuration in its order, the file of ids
+    /// and the file of rows. `step` is the step of the rows.
     #[new]
     fn new(
         py: Python<'_>,
@@ -124,14 +124,14 @@ impl MappedRows {
         Ok(Self { engine: engine.map_err(|error| errors::engine(py, &error))? })
     }
 
-    /// Look a batch up. Missing rows are zeros.
+    /// Look up a batch. Missing rows read as zeros.
     fn lookup(&self, py: Python<'_>, batch: &Batch) -> PyResult<TrainingBatch> {
         let found = py.detach(|| self.engine.lookup_now(&batch.0, Mode::Infer));
         let found = found.map_err(|error| errors::engine(py, &error))?;
         Ok(TrainingBatch::evaluated(self.engine.step(), Arc::clone(&batch.0), found))
     }
 
-    /// For each id feature of a batch: the number of its unique ids, and how many of them have no row.
+    /// Return, for each id feature of a batch, the number of its unique ids and the number of these that have no row.
     fn missing(&self, py: Python<'_>, batch: &Batch) -> PyResult<Vec<(u64, u64)>> {
         py.detach(|| self.engine.missing(&batch.0)).map_err(|error| errors::engine(py, &error))
     }

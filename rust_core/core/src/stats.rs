@@ -1,4 +1,4 @@
-//! Statistics as a dictionary.
+//! Converts statistics to a dictionary.
 
 use persia_engine::{EngineStats, StageTime};
 use persia_types::Schema;
@@ -35,6 +35,22 @@ pub(crate) fn describe<'py>(
         one.set_item("lookups", counters(py, table.lookups.counters())?)?;
         tables.set_item(&table.name, one)?;
     }
+    let all = of_engine(py, schema, engine)?;
+    all.set_item("rows", rows)?;
+    all.set_item("tables", tables)?;
+    all.set_item("payload_bytes", stats.payload_bytes)?;
+    all.set_item("memory_bytes", stats.memory_bytes)?;
+    all.set_item("lookups", counters(py, stats.lookups.counters())?)?;
+    all.set_item("pushes", counters(py, stats.pushes.counters())?)?;
+    Ok(all)
+}
+
+/// The statistics of an engine only: its `lookups` and `pushes`, not those of the tables.
+pub(crate) fn of_engine<'py>(
+    py: Python<'py>,
+    schema: &Schema,
+    engine: &EngineStats,
+) -> PyResult<Bound<'py, PyDict>> {
     let seconds = PyDict::new(py);
     for (name, stage) in stages(engine) {
         seconds.set_item(name, stage.total.as_secs_f64())?;
@@ -48,12 +64,8 @@ pub(crate) fn describe<'py>(
         slots.set_item(&slot.name, ids)?;
     }
     let all = PyDict::new(py);
-    all.set_item("rows", rows)?;
-    all.set_item("tables", tables)?;
-    all.set_item("payload_bytes", stats.payload_bytes)?;
-    all.set_item("memory_bytes", stats.memory_bytes)?;
-    all.set_item("lookups", counters(py, stats.lookups.counters())?)?;
-    all.set_item("pushes", counters(py, stats.pushes.counters())?)?;
+    all.set_item("lookups", counters(py, engine.lookup_report.counters())?)?;
+    all.set_item("pushes", counters(py, engine.push_report.counters())?)?;
     all.set_item("staleness", engine.staleness)?;
     all.set_item("max_staleness", engine.max_staleness)?;
     all.set_item("slots", slots)?;

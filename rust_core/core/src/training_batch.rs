@@ -14,16 +14,16 @@ use crate::backward::Sums;
 use crate::dlpack::{ElementType, Tensor, TensorKind, borrow_f32};
 use crate::{device, errors};
 
-/// Permits one push of a batch's gradients. None once it is used or discarded.
+/// The ticket for one push of a batch's gradients; None once it is used or discarded.
 pub(crate) type SharedTicket = Arc<Mutex<Option<PushTicket>>>;
 
 /// A batch with its embeddings.
 #[pyclass(module = "persia_core.forward")]
 pub(crate) struct TrainingBatch {
-    /// The training step, from 1. For an evaluation batch, the last step trained.
+    /// The training step, from 1. For an evaluation batch, it is the last step that was trained.
     #[pyo3(get)]
     step: u64,
-    /// The data set's position after this batch, set by the data loader.
+    /// The dataset's position after this batch, which the data loader sets.
     #[pyo3(get, set)]
     position: Option<String>,
     batch: Arc<Batch>,
@@ -36,7 +36,7 @@ pub(crate) struct TrainingBatch {
 }
 
 impl TrainingBatch {
-    /// A batch of a pipeline.
+    /// Create a batch from one that a pipeline looked up.
     pub(crate) fn looked_up(found: PooledBatch) -> Self {
         let PooledBatch { step, batch, outputs, on_device, report, ticket } = found;
         Self {
@@ -51,7 +51,7 @@ impl TrainingBatch {
         }
     }
 
-    /// A batch that was looked up outside any pipeline.
+    /// Create a batch from one that was looked up outside any pipeline.
     pub(crate) fn evaluated(step: u64, batch: Arc<Batch>, found: EvalResult) -> Self {
         let EvalResult { outputs, on_device, report } = found;
         Self::looked_up(PooledBatch { step, batch, outputs, on_device, report, ticket: None })
@@ -67,12 +67,12 @@ impl TrainingBatch {
         [Some(self.batch.batch_size()), places, Some(output.dim())].into_iter().flatten().collect()
     }
 
-    /// The tensor on the device, if there is a device.
+    /// A tensor on the device, if the step has a device.
     fn device_tensor(&self, kind: TensorKind, dtype: ElementType, shape: &[usize]) -> Option<Tensor> {
         device::tensor(self.on_device.as_ref()?, kind, dtype, shape)
     }
 
-    /// The ticket, which can be taken once.
+    /// Take the ticket. It can be taken only once.
     fn take_ticket(&self, py: Python<'_>) -> PyResult<PushTicket> {
         let step = self.step;
         let ticket = self.ticket.lock().take();
@@ -88,37 +88,37 @@ impl TrainingBatch {
 
 #[pymethods]
 impl TrainingBatch {
-    /// Number of samples.
+    /// The number of samples.
     #[getter]
     fn batch_size(&self) -> usize {
         self.batch.batch_size()
     }
 
-    /// Names of the id features, in the batch's order.
+    /// The names of the id features, in the batch's order.
     #[getter]
     fn slots(&self) -> Vec<String> {
         self.batch.id_features().iter().map(|feature| feature.name().to_owned()).collect()
     }
 
-    /// Names of the dense inputs, in the batch's order; None where one has no name.
+    /// The names of the dense inputs, in the batch's order; None for an input without a name.
     #[getter]
     fn dense_names(&self) -> Vec<Option<&str>> {
         self.batch.dense().iter().map(DenseTensor::name).collect()
     }
 
-    /// Names of the labels, as those of the dense inputs.
+    /// The names of the labels, in the batch's order; None for a label without a name.
     #[getter]
     fn label_names(&self) -> Vec<Option<&str>> {
         self.batch.labels().iter().map(DenseTensor::name).collect()
     }
 
-    /// Whether the batch is of a training loop.
+    /// Whether the batch belongs to a training loop.
     #[getter]
     fn requires_grad(&self) -> bool {
         self.trains
     }
 
-    /// The CUDA device of the tensors; None is the CPU.
+    /// The CUDA device of the tensors; None means the CPU.
     #[getter]
     fn device_id(&self) -> Option<i32> {
         self.on_device.as_ref().and_then(device::ordinal)
@@ -130,8 +130,8 @@ impl TrainingBatch {
         self.batch.meta()
     }
 
-    /// One tensor per id feature, in the batch's order: `[batch, dim]`, for a raw feature `[batch, places, dim]`.
-    /// float32 on the CPU; on a device the type of its vectors.
+    /// Return one tensor per id feature, in the batch's order. The shape is `[batch, dim]`, or `[batch, places, dim]`
+    /// for a raw feature. The type is float32 on the CPU, and the type chosen for vectors on a device.
     fn embeddings(&self) -> Vec<Tensor> {
         let vectors = self.on_device.as_ref().map_or(ElementType::F32, device::vectors);
         let share = |(index, output): (usize, &Arc<Output>)| {
@@ -144,7 +144,8 @@ impl TrainingBatch {
         self.outputs.iter().enumerate().map(share).collect()
     }
 
-    /// For each raw feature a `[batch, places]` bool tensor, true at ids; None for other features.
+    /// Return, for each raw feature, a bool tensor of the shape `[batch, places]`, which is true at positions with an
+    /// id; None for other features.
     fn masks(&self) -> Vec<Option<Tensor>> {
         let bool8 = ElementType::new(6, 8);
         let share = |(index, output): (usize, &Arc<Output>)| {
@@ -158,29 +159,29 @@ impl TrainingBatch {
         self.outputs.iter().enumerate().map(share).collect()
     }
 
-    /// The number of unique ids, and how many of them read as zeros because they have no row.
+    /// Return the number of unique ids, and the number of these that read as zeros because they have no row.
     fn missing(&self) -> (u64, u64) {
         let LookupReport { hits, initial, missing } = self.report;
         (hits + initial + missing, missing)
     }
 
-    /// For each feature, how many ids exceed the places of a raw slot; they are truncated.
+    /// Return, for each feature, the number of ids that were dropped because a raw slot has too few positions.
     fn truncated(&self) -> Vec<usize> {
         self.outputs.iter().map(|output| output.raw().map_or(0, |raw| raw.truncated)).collect()
     }
 
-    /// Dense inputs, in the batch's order. On a device, every call returns the same memory.
+    /// Return the dense inputs, in the batch's order. On a device, every call returns the same memory.
     fn dense(&self) -> Vec<Tensor> {
         self.given(0, self.batch.dense())
     }
 
-    /// Labels, in the batch's order.
+    /// Return the labels, in the batch's order.
     fn labels(&self) -> Vec<Tensor> {
         self.given(self.batch.dense().len(), self.batch.labels())
     }
 
-    /// Push the gradients of `embeddings`, in the same order, with None for a missing one. Each is multiplied by
-    /// `scale` (such as 1 / the loss scale). Returns without waiting.
+    /// Push the gradients of `embeddings`, in the same order, with None for a missing gradient. Each gradient is
+    /// multiplied by `scale`, such as 1 / the loss scale. Does not wait for the push.
     #[pyo3(signature = (gradients, lr_factor, scale=1.0))]
     fn push(
         &self,
@@ -203,8 +204,8 @@ impl TrainingBatch {
         ticket.push(borrowed, PushOptions { lr_factor, scale }).map_err(|error| errors::engine(py, &error))
     }
 
-    /// Sum the gradients of `embeddings`, one for each in the same order, on the device, and multiply them by `scale`.
-    /// Returns without waiting, and pushes nothing.
+    /// Sum the gradients of `embeddings` on the device and multiply them by `scale`. The gradients are in the same
+    /// order, and none may be missing. Pushes nothing, and does not wait for the sums.
     fn sum(&self, py: Python<'_>, gradients: Vec<Bound<'_, PyAny>>, scale: f32) -> PyResult<Sums> {
         let (step, scale_of_ticket) =
             (self.step, self.ticket.lock().as_ref().map(PushTicket::gradient_scale));
@@ -218,7 +219,7 @@ impl TrainingBatch {
         device::sum(py, step, on_device, &gradients, scale * more)
     }
 
-    /// Push the result of `sum`. Returns without waiting.
+    /// Push the result of `sum`. Does not wait for the push.
     fn push_sums(&self, py: Python<'_>, sums: &Sums, lr_factor: f32) -> PyResult<()> {
         let ticket = self.take_ticket(py)?;
         let Some(gradients) = sums.take() else {
@@ -228,7 +229,7 @@ impl TrainingBatch {
         ticket.push_summed(gradients, options).map_err(|error| errors::engine(py, &error))
     }
 
-    /// Discard the batch: its rows are not updated.
+    /// Discard the batch, so that its rows are not updated.
     fn discard(&self) {
         let ticket = self.ticket.lock().take();
         drop(ticket);
@@ -236,7 +237,7 @@ impl TrainingBatch {
 }
 
 impl TrainingBatch {
-    /// Dense inputs or labels. `first` is the index of the first of them on a device.
+    /// Return dense inputs or labels. `first` is the index of the first one on a device.
     fn given(&self, first: usize, tensors: &[DenseTensor]) -> Vec<Tensor> {
         let share = |(index, tensor): (usize, &DenseTensor)| {
             let dtype = element(tensor.dtype());
@@ -247,7 +248,7 @@ impl TrainingBatch {
     }
 }
 
-/// A copy, because the model may write to dense inputs and labels.
+/// Copy a tensor, because the model may write to dense inputs and labels.
 fn copied(tensor: &DenseTensor) -> Tensor {
     let bytes: Arc<Vec<u8>> = Arc::new(tensor.bytes().to_vec());
     let view = Arc::clone(&bytes);

@@ -1,10 +1,10 @@
-//! Waits without the GIL, in slices, so that Ctrl-C ends the wait instead of the process.
+//! Waits without the GIL, in slices, so that Ctrl-C ends the wait and not the process.
 
 use std::time::Duration;
 
 use pyo3::prelude::*;
 
-/// The longest delay until a Python signal is handled.
+/// The maximum delay until a Python signal is handled.
 const SLICE: Duration = Duration::from_millis(100);
 
 /// Call `attempt` without the GIL until it returns a value. Signals are handled after every slice.

@@ -1,8 +1,8 @@
-//! The bytes per second of the kernels, as a share of those of a plain copy on the same device. Prints one JSON line
-//! for each case.
+//! Measures the bytes per second of the kernels, as a fraction of those of a plain copy on the same device. Prints one
+//! line of JSON for each case.
 //!
-//! `cargo run --release -p persia-cuda --example bench_kernels`, or `make bench-gpu`. The bytes are those of rows read
-//! and written, and of lists; repeated reads from the cache do not count.
+//! `cargo run --release -p persia-cuda --example bench_kernels`, or `make bench-gpu`. The bytes of lists and of rows
+//! that are read and written are counted; repeated reads from the cache are not.
 #![allow(unsafe_code, clippy::print_stdout, clippy::print_stderr)]
 
 use std::sync::Arc;
@@ -16,7 +16,7 @@ const FEATURES: usize = 26;
 const BATCH: usize = 4096;
 const UNIQUE: usize = 100_000;
 const TIMES: u32 = 50;
-/// The size of the buffer that is copied, far larger than the caches.
+/// The size of the buffer that is copied. It is far larger than the caches.
 const COPY: usize = 1 << 30;
 
 fn main() {
@@ -49,7 +49,7 @@ fn run() -> Result<(), CudaError> {
     Ok(())
 }
 
-/// Bytes per second of a copy, counting those read and those written.
+/// The bytes per second of a copy, counting both the bytes read and the bytes written.
 fn plain_copy(cuda: &Arc<Cuda>) -> Result<f64, CudaError> {
     let bytes = vec![1; COPY];
     let (from, to) = (cuda.upload(&bytes)?, cuda.upload(&bytes)?);
@@ -61,7 +61,7 @@ fn words(list: impl Iterator<Item = u32>) -> Vec<u8> {
     list.flat_map(u32::to_le_bytes).collect()
 }
 
-/// Bytes per second of one launch for all features of the workload W(dim, per_sample) with uniform ids.
+/// The bytes per second of one launch for all features of the workload W(dim, per_sample) with uniform ids.
 fn measure(
     cuda: &Arc<Cuda>,
     kernel: Kernel,
@@ -74,7 +74,7 @@ fn measure(
     let (mut jobs, mut kept, mut bytes) = (Vec::new(), Vec::new(), 0);
     for feature in 0..FEATURES {
         let draw = |i: usize, end: usize| (hash_id((feature * uses + i) as u64) % end as u64) as u32;
-        // A gather reads from all rows of a look-up; a sum is for as many ids as a batch has on average.
+        // A gather reads from all rows of a look-up. There are as many sums as a batch has unique ids on average.
         let sums = if gathers { BATCH } else { uses.min(UNIQUE) };
         let sources = if gathers { uses.min(UNIQUE) } else { BATCH };
         let rows = cuda.upload(&vec![0; sources * dim * element_bytes(dtype)])?;
@@ -98,7 +98,7 @@ fn measure(
         kept.push([rows, places, starts, out]);
     }
     let launch = cuda.prepare(kernel, &mut jobs)?;
-    // SAFETY: the jobs point to the buffers in `kept`, of the sizes they say.
+    // SAFETY: the jobs point to the buffers in `kept`, which have the sizes that the jobs state.
     let time = cuda.time(TIMES, || unsafe { cuda.launch(&launch) })?;
     drop(kept);
     Ok(bytes as f64 / time.as_secs_f64())

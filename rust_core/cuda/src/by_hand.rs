@@ -1,4 +1,5 @@
-//! Manual memory and launches, for tests and measurements. An engine uses [`CudaDevice`](crate::CudaDevice).
+//! Memory and launches under manual control, for tests and measurements. An engine uses
+//! [`CudaDevice`](crate::CudaDevice).
 
 use std::time::{Duration, Instant};
 
@@ -8,7 +9,7 @@ use crate::kernels::{Job, Kernel, lay_out};
 use crate::layout::Jobs;
 use crate::memory::Block;
 
-/// Memory of a device.
+/// A buffer in the memory of a device.
 #[derive(Debug)]
 pub struct Buffer {
     block: Block,
@@ -16,7 +17,7 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// The address of its first byte.
+    /// The address of the first byte.
     pub fn address(&self) -> u64 {
         self.block.address()
     }
@@ -33,10 +34,10 @@ pub struct Launch {
 }
 
 impl Cuda {
-    /// A copy of `bytes` on the device.
+    /// Copy `bytes` to the device.
     ///
     /// # Errors
-    /// [`CudaError`]: no memory, or from the driver.
+    /// [`CudaError`] if there is no memory, or from the driver.
     pub fn upload(&self, bytes: &[u8]) -> Result<Buffer, CudaError> {
         let _current = self.context.enter()?;
         let mut staging = self.pinned.take(bytes.len())?;
@@ -47,10 +48,10 @@ impl Cuda {
         Ok(Buffer { block, bytes: bytes.len() })
     }
 
-    /// The content of a buffer after all work queued so far.
+    /// Read the content of a buffer after all work queued so far.
     ///
     /// # Errors
-    /// [`CudaError`]: no memory, or from the driver.
+    /// [`CudaError`] if there is no memory, or from the driver.
     pub fn download(&self, buffer: &Buffer) -> Result<Vec<u8>, CudaError> {
         let _current = self.context.enter()?;
         let mut staging = self.pinned.take(buffer.bytes)?;
@@ -59,10 +60,10 @@ impl Cuda {
         Ok(staging.bytes().to_vec())
     }
 
-    /// Lay jobs out, and copy them to the device.
+    /// Lay out jobs and copy them to the device.
     ///
     /// # Errors
-    /// As [`Self::upload`].
+    /// Those of [`Self::upload`].
     pub fn prepare(&self, kernel: Kernel, jobs: &mut [Job]) -> Result<Launch, CudaError> {
         let blocks = lay_out(jobs);
         let jobs_there = self.upload(bytemuck::cast_slice(jobs))?;
@@ -73,7 +74,7 @@ impl Cuda {
     /// Queue jobs.
     ///
     /// # Safety
-    /// Every address of the jobs has as much memory as the job says.
+    /// Every address in a job must have as much memory as the job states.
     ///
     /// # Errors
     /// [`CudaError`] from the driver.
@@ -81,19 +82,19 @@ impl Cuda {
         let _current = self.context.enter()?;
         let Launch { kernel, count, blocks, .. } = *launch;
         let jobs = Jobs { kernel, place: 0, count, blocks };
-        // SAFETY: ensured by the caller.
+        // SAFETY: the caller ensures that the addresses are valid.
         unsafe { self.kernels.launch(jobs, launch.jobs.address(), launch.flag.address(), &self.sums) }
     }
 
-    /// The flag of jobs after all work queued so far.
+    /// Read the flag of jobs after all work queued so far.
     ///
     /// # Errors
-    /// As [`Self::download`].
+    /// Those of [`Self::download`].
     pub fn flag(&self, launch: &Launch) -> Result<u32, CudaError> {
         Ok(bytemuck::pod_read_unaligned(&self.download(&launch.flag)?))
     }
 
-    /// Queue a copy between two buffers of one size.
+    /// Queue a copy between two buffers of the same size.
     ///
     /// # Errors
     /// [`CudaError`] from the driver.
@@ -102,7 +103,7 @@ impl Cuda {
         to.block.copy_from(&from.block, from.bytes.min(to.bytes), &self.sums)
     }
 
-    /// The device time of each of `count` calls of `work`, which queues work on the device.
+    /// Measure the device time of each of `count` calls to `work`, which queues work on the device.
     ///
     /// # Errors
     /// [`CudaError`] from `work` or the driver.

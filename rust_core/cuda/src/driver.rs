@@ -1,5 +1,5 @@
-//! The driver's context, streams and events. Every driver call is made inside [`Context::enter`], which
-//! restores the current context afterwards: PyTorch shares the thread and the device's primary context.
+//! The driver's context, streams and events. Every driver call is made within [`Context::enter`], which restores
+//! the current context afterwards, because PyTorch shares the thread and the device's primary context.
 
 use std::ffi::{CStr, c_int};
 use std::marker::PhantomData;
@@ -12,30 +12,30 @@ use crate::kernels::{COMPUTE_CAPABILITY, CUDA_VERSION};
 
 /// Whether the driver's library can be opened.
 pub fn is_driver_present() -> bool {
-    // SAFETY: opens and closes a library by its name.
+    // SAFETY: the call opens and closes a library by its name.
     unsafe { sys::is_culib_present() }
 }
 
-/// A device's primary context, which PyTorch uses too. It is kept until the process ends.
+/// A device's primary context, which PyTorch also uses. It is kept until the process ends.
 #[derive(Debug)]
 pub(crate) struct Context {
     ordinal: i32,
     handle: sys::CUcontext,
 }
 
-// SAFETY: a context may be current in any number of threads; the handle is only passed to the driver.
+// SAFETY: a context may be current on any number of threads; the handle is only passed to the driver.
 unsafe impl Send for Context {}
 // SAFETY: as above.
 unsafe impl Sync for Context {}
 
-/// A context while it is current in this thread.
+/// A context, while it is current on this thread.
 pub(crate) struct Entered<'a> {
     _context: &'a Context,
     _of_this_thread: PhantomData<*const ()>,
 }
 
 impl Context {
-    /// Open a device that the kernels run on.
+    /// Open a device on which the kernels can run.
     pub(crate) fn open(ordinal: i32) -> Result<Arc<Self>, CudaError> {
         if !is_driver_present() {
             return Err(CudaError::NoDriver { ordinal });
@@ -44,7 +44,7 @@ impl Context {
         let (mut version, mut count, mut device): (c_int, c_int, _) = (0, 0, 0);
         let mut capability = (0, 0);
         let mut handle = std::ptr::null_mut();
-        // SAFETY: the library is there; all pointers are to variables of this function.
+        // SAFETY: the library is loaded; all pointers point to local variables.
         unsafe {
             call("cuDriverGetVersion", sys::cuDriverGetVersion(&mut version))?;
             if version < CUDA_VERSION {
@@ -85,7 +85,7 @@ impl Context {
         self.ordinal
     }
 
-    /// Make the context current in this thread, until the result is dropped.
+    /// Make the context current on this thread until the result is dropped.
     pub(crate) fn enter(&self) -> Result<Entered<'_>, CudaError> {
         // SAFETY: the context is alive.
         self.check("cuCtxPushCurrent", unsafe { sys::cuCtxPushCurrent_v2(self.handle) })?;
@@ -99,7 +99,7 @@ impl Context {
     /// The free memory and the total memory of the device, in bytes.
     pub(crate) fn free_and_total(&self) -> (usize, usize) {
         let (mut free, mut total) = (0, 0);
-        // SAFETY: the pointers are to variables of this function.
+        // SAFETY: the pointers point to local variables.
         let _ = unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) };
         (free, total)
     }
@@ -108,7 +108,7 @@ impl Context {
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
         let mut popped = std::ptr::null_mut();
-        // SAFETY: pushed by `enter` in this thread.
+        // SAFETY: `enter` pushed the context on this thread.
         let _ = unsafe { sys::cuCtxPopCurrent_v2(&mut popped) };
     }
 }
@@ -143,7 +143,7 @@ pub(crate) struct Stream {
     context: Arc<Context>,
 }
 
-// SAFETY: the driver takes calls on a stream from any thread.
+// SAFETY: the driver accepts calls for a stream from any thread.
 unsafe impl Send for Stream {}
 // SAFETY: as above.
 unsafe impl Sync for Stream {}
@@ -152,7 +152,7 @@ impl Stream {
     pub(crate) fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
         let mut handle = std::ptr::null_mut();
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
-        // SAFETY: the pointer is to a variable of this function.
+        // SAFETY: the pointer points to a local variable.
         context.check("cuStreamCreate", unsafe { sys::cuStreamCreate(&mut handle, flags) })?;
         Ok(Self { handle, context: Arc::clone(context) })
     }
@@ -161,30 +161,30 @@ impl Stream {
         self.handle
     }
 
-    /// Make work that is queued later wait for `event`.
+    /// Make work that is queued on this stream later wait for `event`.
     pub(crate) fn wait(&self, event: &Event) -> Result<(), CudaError> {
         event.let_wait(self.handle)
     }
 
-    /// An event that follows all work queued so far.
+    /// Record an event after all work queued so far.
     pub(crate) fn record(&self) -> Result<Event, CudaError> {
         let event = Event::new(&self.context)?;
         event.record(self.handle)?;
         Ok(event)
     }
 
-    /// Begin queueing work that may fail halfway. Declare it after the memory that it uses, so that it is dropped
-    /// first.
+    /// Begin to queue work that may fail halfway. Declare the result after the memory that the work uses, so that
+    /// the result is dropped first.
     pub(crate) fn queue(&self) -> Queue<'_> {
         Queue(self)
     }
 }
 
-/// Waits for the device when it is dropped, because queued work may still use memory that is dropped next.
+/// Waits for the device when it is dropped, because queued work may still use the memory that is dropped next.
 pub(crate) struct Queue<'a>(&'a Stream);
 
 impl Queue<'_> {
-    /// All work is queued, and events mark its end.
+    /// Do not wait for the device: all work is queued, and events mark its end.
     pub(crate) fn finish(self) {
         std::mem::forget(self);
     }
@@ -192,7 +192,7 @@ impl Queue<'_> {
 
 impl Drop for Queue<'_> {
     fn drop(&mut self) {
-        // SAFETY: the stream is alive. A failure here is ignored: the first one is reported.
+        // SAFETY: the stream is alive. A failure here is ignored, because the first failure is reported.
         let _ = unsafe { sys::cuStreamSynchronize(self.0.handle) };
     }
 }
@@ -204,7 +204,7 @@ pub(crate) struct Event {
     context: Arc<Context>,
 }
 
-// SAFETY: the driver takes calls on an event from any thread.
+// SAFETY: the driver accepts calls for an event from any thread.
 unsafe impl Send for Event {}
 // SAFETY: as above.
 unsafe impl Sync for Event {}
@@ -212,35 +212,35 @@ unsafe impl Sync for Event {}
 impl Event {
     pub(crate) fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
         let mut handle = std::ptr::null_mut();
-        // A thread that waits for it sleeps instead of spinning.
+        // A thread that waits for the event sleeps instead of spinning.
         let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32
             | sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC as u32;
-        // SAFETY: the pointer is to a variable of this function.
+        // SAFETY: the pointer points to a local variable.
         context.check("cuEventCreate", unsafe { sys::cuEventCreate(&mut handle, flags) })?;
         Ok(Self { handle, context: Arc::clone(context) })
     }
 
-    /// Record it after all work queued on `stream` so far.
+    /// Record the event after all work queued on `stream` so far.
     pub(crate) fn record(&self, stream: sys::CUstream) -> Result<(), CudaError> {
-        // SAFETY: the event is alive; the stream is ours or the one that DLPack's consumer has named.
+        // SAFETY: the event is alive; the stream is one of this crate or the one that the DLPack consumer named.
         self.context.check("cuEventRecord", unsafe { sys::cuEventRecord(self.handle, stream) })
     }
 
-    /// Make work that is queued later on `stream` wait for it.
+    /// Make work that is queued on `stream` later wait for the event.
     pub(crate) fn let_wait(&self, stream: sys::CUstream) -> Result<(), CudaError> {
         let _current = self.context.enter()?;
         // SAFETY: as in `record`.
         self.context.check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(stream, self.handle, 0) })
     }
 
-    /// Whether the device has reached it. False after an error.
+    /// Whether the device has reached the event. False after an error.
     pub(crate) fn is_done(&self) -> bool {
         let Ok(_current) = self.context.enter() else { return false };
         // SAFETY: the event is alive.
         unsafe { sys::cuEventQuery(self.handle) == CUresult::CUDA_SUCCESS }
     }
 
-    /// Wait until the device has reached it.
+    /// Wait until the device has reached the event.
     pub(crate) fn synchronize(&self) -> Result<(), CudaError> {
         let _current = self.context.enter()?;
         // SAFETY: the event is alive.
@@ -251,7 +251,7 @@ impl Event {
 impl Drop for Event {
     fn drop(&mut self) {
         if let Ok(_current) = self.context.enter() {
-            // SAFETY: created by `new`; the driver keeps it as long as work waits for it.
+            // SAFETY: `new` created the event; the driver keeps it as long as work waits for it.
             let _ = unsafe { sys::cuEventDestroy_v2(self.handle) };
         }
     }

@@ -1,4 +1,4 @@
-//! Errors of a device: what failed, where, why, and what to do next.
+//! The errors of a device. Each message states what failed, where, why, and what to do.
 
 /// An error of CUDA.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -6,7 +6,7 @@ pub enum CudaError {
     /// The library libcuda is missing.
     #[error(
         "CUDA device {ordinal}: no NVIDIA driver here (libcuda.so.1 is not found); install the driver and check with: \
-         nvidia-smi; a container is given GPUs by docker-compose.gpu.yaml; or leave device_id out to train on the CPU"
+         nvidia-smi; for containers, use docker-compose.gpu.yaml; or omit device_id to train on the CPU"
     )]
     NoDriver {
         /// The requested device.
@@ -25,7 +25,7 @@ pub enum CudaError {
         /// The version of the kernels.
         needed: i32,
     },
-    /// A device number that does not exist.
+    /// The device number does not exist.
     #[error(
         "CUDA device {ordinal} is requested, but {} (CUDA_VISIBLE_DEVICES={visible}); run: nvidia-smi -L",
         describe_count(*.count)
@@ -35,10 +35,10 @@ pub enum CudaError {
         ordinal: i32,
         /// The number of devices that the driver reports.
         count: i32,
-        /// The environment variable.
+        /// The value of the environment variable CUDA_VISIBLE_DEVICES.
         visible: String,
     },
-    /// A device on which the kernels cannot run.
+    /// The kernels cannot run on the device.
     #[error(
         "CUDA device {ordinal} has compute capability {}.{}, the kernels need {}.{} (A100 or later); choose another \
          device: nvidia-smi -L", .found.0, .found.1, .needed.0, .needed.1
@@ -46,7 +46,7 @@ pub enum CudaError {
     DeviceTooOld {
         /// The requested device.
         ordinal: i32,
-        /// Its compute capability.
+        /// The compute capability of the device.
         found: (i32, i32),
         /// The compute capability that the kernels need.
         needed: (i32, i32),
@@ -61,27 +61,27 @@ pub enum CudaError {
         ordinal: i32,
         /// The purpose of the memory.
         what: &'static str,
-        /// The requested bytes.
+        /// The requested size, in bytes.
         bytes: usize,
-        /// The free bytes of the device.
+        /// The free memory of the device, in bytes.
         free: usize,
-        /// All bytes of the device.
+        /// The total memory of the device, in bytes.
         total: usize,
     },
     /// Page-locked memory could not be allocated.
     #[error(
-        "CUDA device {ordinal}: {bytes} bytes of page-locked memory are refused ({code}); use smaller batches or a lower \
-         staleness, and check: free -m; ulimit -l"
+        "CUDA device {ordinal}: {bytes} bytes of page-locked memory cannot be allocated ({code}); use smaller batches \
+         or a lower staleness, and check: free -m; ulimit -l"
     )]
     NoPinnedMemory {
         /// The device.
         ordinal: i32,
-        /// The requested bytes.
+        /// The requested size, in bytes.
         bytes: usize,
-        /// The driver's reason.
+        /// The error that the driver returned.
         code: String,
     },
-    /// Any other failure of a call.
+    /// A call failed for any other reason.
     #[error(
         "CUDA device {ordinal}: {what} failed with {code}; restart the process; if the error recurs, find the kernel with: \
          CUDA_LAUNCH_BLOCKING=1 compute-sanitizer python SCRIPT"
@@ -91,7 +91,7 @@ pub enum CudaError {
         ordinal: i32,
         /// The name of the call.
         what: &'static str,
-        /// The driver's name for the error, and its text.
+        /// The driver's name and description of the error.
         code: String,
     },
     /// The library of the driver lacks a function.
@@ -104,7 +104,7 @@ pub enum CudaError {
         /// The missing function.
         what: String,
     },
-    /// Gradients that do not fit the step.
+    /// Gradients do not fit the step.
     #[error("{what}")]
     BadGradient {
         /// The gradient, and what was expected.

@@ -1,5 +1,5 @@
-//! The memory layout of a step, and the jobs on it. Addresses are device addresses; this module does not call the
-//! device.
+//! The memory layout of a step, and the jobs that use it. Addresses are device addresses; this module does not call
+//! the device.
 
 use std::ops::Range;
 
@@ -13,34 +13,34 @@ use crate::memory::ALIGNMENT;
 /// A position in a block: an offset in bytes.
 pub type Place = usize;
 
-/// The gradient of one feature's vectors, on the device: `[samples, dim]`, row-major.
+/// The gradient of one feature's vectors on the device, row-major, with the shape `[samples, dim]`.
 #[derive(Debug, Clone, Copy)]
 pub struct Gradient {
-    /// The address of its first element.
+    /// The address of the first element.
     pub address: u64,
-    /// The type of its elements.
+    /// The type of the elements.
     pub dtype: Dtype,
 }
 
-/// Jobs of one kernel in a block: their position, their number, and the thread blocks that they need.
+/// The jobs of one kernel in a block: their position, their number, and the number of thread blocks that they need.
 #[derive(Debug, Clone, Copy)]
 pub struct Jobs {
     /// The kernel to be launched.
     pub kernel: Kernel,
     /// The position of the jobs.
     pub place: Place,
-    /// How many.
+    /// The number of jobs.
     pub count: u32,
     /// The number of thread blocks.
     pub blocks: u32,
 }
 
-/// The positions of one feature's lists in the block of inputs; `None` is a list that the feature does not have.
+/// The positions of one feature's lists in the block of inputs; None for a list that the feature does not have.
 #[derive(Debug, Default)]
 struct FeaturePlaces {
     table: usize,
     samples: usize,
-    /// The number of unique ids of the feature itself.
+    /// The number of unique ids of the feature.
     unique: usize,
     /// Whether the table's vectors are those of samples.
     by_samples: bool,
@@ -76,7 +76,8 @@ impl BlockBuilder {
     }
 }
 
-/// One look-up: a block of inputs (rows, lists, dense tensors, jobs), and one of outputs (vectors and masks).
+/// The layout of one look-up: a block of inputs (rows, lists, dense tensors and jobs) and a block of outputs (vectors
+/// and masks).
 #[derive(Debug)]
 pub struct StepLayout {
     inputs: usize,
@@ -90,7 +91,7 @@ pub struct StepLayout {
 }
 
 impl StepLayout {
-    /// The layout for `work`, whose vectors have the type `vectors`.
+    /// Compute the layout for `work`. Vectors have the type `vectors`.
     pub fn new(work: &DeviceWork<'_>, vectors: Dtype) -> Self {
         let (mut inputs, mut outputs) = (BlockBuilder::default(), BlockBuilder::default());
         let table = |table: &DeviceTable| {
@@ -107,17 +108,17 @@ impl StepLayout {
         Self { inputs: inputs.bytes, outputs: outputs.bytes, rows, tables, features, tensors, jobs, vectors }
     }
 
-    /// Bytes of the block of inputs.
+    /// The size of the block of inputs, in bytes.
     pub fn input_bytes(&self) -> usize {
         self.inputs
     }
 
-    /// Bytes of the block of outputs.
+    /// The size of the block of outputs, in bytes.
     pub fn output_bytes(&self) -> usize {
         self.outputs
     }
 
-    /// Number of id features.
+    /// The number of id features.
     pub fn features(&self) -> usize {
         self.features.len()
     }
@@ -156,8 +157,8 @@ impl StepLayout {
         rows
     }
 
-    /// Write everything except the rows into `memory`, which is copied to the block at address `inputs`. Vectors are
-    /// written to `outputs`.
+    /// Write everything except the rows into `memory`, which is later copied to the block at address `inputs`. The
+    /// kernels write vectors to `outputs`.
     pub fn write(&self, memory: &mut [u8], work: &DeviceWork<'_>, inputs: u64, outputs: u64) -> [Jobs; 2] {
         for (feature, places) in work.features.iter().zip(&self.features) {
             copy_feature(memory, feature, places);
@@ -243,12 +244,13 @@ fn put<T: Pod>(memory: &mut [u8], place: Option<Place>, list: Option<&[T]>) {
     }
 }
 
-/// The address of a list; 0 if there is none.
+/// The address of a list; 0 if there is no list.
 fn address(block: u64, place: Option<Place>) -> u64 {
     place.map_or(0, |place| block + place as u64)
 }
 
-/// The sums of one step: a block with the flag, the jobs, the accumulators, and the part that is copied back.
+/// The layout of the sums of one step: a block with the flag, the jobs, the accumulators, and the part that is copied
+/// back.
 #[derive(Debug)]
 pub struct SumsLayout {
     jobs: Place,
@@ -260,10 +262,10 @@ pub struct SumsLayout {
 }
 
 impl SumsLayout {
-    /// The position of the flag, a word.
+    /// The position of the flag, which is a word.
     pub const FLAG: Place = 0;
 
-    /// The layout of the sums of the step whose layout is `step`, with the wire type `wire`.
+    /// Compute the layout of the sums of a step with the layout `step` and the wire type `wire`.
     pub fn new(step: &StepLayout, wire: Dtype) -> Self {
         let mut parts = BlockBuilder::default();
         parts.add(size_of::<u32>());
@@ -282,7 +284,7 @@ impl SumsLayout {
         Self { jobs, shared, back, tables, bytes: parts.bytes, wire }
     }
 
-    /// Bytes of the block.
+    /// The size of the block, in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
@@ -297,13 +299,13 @@ impl SumsLayout {
         self.tables.iter().map(|range| range.start - self.back..range.end - self.back).collect()
     }
 
-    /// The part that must be zeroed before the launches: the flag, and accumulators.
+    /// The parts that must be zeroed before the launches: the flag and the accumulators.
     pub fn zeros(&self) -> impl Iterator<Item = Range<usize>> {
         std::iter::once(Self::FLAG..Self::FLAG + size_of::<u32>())
             .chain(self.shared.iter().flatten().cloned())
     }
 
-    /// All jobs for the block at address `memory`, and their launches in order.
+    /// All jobs for the block at address `memory`, and their launches, in order.
     pub fn jobs(
         &self,
         step: &StepLayout,
@@ -328,8 +330,8 @@ impl SumsLayout {
         self.jobs
     }
 
-    /// Rounds of jobs; the jobs of a round may run at the same time. Features that share a table add to the same rows
-    /// in the order of their slots, so each has its own round. Their sums are scaled in a further round.
+    /// The rounds of jobs. The jobs of a round may run concurrently. Features that share a table add to the same rows
+    /// in the order of their slots, so each of them needs a separate round. Their sums are scaled in a further round.
     fn rounds(
         &self,
         step: &StepLayout,

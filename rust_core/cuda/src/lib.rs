@@ -1,17 +1,18 @@
-//! Embedding rows pooled, and their gradients summed, on a CUDA device.
+//! Pools embedding rows, and sums their gradients, on a CUDA device.
 //!
-//! * [`Cuda`]: a device: its context, streams, kernels and memory, once per process and device
-//! * [`CudaDevice`]: a device as an engine uses it: a [`persia_engine::device::Device`]
+//! * [`Cuda`]: a device with its context, streams, kernels and memory, once per process and device
+//! * [`CudaDevice`]: a device as an engine uses it; implements [`persia_engine::device::Device`]
 //! * [`Step`]: the tensors of one look-up, and the sums of their gradients
 //! * [`kernels`]: the three kernels and their arguments
 //! * [`layout`]: the memory layout of a step's lists, vectors and sums
-//! * `by_hand`: memory and launches for tests and measurements, in the feature of that name
+//! * `by_hand`: memory and launches for tests and measurements; requires the cargo feature `by_hand`
 //!
-//! Neither building nor loading needs CUDA: the driver's library is opened with the first device.
+//! Neither building nor loading needs CUDA, because the driver's library is opened together with the first
+//! device.
 //!
 //! A look-up is copied and pooled on a separate stream, concurrently with the model on PyTorch's stream.
-//! Order between the streams is by events; no call waits for a device, except [`Sums`](Step::sum) for its
-//! copy, in the push thread.
+//! Events put the streams in order. No call waits for a device, except that the push thread waits for the
+//! copy of [`Sums`](Step::sum).
 #![allow(unsafe_code)] // calls into the driver, a C library, are unsafe
 
 #[cfg(feature = "by_hand")]
@@ -43,13 +44,13 @@ use kernels::Kernels;
 use memory::DevicePool;
 use pinned::PinnedPool;
 
-/// One device: the state that steps share.
+/// One device, with the state that steps share.
 #[derive(Debug)]
 pub struct Cuda {
     pub(crate) kernels: Kernels,
-    /// Look-ups: copies to the device, and pooling.
+    /// The stream of look-ups: copies to the device, and pooling.
     pub(crate) lookups: Stream,
-    /// Sums of gradients, and their copies back.
+    /// The stream of sums of gradients, and of their copies back.
     pub(crate) sums: Stream,
     pub(crate) pinned: Arc<PinnedPool>,
     pub(crate) pool: DevicePool,
@@ -57,17 +58,17 @@ pub struct Cuda {
 }
 
 impl Cuda {
-    /// The device of this number, opened at its first use.
+    /// The device with this number. It is opened at its first use.
     ///
     /// # Errors
-    /// [`CudaError`]: no driver, no such device, or one that the kernels do not run on.
+    /// [`CudaError`] if there is no driver, the device does not exist, or the kernels do not support it.
     pub fn device(ordinal: i32) -> Result<Arc<Self>, CudaError> {
         static DEVICES: Mutex<BTreeMap<i32, Arc<Cuda>>> = Mutex::new(BTreeMap::new());
         let mut devices = DEVICES.lock();
         if let Some(cuda) = devices.get(&ordinal) {
             return Ok(Arc::clone(cuda));
         }
-        // The bindings panic where the driver's library lacks a function.
+        // The bindings panic if the driver's library lacks a function.
         let opened = catch_unwind(AssertUnwindSafe(|| Self::open(ordinal))).unwrap_or_else(|panic| {
             let text = panic.downcast_ref::<String>().cloned();
             let what = text.unwrap_or_else(|| "a call of it did not return".into());
@@ -92,7 +93,7 @@ impl Cuda {
         })
     }
 
-    /// Its number.
+    /// The number of the device.
     pub fn ordinal(&self) -> i32 {
         self.context.ordinal()
     }
@@ -102,7 +103,7 @@ impl Cuda {
         self.sums.handle() as usize
     }
 
-    /// Bytes of device memory that steps hold, and bytes that are kept for the next steps.
+    /// The device memory that steps hold, and the memory that is kept for the next steps, in bytes.
     ///
     /// # Errors
     /// [`CudaError`] from the driver.
@@ -110,7 +111,8 @@ impl Cuda {
         self.pool.used()
     }
 
-    /// Return memory that no step holds to the device, and page-locked memory to the system.
+    /// Return the memory that no step holds: device memory to the device, and page-locked memory to the
+    /// operating system.
     ///
     /// # Errors
     /// [`CudaError`] from the driver.

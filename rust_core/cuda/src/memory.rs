@@ -1,4 +1,4 @@
-//! Device memory, from the driver's own pool.
+//! Device memory, from a memory pool of the driver.
 
 use std::ffi::c_void;
 use std::ops::Range;
@@ -10,25 +10,25 @@ use parking_lot::Mutex;
 use crate::driver::{Context, Event, Stream};
 use crate::error::CudaError;
 
-/// Parts of a block start at multiples of this many bytes.
+/// The alignment of the parts of a block, in bytes.
 pub(crate) const ALIGNMENT: usize = 256;
 
-/// The number of blocks in a window, after which a pool may keep less memory.
+/// The number of blocks in a window, after which a pool may reduce the memory that it keeps.
 const WINDOW: u32 = 1024;
-/// Free memory is kept up to this multiple of the peak in use, because freed blocks leave gaps, and a block
-/// that the device still uses cannot be reused yet.
+/// The multiple of the peak use up to which free memory is kept. It is above 1 because freed blocks leave gaps,
+/// and because a block that the device still uses cannot be reused yet.
 const SLACK: u64 = 2;
 
-/// Bytes of device memory.
+/// The use of device memory, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolUse {
-    /// The bytes of blocks that steps hold.
+    /// The size of the blocks that steps hold.
     pub held: u64,
-    /// The bytes that are allocated on the device, including `held`.
+    /// The size of the memory that is allocated on the device, including `held`.
     pub reserved: u64,
 }
 
-/// Device memory whose allocations are ordered by streams.
+/// A pool of device memory whose allocations streams put in order.
 #[derive(Debug)]
 pub(crate) struct DevicePool {
     inner: Arc<Inner>,
@@ -37,11 +37,11 @@ pub(crate) struct DevicePool {
 #[derive(Debug)]
 struct Inner {
     handle: sys::CUmemoryPool,
-    /// The stream on which blocks are freed, after everything that used them.
+    /// The stream on which blocks are freed, after all work that used them.
     releases: Stream,
     /// The engine's streams on which a block may be in use.
     ours: [sys::CUstream; 2],
-    /// Orders two streams; used under its lock.
+    /// Puts two streams in order. It is used under its lock.
     order: Mutex<Event>,
     threshold: Mutex<Threshold>,
     context: Arc<Context>,
@@ -49,21 +49,22 @@ struct Inner {
 
 /// How much free memory a pool keeps.
 ///
-/// At each synchronisation the driver returns memory above the threshold to the device, and taking it again
-/// is slow. So the threshold is above the need of all steps in flight: the peak in this window or the
-/// previous one. It grows immediately, and shrinks after two windows without large batches.
+/// At each synchronization, the driver returns memory above the threshold to the device, and allocating it again
+/// is slow. The threshold is therefore derived from the peak use in this window and the previous one, so that it
+/// is above the need of all steps in flight. It grows immediately, and shrinks after two windows without large
+/// batches.
 #[derive(Debug, Default)]
 struct Threshold {
     bytes: u64,
-    /// The peak in use in the previous window.
+    /// The peak use in the previous window.
     before: u64,
     /// The number of blocks in this window.
     blocks: u32,
 }
 
 impl Threshold {
-    /// Count a block. `used` is the peak in use since the window began. Returns the new threshold, if any,
-    /// and whether a window starts.
+    /// Count a block. `used` is the peak use since the window began. Returns the new threshold, if it changes,
+    /// and whether a new window starts.
     fn count(&mut self, used: u64) -> (Option<u64>, bool) {
         let needed = used.max(self.before).saturating_mul(SLACK);
         self.blocks += 1;
@@ -79,7 +80,7 @@ impl Threshold {
     }
 }
 
-// SAFETY: the driver takes calls on a pool and on streams from any thread.
+// SAFETY: the driver accepts calls for a pool and for streams from any thread.
 unsafe impl Send for Inner {}
 // SAFETY: as above.
 unsafe impl Sync for Inner {}
@@ -87,7 +88,7 @@ unsafe impl Sync for Inner {}
 impl DevicePool {
     pub(crate) fn new(context: &Arc<Context>, ours: [sys::CUstream; 2]) -> Result<Self, CudaError> {
         let mut handle = std::ptr::null_mut();
-        // SAFETY: zeros are this structure's defaults; the pool is made from a structure of this function.
+        // SAFETY: zeros are the defaults of this structure; the pool is created from a local variable.
         unsafe {
             let mut properties: sys::CUmemPoolProps = std::mem::zeroed();
             properties.allocType = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
@@ -108,7 +109,7 @@ impl DevicePool {
         Ok(Self { inner: Arc::new(inner) })
     }
 
-    /// `bytes` of device memory, for work that is queued on `stream` from now on.
+    /// Take `bytes` of device memory, for work that is queued on `stream` from then on.
     pub(crate) fn take(&self, bytes: usize, what: &'static str, stream: &Stream) -> Result<Block, CudaError> {
         let inner = &self.inner;
         let mut address = 0;
@@ -151,7 +152,7 @@ impl DevicePool {
 impl Inner {
     fn set<T>(&self, attribute: Attribute, value: &mut T) -> Result<(), CudaError> {
         let value: *mut T = value;
-        // SAFETY: the callers ensure that the attribute has the type `T`.
+        // SAFETY: the callers ensure that the attribute's value has the type `T`.
         let code = unsafe { sys::cuMemPoolSetAttribute(self.handle, attribute, value.cast::<c_void>()) };
         self.context.check("cuMemPoolSetAttribute", code)
     }
@@ -159,7 +160,7 @@ impl Inner {
     fn get(&self, attribute: Attribute) -> Result<u64, CudaError> {
         let mut value = 0u64;
         let place: *mut u64 = &mut value;
-        // SAFETY: the queried attributes have 64 bits.
+        // SAFETY: the values of the queried attributes have 64 bits.
         let code = unsafe { sys::cuMemPoolGetAttribute(self.handle, attribute, place.cast::<c_void>()) };
         self.context.check("cuMemPoolGetAttribute", code)?;
         Ok(value)
@@ -186,7 +187,7 @@ impl Inner {
     }
 }
 
-/// Device memory. When it is dropped, it returns to the pool after all work that may use it.
+/// Device memory. When it is dropped, it returns to the pool after all work that may still use it.
 #[derive(Debug)]
 pub(crate) struct Block {
     address: u64,
@@ -198,18 +199,18 @@ impl Block {
         self.address
     }
 
-    /// Queue zeros for a part of it.
+    /// Queue the zeroing of a part of the block.
     pub(crate) fn clear(&self, part: Range<usize>, stream: &Stream) -> Result<(), CudaError> {
         if part.is_empty() {
             return Ok(());
         }
         let start = self.address + part.start as u64;
-        // SAFETY: the part is inside the block, as the callers have laid it out.
+        // SAFETY: the part is inside the block, because callers take it from the block's layout.
         let code = unsafe { sys::cuMemsetD8Async(start, 0, part.len(), stream.handle()) };
         self.pool.context.check("cuMemsetD8Async", code)
     }
 
-    /// Queue a copy of another block's first `bytes`.
+    /// Queue a copy of the first `bytes` of another block.
     #[cfg(feature = "by_hand")]
     pub(crate) fn copy_from(&self, from: &Self, bytes: usize, stream: &Stream) -> Result<(), CudaError> {
         // SAFETY: the callers ensure that both blocks have as many bytes.
@@ -217,12 +218,12 @@ impl Block {
         self.pool.context.check("cuMemcpyDtoDAsync", code)
     }
 
-    /// Record that work queued on `stream`, which is not ours, uses the block; called at its last use.
+    /// Record that work on `stream`, a stream of another library, uses the block. This is called at the last
+    /// use.
     pub(crate) fn used_on(&self, stream: usize) {
         let Ok(_current) = self.pool.context.enter() else { return };
         if self.pool.release_after(stream as sys::CUstream).is_err() {
-            // The stream was destroyed: wait for all work.
-            // SAFETY: a context is current.
+            // The stream was destroyed, so wait for all work. SAFETY: a context is current.
             let _ = unsafe { sys::cuCtxSynchronize() };
         }
     }
@@ -233,7 +234,8 @@ impl Drop for Block {
         let Ok(_current) = self.pool.context.enter() else { return };
         let ordered = self.pool.ours.iter().try_for_each(|stream| self.pool.release_after(*stream));
         if ordered.is_ok() {
-            // SAFETY: made by `take`, freed once, after all its uses. On failure it is leaked, with the context.
+            // SAFETY: `take` allocated the block; it is freed once, after all its uses. On failure it is leaked,
+            // together with the context.
             let _ = unsafe { sys::cuMemFreeAsync(self.address, self.pool.releases.handle()) };
         }
     }
@@ -243,7 +245,7 @@ impl Drop for Block {
 mod tests {
     use super::*;
 
-    /// The thresholds while `blocks` blocks are taken, with a peak of `used` bytes.
+    /// The thresholds that are set while `blocks` blocks are taken, with a peak of `used` bytes.
     fn thresholds(threshold: &mut Threshold, blocks: u32, used: u64) -> Vec<u64> {
         (0..blocks).filter_map(|_| threshold.count(used).0).collect()
     }
@@ -260,7 +262,7 @@ mod tests {
     fn what_a_large_batch_took_goes_back_after_two_windows() {
         let mut threshold = Threshold::default();
         assert_eq!(thresholds(&mut threshold, WINDOW - 1, 10), [20]);
-        // It ends a window, and is in use when the next one starts.
+        // This block ends a window, and is in use when the next window starts.
         assert_eq!(threshold.count(500), (Some(1000), true));
         assert_eq!(thresholds(&mut threshold, WINDOW, 10), []);
         assert_eq!(thresholds(&mut threshold, WINDOW - 1, 10), []);

@@ -1,4 +1,4 @@
-//! Page-locked memory of the host, from a list of free blocks.
+//! Page-locked host memory, from a list of free blocks.
 
 use std::sync::Arc;
 
@@ -8,12 +8,13 @@ use parking_lot::Mutex;
 use crate::driver::{Context, Event, Stream, describe};
 use crate::error::CudaError;
 
-/// The size of a block is a multiple of this many bytes.
+/// The granularity of block sizes, in bytes.
 const PINNED_STEP: usize = 1 << 16;
-/// The number of free blocks that are kept. The look-up and the push of a step hold one block each, for a few steps.
+/// The maximum number of free blocks that are kept. The look-up and the push of a step hold one block each, for a few
+/// steps.
 const MAX_FREE: usize = 16;
 
-/// Page-locked memory, which the device accesses without the CPU.
+/// A pool of page-locked memory, which the device accesses without the CPU.
 #[derive(Debug)]
 pub(crate) struct PinnedPool {
     state: Mutex<PinnedState>,
@@ -23,7 +24,7 @@ pub(crate) struct PinnedPool {
 #[derive(Debug, Default)]
 struct PinnedState {
     free: Vec<Pages>,
-    /// Blocks that a copy may still read, in the order of the copies.
+    /// The blocks that a copy may still read, in the order of the copies.
     busy: Vec<(Event, Pages)>,
 }
 
@@ -33,7 +34,7 @@ struct Pages {
     bytes: usize,
 }
 
-// SAFETY: plain memory with one owner.
+// SAFETY: this is plain memory with one owner.
 unsafe impl Send for Pages {}
 
 impl PinnedPool {
@@ -41,7 +42,8 @@ impl PinnedPool {
         Arc::new(Self { state: Mutex::default(), context: Arc::clone(context) })
     }
 
-    /// `bytes` of page-locked memory of unspecified content: the smallest free block that fits.
+    /// Take `bytes` of page-locked memory with unspecified content. It is the smallest free block that fits, or a new
+    /// block.
     pub(crate) fn take(self: &Arc<Self>, bytes: usize) -> Result<Pinned, CudaError> {
         let mut state = self.state.lock();
         state.reclaim();
@@ -62,12 +64,12 @@ impl PinnedPool {
             let ordinal = self.context.ordinal();
             return Err(CudaError::NoPinnedMemory { ordinal, bytes, code: describe(code) });
         }
-        // SAFETY: the block has this many bytes; they are written once, so that they may be read.
+        // SAFETY: the block has this many bytes. Initializing them makes reads sound.
         unsafe { std::ptr::write_bytes(start.cast::<u8>(), 0, bytes) };
         Ok(Pages { start: start.cast(), bytes })
     }
 
-    /// Return a block. If too many are free, the largest are kept.
+    /// Return a block. If too many blocks are free, the largest are kept.
     fn put(&self, pages: Pages, free_after: Option<Event>) {
         let mut state = self.state.lock();
         match free_after {
@@ -85,7 +87,7 @@ impl PinnedPool {
 
     fn unmake(&self, pages: &Pages) {
         if let Ok(_current) = self.context.enter() {
-            // SAFETY: made by `make`; no copy uses it any more.
+            // SAFETY: `make` allocated the memory, and no copy uses it any more.
             let _ = unsafe { sys::cuMemFreeHost(pages.start.cast()) };
         }
     }
@@ -120,7 +122,7 @@ pub(crate) struct Pinned {
     home: Arc<PinnedPool>,
 }
 
-// SAFETY: plain memory with one owner; shared, it is only read.
+// SAFETY: this is plain memory with one owner; through shared references it is only read.
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
@@ -129,12 +131,12 @@ impl Pinned {
     }
 
     pub(crate) fn bytes(&self) -> &[u8] {
-        // SAFETY: the block has this many initialised bytes until it is dropped; a copy to it has ended.
+        // SAFETY: the block has this many initialized bytes until it is dropped, and any copy to it has ended.
         unsafe { std::slice::from_raw_parts(self.start(), self.len) }
     }
 
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above; no copy from it is under way before `give_back_after`.
+        // SAFETY: as above; no copy from the block is in progress before `give_back_after`.
         unsafe { std::slice::from_raw_parts_mut(self.start(), self.len) }
     }
 
@@ -143,7 +145,7 @@ impl Pinned {
         if self.len == 0 {
             return Ok(());
         }
-        // SAFETY: both blocks have as many bytes, and outlive the copy: they are freed after it.
+        // SAFETY: both blocks have this many bytes, and both are freed only after the copy.
         let code = unsafe { sys::cuMemcpyHtoDAsync_v2(to, self.start().cast(), self.len, stream.handle()) };
         self.home.context.check("cuMemcpyHtoDAsync", code)
     }
@@ -158,7 +160,7 @@ impl Pinned {
         self.home.context.check("cuMemcpyDtoHAsync", code)
     }
 
-    /// Return it, to be reused once the device has reached `event`.
+    /// Return the block, so that it is reused once the device has reached `event`.
     pub(crate) fn give_back_after(mut self, event: Event) {
         self.free_after = Some(event);
     }

@@ -23,7 +23,8 @@ pub struct CudaDevice {
 }
 
 impl CudaDevice {
-    /// `vectors` is the type that the model gets, `wire` the type of gradients on the network.
+    /// Use a device for an engine. `vectors` is the type that the model gets, and `wire` is the type of gradients on
+    /// the network.
     pub fn new(cuda: Arc<Cuda>, vectors: Dtype, wire: Dtype) -> Self {
         Self { cuda, vectors, wire }
     }
@@ -79,7 +80,8 @@ impl<'a> StagedLookup<'a> {
         self.staging.upload(self.inputs.address(), stream)?;
         self.staging.give_back_after(stream.record()?);
         for jobs in self.launches {
-            // SAFETY: both blocks are laid out for these jobs, and `Step` keeps them; they are freed after this stream.
+            // SAFETY: both blocks are laid out for these jobs, and `Step` keeps them; they are freed after the work on
+            // this stream.
             unsafe { cuda.kernels.launch(jobs, self.inputs.address(), 0, stream)? };
         }
         let ready = Arc::new(stream.record()?);
@@ -114,7 +116,7 @@ pub struct Step {
     outputs: Arc<Block>,
 }
 
-/// A tensor of a step, or of its sums. It keeps its block alive, and nothing else of the step.
+/// A tensor of a step or of its sums. It keeps its block alive, but nothing else of the step.
 #[derive(Debug, Clone)]
 pub struct DeviceTensor {
     pub(crate) block: Arc<Block>,
@@ -123,12 +125,12 @@ pub struct DeviceTensor {
 }
 
 impl DeviceTensor {
-    /// The address of its first byte.
+    /// The address of the first byte.
     pub fn address(&self) -> u64 {
         self.block.address() + self.place as u64
     }
 
-    /// Make work that is queued later on `stream` wait until it is computed.
+    /// Make work that is queued on `stream` later wait until the tensor is computed.
     ///
     /// # Errors
     /// [`CudaError`] from the driver.
@@ -136,30 +138,30 @@ impl DeviceTensor {
         self.ready.let_wait(stream as _)
     }
 
-    /// Record that work queued on `stream` so far uses the tensor. It is called when its user drops it.
+    /// Record that the work on `stream` so far uses the tensor. This is called when the user of the tensor drops it.
     pub fn used_on(&self, stream: usize) {
         self.block.used_on(stream);
     }
 }
 
 impl Step {
-    /// The device, as the engine uses it.
+    /// The device of the engine.
     pub fn device(&self) -> &CudaDevice {
         &self.device
     }
 
-    /// Vectors of an id feature: `[samples, dim]`.
+    /// The vectors of an id feature, with the shape `[samples, dim]`.
     pub fn vectors(&self, feature: usize) -> Option<DeviceTensor> {
         Some(self.of_block(&self.outputs, self.layout.vectors(feature)?))
     }
 
-    /// Mask of a raw feature: a byte for each place.
+    /// The mask of a raw feature, with a byte for each position.
     pub fn mask(&self, feature: usize) -> Option<DeviceTensor> {
         Some(self.of_block(&self.outputs, self.layout.mask(feature)?))
     }
 
-    /// A dense input or label, in the order of [`DeviceWork::tensors`]. It shares its block with the rows and
-    /// lists of the batch, and keeps them all.
+    /// A dense input or label, in the order of [`DeviceWork::tensors`]. It shares its block with the rows and lists of
+    /// the batch, and keeps the whole block alive.
     pub fn tensor(&self, index: usize) -> Option<DeviceTensor> {
         Some(self.of_block(&self.inputs, self.layout.tensor(index)?))
     }

@@ -1,4 +1,4 @@
-//! Backward on a device: gradients of samples are summed per unique id, and copied to the host.
+//! Backward on a device: sums the gradients of samples per unique id, and copies the sums to the host.
 
 use std::any::Any;
 use std::borrow::Cow;
@@ -16,20 +16,20 @@ use crate::memory::Block;
 use crate::pinned::Pinned;
 use crate::step::{DeviceTensor, Step};
 
-/// Summed gradients of a step, while they are copied to the host.
+/// The summed gradients of a step, while they are copied to the host.
 pub struct Sums {
     wire: Dtype,
-    /// Recorded after the copy to `host`.
+    /// The event that is recorded after the copy to `host`.
     copied: Event,
     host: Pinned,
-    /// For each table: the position of its vectors in `host`, in bytes, and their widened copy if they have 16 bits.
+    /// For each table, the position of its vectors in `host`, in bytes. 16-bit vectors are widened into a copy.
     tables: Vec<std::ops::Range<usize>>,
     widened: Vec<Vec<f32>>,
     /// The memory that the device uses until the copy is complete.
     held: Option<Held>,
 }
 
-/// Memory of a device that is in use until the sums have been copied.
+/// The device memory that is in use until the sums have been copied.
 struct Held {
     _step: Arc<Step>,
     _memory: Arc<Block>,
@@ -38,14 +38,15 @@ struct Held {
 }
 
 impl Step {
-    /// Sum gradients, one for each id feature, which are ready on [`Cuda::sums_stream`](crate::Cuda::sums_stream); each sum
-    /// is multiplied by `scale`. Also returns a word of the device: 1 if a sum is not finite, else 0.
+    /// Sum gradients, one for each id feature. They must be ready on [`Cuda::sums_stream`](crate::Cuda::sums_stream).
+    /// Each sum is multiplied by `scale`. Also returns a word on the device, which is 1 if a sum is not finite,
+    /// otherwise 0.
     ///
-    /// The function does not wait. [`Sums::wait`](DeviceGradients::wait) drops `owners`, this step and the memory of
-    /// the sums as soon as the sums are copied, before the push.
+    /// This function does not wait. [`Sums::wait`](DeviceGradients::wait) drops `owners`, this step and the memory of
+    /// the sums as soon as the sums are copied, which is before the push.
     ///
     /// # Errors
-    /// [`CudaError`]: no memory, gradients that do not fit, or from the driver.
+    /// [`CudaError`] if there is no memory or gradients do not fit the step, or from the driver.
     pub fn sum(
         self: &Arc<Self>,
         gradients: &[Gradient],
@@ -65,7 +66,7 @@ impl Step {
         let layout = SumsLayout::new(&self.layout, self.device.wire());
         let memory = cuda.pool.take(layout.bytes(), "sums of gradients", stream)?;
         let address = memory.address();
-        // The lists that this reads were copied with the look-up.
+        // The lists that this reads were copied together with the look-up.
         stream.wait(&self.ready)?;
         for zeros in layout.zeros() {
             memory.clear(zeros, stream)?;
@@ -80,8 +81,8 @@ impl Step {
         staging.give_back_after(stream.record()?);
         for jobs in launches {
             let flag = address + SumsLayout::FLAG as u64;
-            // SAFETY: jobs are laid out for `memory` and the step's inputs, which `Sums` keeps, and for gradients of the
-            // sizes that the caller has checked and `owners` keep.
+            // SAFETY: the jobs are laid out for `memory` and the step's inputs, which `Sums` keeps, and for gradients
+            // whose sizes the caller has checked and which `owners` keep.
             unsafe { cuda.kernels.launch(jobs, address, flag, stream)? };
         }
         let memory = Arc::new(memory);

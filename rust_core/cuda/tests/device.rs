@@ -1,5 +1,5 @@
-//! The results of the kernels on a device are bit-identical to those of the CPU's loops. `make test-gpu` runs this; it
-//! needs a device.
+//! Tests that the results of the kernels on a device are bit-identical to those of the loops on the CPU. `make
+//! test-gpu` runs these tests, which need a device.
 #![allow(unsafe_code, clippy::unwrap_used)]
 
 mod cases;
@@ -54,7 +54,7 @@ impl There {
 fn run(cuda: &Cuda, case: &Case) {
     let there = There::of(cuda, case).unwrap();
     let launch = cuda.prepare(case.kernel, &mut [there.job]).unwrap();
-    // SAFETY: the job points to the buffers of `there`, of the case's sizes.
+    // SAFETY: the job points to the buffers of `there`, which have the sizes of the case.
     unsafe { cuda.launch(&launch).unwrap() };
     let (out, mask) = (cuda.download(&there.out).unwrap(), cuda.download(&there.mask).unwrap());
     let flag = cuda.flag(&launch).unwrap();
@@ -105,7 +105,7 @@ fn memory_is_used_again_and_given_back() {
     (0..1000).for_each(|_| once());
     let after = cuda.memory().unwrap();
     assert!(after.reserved <= before.reserved, "{before:?} to {after:?}");
-    // The memory of one large buffer is also returned.
+    // The memory of a large buffer is also returned.
     drop(cuda.upload(&vec![7; 1 << 28]).unwrap());
     (0..3000).for_each(|_| once());
     let after = cuda.memory().unwrap();

@@ -1,5 +1,6 @@
-//! An engine whose device is the kernels' source, compiled for the CPU, is bit-identical to one without a device:
-//! vectors, masks, dense tensors, and rows after many pushes. A real device adds only copies and their order.
+//! Tests that an engine whose device runs the kernels' source, compiled for the CPU, is bit-identical to an
+//! engine without a device: vectors, masks, dense tensors, and rows after many pushes. A real device only adds
+//! copies and their order.
 #![allow(unsafe_code, clippy::unwrap_used)]
 
 mod host;
@@ -31,7 +32,7 @@ use persia_types::{Dtype, Schema, Table, Tables, TablesError};
 const LONG: Duration = Duration::from_secs(60);
 const BATCH: usize = 40;
 
-/// A store that pools the samples of tables of one dimension, as a middleware does.
+/// A store that, like a middleware, pools the samples of tables of one dimension.
 struct Pools(Store, usize);
 
 impl Tables for Pools {
@@ -103,7 +104,7 @@ impl Tables for Pools {
     }
 }
 
-/// Slots of every kind; three share a table.
+/// A schema with slots of every kind, three of which share a table.
 fn schema() -> Schema {
     let slot = |name: &str, table| Slot { name: name.into(), table, ..Slot::default() };
     let stack = |rounds, buckets| Some(HashStack { rounds, buckets });
@@ -194,7 +195,7 @@ fn tables(pooled_dim: usize) -> Arc<dyn Tables> {
     Arc::new(Pools(store, pooled_dim))
 }
 
-/// The results of a run: the vectors of every step, and all rows at its end.
+/// The results of a run: the vectors of every step, and all rows at the end.
 #[derive(PartialEq, Debug)]
 struct Seen {
     vectors: Vec<Vec<u32>>,
@@ -282,7 +283,7 @@ fn a_scaled_loss_gives_the_same_rows() {
 
 #[test]
 fn samples_that_the_tables_pool_travel_as_samples() {
-    // The last two are those of raw features, which keep their masks.
+    // The last two dimensions are those of raw features, which keep their masks.
     for dim in [12, 16, 5, 7, 4] {
         assert_eq!(train(dim, device(Dtype::F32), 1.0), train(dim, None, 1.0), "dim {dim}");
     }
@@ -309,7 +310,7 @@ fn a_gradient_that_is_not_finite_sets_the_flag_wherever_it_is_added() {
         for feature in 0..sizes.len() {
             for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
                 let mut spoilt = gradients(1, &sizes);
-                // The whole buffer, because some samples use no id.
+                // Fill the whole buffer, because some samples use no id.
                 spoilt[feature].fill(bad);
                 assert_eq!(flag(&spoilt, wire), 1, "feature {feature}, {bad}, {wire:?}");
             }

@@ -1,4 +1,5 @@
-//! Without a driver, requesting a device is an error with the next step. Nothing panics, and nothing else fails.
+//! Tests that, without a driver, requesting a device is an error that says what to do. Nothing panics, and
+//! nothing else fails.
 
 use persia_cuda::{Cuda, CudaError, is_driver_present};
 

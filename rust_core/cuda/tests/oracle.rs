@@ -1,4 +1,5 @@
-//! The kernels' source, compiled for the CPU, gives results that are bit-identical to those of the CPU's own loops.
+//! Tests that the kernels' source, compiled for the CPU, gives results that are bit-identical to those of the loops
+//! on the CPU.
 #![allow(unsafe_code, clippy::unwrap_used)]
 
 mod cases;
@@ -16,7 +17,7 @@ fn run(shim: &Shim, case: &Case) {
     case.check(&memory.given(flag));
 }
 
-/// Copies whose start is aligned for vectors of four.
+/// Copies of data, aligned for vectors of four.
 struct Memory {
     rows: Vec<u128>,
     out: Vec<u128>,
@@ -65,7 +66,7 @@ impl Memory {
 #[test]
 fn a_job_is_as_large_in_both_languages() {
     let shim = Shim::compile();
-    // SAFETY: it has no arguments.
+    // SAFETY: the function has no arguments.
     let size = unsafe { shim.function::<unsafe extern "C" fn() -> u32>("size_of_job")() };
     assert_eq!(size as usize, size_of::<Job>());
 }
@@ -115,7 +116,7 @@ fn every_half_is_widened_and_every_rounding_made_as_the_cpu_does() {
     use persia_types::Dtype;
     let shim = Shim::compile();
     for dtype in [Dtype::F16, Dtype::Bf16] {
-        // All 65,536 patterns except NaN, which `sums` covers, to f32 and back.
+        // Convert all 65,536 bit patterns except NaN, which `sums` covers, to f32 and back.
         let halves: Vec<u16> = (0..=u16::MAX).collect();
         let stored: Vec<u8> = halves.iter().flat_map(|half| half.to_le_bytes()).collect();
         let base = cases::gather(16, dtype, Dtype::F32, cases::Gather { single: true, ..Default::default() });
@@ -131,7 +132,7 @@ fn every_half_is_widened_and_every_rounding_made_as_the_cpu_does() {
             ..base
         };
         run(&shim, &case);
-        // Also numbers between them, of every exponent.
+        // Also convert numbers between them, with every exponent.
         let between: Vec<f32> =
             (0..65536u32).map(|i| f32::from_bits(i << 16 | i.wrapping_mul(40_503) & 0xFFFF)).collect();
         let finite: Vec<f32> =

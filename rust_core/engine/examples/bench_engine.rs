@@ -1,5 +1,6 @@
-//! First the engine's own loops, then whole embedding steps on the store, with the workload of the benchmarks: 26
-//! features of ids below 100,000, batch 4,096, 1 or 10 ids per sample, uniform and Zipf, dimensions 16, 64 and 128.
+//! Measures the engine's loops, and then whole embedding steps on the store. The workload is that of the
+//! benchmarks: 26 features with ids below 100,000, batches of 4,096 samples, 1 or 10 ids per sample, uniform and
+//! Zipf distributions, and the dimensions 16, 64 and 128.
 //!
 //! `cargo run --release -p persia-engine --example bench_engine [-- DIM [L]]`
 #![allow(
@@ -29,7 +30,7 @@ const BATCH: usize = 4_096;
 const ZIPF_EXPONENT: f64 = 1.05;
 const WAIT: Duration = Duration::from_secs(60);
 
-/// A small generator: the benchmark must draw the same ids on every machine.
+/// A small random number generator, because the benchmark must draw the same ids on every machine.
 struct Random(u64);
 
 impl Random {
@@ -43,7 +44,7 @@ impl Random {
     }
 }
 
-/// The share of draws at or below each rank.
+/// The fraction of draws at or below each rank of the Zipf distribution.
 fn zipf() -> Vec<f64> {
     let mut sum = 0.0;
     let mut shares: Vec<f64> = (1..=IDS)
@@ -56,7 +57,7 @@ fn zipf() -> Vec<f64> {
     shares
 }
 
-/// Ids of one feature of one batch, scrambled so that frequent ones are not neighbours.
+/// Draw the ids of one feature of one batch. They are scrambled so that frequent ids are not neighbours.
 fn draw(random: &mut Random, zipf: Option<&[f64]>, feature: usize, count: usize) -> Vec<u64> {
     let one = |random: &mut Random| {
         let rank = match zipf {
@@ -79,7 +80,7 @@ fn build(name: String, ids: &[u64], per_sample: usize) -> IdFeature {
     IdFeature::lists(name, ids, &offsets).unwrap()
 }
 
-/// Processor time in nanoseconds, on which other load on the machine has less influence than on wall time.
+/// The processor time in nanoseconds. Other load on the machine influences it less than wall time.
 fn processor_time(of: ClockId) -> f64 {
     let time = clock_gettime(of);
     time.tv_sec as f64 * 1e9 + time.tv_nsec as f64
@@ -90,7 +91,7 @@ fn now() -> f64 {
     processor_time(ClockId::ThreadCPUTime)
 }
 
-/// The median and the best; other load on the machine changes the best least.
+/// Format the median and the best time. Other load on the machine changes the best time least.
 fn summary(mut values: Vec<f64>) -> String {
     values.sort_by(f64::total_cmp);
     format!("{:5.1} ({:5.1})", values[values.len() / 2], values[0])
@@ -105,7 +106,7 @@ fn batches(zipf: Option<&[f64]>, per_sample: usize, count: usize) -> Vec<Vec<Vec
 
 fn case(dim: usize, per_sample: usize, name: &str, batches: &[Vec<Vec<u64>>], repeats: usize) {
     let ids = (FEATURES * BATCH * per_sample) as f64;
-    // As in the engine, the rows and the outputs of all features are in memory at the same time.
+    // As in the engine, the rows and outputs of all features are in memory at the same time.
     let rows: Vec<Vec<f32>> = (0..FEATURES).map(|_| vec![0.5; BATCH * per_sample * dim]).collect();
     let mut outputs: Vec<Vec<f32>> = (0..FEATURES).map(|_| vec![0.5; BATCH * dim]).collect();
     let mut sums = rows.clone();
@@ -192,7 +193,7 @@ fn begun_store(dim: usize, vectorwise_shared: bool) -> Arc<Store> {
     Arc::new(store)
 }
 
-/// The gradient of one feature.
+/// The gradient of one feature, shared between steps.
 struct Shared(Arc<Vec<f32>>);
 
 impl AsRef<[f32]> for Shared {
@@ -201,7 +202,7 @@ impl AsRef<[f32]> for Shared {
     }
 }
 
-/// Whole steps over the store, without a model: deduplicate, look up, pool, sum gradients, update.
+/// Measure whole steps on the store, without a model: deduplicate, look up, pool, sum gradients, update.
 fn steps(dim: usize, per_sample: usize, name: &str, batches: &[Vec<Vec<u64>>], repeats: usize) {
     for (optimizer, row_wise) in [("adagrad", false), ("row-wise", true)] {
         let engine = Engine::new(begun_store(dim, row_wise), schema(dim), EngineOptions::default()).unwrap();
@@ -218,7 +219,7 @@ fn steps(dim: usize, per_sample: usize, name: &str, batches: &[Vec<Vec<u64>>], r
             looked.ticket.unwrap().push(shared.collect(), PushOptions::default()).unwrap();
             assert_eq!(engine.drain(WAIT).unwrap(), DrainOutcome::Done);
         };
-        batches.iter().for_each(step); // every id has a row, and every buffer was used
+        batches.iter().for_each(step); // after this, every id has a row and every buffer has been used
         let before = engine.stats();
         let ids = (FEATURES * BATCH * per_sample) as f64;
         let mut spent = Vec::new();

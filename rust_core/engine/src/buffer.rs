@@ -6,11 +6,11 @@ use parking_lot::Mutex;
 
 use crate::memory::FreeList;
 
-/// The alignment of buffers in bytes: a cache line, and the widest vector register.
+/// The alignment of buffers, in bytes: the size of a cache line and of the widest vector register.
 const ALIGNMENT: usize = 64;
 const LANES: usize = ALIGNMENT / size_of::<f32>();
 
-/// Floats at a 64-byte boundary. When it is dropped, its memory returns to its engine.
+/// Floats that start at a 64-byte boundary. When the buffer is dropped, its memory is returned to its engine.
 #[derive(Debug)]
 pub struct Buffer {
     memory: Vec<f32>,
@@ -20,12 +20,12 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// Number of floats.
+    /// The number of floats.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether it has no floats.
+    /// Whether the buffer has no floats.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -62,17 +62,17 @@ impl BufferPool {
         Arc::new(Self { free: Mutex::new(FreeList::new(max_free)) })
     }
 
-    /// A buffer with a copy of these floats.
+    /// Copy these floats into a buffer.
     pub(crate) fn collect(self: &Arc<Self>, values: impl ExactSizeIterator<Item = f32>) -> Buffer {
         let mut buffer = self.take(values.len());
         buffer.as_mut().iter_mut().zip(values).for_each(|(place, value)| *place = value);
         buffer
     }
 
-    /// A buffer of `len` floats with unspecified values.
+    /// Take a buffer of `len` floats with unspecified values.
     pub(crate) fn take(self: &Arc<Self>, len: usize) -> Buffer {
         let memory = self.free.lock().take(len + LANES - 1);
-        // Moving the vector does not move its heap memory.
+        // Moving the vector does not move its memory on the heap.
         let start = memory.as_ptr().align_offset(ALIGNMENT).min(LANES - 1);
         Buffer { memory, start, len, home: Arc::downgrade(self) }
     }

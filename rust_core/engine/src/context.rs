@@ -16,7 +16,7 @@ pub(crate) struct Context {
     pub(crate) schema: Schema,
     pub(crate) buffers: Arc<BufferPool>,
     pub(crate) gradient_scale: f32,
-    /// The device that pools in place of the CPU.
+    /// The device that pools instead of the CPU.
     pub(crate) device: Option<Arc<dyn Device>>,
     job: JobId,
     generation: u64,
@@ -30,7 +30,7 @@ impl Context {
         options: &EngineOptions,
         device: Option<Arc<dyn Device>>,
     ) -> Self {
-        // A step holds the outputs and divisors of every slot, and the rows of every table.
+        // A step uses buffers for the outputs and divisors of every slot, and for the rows of every table.
         let buffers = 2 * (options.staleness + 2) * schema.slots.len() + 4 * schema.tables.len();
         Self {
             tables,
@@ -44,7 +44,7 @@ impl Context {
         }
     }
 
-    /// The token of this step of the rank.
+    /// The rank's token of step `seq`.
     pub(crate) fn token(&self, seq: u64) -> Token {
         Token { job: self.job, generation: self.generation, rank: self.rank, seq }
     }

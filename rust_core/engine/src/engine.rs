@@ -23,32 +23,32 @@ use crate::step::{forward, missing, plan};
 /// The result of [`Engine::drain`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DrainOutcome {
-    /// The tables hold every gradient that was pushed.
+    /// All pushed gradients are in the tables.
     Done,
-    /// The timeout passed first.
+    /// The timeout passed. The value says what the call was waiting for.
     Pending(Wait),
 }
 
-/// Result of [`Engine::lookup_now`].
+/// The result of [`Engine::lookup_now`].
 #[derive(Debug)]
 pub struct EvalResult {
     /// The outputs, one for each id feature in the batch's order.
     pub outputs: Vec<Output>,
-    /// The vectors, if the engine has a device; those of `outputs` are then empty.
+    /// The vectors, if the engine has a device. The vectors of `outputs` are then empty.
     pub on_device: Option<OnDevice>,
     /// The report of the look-up.
     pub report: LookupReport,
 }
 
-/// One rank's engine. Clones refer to the same engine. When the last clone and pipeline are dropped, the push thread
-/// pushes what is queued and ends.
+/// One rank's engine. Clones refer to the same engine. When the last clone and the last pipeline are dropped, the
+/// push thread pushes the queued gradients and ends.
 #[derive(Clone)]
 pub struct Engine {
     pusher: Arc<PushThread>,
 }
 
 impl Engine {
-    /// An engine over `tables`, on which the run has begun.
+    /// Create an engine over `tables`, on which the run has begun.
     ///
     /// # Errors
     /// [`Error::BadOption`], [`Error::Spawn`].
@@ -56,10 +56,10 @@ impl Engine {
         Self::with_device(tables, schema, options, None)
     }
 
-    /// As [`Self::new`]; look-ups are pooled on the `device`, if there is one.
+    /// Like [`Self::new`], but look-ups are pooled on `device`, if there is one.
     ///
     /// # Errors
-    /// As [`Self::new`].
+    /// Those of [`Self::new`].
     pub fn with_device(
         tables: Arc<dyn Tables>,
         schema: Schema,
@@ -74,17 +74,17 @@ impl Engine {
         Ok(Self { pusher: Arc::new(PushThread::start(context, options)?) })
     }
 
-    /// A new pipeline: the batches of one data loader, from its first to its end or until it is closed.
-    /// Several may be open; staleness and steps are counted over all of them.
+    /// Create a pipeline for the batches of one data loader. Several pipelines may be open; staleness and steps are
+    /// counted over all of them.
     ///
     /// # Errors
-    /// [`Error::Spawn`], or the failure that stopped the engine.
+    /// [`Error::Spawn`]; the failure that stopped the engine.
     pub fn pipeline(&self) -> Result<Pipeline, Error> {
         Pipeline::open(Arc::clone(&self.pusher))
     }
 
-    /// Look up a batch outside any pipeline. Nothing is changed. It may or may not see pushes in flight: call
-    /// [`Self::drain`] first if that matters.
+    /// Look up a batch outside any pipeline, and change nothing. The result may or may not include pushes in flight;
+    /// call [`Self::drain`] first if that matters.
     ///
     /// # Errors
     /// [`Error::BadOption`] for [`Mode::Train`], [`Error::FeatureMismatch`], [`Error::Lookup`].
@@ -92,10 +92,10 @@ impl Engine {
         self.lookup_on(self.scheduler().context.device.as_deref(), batch, mode)
     }
 
-    /// Like [`Self::lookup_now`], on a device other than the engine's, or on the CPU.
+    /// Like [`Self::lookup_now`], but on another device than the engine's, or on the CPU.
     ///
     /// # Errors
-    /// As [`Self::lookup_now`], and [`Error::Device`].
+    /// Those of [`Self::lookup_now`]; [`Error::Device`].
     pub fn lookup_on(
         &self,
         device: Option<&dyn Device>,
@@ -115,8 +115,8 @@ impl Engine {
         Ok(EvalResult { outputs: done.outputs, on_device: done.on_device, report: done.report })
     }
 
-    /// For each id feature: the number of its unique ids, and how many of them have no row. Each feature is looked up
-    /// separately, and nothing is changed.
+    /// For each id feature, the number of its unique ids and the number of these that have no row. Each feature is
+    /// looked up separately, and nothing is changed.
     ///
     /// # Errors
     /// [`Error::FeatureMismatch`], [`Error::Lookup`].
@@ -128,17 +128,18 @@ impl Engine {
         guarded("look-up", step, || missing(&scheduler.context, (batch, &plan), token))
     }
 
-    /// The latest step, unless the engine has failed.
+    /// The latest step, or the failure of the engine.
     fn running_step(&self) -> Result<u64, Error> {
         let state = self.scheduler().lock();
         state.check()?;
         Ok(state.step)
     }
 
-    /// Wait until every push is acknowledged, as before a checkpoint. Tickets not yet pushed do not count.
+    /// Wait until every push is acknowledged, as is needed before a checkpoint. Tickets that have not been pushed
+    /// are not waited for.
     ///
     /// # Errors
-    /// The failure that stopped the engine; a failed push is never acknowledged.
+    /// The failure that stopped the engine, because a failed push is never acknowledged.
     pub fn drain(&self, timeout: Duration) -> Result<DrainOutcome, Error> {
         let scheduler = self.scheduler();
         let deadline = deadline(timeout);
@@ -152,7 +153,8 @@ impl Engine {
         }
     }
 
-    /// Start no look-up until [`Engine::resume`]. After a drain the rows are then of one step, and do not change.
+    /// Start no look-up until [`Engine::resume`]. After a drain, the rows are then those of one step and do not
+    /// change.
     pub fn pause(&self) {
         self.scheduler().lock().paused = true;
     }
@@ -163,7 +165,7 @@ impl Engine {
         self.scheduler().wake_workers();
     }
 
-    /// The latest training step that a pipeline has returned; before the first, `first_seq - 1`.
+    /// The latest training step that a pipeline has returned; `first_seq - 1` before the first one.
     pub fn step(&self) -> u64 {
         self.scheduler().lock().step
     }

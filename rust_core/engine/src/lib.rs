@@ -1,11 +1,12 @@
-//! The engine of a trainer: between a user's batch and the rows in [`Tables`](persia_types::Tables).
+//! The engine of a rank. It connects the user's batches with the rows in [`Tables`](persia_types::Tables).
 //!
-//! In the order of a training step:
+//! A training step uses, in this order:
 //!
-//! 1. [`Batch`]: id features deduplicated once, dense tensors, labels; checked when it is built
-//! 2. a plan: the slot and table of each feature, and where its rows are pooled; slots that share a table are merged
-//! 3. [`Pipeline`]: looks batches up ahead of time, at most K steps ahead of their pushes, and returns [`PooledBatch`]
-//! 4. [`PushTicket::push`]: gradients per feature become one summed gradient per unique id, pushed in the background
+//! 1. [`Batch`]: id features, which are deduplicated once, dense tensors and labels; checked when it is created
+//! 2. a plan: the slot and the table of each feature, and where its rows are pooled; slots that share a table are
+//!    merged
+//! 3. [`Pipeline`]: looks up batches ahead of time, at most K steps ahead of their pushes, and returns [`PooledBatch`]
+//! 4. [`PushTicket::push`]: sums the gradients of each unique id, and pushes them in the background
 //!
 //! ```no_run
 //! # use persia_engine::{Batch, Engine, Error, Next, PushOptions};
@@ -25,8 +26,8 @@
 //! # Ok(()) }
 //! ```
 //!
-//! The engine does not depend on Python, the network or the disk. It has no async runtime, only a look-up thread per
-//! pipeline and a push thread.
+//! The engine does not depend on Python, the network or the disk. It has no async runtime, only one look-up thread per
+//! pipeline and one push thread.
 
 #[cfg(target_endian = "big")]
 compile_error!(

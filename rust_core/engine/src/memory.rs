@@ -1,14 +1,14 @@
-//! Reused memory: page faults of fresh megabytes cost more than the work on them.
+//! Memory that is reused, because page faults on newly allocated megabytes cost more than the work on them.
 
 use std::collections::BTreeMap;
 
 use parking_lot::Mutex;
 use persia_types::id::Id;
 
-/// The allocator manages shorter vectors.
+/// The minimum length of vectors that are reused. Shorter ones are left to the allocator.
 const MIN_REUSED: usize = 1024;
 
-/// Free vectors by capacity. Their number is bounded.
+/// Free vectors, by capacity. Their number is bounded.
 #[derive(Debug)]
 pub(crate) struct FreeList<T> {
     by_capacity: BTreeMap<usize, Vec<Vec<T>>>,
@@ -21,10 +21,10 @@ impl<T: Copy + Default> FreeList<T> {
         Self { by_capacity: BTreeMap::new(), count: 0, max }
     }
 
-    /// A vector of `len` elements with unspecified content: the smallest free one that fits, unless it is more than twice
-    /// as large.
+    /// Take a vector of `len` elements with unspecified content. It is the smallest free vector that fits, unless that
+    /// is more than twice as large as needed.
     pub(crate) fn take(&mut self, len: usize) -> Vec<T> {
-        // Vectors can be reused if sizes differ slightly between batches.
+        // Round up, so that vectors are reused if sizes differ slightly between batches.
         let wanted = len.next_multiple_of(MIN_REUSED);
         let found = self.by_capacity.range_mut(wanted..=wanted * 2).next();
         let mut vector = match found {
@@ -42,7 +42,8 @@ impl<T: Copy + Default> FreeList<T> {
         vector
     }
 
-    /// Return a vector. If there are too many, the smallest is dropped: it is the cheapest to allocate.
+    /// Return a vector. If there are too many free vectors, the smallest is dropped, because it is the cheapest to
+    /// allocate.
     pub(crate) fn put(&mut self, vector: Vec<T>) {
         if vector.capacity() < MIN_REUSED || self.max == 0 {
             return;
@@ -77,7 +78,7 @@ pub(crate) struct FeatureMemory {
 }
 
 impl Default for FeatureMemory {
-    /// The capacity for the vectors of several hundred features, or about twenty large batches.
+    /// Create lists with room for the vectors of several hundred features, or of about twenty large batches.
     fn default() -> Self {
         Self {
             places: Mutex::new(FreeList::new(4096)),
@@ -88,26 +89,26 @@ impl Default for FeatureMemory {
 }
 
 impl FeatureMemory {
-    /// A vector of `len` indices with unspecified values.
+    /// Take a vector of `len` indices with unspecified values.
     pub(crate) fn places(&self, len: usize) -> Vec<u32> {
         self.places.lock().take(len)
     }
 
-    /// A copy of `places` in a reused vector.
+    /// Copy `places` into a reused vector.
     pub(crate) fn copy_places(&self, places: &[u32]) -> Vec<u32> {
         let mut copy = self.places(places.len());
         copy.copy_from_slice(places);
         copy
     }
 
-    /// A copy of `ids` in a reused vector.
+    /// Copy `ids` into a reused vector.
     pub(crate) fn copy_ids(&self, ids: &[Id]) -> Vec<Id> {
         let mut copy = self.ids.lock().take(ids.len());
         copy.copy_from_slice(ids);
         copy
     }
 
-    /// A vector of `len` weights with unspecified values.
+    /// Take a vector of `len` weights with unspecified values.
     pub(crate) fn weights(&self, len: usize) -> Vec<f32> {
         self.weights.lock().take(len)
     }
@@ -141,7 +142,7 @@ mod tests {
         let vector = free.take(5000);
         let place = vector.as_ptr();
         free.put(vector);
-        let small = free.take(2000); // less than half of the size, so it is not reused
+        let small = free.take(2000); // less than half the size, so it is not reused
         assert_ne!(small.as_ptr(), place);
         let again = free.take(4900);
         assert_eq!((again.as_ptr(), again.len()), (place, 4900));

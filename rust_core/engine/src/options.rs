@@ -1,30 +1,30 @@
-//! Options of an engine and of a push.
+//! The options of an engine and of a push.
 
 use persia_types::limits::MAX_STALENESS;
 
 use crate::error::Error;
 
-/// How an engine runs. Every field has a range, which [`Engine::new`](crate::Engine::new) checks.
+/// The options of an engine. [`Engine::new`](crate::Engine::new) checks the range of every field.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EngineOptions {
-    /// The job's name, part of every token.
+    /// The job's name, which is part of every token.
     pub job: String,
-    /// The run's generation, part of every token.
+    /// The run's generation, which is part of every token.
     pub generation: u64,
-    /// This trainer's rank, below `world_size`.
+    /// The rank of this process, below `world_size`.
     pub rank: u32,
     /// The number of ranks of the run.
     pub world_size: u32,
     /// The staleness K, from 1 to 64: when a look-up is served, at most K - 1 of this rank's pushes are unacknowledged.
-    /// It is 1 if `reproducible`.
+    /// It must be 1 if `reproducible` is set.
     pub staleness: usize,
-    /// Look up a batch only when it is requested and all earlier pushes are acknowledged.
+    /// Whether a batch is looked up only when it is requested and all earlier pushes are acknowledged.
     pub reproducible: bool,
     /// The number of batches that a pipeline holds before `feed` waits, at least 1.
     pub forward_buffer: usize,
-    /// The first step, from 1; a resumed run starts after the step of its checkpoint.
+    /// The first step, at least 1. A resumed run starts after the step of its checkpoint.
     pub first_seq: u64,
-    /// Multiplies every summed gradient: 1 / world size for a mean over ranks, 1 for a sum.
+    /// The factor of every summed gradient: 1 / world size for a mean over ranks, 1 for a sum.
     pub gradient_scale: f32,
 }
 
@@ -45,7 +45,7 @@ impl Default for EngineOptions {
 }
 
 impl EngineOptions {
-    /// Whether ranks look up and push in the order of their numbers in every step.
+    /// Whether, at every step, ranks look up and push in ascending order.
     pub fn takes_turns(&self) -> bool {
         self.reproducible && self.world_size > 1
     }
@@ -74,9 +74,9 @@ impl EngineOptions {
 /// The factors of a push.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PushOptions {
-    /// Multiplies the optimizer's learning rate; finite, at least 0.
+    /// The factor of the optimizer's learning rate; finite and at least 0.
     pub lr_factor: f32,
-    /// Multiplies every gradient, for example 1 / loss scale; finite, above 0.
+    /// The factor of every gradient, for example 1 / loss scale; finite and above 0.
     pub scale: f32,
 }
 

@@ -1,4 +1,4 @@
-//! Counters and times of an engine.
+//! The counters and times of an engine.
 
 use std::time::{Duration, Instant};
 
@@ -9,49 +9,51 @@ use persia_types::tables::{LookupReport, PushReport};
 pub struct EngineStats {
     /// The number of training batches that were looked up.
     pub lookups: u64,
-    /// Pushes acknowledged.
+    /// The number of acknowledged pushes.
     pub pushes: u64,
-    /// The sum of the reports of training look-ups.
+    /// The total of the reports of training look-ups.
     pub lookup_report: LookupReport,
-    /// The sum of the reports of pushes; `first_nonfinite` is the first since the engine started.
+    /// The total of the reports of pushes; `first_nonfinite` is the first such row since the engine started.
     pub push_report: PushReport,
-    /// The number of training batches that were looked up and whose gradients are not in the tables yet.
+    /// The number of training batches that were looked up but whose gradients are not in the tables yet.
     pub staleness: u64,
-    /// The largest number of such batches when another one was looked up; it is below K.
+    /// The maximum number of such batches at the time when another one was looked up. It is below K.
     pub max_staleness: u64,
     /// The counters of each slot of the schema.
     pub slots: Vec<SlotStats>,
-    /// The time of deduplication, in the thread that built the batch.
+    /// The time spent deduplicating, on the thread that created the batch.
     pub deduplicate: StageTime,
-    /// The time of planning: matching features with slots, merging those that share a table, computing divisors.
+    /// The time spent planning: matching features with slots, merging features that share a table, computing
+    /// divisors.
     pub plan: StageTime,
-    /// The time of waiting for space in the staleness window with a planned batch.
+    /// The time for which planned batches waited for space in the staleness window.
     pub staleness_wait: StageTime,
-    /// `Tables::lookup`.
+    /// The time spent in `Tables::lookup`.
     pub lookup: StageTime,
-    /// Pooling.
+    /// The time spent pooling.
     pub pool: StageTime,
-    /// The time of the segment sum of gradients.
+    /// The time spent summing gradients.
     pub segment_sum: StageTime,
-    /// `Tables::push`.
+    /// The time spent in `Tables::push`.
     pub push: StageTime,
 }
 
-/// Ids of one slot in training look-ups.
+/// The counters of one slot over all training look-ups.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SlotStats {
     /// The number of occurrences of ids, including duplicates.
     pub occurrences: u64,
-    /// The sum over batches of the number of unique ids.
+    /// The number of unique ids, added up over batches.
     pub unique: u64,
-    /// The number of ids of a raw feature that were truncated because their samples have more ids than positions.
+    /// The number of ids of a raw feature that were truncated, because their samples have more ids than
+    /// positions.
     pub truncated: u64,
 }
 
-/// The time of one stage, over all steps.
+/// The times of one stage over all steps.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct StageTime {
-    /// How often the stage ran.
+    /// The number of times that the stage ran.
     pub count: u64,
     /// Sum.
     pub total: Duration,

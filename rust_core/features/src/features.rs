@@ -1,4 +1,4 @@
-//! [`Features`]: declarations, before anything is fitted.
+//! [`Features`]: the declarations of features and labels, before anything is fitted.
 
 use std::sync::Arc;
 
@@ -15,10 +15,10 @@ use crate::transform::Transform;
 pub struct Features(pub(crate) Arc<FeaturesConfig>);
 
 impl Features {
-    /// Read the blocks `features` and `labels` of the text of `file`, which is a `persia.yml`.
+    /// Parse the blocks `features` and `labels` of a `persia.yml` with the given text.
     ///
     /// # Errors
-    /// All mistakes of both blocks, with line and column.
+    /// All errors in both blocks, with line and column.
     pub fn parse(text: &str, file: &str) -> Result<Parsed<Self>, ConfigErrors> {
         let parsed = FeaturesConfig::parse(text, file, &|name| time::zone(name).is_some())?;
         Ok(Parsed { config: Self(Arc::new(parsed.config)), warnings: parsed.warnings })
@@ -34,24 +34,24 @@ impl Features {
         self.0.embedding()
     }
 
-    /// Whether a fit has to read rows. Otherwise it needs only the types of the columns.
+    /// Whether a fit must read rows. If not, it needs only the types of the columns.
     pub fn needs_rows(&self) -> bool {
         self.0.features.iter().any(|feature| Needs::of(&feature.rule).any())
     }
 
-    /// The transform with these fitted values.
+    /// Create the transform with these fitted values.
     ///
     /// # Errors
-    /// [`TransformError::Unfitted`] with everything that is neither given nor fitted.
+    /// [`TransformError::Unfitted`], with everything that is neither given nor fitted.
     pub fn transform(&self, fitted: Fitted) -> Result<Transform, TransformError> {
         Transform::new(self.clone(), fitted)
     }
 
-    /// The transform that was fitted for these features, by its JSON.
+    /// Load the JSON of a transform that was fitted for these features.
     ///
     /// # Errors
-    /// [`TransformError::Invalid`] if the JSON is not a transform, [`TransformError::OtherFeatures`] if it was fitted for
-    /// features that make other ids or floats.
+    /// [`TransformError::Invalid`] if the JSON is not a transform; [`TransformError::OtherFeatures`] if it was fitted
+    /// for features that produce other ids or floats.
     pub fn load(&self, json: &str) -> Result<Transform, TransformError> {
         let stored = Transform::from_json(json)?;
         let differences = differences(&self.0, stored.features().config());

@@ -1,4 +1,4 @@
-//! How values become ids. These rules never change, because checkpoints and served models depend on them.
+//! The rules by which values become ids. They never change, because checkpoints and served models depend on them.
 //!
 //! | value | id |
 //! |---|---|
@@ -10,9 +10,9 @@
 
 use twox_hash::XxHash3_64;
 
-/// The seed for strings: the bytes of "persia" as a number.
+/// The hash seed for strings: the bytes of "persia" as a number.
 pub const SEED: u64 = 0x0000_7065_7273_6961;
-/// The seed for crosses: the bytes of "xpersia" as a number.
+/// The hash seed for crosses: the bytes of "xpersia" as a number.
 pub const CROSS_SEED: u64 = 0x0078_7065_7273_6961;
 
 const NULL: &[u8] = b"\xffnull";
@@ -40,7 +40,7 @@ pub fn hash_cross(ids: &[u64]) -> u64 {
     }
 }
 
-/// Hashes values that follow a prefix.
+/// Hashes values after a prefix.
 #[derive(Debug, Clone)]
 pub(crate) struct IdHasher {
     prefix: Vec<u8>,

@@ -1,15 +1,15 @@
-//! Feature transforms. A description, compiled once, converts equal values to equal ids and floats, whether they are in
-//! an Arrow record batch of any layout or in a JSON record.
+//! Feature transforms. A description is compiled once. It then converts equal values to equal ids and floats, whether
+//! they are in an Arrow record batch of any layout or in a JSON record.
 //!
 //! * [`Features`]: the blocks `features` and `labels` of `persia.yml`
-//! * [`Fitter`]: one pass over the training data, which computes the fitted values
+//! * [`Fitter`]: computes the fitted values in one pass over the training data
 //! * [`Transform`]: features with their fitted values, and their digest
-//! * [`Samples`]: the output of a transform: ids, floats and labels
+//! * [`Samples`]: the output of a transform, that is, ids, floats and labels
 //! * [`Report`]: counts of unusual values for each feature
 //! * [`Records`]: JSON records as input
 //! * [`hash`]: how values become ids
 //!
-//! Every value, of Arrow and of JSON, becomes a `Cell` before a rule is applied, so that there is one set of rules.
+//! Every value, from Arrow or JSON, becomes a `Cell` before a rule is applied, so there is only one set of rules.
 
 mod error;
 mod features;

@@ -5,25 +5,25 @@ use std::sync::Arc;
 
 use serde::{Serialize, Serializer};
 
-/// The kind of an unusual value. Each kind has its own rule.
+/// The kind of an unusual value. A separate rule applies to each kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(usize)]
 pub enum Unusual {
-    /// Null.
+    /// The value is null.
     Null,
-    /// The empty string.
+    /// The string is empty.
     Empty,
-    /// The column, or the key of a record, is missing.
+    /// The column or the key of a record is missing.
     Missing,
-    /// NaN, infinity, or a number beyond the range of f32.
+    /// The number is NaN, infinite, or beyond the range of f32.
     NotFinite,
-    /// A value of another type than the feature's.
+    /// The type of the value differs from that of the feature.
     WrongType,
-    /// A number outside the range of the training data.
+    /// The number is outside the range of the training data.
     OutOfRange,
-    /// A row with more ids than the sequence keeps.
+    /// The row has more ids than the sequence keeps.
     Truncated,
-    /// An id that did not occur in training. The look-up counts it, with [`Report::add_unseen`].
+    /// The id did not occur in training. The look-up counts these ids with [`Report::add_unseen`].
     Unseen,
 }
 
@@ -40,7 +40,7 @@ impl Unusual {
         Self::Unseen,
     ];
 
-    /// The name of the kind in reports.
+    /// The name of this kind in reports.
     pub fn word(self) -> &'static str {
         match self {
             Self::Null => "null",
@@ -58,7 +58,7 @@ impl Unusual {
 /// One count for each kind of [`Unusual`].
 pub(crate) type Counts = [u64; Unusual::ALL.len()];
 
-/// Counts of unusual values, for each feature and label.
+/// The counts of unusual values for each feature and label.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Report {
     rows: u64,
@@ -77,12 +77,12 @@ impl Report {
         self.rows
     }
 
-    /// The count of `what` for the feature or label `name`; 0 if there is no such feature.
+    /// The count of `what` for the feature or label `name`; 0 if neither exists.
     pub fn count(&self, name: &str, what: Unusual) -> u64 {
         self.index(name).map_or(0, |index| self.counts[index][what as usize])
     }
 
-    /// Every count above 0, by feature or label, and by the name of the kind.
+    /// The nonzero counts, by feature or label, and then by the name of the kind.
     pub fn counts(&self) -> BTreeMap<&str, BTreeMap<&'static str, u64>> {
         let above_zero = |counts: &Counts| -> BTreeMap<_, _> {
             let all = Unusual::ALL.into_iter().map(|what| (what.word(), counts[what as usize]));
@@ -92,7 +92,7 @@ impl Report {
         all.filter(|(_, counts)| !counts.is_empty()).collect()
     }
 
-    /// Add the counts of another report, including its names that this one does not have.
+    /// Add the counts of another report. Names that this report does not have are added too.
     pub fn add(&mut self, other: &Self) {
         self.rows += other.rows;
         for (position, (name, counts)) in other.names.iter().zip(&other.counts).enumerate() {
@@ -109,7 +109,7 @@ impl Report {
         }
     }
 
-    /// Count ids of a feature for which the look-up found no row.
+    /// Count the ids of a feature for which the look-up found no row.
     pub fn add_unseen(&mut self, name: &str, ids: u64) {
         if let Some(index) = self.index(name) {
             self.counts[index][Unusual::Unseen as usize] += ids;
@@ -142,11 +142,11 @@ impl Serialize for Report {
     }
 }
 
-/// The counts of one feature in one batch, and the first value that the strict mode refuses.
+/// The counts of one feature in one batch, and the first value that strict mode refuses.
 #[derive(Debug, Default)]
 pub(crate) struct Tally {
     pub(crate) counts: Counts,
-    /// The row of that value in the batch, and the mistake.
+    /// The row in the batch and the error of the first value that strict mode refuses.
     pub(crate) first_wrong: Option<(usize, String)>,
 }
 
@@ -156,7 +156,7 @@ impl Tally {
         self.counts[what as usize] += 1;
     }
 
-    /// Record a value that the strict mode refuses.
+    /// Record a value that strict mode refuses.
     #[cold]
     pub(crate) fn wrong(&mut self, row: usize, message: impl FnOnce() -> String) {
         self.count(Unusual::WrongType);

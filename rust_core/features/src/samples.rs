@@ -16,15 +16,15 @@ pub struct Names {
     pub labels: Vec<String>,
 }
 
-/// The ids of one feature for every row.
+/// The ids of one feature in all rows.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Ids {
-    /// All ids, row after row.
+    /// All ids, row by row.
     pub ids: Vec<u64>,
-    /// Row `i` has `ids[offsets[i]..offsets[i + 1]]`; None means one id in every row, which depends on the declaration
-    /// only, not on the data.
+    /// The offsets of the rows: row `i` has `ids[offsets[i]..offsets[i + 1]]`. None means one id in every row; whether
+    /// this is so depends on the declaration, not on the data.
     pub offsets: Option<Vec<u32>>,
-    /// One weight for each id; None means 1 for all.
+    /// The weight of each id; None means 1 for all.
     pub weights: Option<Vec<f32>>,
 }
 
@@ -39,7 +39,7 @@ impl Ids {
         self.offsets.as_ref().map_or(self.ids.len(), |offsets| offsets.len() - 1)
     }
 
-    /// The range of the ids of a row in `ids`.
+    /// The range in `ids` of a row's ids.
     #[inline]
     pub fn bounds(&self, row: usize) -> Range<usize> {
         match &self.offsets {
@@ -48,18 +48,18 @@ impl Ids {
         }
     }
 
-    /// Add a row with this id, or without an id. If every row has one id, `id` must be given.
+    /// Add a row with this id or, with None, without an id. If every row has one id, `id` must be given.
     #[inline]
     pub(crate) fn push(&mut self, id: Option<u64>) {
         self.ids.extend(id);
         self.end_row();
     }
 
-    /// End the row.
+    /// End the current row.
     #[inline]
     pub(crate) fn end_row(&mut self) {
         if let Some(offsets) = &mut self.offsets {
-            // The engine refuses more ids than a u32 can count, because their offsets do not ascend.
+            // If there are more ids than a u32 can count, the offsets no longer ascend, and the engine refuses them.
             offsets.push(u32::try_from(self.ids.len()).unwrap_or(u32::MAX));
         }
     }
@@ -76,7 +76,7 @@ impl Ids {
     }
 }
 
-/// Ids, floats and labels of rows.
+/// The ids, floats and labels of rows.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Samples {
     pub(crate) rows: usize,
@@ -85,7 +85,7 @@ pub struct Samples {
     pub(crate) ids: Vec<Ids>,
     /// The dense inputs, row-major, with a column for each dense name.
     pub(crate) dense: Vec<f32>,
-    /// The labels, in the order of their names; empty without labels.
+    /// The labels, in the order of their names; empty if labels were not requested.
     pub(crate) labels: Vec<Vec<f32>>,
     pub(crate) report: Report,
 }
@@ -111,17 +111,17 @@ impl Samples {
         &self.dense
     }
 
-    /// Each label, in the order of the names; empty if labels were not requested.
+    /// The labels, in the order of their names; empty if labels were not requested.
     pub fn labels(&self) -> &[Vec<f32>] {
         &self.labels
     }
 
-    /// The counts of unusual values in the rows. A selection of rows has an empty report.
+    /// The counts of unusual values in the rows. The report of a selection of rows is empty.
     pub fn report(&self) -> &Report {
         &self.report
     }
 
-    /// The rows at these positions, in this order; None if a position is not below the number of rows.
+    /// Select the rows at these positions, in this order. Returns None if a position is not below the number of rows.
     pub fn take(&self, places: &[usize]) -> Option<Self> {
         places.iter().all(|place| *place < self.rows).then(|| {
             let mut taken = self.without_rows();
@@ -130,7 +130,7 @@ impl Samples {
         })
     }
 
-    /// The rows of a range; None if it is not inside the rows.
+    /// Select a range of rows. Returns None if the range exceeds the number of rows.
     pub fn slice(&self, range: Range<usize>) -> Option<Self> {
         (range.start <= range.end && range.end <= self.rows).then(|| {
             let mut part = self.without_rows();
@@ -139,7 +139,7 @@ impl Samples {
         })
     }
 
-    /// Append all rows of other samples; false if the names differ.
+    /// Append all rows of other samples. Returns false, and appends nothing, if the names differ.
     pub fn extend(&mut self, other: &Self) -> bool {
         let same = self.names == other.names && self.labels.len() == other.labels.len();
         if same {

@@ -1,16 +1,17 @@
-//! A training batch, as data-compose sends it to trainers.
+//! A training batch, as data-compose sends it to ranks.
 
 use persia_engine::{Batch, BatchParts, Dtype, IdFeature, Tensor};
 
 use super::memory;
 
-/// The memory of the deduplication's tables, for any batch.
+/// The memory that the hash tables of the deduplication take for any batch.
 const FIXED_BYTES: usize = 1 << 20;
-/// A feature with one id takes a few bytes on the network, but here it has the offsets of 256 shards.
+/// The memory per input byte. A feature with one id takes a few bytes on the network, but in memory it has
+/// the offsets of 256 shards.
 const BYTES_PER_BYTE: usize = 64;
 const VERSION: [u8; 2] = [2, 0];
 
-/// An accepted batch is written as the same bytes, and its lists of occurrences fit the ids.
+/// Check that an accepted batch is encoded as the same bytes, and that its lists of occurrences fit its ids.
 pub fn check(data: &[u8]) -> bool {
     let bytes = sealed(data.to_vec());
     let read = || Batch::from_bytes(&bytes);

@@ -1,4 +1,4 @@
-//! `embedding_config.yml` and `global_config.yml`: the same text is read as both.
+//! `embedding_config.yml` and `global_config.yml`. The same text is parsed as both.
 
 use std::collections::HashSet;
 use std::fmt::Debug;
@@ -11,11 +11,12 @@ use persia_types::{Initializer, Optimizer, Schema};
 
 use super::memory;
 
-/// Aliases repeat the nodes that they name, so the number of nodes is bounded regardless of the length of the text.
+/// The memory limit. It does not depend on the length of the text, because aliases repeat nodes and only the number
+/// of nodes is bounded.
 const MOST_BYTES: usize = 512 << 20;
 
-/// Mistakes have a position; Windows line endings change nothing; an accepted schema is accepted by a store, and is
-/// unchanged after it is sent to servers.
+/// Check that errors have a position, that Windows line endings change nothing, and that a store accepts an
+/// accepted schema, which is unchanged after it is sent to servers.
 pub fn check(data: &[u8]) -> bool {
     let Ok(text) = std::str::from_utf8(data) else { return false };
     let embedding = parsed(text, EmbeddingConfig::parse);

@@ -1,7 +1,7 @@
-//! The log that a server resumes from: its base, and segments of records.
+//! The log from which a server recovers: its base, and segments of records.
 //!
-//! An input is the JSON of the base, then payloads of records, each after its length in 16 bits. A length of 65535 begins
-//! another segment. Trailing bytes that are not a record are the torn end of the last segment.
+//! An input is the JSON of the base, followed by the payloads of records, each preceded by its length in 16 bits. A
+//! length of 65535 begins another segment. Trailing bytes that are not a record are the torn end of the last segment.
 
 use std::fs;
 use std::path::Path;
@@ -19,16 +19,16 @@ use super::scratch;
 
 const JOB: &str = "fuzz";
 const GENERATION: u64 = 3;
-/// The kind of the record that has the length of the previous segment.
+/// The kind of the record that states the length of the previous segment.
 const FOLLOWS: u8 = 6;
 const MAGIC: &[u8] = b"persia journal 3";
 const FRAME_BYTES: usize = 12;
-/// The last byte of a record; inputs omit it.
+/// The last byte of a record, which inputs omit.
 const END: u8 = 0xE5;
 const NEXT_SEGMENT: usize = u16::MAX as usize;
 
-/// A server starts with any log. One that resumes from it resumes at the same state after a restart; one that does not has
-/// no rows.
+/// Check that a server starts with any log. If it recovers from the log, it must recover to the same state after a
+/// restart; otherwise it must have no rows.
 pub fn check(data: &[u8]) -> bool {
     let dir = scratch();
     lay(data, dir.path());
@@ -39,7 +39,7 @@ pub fn check(data: &[u8]) -> bool {
     files.is_some()
 }
 
-/// The counters, and the files of all rows if a run is in progress.
+/// The counters and, if a run is in progress, the files of all rows.
 fn state(dir: &Path) -> (Stats, Option<Vec<FileEntry>>) {
     let node = node(dir);
     let stats = Stats { memory_bytes: 0, tables: vec![], ..node.stats().expect("a server has counters") };
@@ -121,7 +121,7 @@ fn lay(data: &[u8], dir: &Path) {
             }
             Some((payload, next)) => {
                 let mut payload = [payload, &[END]].concat();
-                // Like a checksum, it would not be found by a mutation.
+                // Correct the magic number, because mutations would not find it, like a checksum.
                 if segment.len() == MAGIC.len()
                     && payload[0] == FOLLOWS
                     && payload.len() == 10
@@ -139,13 +139,13 @@ fn lay(data: &[u8], dir: &Path) {
     fs::write(log.join(number.to_string()), [&segment, rest].concat()).expect("written");
 }
 
-/// The bytes that follow a length, and the remaining input.
+/// Split the input into the bytes that follow a length, and the rest.
 fn prefixed(data: &[u8]) -> Option<(&[u8], &[u8])> {
     let (length, rest) = data.split_first_chunk()?;
     rest.split_at_checked(u16::from_le_bytes(*length).into())
 }
 
-/// The frame of a payload: its length, the checksum of the length, and its own.
+/// The frame of a payload: its length, the checksum of the length, and the checksum of the payload.
 fn frame(payload: &[u8]) -> [u8; FRAME_BYTES] {
     let length = (payload.len() as u32).to_le_bytes();
     let words = [length, crc32c::crc32c(&length).to_le_bytes(), crc32c::crc32c(payload).to_le_bytes()];
@@ -172,7 +172,7 @@ fn input_of(dir: &Path) -> Vec<u8> {
     input
 }
 
-/// Logs that a server has written.
+/// Logs that a server wrote.
 pub fn seeds() -> Vec<Vec<u8>> {
     let grouped = |ids: &[Id]| ShardedIds::group(ids).expect("some ids");
     let train = |node: &Node, seq: u64, table: usize, ids: &[Id]| {

@@ -18,11 +18,11 @@ const END: &[u8] = b"\"\n}\n";
 const HASH_DIGITS: usize = 64;
 
 const FIXED_BYTES: usize = 1 << 20;
-/// A short JSON number or name becomes a map node.
+/// The memory per input byte. A short JSON number or name becomes a map node.
 const BYTES_PER_BYTE: usize = 64;
 
-/// An accepted manifest is also accepted after it is written again, with the same content, and names only files of its
-/// directory.
+/// Check that an accepted manifest is also accepted, with the same content, after it is rewritten, and that it
+/// lists only files of its directory.
 pub fn check(data: &[u8]) -> bool {
     let dir = scratch();
     let dir = dir.path();

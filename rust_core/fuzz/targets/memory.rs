@@ -1,4 +1,4 @@
-//! Counts the allocations of a thread, because a wrong length must not allocate memory.
+//! Counts the allocations of a thread, because a wrong length must not cause a large allocation.
 
 #![allow(unsafe_code, reason = "an allocator")]
 
@@ -22,7 +22,7 @@ fn count(bytes: isize) {
     PEAK.set(PEAK.get().max(held));
 }
 
-// SAFETY: every call is forwarded unchanged to the system's allocator; counting allocates nothing.
+// SAFETY: every call is forwarded unchanged to the system allocator, and counting allocates nothing.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout.size() as isize);
@@ -49,7 +49,7 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// The result of `work`, which may hold at most `limit` more bytes at a time on this thread.
+/// Run `work`, which may hold at most `limit` more bytes at a time on this thread. Returns its result.
 pub fn within<T>(limit: usize, work: impl FnOnce() -> T) -> T {
     let before = HELD.get();
     PEAK.set(before);

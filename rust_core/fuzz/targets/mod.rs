@@ -1,7 +1,8 @@
-//! Fuzz targets: one module for each format of untrusted input, called by libFuzzer and by an ordinary test.
+//! Fuzz targets: one module for each format of untrusted input. Both libFuzzer and an ordinary test call them.
 //!
-//! `check` takes any bytes, panics if an invariant is violated, and returns whether the bytes were accepted. `seeds` are
-//! accepted inputs, made by the encoders. `check` corrects checksums: otherwise no input would pass them.
+//! `check` takes any bytes, panics if an invariant is violated, and returns whether the bytes were accepted. It
+//! corrects checksums, because otherwise no mutated input would be accepted. `seeds` are accepted inputs, which the
+//! encoders create.
 
 #![allow(unreachable_pub, reason = "also the root of a library")]
 
@@ -17,17 +18,17 @@ use std::path::Path;
 
 use tempfile::TempDir;
 
-/// A target; its corpus has its name.
+/// A fuzz target. Its corpus has the same name.
 pub struct Target {
     /// The name that `make fuzz T=` accepts.
     pub name: &'static str,
-    /// Checks bytes, and returns whether they are accepted.
+    /// Checks bytes. Returns whether they are accepted.
     pub check: fn(&[u8]) -> bool,
-    /// Accepted bytes.
+    /// Returns accepted bytes.
     pub seeds: fn() -> Vec<Vec<u8>>,
 }
 
-/// Every target.
+/// All targets.
 pub const ALL: [Target; 6] = [
     Target { name: "batch", check: batch::check, seeds: batch::seeds },
     Target { name: "config", check: config::check, seeds: config::seeds },

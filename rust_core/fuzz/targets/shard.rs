@@ -1,4 +1,4 @@
-//! The file of a virtual shard, whose size and hash are correct in its manifest.
+//! The file of a virtual shard. The manifest has its correct size and hash.
 
 use std::cell::RefCell;
 use std::fs;
@@ -14,14 +14,15 @@ const FILE: &str = "shard-003.arrow";
 const SHARD: usize = 3;
 
 const FIXED_BYTES: usize = 1 << 20;
-/// A table without rows takes about 50 bytes of JSON, twice in a file.
+/// The memory per input byte. A table without rows takes about 50 bytes of JSON, twice in a file.
 const BYTES_PER_BYTE: usize = 16;
 
 thread_local! {
     static READER: RefCell<ShardReader> = RefCell::default();
 }
 
-/// Accepted rows are equal bit for bit after they are written to a new file, and a reused reader reads the same.
+/// Check that accepted rows are bit-identical after they are written to a new file, and that a reused reader
+/// reads the same rows.
 pub fn check(data: &[u8]) -> bool {
     let dir = scratch();
     let dir = dir.path();
@@ -52,7 +53,7 @@ fn written(dir: &Path, rows: &ShardRows) -> ShardRows {
 
 type Bits<'a> = (&'a str, [usize; 2], &'a [u64], &'a [u64], Vec<u32>, Vec<u32>, &'a [(u64, u32)]);
 
-/// Floats as bits, so that NaN equals itself.
+/// The floats as bits, so that NaN equals itself.
 fn bits(rows: &ShardRows) -> (usize, Vec<Bits<'_>>) {
     (rows.shard, rows.tables.iter().map(bits_of).collect())
 }

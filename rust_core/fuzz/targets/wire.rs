@@ -1,7 +1,8 @@
-//! Look-ups and pushes as they arrive over gRPC: by a server, and by a middleware that divides them among servers.
+//! Look-ups and pushes as they arrive over gRPC, at a server and at a middleware that divides them among servers.
 //!
-//! An input is a byte, then messages of a stream, each after its length. The lowest bit of the byte selects push or
-//! look-up, the next two the number of servers, and the highest keeps checksums unchanged.
+//! An input is a byte, followed by the messages of a stream, each preceded by its length. The lowest bit of the byte
+//! selects push or look-up, the next two bits select the number of servers, and the highest bit keeps checksums
+//! unchanged.
 
 use futures_util::stream;
 use persia_kernels::Gradients;
@@ -29,19 +30,19 @@ const UNSEALED: u8 = 0x80;
 const SERVERS: [usize; 4] = [1, 2, 3, 16];
 
 const FIXED_BYTES: usize = 1 << 20;
-/// The memory that is allocated in advance for a part whose ids, lists or gradients have begun to arrive, and for its
+/// The memory that is allocated in advance for a part whose ids, lists or gradients have begun to arrive, and for the
 /// head.
 const AHEAD_BYTES: usize = 3 * (4 << 20) + (32 << 10);
 const BYTES_PER_BYTE: usize = 16;
-/// The number of floats up to which vectors are pooled here.
+/// The maximum number of floats of vectors that are pooled here.
 const MOST_FLOATS: usize = 1 << 16;
 
 thread_local! {
     static RUNTIME: Runtime = Builder::new_current_thread().enable_time().build().expect("a runtime");
 }
 
-/// A server also accepts an accepted request after it is encoded again, with the same content. A middleware divides it
-/// so that the servers' parts, and their rows, add up to the whole.
+/// Check that a server also accepts an accepted request, with the same content, after it is encoded again, and that a
+/// middleware divides it such that the servers' parts, and their rows, add up to the whole.
 pub fn check(data: &[u8]) -> bool {
     let Some((&how, rest)) = data.split_first() else { return false };
     let (servers, seal) = (SERVERS[usize::from(how >> 1) % SERVERS.len()], how & UNSEALED == 0);
@@ -52,7 +53,7 @@ pub fn check(data: &[u8]) -> bool {
     }
 }
 
-/// The messages of a stream; checksums of the named chunks are recomputed.
+/// Decode the messages of a stream. The checksums of the chunks that `chunk` returns are recomputed.
 fn messages<M: Message + Default>(mut bytes: &[u8], chunk: impl Fn(&mut M) -> Option<&mut Chunk>) -> Vec<M> {
     let mut all = Vec::new();
     while !bytes.is_empty() {
@@ -80,7 +81,8 @@ fn push_chunk(message: &mut proto::PushRequest) -> Option<&mut Chunk> {
     }
 }
 
-/// The result of `receive` for a stream of these messages. It checks the memory against their size and number of parts.
+/// The result of `receive` for a stream of these messages. The memory is limited according to their size and number of
+/// parts.
 fn received<M: Clone, T>(
     messages: &[M],
     parts: usize,
@@ -142,7 +144,7 @@ fn check_lookup(messages: &[proto::LookupRequest], servers: usize, bytes: usize)
     true
 }
 
-/// As in a middleware: the request, its lists, and the messages to each server.
+/// Divide a look-up as a middleware does: the request, its lists, and the messages to each server.
 async fn divided_lookup(
     stream: &mut Incoming<proto::LookupRequest>,
     servers: usize,
@@ -169,7 +171,7 @@ async fn divided_lookup(
     Ok((split, uses, to_servers))
 }
 
-/// The ids of every part, server after server.
+/// The ids of each part, server by server.
 fn joined<'a>(of_servers: impl Iterator<Item = &'a Vec<ShardedIds>>, parts: usize) -> Vec<Vec<Id>> {
     let mut all = vec![Vec::new(); parts];
     for ids in of_servers {
@@ -183,7 +185,7 @@ fn number_of(id: Id) -> f32 {
     (id % 200) as f32
 }
 
-/// Rows are assigned to their ids, starting with the last server.
+/// Check that rows are assigned to their ids. The replies arrive from the last server first.
 fn check_rows(split: &Split, of_servers: &[ReceivedLookup], ids: &[Vec<Id>]) {
     let parts: Vec<Part> = split.parts().iter().map(|part| part.clone().with_samples(None)).collect();
     let floats = parts.iter().map(|part| part.len() * part.format.dim);
@@ -211,7 +213,7 @@ fn check_rows(split: &Split, of_servers: &[ReceivedLookup], ids: &[Vec<Id>]) {
     }
 }
 
-/// Samples are pooled, and each is returned once.
+/// Check that samples are pooled, and that each is returned once.
 fn check_pooled(split: &Split, uses: &[Option<ReceivedCsr>], ids: &[Vec<Id>]) {
     for (at, ((part, uses), ids)) in split.parts().iter().zip(uses).zip(ids).enumerate() {
         let Some(uses) = uses else { continue };
@@ -263,7 +265,7 @@ fn check_push(messages: &[proto::PushRequest], servers: usize, bytes: usize) -> 
     true
 }
 
-/// A push as a trainer sends it.
+/// Encode a push as a rank sends it.
 fn encoded(push: &ReceivedPush, head: &proto::PushHead) -> Vec<proto::PushRequest> {
     use push_request::Part as Message;
     let parts = push.parts.iter().map(Part::to_proto).collect();
@@ -275,7 +277,7 @@ fn encoded(push: &ReceivedPush, head: &proto::PushHead) -> Vec<proto::PushReques
     all.into_iter().map(|part| proto::PushRequest { part: Some(part) }).collect()
 }
 
-/// As in a middleware: the messages to each server, with gradients of samples summed per id.
+/// Divide a push as a middleware does: the messages to each server, with the gradients of samples summed per id.
 async fn divided_push(
     stream: &mut Incoming<proto::PushRequest>,
     servers: usize,

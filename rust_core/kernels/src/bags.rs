@@ -7,23 +7,23 @@ use crate::{ShapeError, bad_shape};
 /// The rows of each sample of one feature, named as in FBGEMM and PyTorch.
 #[derive(Debug, Clone, Copy)]
 pub struct Bags<'a> {
-    /// The indices of rows, sample after sample, in batch order.
+    /// The indices of rows, sample by sample, in batch order.
     pub indices: &'a [u32],
-    /// The start of each sample's rows in `indices` (`samples + 1` offsets); `None` means one row per sample.
+    /// The start of each sample's rows in `indices`, as `samples + 1` offsets; None means one row per sample.
     pub offsets: Option<&'a [u32]>,
-    /// The factor of the row of each index; `None` means 1.
+    /// The factor of the row of each index; None means 1.
     pub per_sample_weights: Option<&'a [f32]>,
-    /// The divisor of each sample's sum; `None` means 1.
+    /// The divisor of each sample's sum; None means 1.
     pub divisors: Option<&'a [f32]>,
 }
 
 impl<'a> Bags<'a> {
-    /// Number of samples.
+    /// The number of samples.
     pub fn samples(&self) -> usize {
         self.offsets.map_or(self.indices.len(), |offsets| offsets.len().saturating_sub(1))
     }
 
-    /// The bags of a range of samples; the lengths were checked before.
+    /// The bags of a range of samples. The lengths have been checked.
     pub fn of(&self, samples: Range<usize>) -> Self {
         let divisors = self.divisors.map(|divisors| &divisors[samples.clone()]);
         match self.offsets {
@@ -35,16 +35,16 @@ impl<'a> Bags<'a> {
         }
     }
 
-    /// Check everything for `rows` rows: lengths, that indices are below `rows`, offsets ascend, weights are
-    /// finite, and divisors are finite and above 0.
+    /// Check the bags for use with `rows` rows: the lengths must match, indices must be below `rows`, offsets
+    /// must ascend, weights must be finite, and divisors must be finite and above 0.
     ///
     /// # Errors
-    /// [`ShapeError`] with what is wrong.
+    /// [`ShapeError`], with a message that says what is wrong.
     pub fn check(&self, rows: usize) -> Result<(), ShapeError> {
         let (indices, samples) = (self.indices.len(), self.samples());
         if let Some(offsets) = self.offsets {
             let (Some(first), Some(last)) = (offsets.first(), offsets.last()) else {
-                return bad_shape("no offsets of samples, want one more than samples".into());
+                return bad_shape("no offsets of samples, expected one more than samples".into());
             };
             let ascend = offsets.is_sorted();
             if *first != 0 || *last as usize != indices || !ascend {
@@ -58,10 +58,12 @@ impl<'a> Bags<'a> {
         }
         let other_length = |values: Option<&[f32]>, wanted: usize| values.is_some_and(|v| v.len() != wanted);
         if other_length(self.per_sample_weights, indices) {
-            return bad_shape(format!("the number of weights is not that of the indices, {indices}"));
+            return bad_shape(format!("the number of weights differs from the number of indices, {indices}"));
         }
         if other_length(self.divisors, samples) {
-            return bad_shape(format!("the number of divisors is not that of the samples, {samples}"));
+            return bad_shape(format!(
+                "the number of divisors differs from the number of samples, {samples}"
+            ));
         }
         let first = |values: Option<&'a [f32]>, good: fn(f32) -> bool| {
             values.and_then(|values| values.iter().position(|value| !good(*value)).map(|at| (at, values[at])))

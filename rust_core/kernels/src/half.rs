@@ -1,23 +1,24 @@
-//! Numbers of 16 bits, for weights that are not stored as f32.
+//! 16-bit floats, for weights that are not stored as f32.
 //!
-//! Widening is exact. Narrowing rounds to the nearest number, ties to even, or stochastically: up or down with the
-//! probability that makes the expectation exact. A magnitude beyond the largest finite number, infinity included,
-//! becomes that number; a NaN stays a NaN. The results are bit-identical for all instruction sets.
+//! Widening is exact. Narrowing rounds to nearest, ties to even, or stochastically: up or down with the probability
+//! that makes the expected value exact. A magnitude beyond the largest finite number, including infinity, becomes that
+//! number; a NaN stays NaN. The results are bit-identical for all instruction sets.
 
 use ::half::f16;
 
 use crate::simd::{LANES, Lanes};
 
-/// A format of 16 bits.
+/// A 16-bit floating-point format.
 pub trait Half {
-    /// The largest finite number.
+    /// The largest finite number of the format.
     const LARGEST: f32;
-    /// 16 bits to f32.
+    /// Convert 16 bits to f32.
     fn widen<L: Lanes>(from: &[u16; LANES]) -> [f32; LANES];
-    /// f32 to the nearest 16 bits.
+    /// Convert an f32 to the nearest 16-bit number.
     fn narrow<L: Lanes>(from: &[f32; LANES]) -> [u16; LANES];
-    /// f32 to one of the two neighbours: the top bits of `draw` are added to the bits that are discarded, and a carry
-    /// rounds up. Over all draws, the probability of rounding up is the discarded part.
+    /// Convert an f32 to one of the two neighbouring 16-bit numbers. The top bits of `draw` are added to the discarded
+    /// bits, and a carry rounds up. Over all draws, the probability of rounding up is therefore the discarded
+    /// fraction.
     fn round_stochastic(from: f32, draw: u32) -> u16;
 }
 
@@ -31,9 +32,9 @@ pub struct F16;
 const F16_MAX: u32 = 0x477F_E000;
 /// The bits of 2⁻¹⁴, the smallest normal number, as an f32.
 const F16_NORMAL: u32 = 0x3880_0000;
-/// The number of mantissa bits that an f32 has in addition.
+/// The number of mantissa bits that an f32 has more than an f16.
 const F16_CUT: u32 = 13;
-/// The difference of the exponents' biases, as bits of an f32.
+/// The difference between the exponent biases, as bits of an f32.
 const F16_REBIAS: u32 = (127 - 15) << 23;
 
 impl Half for F16 {
@@ -57,8 +58,8 @@ impl Half for F16 {
         }
         let magnitude = magnitude.min(F16_MAX);
         let normal = (magnitude.wrapping_sub(F16_REBIAS).wrapping_add(draw >> (32 - F16_CUT))) >> F16_CUT;
-        // Subnormal numbers are 2⁻²⁴ apart: the smaller a number, the more bits are discarded. Below 2⁻³² all bits are
-        // discarded.
+        // Subnormal numbers are 2⁻²⁴ apart, so the smaller the number, the more bits are discarded. Below 2⁻³², all
+        // bits are discarded.
         let cut = (126 - (magnitude >> 23).min(112)).min(31);
         let mantissa = (magnitude & 0x007F_FFFF) | 0x0080_0000;
         let tiny = (mantissa + (draw >> (32 - cut))) >> cut;
@@ -67,22 +68,22 @@ impl Half for F16 {
     }
 }
 
-/// Quiet, with the upper bits of the payload, as the processor's instruction does it.
+/// Narrow a NaN. Like the processor's instruction, this makes it quiet and keeps the upper bits of its payload.
 fn f16_nan(magnitude: u32) -> u16 {
     0x7E00 | (magnitude >> F16_CUT & 0x3FF) as u16
 }
 
-/// [`Lanes::widen_f16`] of one number, without the processor's instruction.
+/// Like [`Lanes::widen_f16`] for one number, without the processor's instruction.
 #[inline(always)]
 pub fn f16_to_f32(bits: u16) -> f32 {
     f16::from_bits(bits).to_f32_const()
 }
 
-/// [`Lanes::narrow_f16`] of one number, without the processor's instruction.
+/// Like [`Lanes::narrow_f16`] for one number, without the processor's instruction.
 #[inline(always)]
 pub fn f32_to_f16(number: f32) -> u16 {
     let (largest, smallest) = (f16::MAX.to_f32_const(), f16::MIN.to_f32_const());
-    // A NaN is neither above nor below a number, and is not changed.
+    // A NaN is neither above nor below any number, so it is not changed.
     let number = if number > largest { largest } else { number };
     f16::from_f32_const(if number < smallest { smallest } else { number }).to_bits()
 }
@@ -122,14 +123,14 @@ fn bf16_nan(magnitude: u32) -> u16 {
     (magnitude >> 16) as u16 | 0x40
 }
 
-/// The sign at its position in a half, and the other bits.
+/// Split into the sign, at its position in a 16-bit float, and the other bits.
 #[inline(always)]
 fn split(number: f32) -> (u16, u32) {
     let bits = number.to_bits();
     (((bits & SIGN) >> 16) as u16, bits & !SIGN)
 }
 
-/// Widen a row. Both slices have the same length.
+/// Widen a row. Both slices must have the same length.
 #[inline(always)]
 pub fn widen<L: Lanes, H: Half>(from: &[u16], to: &mut [f32]) {
     let at = widen_blocks::<L, H, LANES>(from, to, 0);
@@ -138,8 +139,9 @@ pub fn widen<L: Lanes, H: Half>(from: &[u16], to: &mut [f32]) {
     widen_blocks::<L, H, 1>(from, to, at);
 }
 
-/// Widen whole blocks from element `at` on, and return where they end. Copies have a constant width, so they are single
-/// moves. (A closure would be compiled without the instruction set, and call what should be one instruction.)
+/// Widen whole blocks, starting at element `at`. Returns the end of the last block. Copies have a constant width, so
+/// that they are single moves. (A closure would be compiled without the instruction set, and would call a function
+/// where one instruction suffices.)
 #[inline(always)]
 fn widen_blocks<L: Lanes, H: Half, const WIDTH: usize>(from: &[u16], to: &mut [f32], mut at: usize) -> usize {
     while at + WIDTH <= to.len() {
@@ -151,7 +153,7 @@ fn widen_blocks<L: Lanes, H: Half, const WIDTH: usize>(from: &[u16], to: &mut [f
     at
 }
 
-/// Narrow a row to the nearest numbers. Both slices have the same length.
+/// Narrow a row by rounding to nearest. Both slices must have the same length.
 #[inline(always)]
 pub fn narrow<L: Lanes, H: Half>(from: &[f32], to: &mut [u16]) {
     let at = narrow_blocks::<L, H, LANES>(from, to, 0);
@@ -176,7 +178,7 @@ fn narrow_blocks<L: Lanes, H: Half, const WIDTH: usize>(
     at
 }
 
-/// Round a row stochastically; `draw(i)` is the draw for element `i`. Both slices have the same length.
+/// Round a row stochastically. `draw(i)` is the draw for element `i`. Both slices must have the same length.
 #[inline(always)]
 pub fn round_stochastic<H: Half>(from: &[f32], to: &mut [u16], draw: impl Fn(u32) -> u32) {
     for (i, (from, to)) in from.iter().zip(to).enumerate() {

@@ -1,4 +1,4 @@
-//! Numbers of 16 bits against their definition in f64, and every instruction set against every other.
+//! Compares 16-bit floats with their definition in f64, and the instruction sets with each other.
 
 use std::marker::PhantomData;
 
@@ -25,7 +25,7 @@ impl<H: Half> SimdLoop for Narrow<'_, H> {
     }
 }
 
-/// The nearest bits on every instruction set, which must agree.
+/// Narrow a number on every instruction set. All results must agree.
 fn narrowed<H: Half>(number: f32) -> u16 {
     let bits: Vec<u16> = InstructionSet::supported()
         .into_iter()
@@ -39,7 +39,7 @@ fn narrowed<H: Half>(number: f32) -> u16 {
     bits[0]
 }
 
-/// The number of finite bits, by the format's definition: exponent and mantissa bits, and the bias.
+/// The number that finite bits represent, by the definition of the format.
 fn meaning(bits: u16, mantissa_bits: u32, bias: i32) -> f64 {
     let magnitude = u32::from(bits & 0x7FFF);
     let (exponent, mantissa) = (magnitude >> mantissa_bits, magnitude & ((1 << mantissa_bits) - 1));
@@ -52,7 +52,7 @@ fn meaning(bits: u16, mantissa_bits: u32, bias: i32) -> f64 {
     if bits & 0x8000 == 0 { size } else { -size }
 }
 
-/// Test every bit pattern; `largest` is that of the largest finite number.
+/// Test every bit pattern. `largest` is the bit pattern of the largest finite number.
 fn check_format<H: Half>(mantissa_bits: u32, bias: i32, largest: u16) {
     for bits in 0..=u16::MAX {
         let magnitude = bits & 0x7FFF;
@@ -69,8 +69,8 @@ fn check_format<H: Half>(mantissa_bits: u32, bias: i32, largest: u16) {
         if magnitude > largest {
             continue;
         }
-        // Each number is its own nearest; between two numbers the nearer one is chosen, in the middle the
-        // even one.
+        // Each representable number stays the same. Between two of them, the nearer one is chosen; in the middle,
+        // the even one.
         assert_eq!(narrowed::<H>(number), bits);
         if magnitude < largest {
             let middle = ((f64::from(number) + f64::from(wide::<H>(bits + 1))) / 2.0) as f32;
@@ -116,8 +116,8 @@ fn all_levels_agree_on_any_bits() {
     }
 }
 
-/// The share of draws that round `number` up is its distance from the lower neighbour: the expectation is
-/// exact.
+/// Check that the share of draws that round `number` up is its distance from the lower neighbour, so that the
+/// expected value is exact.
 fn check_expectation<H: Half>(number: f32) {
     const DRAWS: u32 = 1 << 16;
     let exact = |bits| f64::from(wide::<H>(bits));
@@ -125,7 +125,7 @@ fn check_expectation<H: Half>(number: f32) {
         / f64::from(DRAWS);
     let nearest = H::narrow::<Portable>(&[number; LANES])[0];
     let distance = (exact(nearest) - f64::from(number)).abs().max(exact(1));
-    // The result may be inexact only in bits below the 16 that are drawn here.
+    // The result may be inexact only in the bits below the 16 that are drawn here.
     let error = (mean - f64::from(number)).abs();
     assert!(error <= 2.0 * distance / f64::from(DRAWS), "{number:e}: {mean:e}");
 }
@@ -136,13 +136,13 @@ fn stochastic_rounding_has_the_number_as_its_expectation() {
         check_expectation::<F16>(number);
         check_expectation::<Bf16>(number);
     }
-    // Numbers below the normal numbers of f16, down to those that only one of many thousand draws rounds up.
+    // Subnormal numbers of f16, and numbers so small that only one of many thousand draws rounds them up.
     for number in [6e-5, -3.3e-5, 1e-6, 6e-8, -2e-8, 1e-9] {
         check_expectation::<F16>(number);
     }
     assert_eq!(F16::round_stochastic(1e-10, u32::MAX), 0);
     assert_eq!(F16::round_stochastic(-0.0, u32::MAX), 0x8000);
-    // An exactly representable number does not change, for any draw.
+    // An exactly representable number does not change with any draw.
     for bits in [0u16, 1, 0x3FF, 0x400, 0x3C00, 0x7BFF] {
         for draw in [0, 1, u32::MAX] {
             assert_eq!(F16::round_stochastic(wide::<F16>(bits), draw), bits);

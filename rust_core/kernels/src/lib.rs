@@ -1,12 +1,12 @@
-//! The loops over floats that more than one part of Persia uses. The crate does no I/O, starts no threads and allocates
-//! no memory.
+//! The loops over floats that more than one part of Persia uses. This crate does no I/O, starts no threads and
+//! allocates no memory.
 //!
-//! * [`Bags`], [`pool()`]: rows of ids become vectors of samples
-//! * [`Csr`], [`SegmentSum`], [`Gradients`]: gradients of samples become one gradient per unique id
-//! * [`simd`]: one loop compiled for every instruction set
-//! * [`mod@half`]: numbers of 16 bits
+//! * [`Bags`], [`pool()`]: pool the rows of ids into vectors of samples
+//! * [`Csr`], [`SegmentSum`], [`Gradients`]: sum the gradients of samples into one gradient per unique id
+//! * [`simd`]: compiles a loop for every instruction set
+//! * [`mod@half`]: 16-bit floats
 //!
-//! Pooling and sums add in batch order, element by element, so the result depends on the input alone. These loops are
+//! Pooling and sums add in batch order, element by element, so the result depends only on the input. These loops are
 //! the reference for every device.
 
 mod bags;
@@ -19,12 +19,12 @@ pub use bags::Bags;
 pub use pool::{Pool, copy, pool, rows_ahead, scale};
 pub use segment_sum::{Csr, Gradients, SegmentSum, segment_sum, segment_sum_onto};
 
-/// Lists whose lengths or values do not fit together.
+/// The lengths or values of lists are inconsistent.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct ShapeError(pub String);
 
-/// Return an error with the mistake.
+/// Return an error with this message.
 fn bad_shape<T>(what: String) -> Result<T, ShapeError> {
     Err(ShapeError(what))
 }

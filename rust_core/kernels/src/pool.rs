@@ -1,9 +1,9 @@
-//! Rows of unique ids pooled into vectors of samples.
+//! Pools the rows of unique ids into vectors of samples.
 
 use crate::bags::Bags;
-use crate::simd::{InstructionSet, LANES, Lanes, SimdLoop, prefetch};
+use crate::simd::{InstructionSet, LANES, Lanes, SimdLoop, prefetch_row};
 
-/// The number of floats that are prefetched: enough rows to hide the latency of memory, few enough for the first-level
+/// The number of floats that are prefetched: enough rows to hide memory latency, but few enough for the first-level
 /// cache.
 const AHEAD_FLOATS: usize = 4096;
 
@@ -13,19 +13,19 @@ pub fn rows_ahead(dim: usize) -> usize {
     (AHEAD_FLOATS / dim.max(1)).clamp(8, 64)
 }
 
-/// Rows of one table, and the bags of one feature.
+/// The rows of one table, and the bags of one feature.
 #[derive(Debug, Clone, Copy)]
 pub struct Pool<'a> {
-    /// `[unique, dim]`.
+    /// The rows, with the shape `[unique, dim]`.
     pub rows: &'a [f32],
     /// The number of floats in a row.
     pub dim: usize,
-    /// The rows to be added.
+    /// The rows that are added for each sample.
     pub bags: Bags<'a>,
 }
 
-/// Pool rows into `out`, `[samples, dim]`: rows are added in batch order, and the sum is divided. The vector of an
-/// empty sample is zero.
+/// Pool rows into `out`, which has the shape `[samples, dim]`. Rows are added in batch order, and the sum is divided.
+/// The vector of an empty sample is zero.
 pub fn pool(input: &Pool<'_>, out: &mut [f32]) {
     InstructionSet::detect().run(PoolWork { input, out });
 }
@@ -90,8 +90,8 @@ impl SimdLoop for ScaleWork<'_> {
     }
 }
 
-/// Copy a row of any length in blocks that become single moves: a call to `memcpy` costs more than a short row. The last
-/// block overlaps the one before, because a loop over the remainder would cost as much.
+/// Copy a row of any length in blocks that become single moves, because a call to `memcpy` costs more than copying a
+/// short row. The last block overlaps the one before, because a loop over the remainder would cost as much as the call.
 #[inline(always)]
 pub fn copy(from: &[f32], to: &mut [f32]) {
     let to = &mut to[..from.len()];
@@ -108,7 +108,7 @@ pub fn copy(from: &[f32], to: &mut [f32]) {
     }
 }
 
-/// Copy the first and the last `W` floats, if there are at least `W`.
+/// Copy the first and the last `W` floats. Returns false if there are fewer than `W`.
 #[inline(always)]
 fn copy_ends<const W: usize>(from: &[f32], to: &mut [f32]) -> bool {
     let (Some(first), Some(last)) = (from.first_chunk::<W>(), from.last_chunk::<W>()) else { return false };
@@ -121,7 +121,7 @@ fn copy_ends<const W: usize>(from: &[f32], to: &mut [f32]) -> bool {
     true
 }
 
-/// Copy one to three floats.
+/// Copy one to three floats. Returns true, like [`copy_ends`] on success.
 #[inline(always)]
 fn copy_few(from: &[f32], to: &mut [f32]) -> bool {
     for at in [0, from.len() / 2, from.len() - 1] {
@@ -133,11 +133,11 @@ fn copy_few(from: &[f32], to: &mut [f32]) -> bool {
 #[inline(always)]
 pub(crate) fn fetch_ahead(rows: &[f32], dim: usize, indices: &[u32], at: usize) {
     if let Some(&index) = indices.get(at + rows_ahead(dim)) {
-        prefetch(rows, index as usize * dim, dim);
+        prefetch_row(rows.as_ptr().wrapping_add(index as usize * dim), dim);
     }
 }
 
-/// `out = ((onto ? out : 0) + sum of factor * row) * scale`.
+/// Computes `out = ((onto ? out : 0) + sum of factor * row) * scale`.
 #[derive(Clone, Copy)]
 pub(crate) struct Sum<'a> {
     pub(crate) rows: &'a [f32],

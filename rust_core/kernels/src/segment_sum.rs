@@ -1,4 +1,4 @@
-//! Sums of gradients per unique id, of all ids or one at a time.
+//! Sums gradients per unique id, for all ids or one at a time.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -10,20 +10,20 @@ use crate::{ShapeError, bad_shape};
 /// The samples of each unique id, as a compressed sparse matrix of ids and samples.
 #[derive(Debug, Clone, Copy)]
 pub struct Csr<'a> {
-    /// The start of each unique id's samples in `indices` (`unique + 1` offsets).
+    /// The start of each unique id's samples in `indices`, as `unique + 1` offsets.
     pub offsets: &'a [u32],
-    /// The samples, unique id after unique id, each in batch order.
+    /// The samples, ordered by unique id, and in batch order for each id.
     pub indices: &'a [u32],
 }
 
 impl<'a> Csr<'a> {
-    /// Check that there is a list for each of `ids` unique ids, and that all samples are below `samples`.
+    /// Check that there is a list for each of the `ids` unique ids, and that all samples are below `samples`.
     ///
     /// # Errors
-    /// [`ShapeError`] with what is wrong.
+    /// [`ShapeError`], with a message that says what is wrong.
     pub fn check(&self, ids: usize, samples: usize) -> Result<(), ShapeError> {
         if self.offsets.len() != ids + 1 {
-            return bad_shape(format!("{} offsets for {ids} ids, want one more", self.offsets.len()));
+            return bad_shape(format!("{} offsets for {ids} ids, expected one more", self.offsets.len()));
         }
         let ends = (self.offsets[0], self.offsets[ids] as usize);
         if ends != (0, self.indices.len()) || self.offsets.windows(2).any(|bounds| bounds[0] > bounds[1]) {
@@ -40,7 +40,7 @@ impl<'a> Csr<'a> {
         }
     }
 
-    /// Positions in [`Self::indices`] of the samples of id number `unique`.
+    /// The positions in [`Self::indices`] of the samples of id number `unique`.
     #[inline(always)]
     pub fn range(&self, unique: usize) -> Range<usize> {
         self.offsets[unique] as usize..self.offsets[unique + 1] as usize
@@ -53,29 +53,29 @@ impl<'a> Csr<'a> {
     }
 }
 
-/// The gradient of each unique id as the sum over the samples that use it:
-/// `scale * sum of gradients[sample] * (factors[sample] * weight)`, added in batch order, from 0 on, and scaled last.
+/// The gradient of each unique id as the sum over the samples that use it: `scale * sum of gradients[sample] *
+/// (factors[sample] * weight)`. The terms are added to 0 in batch order, and the sum is scaled last.
 #[derive(Debug, Clone, Copy)]
 pub struct SegmentSum<'a> {
-    /// `[samples, dim]`.
+    /// The gradients of samples, with the shape `[samples, dim]`.
     pub gradients: &'a [f32],
     /// The number of floats in a row.
     pub dim: usize,
-    /// The gradients to be added.
+    /// The samples whose gradients are added for each unique id.
     pub csr: Csr<'a>,
-    /// The factor of each sample's gradient; `None` means 1.
+    /// The factor of each sample's gradient; None means 1.
     pub factors: Option<&'a [f32]>,
-    /// A further factor for each index of `csr`; `None` means 1.
+    /// A further factor for each index of `csr`; None means 1.
     pub per_sample_weights: Option<&'a [f32]>,
     /// The factor of each sum.
     pub scale: f32,
 }
 
 impl SegmentSum<'_> {
-    /// Check all lengths for `ids` unique ids.
+    /// Check all lengths, given the number of unique ids.
     ///
     /// # Errors
-    /// [`ShapeError`] with what is wrong.
+    /// [`ShapeError`], with a message that says what is wrong.
     pub fn check(&self, ids: usize) -> Result<(), ShapeError> {
         let (floats, dim) = (self.gradients.len(), self.dim);
         if dim == 0 || !floats.is_multiple_of(dim) {
@@ -84,25 +84,27 @@ impl SegmentSum<'_> {
         }
         let samples = floats / dim;
         if self.factors.is_some_and(|factors| factors.len() != samples) {
-            let what = format!("the number of factors is not that of the samples, {samples}");
+            let what = format!("the number of factors differs from the number of samples, {samples}");
             return bad_shape(what);
         }
         if self.per_sample_weights.is_some_and(|weights| weights.len() != self.csr.indices.len()) {
-            let what =
-                format!("the number of weights is not that of the indices, {}", self.csr.indices.len());
+            let what = format!(
+                "the number of weights differs from the number of indices, {}",
+                self.csr.indices.len()
+            );
             return bad_shape(what);
         }
         self.csr.check(ids, samples)
     }
 
-    /// Write the sum of id number `unique` to `out`, of `dim` floats.
+    /// Write the sum for id number `unique` to `out`, which has `dim` floats.
     #[inline(always)]
     pub fn write(&self, unique: usize, out: &mut [f32]) {
         self.sum(unique, false, self.scale, out);
     }
 
-    /// Prefetch the gradients of an id that follows `unique` a few ids later. If it is called for each id in order,
-    /// each sample is prefetched once.
+    /// Prefetch the gradients of an id that follows a few ids after `unique`. If this is called for each id in
+    /// order, each sample is prefetched once.
     #[inline(always)]
     pub fn fetch_ahead(&self, unique: usize) {
         for at in self.csr.range(unique) {
@@ -110,7 +112,7 @@ impl SegmentSum<'_> {
         }
     }
 
-    /// `out = ((onto ? out : 0) + sum) * scale`.
+    /// Compute `out = ((onto ? out : 0) + sum) * scale`.
     #[inline(always)]
     fn sum(&self, unique: usize, onto: bool, scale: f32, out: &mut [f32]) {
         let samples = self.csr.of(unique);
@@ -133,17 +135,17 @@ impl SegmentSum<'_> {
 /// The gradients of unique ids.
 #[derive(Debug, Clone, Copy)]
 pub enum Gradients<'a> {
-    /// `[ids, dim]`, already summed: row `i` is for id number `i`.
+    /// Gradients that are already summed, with the shape `[ids, dim]`. Row `i` is for id number `i`.
     Rows(&'a [f32]),
-    /// Gradients of samples, summed at their use.
+    /// Gradients of samples, which are summed when they are used.
     Samples(SegmentSum<'a>),
 }
 
 impl<'a> Gradients<'a> {
-    /// Check all lengths for `ids` unique ids of `dim` floats.
+    /// Check all lengths, given the number of unique ids and the dimension.
     ///
     /// # Errors
-    /// [`ShapeError`] with what is wrong.
+    /// [`ShapeError`], with a message that says what is wrong.
     pub fn check(&self, ids: usize, dim: usize) -> Result<(), ShapeError> {
         match self {
             Self::Rows(rows) if ids.checked_mul(dim) != Some(rows.len()) => {
@@ -157,7 +159,7 @@ impl<'a> Gradients<'a> {
         }
     }
 
-    /// The gradients of the ids in `range`, row after row; the lengths were checked before.
+    /// The gradients of the ids in `range`, row by row. The lengths have been checked.
     pub fn rows(&self, range: Range<usize>, dim: usize) -> Cow<'a, [f32]> {
         match self {
             Self::Rows(rows) => Cow::Borrowed(&rows[range.start * dim..range.end * dim]),
@@ -170,7 +172,7 @@ impl<'a> Gradients<'a> {
     }
 }
 
-/// Sum the gradients of unique ids `first..` into `out`, row after row.
+/// Sum the gradients of the unique ids from `first` into `out`, row by row.
 pub fn segment_sum(input: &SegmentSum<'_>, first: usize, out: &mut [f32]) {
     InstructionSet::detect().run(SegmentSumWork { input, first, out });
 }

@@ -1,4 +1,4 @@
-//! Pooling and sums of gradients, compared with plain loops.
+//! Compares pooling and sums of gradients with plain loops.
 
 use persia_kernels::{Bags, Csr, Pool, SegmentSum, pool, segment_sum, segment_sum_onto};
 

@@ -22,7 +22,7 @@ pub struct CommonArgs {
     /// NATS, for discovery: nats://HOST:PORT. Without it, discovery is off
     #[arg(long, env = "PERSIA_NATS_URL", value_name = "URL")]
     pub nats_url: Option<String>,
-    /// The job's persia.yml: its features give slots and tables
+    /// The job's persia.yml: its features define slots and tables
     #[arg(long, env = "PERSIA_CONFIG", value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Slots and tables, without --config
@@ -37,11 +37,11 @@ pub struct CommonArgs {
     /// Number of replicas
     #[arg(long, env = "REPLICA_SIZE", value_name = "N", default_value_t = 1)]
     pub replica_size: u32,
-    /// HOST:PORT or unix:/PATH; port 0 takes a free one. Default: the port of this binary, on all addresses with a
+    /// HOST:PORT or unix:/PATH; port 0 selects a free port. Default: the port of this binary, on all addresses with a
     /// token file, on 127.0.0.1 without
     #[arg(long, env = "PERSIA_LISTEN", value_name = "ADDRESS")]
     pub listen: Option<String>,
-    /// HOST:PORT of /metrics and /health over HTTP, or `off`. Default: port 9464 (a free one, if it is in use), on the
+    /// HOST:PORT of /metrics and /health over HTTP, or `off`. Default: port 9464 (a free port, if it is in use), on the
     /// addresses of --listen's default; `off` with `enable_metrics: false`
     #[arg(long, env = "PERSIA_METRICS_LISTEN", value_name = "ADDRESS")]
     pub metrics_listen: Option<String>,
@@ -79,7 +79,7 @@ pub struct CommonArgs {
     /// Format of log lines
     #[arg(long, env = "LOG_FORMAT", value_name = "FORMAT", default_value = "json")]
     pub log_format: LogFormat,
-    /// Ask the process at --listen whether it serves; the exit code is 0 or 1
+    /// Check whether the process at --listen serves; the exit code is 0 or 1
     #[arg(long)]
     pub health: bool,
 }
@@ -95,7 +95,8 @@ pub struct ServerArgs {
     /// earlier generations
     #[arg(long, env = "PERSIA_DATA_DIR", value_name = "DIR")]
     pub data_dir: Option<PathBuf>,
-    /// Directory below which checkpoints are written and read; without it both are refused
+    /// Directory, or URL such as s3://bucket/prefix, below which checkpoints are written and read; without it folders are
+    /// refused
     #[arg(long, env = "PERSIA_CKPT_DIR", value_name = "DIR")]
     pub checkpoint_root: Option<PathBuf>,
 }
@@ -199,7 +200,7 @@ impl CommonArgs {
     /// Check the flags that do not depend on a file.
     ///
     /// # Errors
-    /// `Usage`, which names the variable.
+    /// `Usage` with the name of the variable.
     pub fn check(&self) -> Result<(), Exit> {
         let Self { replica_index: index, replica_size: size, .. } = self;
         if *size == 0 || *size as usize > MAX_SERVERS {
@@ -269,7 +270,7 @@ impl CommonArgs {
     /// The global configuration, or its defaults without a file.
     ///
     /// # Errors
-    /// `Usage` with all mistakes.
+    /// `Usage` with all errors.
     pub fn global(&self) -> Result<GlobalConfig, Exit> {
         let Some(path) = &self.global_config else { return Ok(GlobalConfig::default()) };
         read(path, "--global-config or PERSIA_GLOBAL_CONFIG", GlobalConfig::parse)
@@ -278,7 +279,7 @@ impl CommonArgs {
     /// The embedding configuration: that of the features of `--config`, or `--embedding-config`; None without both.
     ///
     /// # Errors
-    /// `Usage` with all mistakes.
+    /// `Usage` with all errors.
     pub fn embedding_if_given(&self) -> Result<Option<EmbeddingConfig>, Exit> {
         match (&self.config, &self.embedding_config) {
             (Some(path), _) => {
@@ -294,7 +295,7 @@ impl CommonArgs {
     /// The embedding configuration.
     ///
     /// # Errors
-    /// `Usage` without one, or with all mistakes.
+    /// `Usage` without one, or with all errors.
     pub fn embedding(&self) -> Result<EmbeddingConfig, Exit> {
         self.embedding_if_given()?.ok_or_else(|| {
             Exit::Usage(
@@ -326,7 +327,7 @@ fn read<T>(
     parse: impl Fn(&str, &str) -> Result<Parsed<T>, ConfigErrors>,
 ) -> Result<T, Exit> {
     let text = std::fs::read_to_string(path)
-        .map_err(|error| Exit::Usage(format!("{}: {error}; it is named by {given_by}", path.display())))?;
+        .map_err(|error| Exit::Usage(format!("{}: {error}; it is set by {given_by}", path.display())))?;
     let name = path.display().to_string();
     let parsed = parse(&text, &name).map_err(|errors| {
         let found: Vec<String> = errors.errors.iter().map(ToString::to_string).collect();

@@ -1,4 +1,4 @@
-//! [`AuthInterceptor`]: authenticates calls, and counts and logs refused ones, at a limited rate.
+//! [`AuthInterceptor`]: authenticates calls, counts refused calls, and logs them at a limited rate.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use tonic::{Request, Status};
 
 use crate::metrics;
 
-/// The shortest time between two log lines, so that unauthenticated peers cannot fill the disk.
+/// The minimum time between two log lines. Without it, unauthenticated peers could fill the disk.
 const LOG_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Lets only authenticated calls pass.

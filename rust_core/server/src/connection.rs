@@ -1,4 +1,4 @@
-//! [`Tracked`]: a connection that is counted while it is open.
+//! [`Tracked`]: a connection that holds a token while it is open.
 
 use std::io;
 use std::pin::Pin;
@@ -16,14 +16,14 @@ pub(crate) struct Tracker(mpsc::Sender<()>);
 /// Waits until all connections are closed.
 pub(crate) struct OpenConnections(mpsc::Receiver<()>);
 
-/// A tracker, and a handle that waits for the end of its connections.
+/// Create a tracker, and a handle that waits until its connections are closed.
 pub(crate) fn track() -> (Tracker, OpenConnections) {
     let (open, closed) = mpsc::channel(1);
     (Tracker(open), OpenConnections(closed))
 }
 
 impl Tracker {
-    /// The token of one connection.
+    /// Issue the token of one connection.
     pub(crate) fn token(&self) -> ConnectionToken {
         ConnectionToken { _open: self.0.clone(), _counted: metrics::Connected::count() }
     }
@@ -37,7 +37,7 @@ impl OpenConnections {
     }
 }
 
-/// A token that exists as long as its connection.
+/// A token that lives as long as its connection.
 pub(crate) struct ConnectionToken {
     _open: mpsc::Sender<()>,
     _counted: metrics::Connected,

@@ -1,12 +1,12 @@
 //! [`Exit`]: why a process ends, and the code it ends with.
 
-/// The reason why a process could not start, or ended. The text is one line that says what to do next.
+/// The reason why a process could not start, or ended. The text is one line that includes the next step.
 #[derive(Debug, thiserror::Error)]
 pub enum Exit {
     /// A wrong flag, variable or configuration file.
     #[error("{0}")]
     Usage(String),
-    /// A peer does not answer.
+    /// A peer does not respond.
     #[error("{0}")]
     Unreachable(String),
     /// A damaged file.

@@ -5,10 +5,10 @@ use persia_wire::discovery::Service;
 /// An embedding server, or a middleware.
 #[derive(Debug, Clone, Copy)]
 pub struct Kind {
-    /// Its name in discovery.
+    /// The service name in discovery.
     pub service: Service,
-    /// Its gRPC service.
+    /// The name of the gRPC service.
     pub grpc: &'static str,
-    /// Its default port.
+    /// The default port.
     pub port: u16,
 }

@@ -1,12 +1,12 @@
-//! Embedding servers, and the middleware in front of them.
+//! Embedding servers and the middlewares in front of them.
 //!
-//! * [`node`]: one server: its rows, its run, the order of requests in a reproducible run
-//! * `wal`: its write-ahead log
-//! * [`service`]: a node as gRPC service
-//! * [`middleware`]: divides requests among servers, and merges their answers
+//! * [`node`]: one server, with its rows, its run, and the order of requests in a reproducible run
+//! * `wal`: the write-ahead log of a server
+//! * [`service`]: serves a node over gRPC
+//! * [`middleware`]: divides requests among servers and merges their responses
 //! * [`serve`]: connections, authentication, health and reflection
-//! * [`process`]: start and end of both binaries; [`args`], [`kind`], [`logs`], [`metrics`], [`watchdog`], [`probe`]
-//!   and [`exit`] are parts of it
+//! * [`process`]: the life cycle of both binaries, with [`args`], [`kind`], [`logs`], [`metrics`], [`watchdog`],
+//!   [`probe`] and [`exit`]
 
 mod allocator;
 pub mod args;

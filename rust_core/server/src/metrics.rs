@@ -39,12 +39,15 @@ const MEMORY_WAITS: &str = "persia_request_memory_waits_total";
 const LOG_UNSYNCED: &str = "persia_log_unsynced_seconds";
 const LOG_WAITS: &str = "persia_log_waits_total";
 const RECOVERED: &str = "persia_recovered_ratio";
+const START: &str = "persia_start_duration_seconds";
+const INFO: &str = "persia_process_info";
+const RESIDENT: &str = "process_resident_memory_bytes";
 /// The limits of the buckets, from a fraction of a loopback call to the checkpoint of a large table.
 const BUCKETS: &[f64] = &[
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
 ];
 const HEADER_TIMEOUT: Duration = Duration::from_secs(5);
-/// The most concurrent connections; more wait in the socket's backlog.
+/// The maximum number of concurrent connections. Further connections wait in the socket's backlog.
 const MAX_CONNECTIONS: usize = 32;
 
 /// Record metrics from now on. A second recorder in one process (tests run several servers in one) is not used.
@@ -70,7 +73,7 @@ pub fn start() -> Result<PrometheusHandle, metrics_exporter_prometheus::BuildErr
     metrics::describe_counter!(ROW_CHANGES, "Rows that pushes inserted, evicted, or found expired");
     metrics::describe_gauge!(CONNECTIONS, "Open connections");
     metrics::describe_gauge!(REQUEST_MEMORY, metrics::Unit::Bytes, "Memory of requests in flight");
-    metrics::describe_counter!(MEMORY_WAITS, "Requests that waited for memory that others held");
+    metrics::describe_counter!(MEMORY_WAITS, "Requests that waited for memory that other requests held");
     metrics::describe_gauge!(GENERATION, "Generation of the last run");
     metrics::describe_gauge!(ROWS, "Rows, by table");
     metrics::describe_gauge!(PAYLOAD, metrics::Unit::Bytes, "Weights and optimizer state");
@@ -86,7 +89,38 @@ pub fn start() -> Result<PrometheusHandle, metrics_exporter_prometheus::BuildErr
         "Part of the checkpoint and log that was read after the start, from 0 to 1"
     );
     metrics::describe_gauge!(MEMORY, metrics::Unit::Bytes, "Memory of rows and indexes");
+    metrics::describe_gauge!(
+        START,
+        metrics::Unit::Seconds,
+        "Time from the start of the process until it served, with the recovery of its rows"
+    );
+    metrics::describe_gauge!(
+        INFO,
+        "1, with the service, the replica and the version of the process as labels"
+    );
+    metrics::describe_gauge!(RESIDENT, metrics::Unit::Bytes, "Resident memory of the process");
     Ok(handle)
+}
+
+/// Record which process this is.
+pub(crate) fn describe_process(service: &'static str, replica: u32) {
+    let version = persia_wire::VERSION;
+    gauge!(INFO, "service" => service, "replica" => replica.to_string(), "version" => version).set(1.0);
+}
+
+/// Record how long the start has taken, when the process serves.
+pub(crate) fn started(since: Instant) {
+    gauge!(START).set(since.elapsed().as_secs_f64());
+}
+
+/// Set the gauge of the resident memory, if the system reports it.
+fn set_resident_memory() {
+    let Ok(status) = std::fs::read_to_string("/proc/self/status") else { return };
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+    let kib = line.and_then(|line| line.split_whitespace().next()).and_then(|word| word.parse::<u64>().ok());
+    if let Some(kib) = kib {
+        gauge!(RESIDENT).set((kib * 1024) as f64);
+    }
 }
 
 /// Count a call that was not authenticated.
@@ -240,22 +274,22 @@ pub fn set_gauges(starting: &StartingNode) {
 pub struct Page {
     /// Renders the metrics.
     pub metrics: PrometheusHandle,
-    /// Whether the process serves; `/health` answers 200 or 503.
+    /// Whether the process serves; `/health` returns 200 or 503.
     pub ready: Arc<AtomicBool>,
     /// Called before each rendering, on a thread that may block.
     pub refresh: Arc<dyn Fn() + Send + Sync>,
-    /// Why the process does not serve yet, if it knows a reason.
+    /// Why the process does not serve yet, if there is a known reason.
     pub waits_for: Arc<dyn Fn() -> Option<String> + Send + Sync>,
 }
 
-/// Answer `/metrics` and `/health` for as long as the process lives.
+/// Answer `/metrics` and `/health` until the process ends.
 pub async fn serve(listener: TcpListener, page: Page) {
     let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     while let Ok(permit) = Arc::clone(&permits).acquire_owned().await {
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(error) => {
-                // Usually out of file descriptors: others must be closed first.
+                // Usually the process is out of file descriptors; other connections must be closed first.
                 tracing::warn!(%error, "metrics: cannot accept a connection");
                 tokio::time::sleep(Duration::from_secs(1)).await;
                 continue;
@@ -278,7 +312,11 @@ async fn answer(request: Request<Incoming>, page: Page) -> Result<Response<Full<
     let (status, text) = match (request.method(), request.uri().path()) {
         (&Method::GET, "/metrics") => {
             let refresh = Arc::clone(&page.refresh);
-            match tokio::task::spawn_blocking(move || refresh()).await {
+            let gauges = move || {
+                set_resident_memory();
+                refresh();
+            };
+            match tokio::task::spawn_blocking(gauges).await {
                 Ok(()) => (StatusCode::OK, page.metrics.render()),
                 Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
             }

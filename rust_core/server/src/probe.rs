@@ -1,4 +1,4 @@
-//! `--health`: asks the process at `--listen` whether it serves.
+//! The flag `--health`: asks the process at `--listen` whether it serves.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use crate::kind::Kind;
 
 const TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Exit code 0 if the process serves, 1 if it does not.
+/// Ask the process. Returns the exit code 0 if it serves, and 1 if it does not.
 ///
 /// # Errors
 /// `Usage` for an address without a port, or certificates that cannot be used.
@@ -35,7 +35,7 @@ pub async fn ask(args: &CommonArgs, kind: Kind) -> Result<ExitCode, Exit> {
     if tls.cert.is_none() {
         tls.ca = None;
     } else if tls.ca.is_none() {
-        // The certificate is self-signed.
+        // The process's own certificate also serves as the authority, because it is self-signed.
         tls.ca.clone_from(&tls.cert);
     }
     let tls = tls.client().map_err(|error| Exit::Usage(error.to_string()))?;
@@ -49,7 +49,7 @@ pub async fn ask(args: &CommonArgs, kind: Kind) -> Result<ExitCode, Exit> {
         Ok(Ok(reply)) if reply.get_ref().status() == ServingStatus::Serving => return Ok(ExitCode::SUCCESS),
         Ok(Ok(reply)) => format!("{:?}", reply.get_ref().status()),
         Ok(Err(status)) => persia_wire::error::describe(&status),
-        Err(_) => format!("no answer within {} s", TIMEOUT.as_secs()),
+        Err(_) => format!("no response within {} s", TIMEOUT.as_secs()),
     };
     eprintln!("{endpoint}: {what}");
     Ok(ExitCode::FAILURE)

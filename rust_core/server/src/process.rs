@@ -1,4 +1,5 @@
-//! The life cycle of both binaries: read flags, start logs and metrics, listen, announce, and stop on a signal.
+//! The life cycle of both binaries: parse flags, start logs and metrics, listen, announce the process, and stop on a
+//! signal.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -16,6 +17,7 @@ use persia_wire::discovery::{
 };
 use persia_wire::listen::Listener;
 use persia_wire::settings::Endpoint;
+use persia_wire::trace;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
@@ -27,38 +29,39 @@ use crate::kind::Kind;
 use crate::serve::{Health, HealthService, Host};
 use crate::{allocator, logs, metrics, probe, watchdog};
 
-/// The default port of metrics.
+/// The default port for metrics.
 const METRICS_PORT: u16 = 9464;
-/// The time for which NATS may refuse the token at the start, because it may not have read the current one yet.
+/// The time for which NATS may refuse the token after the start, because it may not have read the current token yet.
 const NATS_AUTH_TIMEOUT: Duration = Duration::from_secs(2);
-/// The interval of aggregating histograms. Without this, memory grows if no metrics are read.
+/// The interval at which histograms are aggregated. Without this, memory grows if no metrics are read.
 const UPKEEP_INTERVAL: Duration = Duration::from_secs(5);
 
 /// The state of both kinds of process before they serve.
 pub struct Process {
-    /// Its flags.
+    /// The flags.
     pub args: CommonArgs,
-    /// Its kind.
+    /// The kind of the process.
     pub kind: Kind,
-    /// Its job.
+    /// The job.
     pub job: String,
     /// The global configuration.
     pub global: GlobalConfig,
-    /// The secret of the cluster.
+    /// The cluster's secret.
     pub secret: Option<Secret>,
-    /// TLS for calls to other processes.
+    /// The TLS settings for calls to other processes.
     pub client_tls: Option<ClientTlsConfig>,
-    /// NATS, if configured; never of an infer job.
+    /// The connection to NATS, if configured. An infer job never has one.
     pub discovery: Option<Discovery>,
-    /// Set when the process serves.
+    /// Whether the process serves.
     pub ready: Arc<AtomicBool>,
-    /// Its socket.
+    /// The socket.
     pub listener: Listener,
     host: Host,
     health: Health,
+    since: Instant,
 }
 
-/// Run a binary: `common` finds the common flags, `main` serves. Returns the exit code.
+/// Run a binary. `common` returns the common flags, and `main` serves. Returns the exit code.
 pub fn run<A, F>(
     kind: Kind,
     common: impl Fn(&A) -> &CommonArgs,
@@ -85,8 +88,9 @@ where
                 exit = refused_by_nats(discovery) => Err(exit),
             }
         });
-        // A request that is still running on a thread does not delay the end.
+        // A request that is still running on a thread must not delay the end.
         runtime.shutdown_timeout(Duration::from_secs(1));
+        trace::stop();
         ended
     });
     ended.unwrap_or_else(|exit| {
@@ -95,7 +99,7 @@ where
     })
 }
 
-/// Print the reason why the process ends, in one line.
+/// Print, in one line, the reason why the process ends.
 #[allow(clippy::print_stderr, reason = "logs may not have started yet")]
 fn report(exit: &Exit) {
     eprintln!("error: {}", exit.to_string().replace('\n', "; "));
@@ -103,10 +107,15 @@ fn report(exit: &Exit) {
 
 impl Process {
     async fn start(args: CommonArgs, kind: Kind) -> Result<(Self, HealthService), Exit> {
+        let since = Instant::now();
         logs::start(args.log_format, &args.log_level, kind.service.name(), args.replica_index)?;
         watchdog::start().map_err(|error| Exit::Again(format!("cannot start a thread: {error}")))?;
         let global = args.global()?;
         let job = args.job(&global)?;
+        persia_wire::logs::name_run(&job);
+        let (service, replica) = (kind.service.name(), args.replica_index);
+        trace::start(trace::Process { service, replica, run_id: job.clone(), every: 0 })
+            .map_err(|error| Exit::Usage(error.to_string()))?;
         let secret = args.secret()?;
         let tls = args.tls();
         let unusable = |error: persia_wire::tls::TlsError| Exit::Usage(error.to_string());
@@ -117,7 +126,7 @@ impl Process {
             Listener::bind(&listen).await.map_err(|error| cannot_bind("PERSIA_LISTEN", &listen, &error))?;
         let discovery = match &args.nats_url {
             None => None,
-            // persia-launcher has a default for NATS, which an infer job does not use.
+            // persia-launcher sets a default address of NATS, which an infer job does not use.
             Some(_) if global.infer.is_some() => None,
             Some(url) => Some(connect(url, &job, secret.as_ref()).await?),
         };
@@ -128,22 +137,36 @@ impl Process {
         let endpoint = listener.endpoint();
         tracing::info!(%endpoint, job, version = args::version(), pid = std::process::id(), "listening");
         Ok((
-            Self { args, kind, job, global, secret, client_tls, discovery, ready, listener, host, health },
+            Self {
+                args,
+                kind,
+                job,
+                global,
+                secret,
+                client_tls,
+                discovery,
+                ready,
+                listener,
+                host,
+                health,
+                since,
+            },
             health_service,
         ))
     }
 
-    /// Serve metrics; `refresh` sets gauges before each reading, and `waits_for` says why the process does not serve yet.
-    /// Returns the address, unless metrics are off.
+    /// Serve metrics. `refresh` sets gauges before each reading, and `waits_for` returns why the process does not serve
+    /// yet. Returns the address; None if metrics are off.
     ///
     /// # Errors
-    /// `Auth` for an address that other hosts reach if there is no token file, `Usage` for one that is in use.
+    /// `Auth` if other hosts can reach the address and there is no token file; `Usage` for an address that is in use.
     pub async fn serve_metrics(
         &self,
         refresh: impl Fn() + Send + Sync + 'static,
         waits_for: impl Fn() -> Option<String> + Send + Sync + 'static,
     ) -> Result<Option<Endpoint>, Exit> {
         let render = metrics::start().map_err(|error| Exit::Usage(format!("metrics: {error}")))?;
+        metrics::describe_process(self.kind.service.name(), self.args.replica_index);
         let upkeep = render.clone();
         tokio::spawn(async move {
             let mut interval = tokio::time::interval(UPKEEP_INTERVAL);
@@ -182,21 +205,21 @@ impl Process {
         Ok(Some(endpoint))
     }
 
-    /// The host to announce, unless it depends on NATS.
+    /// The host to announce; None if it depends on NATS.
     fn fixed_host(&self) -> Result<Option<String>, Exit> {
         let interface = std::env::var("PERSIA_SOCKET_IFNAME").ok().filter(|name| !name.is_empty());
-        match (&self.args.advertise, interface) {
-            (Some(host), _) => Ok(Some(host.clone())),
-            (None, Some(name)) => {
-                advertised_host(self.args.nats_url.as_deref().unwrap_or_default(), Some(&name))
-                    .map(Some)
-                    .map_err(|error| Exit::Usage(format!("PERSIA_SOCKET_IFNAME: {error}")))
-            }
-            (None, None) => Ok(None),
+        let advertise = self.args.advertise.as_deref();
+        if advertise.is_none() && interface.is_none() {
+            return Ok(None);
         }
+        let nats = self.args.nats_url.as_deref().unwrap_or_default();
+        advertised_host(nats, advertise, interface.as_deref())
+            .map(Some)
+            .map_err(|error| Exit::Usage(format!("PERSIA_SOCKET_IFNAME: {error}")))
     }
 
-    /// Announce the process to NATS, wait for `others`, then report that it serves. Dropping the result reverts both.
+    /// Announce the process to NATS, wait for `others`, and then report that the process serves. Dropping the result
+    /// reverts both.
     ///
     /// # Errors
     /// `Usage` for a network interface that does not exist.
@@ -215,8 +238,8 @@ impl Process {
             metrics: None,
             more: BTreeMap::from([("build".to_owned(), args::BUILD.to_owned())]),
         };
-        let (discovery, health, ready) =
-            (self.discovery.clone(), self.health.clone(), Arc::clone(&self.ready));
+        let (discovery, health, ready, since) =
+            (self.discovery.clone(), self.health.clone(), Arc::clone(&self.ready), self.since);
         let task = tokio::spawn(async move {
             let _announced = match discovery {
                 None => None,
@@ -237,20 +260,21 @@ impl Process {
             others.await;
             health.set(true).await;
             ready.store(true, Ordering::Relaxed);
+            metrics::started(since);
             tracing::info!("ready");
             std::future::pending::<()>().await;
         });
         Ok(Announcing { task, ready: Arc::clone(&self.ready) })
     }
 
-    /// The listener to serve with, and the host to announce.
+    /// The listener for serving, and the host to announce.
     pub fn into_serving(self) -> (Listener, Host) {
         (self.listener, self.host)
     }
 }
 
 async fn announce(discovery: &Discovery, announcement: Announcement) -> Option<Announced> {
-    // Without a timeout: discovery logs once that it waits for NATS.
+    // There is no timeout. Discovery logs once that it waits for NATS.
     let announced = match discovery.wait_connected(None).await {
         Ok(()) => discovery.announce(announcement).await,
         Err(error) => Err(error),
@@ -258,7 +282,7 @@ async fn announce(discovery: &Discovery, announcement: Announcement) -> Option<A
     announced.map_err(|error| tracing::error!("cannot announce this process: {error}")).ok()
 }
 
-/// The announcement of a process that serves.
+/// The announcement of a serving process.
 pub struct Announcing {
     task: tokio::task::JoinHandle<()>,
     ready: Arc<AtomicBool>,
@@ -277,8 +301,8 @@ async fn connect(url: &str, job: &str, secret: Option<&Secret>) -> Result<Discov
     Discovery::connect(options).await.map_err(|error| Exit::Usage(error.to_string()))
 }
 
-/// Returns if NATS refuses the token at the start. Later a refusal must not end the process: a run that found its
-/// servers no longer needs NATS.
+/// Wait until NATS refuses the token after the start. A later refusal must not end the process, because a run that has
+/// found its servers no longer needs NATS.
 async fn refused_by_nats(discovery: Option<Discovery>) -> Exit {
     let Some(discovery) = discovery else { return std::future::pending().await };
     let mut since = None;
@@ -296,13 +320,13 @@ async fn refused_by_nats(discovery: Option<Discovery>) -> Exit {
     std::future::pending().await
 }
 
-/// Whether an endpoint stands for all addresses of this host.
+/// Whether an endpoint is the wildcard address, which means all addresses of this host.
 fn is_open(endpoint: &Endpoint) -> bool {
     let Endpoint::Tcp { host, .. } = endpoint else { return false };
     host.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_unspecified())
 }
 
-/// `endpoint` with the `host` that other processes use, unless it is a Unix socket.
+/// Replace the host in `endpoint` by `host`, which other processes use, unless it is a Unix socket.
 fn reached_by(endpoint: Endpoint, host: Option<&str>) -> Endpoint {
     match (endpoint, host) {
         (Endpoint::Tcp { port, .. }, Some(host)) => Endpoint::Tcp { host: host.to_owned(), port },
@@ -310,12 +334,12 @@ fn reached_by(endpoint: Endpoint, host: Option<&str>) -> Endpoint {
     }
 }
 
-/// The address of this host on the network of NATS, once the name of NATS resolves.
+/// The address of this host on the network of NATS. Waits until the host name of NATS can be resolved.
 async fn host_towards(url: &str) -> String {
     let mut failures = 0;
     loop {
         let nats = url.to_owned();
-        let found = tokio::task::spawn_blocking(move || advertised_host(&nats, None)).await;
+        let found = tokio::task::spawn_blocking(move || advertised_host(&nats, None, None)).await;
         match found {
             Ok(Ok(host)) => return host,
             Ok(Err(error)) if failures == 0 => tracing::warn!("waiting for NATS: {error}"),
@@ -335,7 +359,7 @@ fn cannot_bind(variable: &str, endpoint: &Endpoint, error: &io::Error) -> Exit {
     let why = match error.kind() {
         io::ErrorKind::AddrInUse => {
             format!(
-                "the address is in use; stop the process that listens there, or set {variable} to another one"
+                "the address is in use; stop the process that listens there, or set {variable} to another address"
             )
         }
         io::ErrorKind::PermissionDenied => format!("{error}; ports below 1024 need privileges"),
@@ -344,14 +368,14 @@ fn cannot_bind(variable: &str, endpoint: &Endpoint, error: &io::Error) -> Exit {
     Exit::Usage(format!("cannot listen on {endpoint}: {why}"))
 }
 
-/// The number of SIGTERM and SIGINT received.
+/// Counts the SIGTERM and SIGINT signals received.
 #[derive(Debug, Clone)]
 pub struct StopSignals {
     count: watch::Receiver<u32>,
 }
 
 impl StopSignals {
-    /// Returns once this many signals have arrived.
+    /// Wait until this many signals have arrived.
     pub fn reached(&self, count: u32) -> impl Future<Output = ()> + Send + use<> {
         let mut arrived = self.count.clone();
         async move {
@@ -363,7 +387,7 @@ impl StopSignals {
     }
 }
 
-/// Count SIGTERM and SIGINT. Needs a running tokio runtime.
+/// Start to count SIGTERM and SIGINT. Requires a running tokio runtime.
 ///
 /// # Errors
 /// `Again` if signals cannot be handled.

@@ -1,4 +1,4 @@
-//! [`MemoryBudget`]: a limit on the memory of requests in flight, over all connections.
+//! [`MemoryBudget`]: limits the memory of requests in flight over all connections.
 
 use std::sync::Arc;
 
@@ -9,17 +9,17 @@ use tonic::Status;
 
 use crate::metrics;
 
-/// Memory is counted in mebibytes: 2^20 bytes.
+/// The binary logarithm of a mebibyte, the unit in which memory is counted.
 const MIB: u32 = 20;
 
 /// The budget for the memory of all requests in flight.
 #[derive(Debug, Clone)]
 pub(crate) struct MemoryBudget {
     free: Arc<Semaphore>,
-    /// Memory for one request beyond the budget.
+    /// Allows one request at a time to exceed the budget.
     extra: Arc<Semaphore>,
     mib: u32,
-    /// How to get more memory, for messages.
+    /// What to do to get more memory, for messages.
     advice: &'static str,
 }
 
@@ -31,20 +31,21 @@ pub(crate) struct RequestMemory {
 }
 
 impl MemoryBudget {
-    /// [`MAX_IN_FLIGHT_BYTES`].
+    /// Create a budget of [`MAX_IN_FLIGHT_BYTES`].
     pub(crate) fn new(advice: &'static str) -> Self {
         Self::of((MAX_IN_FLIGHT_BYTES >> MIB) as u32, advice)
     }
 
-    /// A budget of this many mebibytes.
+    /// Create a budget of `mib` mebibytes.
     pub(crate) fn of(mib: u32, advice: &'static str) -> Self {
         Self { free: Arc::new(Semaphore::new(mib as usize)), extra: Arc::new(Semaphore::new(1)), mib, advice }
     }
 
-    /// Wait for the memory of a request, in the order of requests. One that is larger than the budget gets all of it.
+    /// Wait for the memory of a request. Requests get memory in the order of their calls. A request larger than the
+    /// budget gets the whole budget.
     ///
     /// # Errors
-    /// `Unavailable`, which callers retry, if other requests hold it until the deadline.
+    /// `Unavailable`, which callers retry, if other requests hold the memory until the deadline.
     pub(crate) async fn take(&self, bytes: u64, deadline: Instant) -> Result<RequestMemory, Status> {
         let share = bytes.div_ceil(1 << MIB).min(self.mib.into()) as u32;
         let free = Arc::clone(&self.free);
@@ -66,11 +67,11 @@ impl MemoryBudget {
         }
     }
 
-    /// Like [`Self::take`], but one request at a time whose turn has `come` may exceed the budget: others may hold all
-    /// of it while they wait for this one.
+    /// Like [`Self::take`], but one request at a time may exceed the budget when its turn has `come`, because the
+    /// requests that hold the budget may wait for this request.
     ///
     /// # Errors
-    /// As [`Self::take`].
+    /// Those of [`Self::take`].
     pub(crate) async fn take_at_turn(
         &self,
         bytes: u64,
@@ -115,7 +116,7 @@ mod tests {
         assert!(refused.message().contains("other requests hold 3 of 4 MiB; wait"), "{refused}");
         let small = take(&budget, 1).await.unwrap();
         drop((held, small));
-        // A request above the budget gets all of it.
+        // A request above the budget gets the whole budget.
         drop(take(&budget, 9).await.unwrap());
         let _all = take(&budget, 4).await.unwrap();
         drop(budget.take(0, Instant::now()).await.unwrap());

@@ -1,4 +1,5 @@
-//! [`serve`]: serves a gRPC service with authentication, health and reflection, from the first connection to the last.
+//! [`serve`]: serves a gRPC service with authentication, health checks and reflection, until the last connection is
+//! closed.
 
 use std::convert::Infallible;
 use std::time::Duration;
@@ -21,19 +22,19 @@ use crate::auth::AuthInterceptor;
 use crate::connection::{self, Tracked};
 use crate::exit::Exit;
 
-/// The options with which servers and middlewares serve.
+/// The options for serving, which servers and middlewares share.
 pub struct Host {
     /// Authenticates calls.
     pub guard: Guard,
-    /// Encrypts TCP.
+    /// The TLS settings of TCP connections.
     pub tls: Option<ServerTlsConfig>,
-    /// The grace period of open connections after a stop.
+    /// The grace period for open connections after a stop.
     pub grace: Duration,
     /// Answers `grpc.health.v1`.
     pub health: Health,
 }
 
-/// Whether the process serves.
+/// The health of the process: whether it serves.
 #[derive(Clone)]
 pub struct Health {
     reporter: HealthReporter,
@@ -44,7 +45,7 @@ pub struct Health {
 pub type HealthService = HealthServer<tonic_health::server::HealthService>;
 
 impl Health {
-    /// Not serving yet.
+    /// Create a health that reports "not serving", and its service.
     pub async fn new(service: &'static str) -> (Self, HealthService) {
         let reporter = HealthReporter::new();
         let server =
@@ -54,7 +55,7 @@ impl Health {
         (health, server)
     }
 
-    /// Set whether it serves.
+    /// Set whether the process serves.
     pub async fn set(&self, serving: bool) {
         let status = if serving { ServingStatus::Serving } else { ServingStatus::NotServing };
         for name in ["", self.service] {
@@ -63,8 +64,8 @@ impl Health {
     }
 }
 
-/// Serve until `shutdown`. Then accept no connection, and wait until the open ones are closed, the grace period ends,
-/// or `hurry` does.
+/// Serve until `shutdown`. Then accept no more connections, and wait until the open ones are closed, the grace period
+/// ends, or `hurry` completes.
 ///
 /// # Errors
 /// `Usage` for a certificate that cannot be used.

@@ -1,4 +1,4 @@
-//! [`EmbeddingService`]: a [`Node`] as gRPC service, once it has resumed from its log.
+//! [`EmbeddingService`]: serves a [`Node`] over gRPC, once the node has recovered from its log.
 
 use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
@@ -13,6 +13,7 @@ use persia_wire::parts::Part;
 use persia_wire::proto::embedding_server_server::EmbeddingServer;
 use persia_wire::proto::{self, lookup_reply, server_push};
 use persia_wire::send::row_chunks;
+use persia_wire::trace::RequestSpan;
 use persia_wire::{PROTOCOL, VERSION, convert, receive};
 use tonic::metadata::MetadataMap;
 use tonic::{Extensions, Request, Response, Status, Streaming};
@@ -23,8 +24,12 @@ use crate::node::{Fence, Node, NodeOptions, Phase, RecoveryProgress};
 use crate::request_memory::{MemoryBudget, RequestMemory};
 
 const MEMORY_ADVICE: &str = "use smaller batches, a smaller staleness, or more servers";
+/// The names of the spans for the waits of a traced request.
+const MEMORY_WAIT: &str = "memory wait";
+const RECEIVE: &str = "receive";
+const TURN_WAIT: &str = "turn wait";
 
-/// A node that may not have resumed from its log yet.
+/// A node that may not have recovered from its log yet.
 pub struct StartingNode {
     peer: String,
     progress: RecoveryProgress,
@@ -32,7 +37,7 @@ pub struct StartingNode {
 }
 
 impl StartingNode {
-    /// A node with these options that is about to resume.
+    /// Describe a node with these options, which is about to recover.
     pub fn new(options: &NodeOptions) -> Self {
         Self { peer: options.peer(), progress: RecoveryProgress::default(), node: OnceLock::new() }
     }
@@ -42,7 +47,7 @@ impl StartingNode {
         &self.progress
     }
 
-    /// Record that the node has resumed.
+    /// Record that the node has recovered.
     pub fn resumed(&self, node: Arc<Node>) {
         let _ = self.node.set(node); // once
     }
@@ -50,7 +55,7 @@ impl StartingNode {
     /// The node.
     ///
     /// # Errors
-    /// `Recovering` until it has resumed.
+    /// `Recovering` until the node has recovered.
     pub fn node(&self) -> Result<&Arc<Node>, TablesError> {
         let recovering = || {
             let (done, total) = self.progress.bytes();
@@ -70,7 +75,7 @@ pub struct EmbeddingService {
 /// The rows in chunks, followed by the report.
 pub type LookupStream = Pin<Box<dyn Stream<Item = Result<proto::LookupReply, Status>> + Send>>;
 
-/// Refuse a caller of another version, whose messages could be misread.
+/// Refuse a caller of another version, because its messages could be misread.
 pub(crate) fn check_version(peer: &str, request: &proto::BeginRequest) -> Result<(), Status> {
     let differs = |what: String| Err(to_status(&TablesError::Incompatible { peer: peer.into(), what }));
     if request.protocol != PROTOCOL {
@@ -82,8 +87,8 @@ pub(crate) fn check_version(peer: &str, request: &proto::BeginRequest) -> Result
     Ok(())
 }
 
-/// Run work that computes or waits for a disk on a separate thread, so that it blocks no other request. A panic fails
-/// only this request.
+/// Run work that computes or waits for a disk on a separate thread, so that it blocks no other request. After a
+/// panic, only this request fails.
 async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, TablesError> + Send + 'static,
 ) -> Result<T, Status> {
@@ -113,18 +118,18 @@ impl EmbeddingService {
         Self::starting(Arc::new(starting))
     }
 
-    /// Refuse requests as `Recovering` until `node` has resumed, then serve it.
+    /// Refuse requests with `Recovering` until `node` has recovered, and then serve it.
     pub fn starting(node: Arc<StartingNode>) -> Self {
         Self { node, memory: MemoryBudget::new(MEMORY_ADVICE) }
     }
 
-    /// Limit the memory for requests in flight to this many mebibytes.
+    /// Limit the memory for requests in flight to `mib` mebibytes.
     pub fn with_memory(self, mib: u32) -> Self {
         Self { memory: MemoryBudget::of(mib, MEMORY_ADVICE), ..self }
     }
 
-    /// Wait for the memory of a request, before it is received. A training request does not wait when its turn comes,
-    /// because those that hold the memory may wait for it.
+    /// Wait for the memory of a request before it is received. A training request stops waiting when its turn comes,
+    /// because the requests that hold the memory may wait for this one.
     async fn reserve(
         &self,
         node: &Node,
@@ -146,34 +151,38 @@ impl EmbeddingService {
     async fn serve_lookup(
         &self,
         request: Request<Streaming<proto::LookupRequest>>,
+        span: &mut RequestSpan,
     ) -> Result<LookupStream, Status> {
         require(request.extensions(), "Lookup", &[Role::Trainer, Role::Middleware])?;
         let node = self.node()?;
         let (metadata, _, mut stream) = request.into_parts();
         let head = receive::lookup_head(&mut stream).await?;
+        span.set_token(head.token);
         let parts = receive::parts_of_rows(&head.parts)?;
         let trains = head.mode == i32::from(proto::Mode::Train);
         let training = trains.then_some((head.token, Phase::Lookup));
-        let memory = self.reserve(&node, &metadata, &parts, training).await?;
-        let lookup = receive::lookup_after(head, parts, &mut stream).await?;
+        let memory = span.part(MEMORY_WAIT).around(self.reserve(&node, &metadata, &parts, training)).await?;
+        let lookup = span.part(RECEIVE).around(receive::lookup_after(head, parts, &mut stream)).await?;
         let turn = match lookup.mode {
             Mode::Train => {
-                let admitted = node.admit(lookup.token, Phase::Lookup).await;
+                let admitted = span.part(TURN_WAIT).around(node.admit(lookup.token, Phase::Lookup)).await;
                 admitted.map_err(|error| to_status(&error))?
             }
             Mode::Eval | Mode::Infer => None,
         };
         let counts = lookup.mode == Mode::Train || node.serves();
-        let (lookup, rows, report) = blocking(move || {
+        let read = blocking(move || {
             let mut rows = lookup.buffers();
             let mut buffers: Vec<&mut [f32]> = rows.iter_mut().map(Vec::as_mut_slice).collect();
             let report = node.lookup(turn, &lookup.request(&lookup.tables()), &mut buffers)?;
             Ok((lookup, rows, report))
-        })
-        .await?;
+        });
+        let (lookup, rows, report) = span.part("read rows").around(read).await?;
         if counts {
             metrics::looked_up(&report);
         }
+        let (token, mode) = (lookup.token, lookup.mode);
+        tracing::debug!(%token, step = token.seq, rank = token.rank, ?mode, hits = report.hits, "look-up served");
         let parts = lookup.parts.into_iter().zip(rows).enumerate();
         let chunks = parts.flat_map(|(at, (part, rows))| row_chunks(at as u32, part.format, rows));
         let messages =
@@ -188,18 +197,26 @@ impl EmbeddingService {
     async fn serve_push(
         &self,
         request: Request<Streaming<proto::PushRequest>>,
+        span: &mut RequestSpan,
     ) -> Result<proto::PushReply, Status> {
         require(request.extensions(), "Push", &[Role::Trainer, Role::Middleware])?;
         let node = self.node()?;
         let server = node.options().index;
         let (metadata, _, mut stream) = request.into_parts();
         let head = receive::push_head(&mut stream).await?;
+        span.set_token(head.token);
         let parts = receive::parts_of_rows(&head.parts)?;
-        let _memory = self.reserve(&node, &metadata, &parts, Some((head.token, Phase::Push))).await?;
-        let push = receive::push_after(head, parts, &mut stream).await?;
-        let turn = node.admit(push.token, Phase::Push).await.map_err(|error| to_status(&error))?;
-        let report = blocking(move || node.push(turn, &push.request(&push.tables()))).await?;
+        let training = Some((head.token, Phase::Push));
+        let reserve = self.reserve(&node, &metadata, &parts, training);
+        let _memory = span.part(MEMORY_WAIT).around(reserve).await?;
+        let push = span.part(RECEIVE).around(receive::push_after(head, parts, &mut stream)).await?;
+        let admitted = span.part(TURN_WAIT).around(node.admit(push.token, Phase::Push)).await;
+        let turn = admitted.map_err(|error| to_status(&error))?;
+        let token = push.token;
+        let apply = blocking(move || node.push(turn, &push.request(&push.tables())));
+        let report = span.part("apply").around(apply).await?;
         metrics::pushed(&report);
+        tracing::debug!(%token, step = token.seq, rank = token.rank, rows = report.rows_applied, "push applied");
         let outcome = Some(server_push::Outcome::Applied(report.into()));
         Ok(proto::PushReply { servers: vec![proto::ServerPush { server, outcome }] })
     }
@@ -210,7 +227,7 @@ impl EmbeddingService {
         let node = self.node()?;
         check_version(node.peer(), &request)?;
         let run: Run = serde_json::from_str(&request.run).map_err(|error| {
-            to_status(&TablesError::BadRun { what: format!("the request describes no run: {error}") })
+            to_status(&TablesError::BadRun { what: format!("the run in the request is invalid: {error}") })
         })?;
         blocking(move || node.begin(request.servers, &run, request.check_only)).await?;
         Ok(proto::BeginReply {})
@@ -316,14 +333,20 @@ impl EmbeddingServer for EmbeddingService {
         &self,
         request: Request<Streaming<proto::LookupRequest>>,
     ) -> Result<Response<LookupStream>, Status> {
-        Timer::start("lookup").end(self.serve_lookup(request).await).map(Response::new)
+        let timer = Timer::start("lookup");
+        let mut span = RequestSpan::of(request.metadata(), "lookup");
+        let rows = self.serve_lookup(request, &mut span).await;
+        timer.end(span.end(rows)).map(Response::new)
     }
 
     async fn push(
         &self,
         request: Request<Streaming<proto::PushRequest>>,
     ) -> Result<Response<proto::PushReply>, Status> {
-        Timer::start("push").end(self.serve_push(request).await).map(Response::new)
+        let timer = Timer::start("push");
+        let mut span = RequestSpan::of(request.metadata(), "push");
+        let reply = self.serve_push(request, &mut span).await;
+        timer.end(span.end(reply)).map(Response::new)
     }
 
     async fn prepare_snapshot(

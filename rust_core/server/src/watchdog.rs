@@ -7,14 +7,14 @@ use std::time::Duration;
 use crate::exit;
 
 const TICK: Duration = Duration::from_secs(1);
-/// Ticks without progress of the event loop. Ticks are counted instead of seconds: a process that was suspended and
-/// resumed did not stall.
+/// The number of ticks without progress of the event loop after which the process ends. Ticks are counted instead of
+/// seconds, because a process that was suspended and resumed did not stall.
 const MAX_STALLED_TICKS: u32 = 30;
 
-/// Watch the event loop that this is called on, as long as the process lives.
+/// Watch the event loop on which this is called, until the process ends.
 ///
 /// # Errors
-/// The thread could not be started.
+/// The thread cannot be started.
 pub fn start() -> std::io::Result<()> {
     let beats = Arc::new(AtomicU64::new(0));
     let seen = Arc::clone(&beats);

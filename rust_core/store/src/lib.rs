@@ -1,14 +1,14 @@
-//! Rows of embedding tables, in memory and on disk. The crate does not depend on Python or the network.
+//! The rows of embedding tables, in memory and on disk. This crate does not depend on Python or the network.
 //!
 //! [`Store`] implements [`persia_types::Tables`]. From the outside in:
 //!
-//! * `store`: runs, requests and snapshots, and what may happen concurrently
-//! * `run`: the settings of a run, checked
-//! * `request`: a look-up or push, from its checks to the rows
-//! * `snapshot`: all shards to the files of a [`checkpoint`] and back
+//! * `store`: runs, requests and snapshots, and which of them may run concurrently
+//! * `run`: the checked settings of a run
+//! * `request`: a look-up or push, from the checks of the request to the rows
+//! * `snapshot`: writes all shards to the files of a [`checkpoint`], and reads them
 //! * `shard`: rows, their memory, eviction and time to live
-//! * [`mapped`]: rows of a serving bundle, in files that are mapped into memory
-//! * `math`: optimizers, initialisers and random numbers
+//! * [`mapped`]: the rows of a serving bundle, in memory-mapped files
+//! * `math`: optimizers, initializers and random numbers
 
 pub mod checkpoint;
 pub mod mapped;

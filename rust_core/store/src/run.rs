@@ -1,4 +1,4 @@
-//! [`ActiveRun`]: the run that has begun, checked and resolved per table.
+//! [`ActiveRun`]: the settings of the current run, checked and resolved for each table.
 
 use persia_types::limits::{MAX_MIN_COUNT, MAX_POISSON_MEAN, MAX_RANKS};
 use persia_types::tables::Run;
@@ -12,30 +12,30 @@ use crate::math::random::Rounder;
 use crate::shard::Layout;
 use crate::simd::Portable;
 
-/// A run whose settings were checked.
+/// A run whose settings have been checked.
 pub(crate) struct ActiveRun {
     pub(crate) generation: u64,
-    /// Whether the run has an optimizer. Without one nothing is trained.
+    /// Whether the run has an optimizer. Without one, nothing is trained.
     pub(crate) trains: bool,
     pub(crate) weight_bound: f32,
     seed: u64,
     tables: Vec<TableRun>,
 }
 
-/// The settings of one table: those of the table, else those of the run.
+/// The settings of one table: those that the table sets, and those of the run for the rest.
 pub(crate) struct TableRun {
     /// The optimizer; None if nothing is trained.
     pub(crate) optimizer: Option<Optimizer>,
     pub(crate) layout: Layout,
     pub(crate) admission: Admission,
-    /// The draws of stochastic rounding; None rounds to the nearest.
+    /// The random draws for stochastic rounding; None rounds to nearest.
     pub(crate) rounder: Option<Rounder>,
     initial_weights: InitialWeights,
     initial_state: f32,
 }
 
 impl ActiveRun {
-    /// Check every setting of `run`.
+    /// Check all settings of `run` and resolve them.
     pub(crate) fn new(run: &Run, schema: &Schema) -> Result<Self, TablesError> {
         for table in &run.schema.tables {
             check_settings(table)?;
@@ -72,7 +72,7 @@ impl ActiveRun {
         self.tables.iter().map(|table| table.layout).collect()
     }
 
-    /// The optimizer state of a new row, one number for each table.
+    /// The optimizer state of a new row, one value for each table.
     pub(crate) fn initial_state(&self) -> Vec<f32> {
         self.tables.iter().map(|table| table.initial_state).collect()
     }
@@ -131,7 +131,8 @@ fn in_range(name: &str, value: f32, low: f32, high: f32) -> Result<(), TablesErr
     bad(format!("{name} is {value:?}; it must be from {low:?} to {high:?}"))
 }
 
-/// Check the settings of a table: its schema may not come from a configuration file.
+/// Check the settings of a table. The schema need not come from a configuration file, which is checked when
+/// it is parsed.
 fn check_settings(table: &Table) -> Result<(), TablesError> {
     let of_table = |error| match error {
         TablesError::BadRun { what } => TablesError::BadRun { what: format!("table {}: {what}", table.name) },
@@ -190,7 +191,7 @@ fn describe(table: &Table) -> String {
     text
 }
 
-/// Describe the first difference of two schemas.
+/// Describe the first difference between two schemas.
 fn difference(held: &Schema, asked: &Schema) -> String {
     let pairs = held.tables.iter().zip(&asked.tables);
     if let Some((held, asked)) = pairs.into_iter().find(|(held, asked)| held != asked) {

@@ -186,12 +186,12 @@ fn the_error_for_a_missing_checkpoint_describes_the_directory() {
         assert!(error.to_string().contains(what), "{error}");
     };
     missing(&parent.path().join("absent"), "No such file");
-    missing(parent.path(), "the directory is empty");
+    missing(parent.path(), "the folder is empty");
     fs::write(parent.path().join("x"), "").unwrap();
     missing(&parent.path().join("x"), "Not a directory");
     missing(parent.path(), "no MANIFEST.json among its 1 entries");
     save(&parent.path().join("step-1"), 1).unwrap();
-    missing(parent.path(), "its sub-folders step-1 are checkpoints");
+    missing(parent.path(), "its folders step-1 are checkpoints");
 }
 
 #[test]

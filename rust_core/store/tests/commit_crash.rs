@@ -1,7 +1,8 @@
-//! A process that ends at any point of a save leaves the complete old checkpoint or the complete new one.
+//! Tests that a process that ends at any point of a save leaves either the complete old checkpoint or the
+//! complete new one.
 //!
-//! The tests run themselves as a child process, which saves one step after another into the same directory and prints the
-//! committed ones.
+//! The tests run themselves as a child process, which saves one step after another into the same directory and prints
+//! the committed steps.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -53,10 +54,11 @@ fn last_committed(output: BufReader<ChildStdout>) -> Option<u64> {
     lines.filter_map(|line| Some(line.split_once(COMMITTED)?.1.parse().unwrap())).last()
 }
 
-/// Check that `dir` has a checkpoint of one of these steps, and that further ones can be saved.
+/// Check that `dir` contains a checkpoint of one of these steps, and that more checkpoints can be saved
+/// there.
 fn check(dir: &Path, steps: std::ops::RangeInclusive<u64>) -> u64 {
     let found = load(dir).unwrap();
-    assert!(steps.contains(&found), "step {found}, want {steps:?}");
+    assert!(steps.contains(&found), "step {found}, expected {steps:?}");
     assert_eq!(recover(dir).unwrap().unwrap().head.step, found);
     assert_eq!(names(dir), tidy_names(found));
     assert_eq!(load(dir).unwrap(), found);
@@ -65,8 +67,8 @@ fn check(dir: &Path, steps: std::ops::RangeInclusive<u64>) -> u64 {
 
 #[test]
 fn ended_at_each_point_of_the_commit_order() {
-    // How often the point is passed before the process ends there, and the step that must be found. Step 10 is saved,
-    // step 11 is being saved.
+    // Each entry: the crash point, how often it is passed before the process ends there, and the step that must be
+    // found. Step 10 has been saved; step 11 is being saved.
     let points: [(&str, &[usize], u64); 7] = [
         ("ckpt.mid_shard", &[0, 2, 5], 10),
         ("ckpt.mid_dense", &[0], 10),
@@ -104,7 +106,7 @@ fn killed_at_random_moments() {
     for round in 0..60 {
         seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         let (mut child, mut output) = spawn(&dir, found + 1, "");
-        // Let it commit once, so that it is killed during a save and not at the start of the process.
+        // Let the child commit once, so that it is killed during a save and not while it starts.
         let mut line = String::new();
         while !line.contains(COMMITTED) {
             line.clear();

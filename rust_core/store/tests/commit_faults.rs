@@ -1,5 +1,5 @@
-//! Every call to the file system fails, once or from then on: an error is returned, and the disk has the complete old
-//! checkpoint or the complete new one.
+//! Makes each file system call fail, either once or from then on, and tests that an error is returned and that the
+//! disk has either the complete old checkpoint or the complete new one.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -18,7 +18,7 @@ use persia_store::checkpoint::{latest, list, prune, publish_latest, recover, rep
 
 type Attempt = Result<(), Box<dyn std::error::Error>>;
 
-/// The number of calls to the file system that `run` makes.
+/// The number of file system calls that `run` makes.
 fn calls(run: impl FnOnce() -> Attempt) -> usize {
     let count = Arc::new(AtomicUsize::new(0));
     let counter = count.clone();
@@ -31,7 +31,8 @@ fn calls(run: impl FnOnce() -> Attempt) -> usize {
     count.load(Ordering::SeqCst)
 }
 
-/// For every n, run an attempt in a fresh directory whose n-th call fails, in both ways, and check the result.
+/// For every n, run an attempt in a fresh directory in which the n-th call fails, once or from then on, and
+/// check the result.
 fn at_every_call(prepare: impl Fn(&Path), attempt: impl Fn(&Path) -> Attempt, check: impl Fn(&Path)) {
     let _scenario = FailScenario::setup();
     let fresh = || {
@@ -95,7 +96,7 @@ fn a_first_save_into_a_directory_that_is_not_there() {
 
 #[test]
 fn finishing_an_interrupted_save() {
-    // All calls of the save except the last few, so that the new files are being moved.
+    // Allow all calls of the save except the last few, so that it fails while the new files are moved.
     let probe = scratch();
     let scenario = FailScenario::setup();
     save(probe.path(), 1).unwrap();
@@ -137,7 +138,7 @@ fn pruning_and_publishing_the_hint() {
             load(&one.path).unwrap();
         }
         attempt(dir).unwrap();
-        // An empty folder may remain.
+        // An empty directory may remain.
         for step in 1..3 {
             assert!(
                 !dir.join(format!("step-{step}")).exists()
@@ -152,7 +153,7 @@ fn pruning_and_publishing_the_hint() {
 fn replacing_a_file() {
     let old = |dir: &Path| {
         fs::write(dir.join("state"), "old").unwrap();
-        // If the draft is a link, it must not be followed.
+        // If the temporary file is a symbolic link, it must not be followed.
         fs::write(dir.join("target"), "another's").unwrap();
         symlink(dir.join("target"), dir.join(".state.tmp")).unwrap();
     };
@@ -181,11 +182,13 @@ fn files_are_durable_before_the_manifest_and_the_manifest_before_old_files_are_r
     save(dir.path(), 2).unwrap();
     let seen = seen.lock().unwrap();
     let parts: Vec<&[&str]> = seen.split(|point| *point != "synced").collect();
-    // The marker, the staging directory, three shards, the dense file and the manifest; then both directories.
+    // The syncs of the marker, the staging directory, three shards, the dense file and the manifest, followed
+    // by both directories.
     assert_eq!(parts[0].len(), 9, "{seen:?}");
-    // The directory with the manifest: when it is published, and before files are moved.
+    // The syncs of the directory with the manifest: when the manifest is published, and before files are
+    // moved.
     assert_eq!((parts[1].len(), parts[2].len()), (1, 1), "{seen:?}");
-    // The directory after the moves, the swept staging directory, the directory without it.
+    // The syncs of the directory after the moves, the swept staging directory, and the directory without it.
     assert_eq!(parts.last().unwrap().len(), 3, "{seen:?}");
 }
 

@@ -1,4 +1,4 @@
-//! The checkpoints of a run: listing, choosing and pruning them.
+//! Tests of listing, choosing and pruning the checkpoints of a run.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -62,7 +62,7 @@ fn latest_is_the_newest_and_never_falls_back_to_an_older_one() {
     assert_eq!(latest(parent.path()).unwrap().0, parent.path().join("step-1"));
 }
 
-/// The process was killed between the manifest and `LATEST`, or `LATEST` is lost.
+/// This happens if the process is killed between writing the manifest and `LATEST`, or if `LATEST` is lost.
 #[test]
 fn a_damaged_manifest_that_may_be_the_newest_is_not_passed_over() {
     let parent = tempfile::tempdir().unwrap();

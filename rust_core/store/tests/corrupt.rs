@@ -1,4 +1,4 @@
-//! A checkpoint with any change is refused, and the error names the file.
+//! Tests that a checkpoint with any change is refused, and that the error names the file.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -25,7 +25,7 @@ fn files(dir: &Path) -> Vec<PathBuf> {
     tidy_names(1).iter().map(|name| dir.join(name)).collect()
 }
 
-/// Check that every way to read the checkpoint fails because of this file and no other. Returns the message.
+/// Check that every way to read the checkpoint fails because of this file only. Returns the message.
 fn refused(dir: &Path, file: &Path) -> String {
     let names_it = |path: &Path| path.file_name() == file.file_name();
     if file.ends_with(MANIFEST) {
@@ -109,7 +109,7 @@ fn a_missing_file_and_its_replacements() {
         fs::create_dir(&file).unwrap();
         assert!(refused(dir.path(), &file).contains("not a regular file"));
         fs::remove_dir(&file).unwrap();
-        // To read a pipe would block.
+        // Reading a pipe would block.
         assert!(Command::new("mkfifo").arg(&file).status().unwrap().success());
         assert!(refused(dir.path(), &file).contains("not a regular file"));
         fs::remove_file(&file).unwrap();
@@ -153,7 +153,7 @@ fn an_extra_file_is_ignored_and_left_alone() {
     assert_eq!(fs::read(&extra).unwrap(), b"someone's");
 }
 
-/// Change the manifest and its hash.
+/// Replace `from` by `to` in the manifest, and update its hash.
 fn rewrite(dir: &Path, from: &str, to: &str) {
     let path = dir.join(MANIFEST);
     let text = fs::read_to_string(&path).unwrap();

@@ -1,5 +1,5 @@
-//! Hostile shard files with a valid hash and invalid content. The reader does not panic, and allocates no more than the
-//! size of the file. Valid files are read back unchanged, by other readers too.
+//! Tests with hostile shard files: a valid hash but invalid content. The reader must not panic or allocate more than
+//! the size of the file. Valid files must be read back unchanged, by other readers too.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -56,7 +56,7 @@ fn replaced(content: &[u8], from: &str, to: &str) -> Vec<u8> {
     content
 }
 
-/// Not a test: run by another test under a memory limit.
+/// Not a test in itself: another test runs it under a memory limit.
 #[test]
 #[ignore = "run by hostile_files_under_a_memory_limit"]
 fn hostile_files() {
@@ -99,7 +99,7 @@ fn hostile_files() {
 
 #[test]
 fn hostile_files_under_a_memory_limit() {
-    // Enough memory for the test itself, but far below the lengths in hostile files.
+    // The limit is enough for the test itself, but far below the lengths in hostile files.
     let limited =
         format!("ulimit -v {} && exec \"$0\" --exact hostile_files --ignored --test-threads=1", 256 << 10);
     let status = Command::new("sh")
@@ -127,7 +127,7 @@ fn false_metadata_is_refused() {
     refused("\"dim\":4", "\"dim\":0", "dim 0");
     refused("\"name\":\"user\"", "\"name\":\"uses\"", "does not name table \"uses\"");
     refused("\"name\":\"empty\"", "\"name\":\"\"     ", "0 bytes");
-    refused("last_used", "last_seen", "other columns");
+    refused("last_used", "last_seen", "does not have the columns of a shard");
     let files = [("shard-200.arrow", 200), ("shard-011.arrow", 11)];
     for (rows, (name, shard)) in shards(1).iter().rev().zip(files) {
         assert_eq!(rows.shard, shard);
@@ -149,7 +149,7 @@ fn a_wrong_size_is_refused_before_anything_is_read_or_allocated() {
 #[test]
 fn a_later_format_is_refused_by_its_number() {
     let dir = scratch();
-    // Metadata is sorted by key; the value of the format follows its key.
+    // Metadata is sorted by key, so the value of the format follows its key.
     let mut bad = written(&shards(1)[0]);
     let key = b"persia.format";
     let places: Vec<usize> = (0..bad.len()).filter(|at| bad[*at..].starts_with(key)).collect();
@@ -178,16 +178,16 @@ fn rows_that_cannot_be_read_back_are_not_written() {
     refused(&|rows| rows.shard = 4, "of shard 3 in shard 4");
     refused(&|rows| rows.tables[0].ids.swap(0, 1), "before id");
     refused(&|rows| rows.tables[0].ids[1] = rows.tables[0].ids[0], "before id");
-    refused(&|rows| rows.tables[0].weights.truncate(19), "19 numbers in weights, want 20");
-    refused(&|rows| rows.tables[0].state.truncate(9), "9 numbers in state, want 10");
-    refused(&|rows| rows.tables[0].last_used.truncate(4), "4 numbers in last_used, want 5");
+    refused(&|rows| rows.tables[0].weights.truncate(19), "19 numbers in weights, expected 20");
+    refused(&|rows| rows.tables[0].state.truncate(9), "9 numbers in state, expected 10");
+    refused(&|rows| rows.tables[0].last_used.truncate(4), "4 numbers in last_used, expected 5");
     refused(&|rows| rows.tables.push(rows.tables[0].clone()), "twice");
     refused(&|rows| rows.tables[0].name.clear(), "table name of 0 bytes");
     refused(&|rows| rows.tables[0].dim = 0, "dim 0");
     let next = ids_of(3, 7)[5..].to_vec();
     refused(
         &|rows| rows.tables[0].admission_counts = vec![(rows.tables[0].ids[0], 1)],
-        "want at least 1 and no row",
+        "expected at least 1 and no row",
     );
     refused(&|rows| rows.tables[0].admission_counts = vec![(next[0], 0)], "has count 0");
     refused(&|rows| rows.tables[0].admission_counts = vec![(next[1], 1), (next[0], 1)], "before id");
@@ -267,7 +267,7 @@ fn counts(ids: &[u64], chosen: &[usize]) -> Vec<(u64, u32)> {
 
 type Bits<'a> = (&'a str, &'a [u64], &'a [u64], Vec<u32>, Vec<u32>, &'a [(u64, u32)]);
 
-/// Floats as bits, so that NaN equals itself.
+/// The floats as bits, so that NaN equals itself.
 fn bits(rows: &ShardRows) -> Vec<Bits<'_>> {
     let bits = |floats: &[f32]| floats.iter().map(|float| float.to_bits()).collect();
     let tables = rows.tables.iter();

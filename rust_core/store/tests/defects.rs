@@ -1,4 +1,4 @@
-//! One test for each defect of PersiaML's store, named after the correct behaviour.
+//! One test for each defect of PersiaML's store. Each test is named after the correct behaviour.
 
 mod sample;
 
@@ -15,7 +15,7 @@ fn tagged(dims: &[usize]) -> Run {
     Run { initializer: Initializer::Uniform { low: 1.0, high: 2.0 }, ..run(dims) }
 }
 
-/// Defect 1: after an eviction a live row was overwritten and other ids' embeddings were returned.
+/// Defect 1: after an eviction, a live row was overwritten and the embeddings of other ids were returned.
 #[test]
 fn eviction_never_overwrites_or_returns_another_row() {
     let unbounded = store_of(&tagged(&[4]), 1 << 40);
@@ -34,11 +34,11 @@ fn eviction_never_overwrites_or_returns_another_row() {
     assert!(held.iter().all(|(key, row)| every[key].1 == row.1));
 }
 
-/// Defect 2: an id without a row shifted every following gradient to the wrong id.
+/// Defect 2: an id without a row shifted all following gradients to the wrong ids.
 #[test]
 fn a_missing_id_never_shifts_a_neighbour() {
     let ids: Vec<Id> = (0..1_000).collect();
-    // With the token of the look-up the slots are cached, with another they are searched.
+    // With the token of the look-up, row indices are cached; with another token, they are searched.
     for seq in [1, 2] {
         let store = store_of(&Run { admit_probability: 0.5, ..tagged(&[3]) }, 1 << 20);
         let (found, rows) = train(&store, 1, 0, &ids);
@@ -73,7 +73,7 @@ fn rows_evicted_before_their_push_are_inserted_again_and_move_nothing() {
     assert!(second[..6].iter().all(|id| read(&store, 0, *id) == [0.0; 2]));
 }
 
-/// Defect 4: Adam's powers were counted per request and lost on a restart. Now they are functions of the step.
+/// Defect 4: Adam's powers were counted per request and lost on a restart. They are now functions of the step.
 #[test]
 fn adam_does_not_depend_on_requests_per_step_or_restarts() {
     let adam = Optimizer::Adam { lr: 0.1, beta1: 0.9, beta2: 0.99, weight_decay: 0.0, eps: 1e-8 };
@@ -99,7 +99,8 @@ fn adam_does_not_depend_on_requests_per_step_or_restarts() {
     assert_eq!(all_rows(&whole), all_rows(&split));
 }
 
-/// Defect 5: weight decay and momentum were accepted and ignored. Their amount is tested with the optimizers.
+/// Defect 5: weight decay and momentum were accepted and ignored. The size of their effect is tested with the
+/// optimizers.
 #[test]
 fn weight_decay_and_momentum_change_rows_or_are_refused() {
     let rows_with = |optimizer| {
@@ -129,7 +130,8 @@ fn weight_decay_and_momentum_change_rows_or_are_refused() {
     assert!(matches!(refused, Err(TablesError::BadRun { .. })));
 }
 
-/// Defect 9: ids were taken modulo 2^k - 1, merging two ids, and more groups than prefix bits wrapped silently.
+/// Defect 9: ids were taken modulo 2^k - 1, which merged two ids, and group numbers that exceeded the prefix
+/// bits wrapped silently.
 #[test]
 fn all_64_bits_of_an_id_count_and_tables_are_separate() {
     let dims = vec![1; 300];
@@ -185,7 +187,7 @@ fn the_default_capacity_allocates_no_memory_for_rows() {
     assert!(one <= 16 << 10, "{one} bytes for one row");
 }
 
-/// The file of a shard has its rows, sorted.
+/// The file of each shard must contain the rows of the shard, sorted.
 #[test]
 fn a_snapshot_has_every_row_and_no_file_for_an_empty_shard() {
     let store = store_of(&tagged(&[4]), 1 << 20);

@@ -1,4 +1,5 @@
-//! The ledger: with SGD, a learning rate of 1 and rows that start at 0, every row is minus the number of its gradients.
+//! The ledger test: with SGD, a learning rate of 1, gradients of 1 and rows that start at 0, the value of every row is
+//! minus the number of its gradients.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test may panic")]
 
@@ -16,7 +17,8 @@ const DIM: usize = 5;
 const THREADS: u32 = 4;
 const STEPS: u64 = 60;
 
-/// The ids of one step of one rank: some are shared by all ranks, some return, and some are new.
+/// The ids of one step of one rank: some are shared by all ranks, some have occurred before, and some are
+/// new.
 fn ids(rank: u32, seq: u64) -> ShardedIds {
     let mut ids: Vec<Id> = (0..40).collect();
     ids.extend((0..60).map(|i| 1_000 + (seq * 37 + i * 11 + u64::from(rank)) % 500));
@@ -30,7 +32,7 @@ fn step(store: &Store, rank: u32, seq: u64, applied: &Mutex<BTreeMap<Id, u32>>) 
     let parts = [(0, ids(rank, seq))];
     try_lookup(store, token(rank, seq), seq, Mode::Train, &parts).unwrap();
     let gradients = [vec![1.0; parts[0].1.len() * DIM]];
-    // Every push is sent twice, by two threads at once.
+    // Every push is sent twice, by two threads concurrently.
     let reports = std::thread::scope(|scope| {
         let twice = || try_push(store, token(rank, seq), seq, &parts, &gradients).unwrap();
         let first = scope.spawn(twice);

@@ -1,4 +1,5 @@
-//! Mapped tables: rows of a checkpoint read from the files of a bundle, bit by bit as the store reads them.
+//! Tests that mapped tables read the rows of a checkpoint from the files of a bundle with exactly the bits
+//! that the store reads.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test may panic")]
 
@@ -18,12 +19,12 @@ use persia_types::{Id, Initializer, Mode, Schema, ShardedIds, Table, Tables, Tab
 use sample::{export, grouped, push, run, store_of, token, train};
 
 const DIMS: [usize; 4] = [1, 4, 16, 19];
-/// Rounds of pushes, each to every table, one after another.
+/// The number of rounds of pushes. Each round pushes to every table, one after another.
 const ROUNDS: u64 = 8;
 const LAST_STEP: u64 = ROUNDS * DIMS.len() as u64;
 const TTL: u32 = 12;
 
-/// Tables of all dims and stored types; rows of the last one expire.
+/// Tables of all dimensions and stored types. The rows of the last table expire.
 fn schema() -> Schema {
     let dtypes = [Dtype::F32, Dtype::F16, Dtype::Bf16, Dtype::F32];
     let table = |(number, (dim, dtype)): (usize, (usize, Dtype))| {
@@ -82,7 +83,7 @@ fn mapped(store: &Store, dir: &Path, format: RowFormat) -> (MappedTables, Vec<u6
     (MappedTables::new(schema(), tables).unwrap(), written)
 }
 
-/// Look ids of one table up, for each id or for each sample; the samples are the ids in another order, some twice.
+/// Look up ids of one table, by id or by sample. The samples use the ids in another order, some of them twice.
 fn read(tables: &dyn Tables, table: usize, ids: &ShardedIds, by_sample: bool) -> (LookupReport, Vec<f32>) {
     let samples = 2 * ids.len() as u32;
     let offsets: Vec<u32> = (0..=ids.len() as u32).map(|at| 2 * at).collect();
@@ -112,7 +113,8 @@ fn exact_rows_are_read_bit_by_bit_as_the_store_reads_them() {
     for table in 0..DIMS.len() {
         for (first, count) in [(100, 1), (100, 31), (850, 40), (0, 2600)] {
             for by_sample in [false, true] {
-                // 7 * at + 3 is a permutation of the samples if their number is no multiple of 7.
+                // `7 * at + 3` is a permutation of the samples if the number of samples is not a multiple of
+                // 7.
                 let ids = grouped(&ids(first, count));
                 let ids = if ids.len().is_multiple_of(7) { grouped(&ids.ids()[1..]) } else { ids };
                 let (report, rows) = read(&store, table, &ids, by_sample);

@@ -1,4 +1,4 @@
-//! The memory of rows beyond their payload, as counted by the store and by the system.
+//! Tests the memory of rows beyond their payload, as counted by the store and by the operating system.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test may panic")]
 
@@ -24,7 +24,8 @@ fn resident_bytes() -> u64 {
     status.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() * 4096
 }
 
-/// The only test of this program, because the system counts the whole process.
+/// This is the only test in this program, because the operating system counts the memory of the whole
+/// process.
 #[test]
 fn a_row_of_a_large_table_costs_at_most_40_bytes_beyond_its_payload_and_a_small_table_is_small() {
     let store = store_of(&Run { optimizer: Some(ROW_WISE), ..run(&[8, 8, 8]) }, 1_000_000_000);
@@ -55,7 +56,7 @@ fn a_row_of_a_large_table_costs_at_most_40_bytes_beyond_its_payload_and_a_small_
     }
     let resident = resident_bytes() - before.1;
     let counted = store.stats().unwrap().memory_bytes - before.0;
-    // The remainder: buffers of the request, and memory that the allocator keeps.
+    // The rest is buffers of the request and memory that the allocator keeps.
     assert!(resident < counted + (48 << 20), "{resident} bytes resident, {counted} counted");
     store.clear().unwrap();
     assert!(store.stats().unwrap().memory_bytes <= before.0);

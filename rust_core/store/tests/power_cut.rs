@@ -1,5 +1,5 @@
-//! A power cut at every call to the file system. Data that was not synced is lost in the worst ways, with and without
-//! ordered metadata. The complete old checkpoint or the complete new one remains.
+//! Simulates a power cut at every file system call. Data that was not synced is lost in the worst ways, with and
+//! without ordered metadata. Either the complete old checkpoint or the complete new one must remain.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -18,7 +18,7 @@ use commit_sample::{load, names, save, scratch, tidy_names};
 use fail::FailScenario;
 use persia_store::checkpoint::{CheckpointError, latest, prune, publish_latest, recover};
 
-/// Identifies a file, even if another one has its name or later its inode.
+/// Identifies a file, even if another file takes its name or, later, its inode.
 type Key = (u64, Option<SystemTime>);
 
 #[derive(Debug, Clone, PartialEq)]
@@ -43,7 +43,7 @@ fn node(path: &Path) -> Node {
     }
 }
 
-/// The content of the directory `path`, recursively.
+/// Collect the content of the directory `path`, recursively.
 fn tree(path: &Path, into: &mut Nodes) {
     into.insert(key(path), node(path));
     if path.is_dir() {
@@ -51,7 +51,7 @@ fn tree(path: &Path, into: &mut Nodes) {
     }
 }
 
-/// The path that was just synced, which is still open. The lock of a save keeps its folder open, too.
+/// The path that was just synced. Its file is still open. The lock of a save keeps the directory open, too.
 fn synced(root: &Path) -> PathBuf {
     let links = fs::read_dir("/proc/self/fd").unwrap().filter_map(|fd| fs::read_link(fd.ok()?.path()).ok());
     let mut open: Vec<PathBuf> = links.filter(|path| path.starts_with(root)).collect();
@@ -60,13 +60,13 @@ fn synced(root: &Path) -> PathBuf {
     twice.unwrap_or_else(|| open.into_iter().max_by_key(|path| path.components().count()).unwrap())
 }
 
-/// The disk at each call: its durable state, and the state that the system shows.
+/// The disk at each call: its durable state, and the state that the operating system shows.
 struct Film {
     root: Key,
     pictures: Vec<(Nodes, Nodes)>,
 }
 
-/// Record how `run` changes the files below `root`, all of which are durable before it.
+/// Record how `run` changes the files below `root`. All files are durable before it runs.
 fn film(root: &Path, run: impl FnOnce(&Path)) -> Film {
     let mut durable = Nodes::new();
     tree(root, &mut durable);
@@ -102,8 +102,8 @@ enum Unsynced {
     Zeros,
 }
 
-/// Create a folder with the content of the disk after a power cut: `names` are the entries of folders, `durable` the content of
-/// files.
+/// Create a directory with the content of the disk after a power cut. `names` are the entries of directories, and
+/// `durable` is the content of files.
 fn develop(
     to: &Path,
     what: Key,
@@ -130,17 +130,18 @@ fn develop(
                 };
                 fs::write(to, left).unwrap();
             }
-            (None, None) => {} // created and removed before it was durable
+            (None, None) => {} // created and removed before it became durable
         }
     }
 }
 
-/// Every state that the disk may have after a power cut, and the number of calls before it.
+/// Call `check` for every state that the disk may have after a power cut, with the number of calls before it.
 fn cuts(film: &Film, check: impl Fn(&Path, usize, bool)) {
     let last = film.pictures.len() - 1;
     for (at, (durable, shown)) in film.pictures.iter().enumerate() {
         for lost in [Unsynced::Empty, Unsynced::Half, Unsynced::Zeros] {
-            // The names are those of the last sync of each folder, or those after all changes in order.
+            // The names are either those at the last sync of each directory, or those after all changes in
+            // order.
             let as_synced = |key: Key| durable.get(&key).cloned().unwrap_or(Node::Folder(BTreeMap::new()));
             let as_shown = |key: Key| shown[&key].clone();
             let dir = scratch();

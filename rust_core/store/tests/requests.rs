@@ -1,4 +1,4 @@
-//! Refused requests: their messages, and that they change nothing.
+//! Tests the messages of refused requests, and that refused requests change nothing.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test may panic")]
 

@@ -1,4 +1,5 @@
-//! Snapshot and restore: all rows are restored; what does not fit is refused and changes nothing.
+//! Tests of snapshots and restoring: all rows are restored; rows that do not fit the run are refused and
+//! change nothing.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test may panic")]
 
@@ -42,7 +43,7 @@ fn saved(store: &Store) -> (tempfile::TempDir, Vec<FileEntry>) {
     (dir, files)
 }
 
-/// A restore that must fail and change nothing.
+/// Restore, check that this fails and changes nothing, and return the error.
 fn refusal(run: &Run, dir: &Path, files: &[FileEntry]) -> TablesError {
     let store = store_of(run, 1 << 30);
     insert(&store, 1, 0, &[1, 2, 3]);
@@ -62,7 +63,7 @@ fn a_restore_replaces_all_rows() {
     other.restore(dir.path(), &files).unwrap();
     assert_eq!(export(&other), export(&store));
     assert_eq!(other.stats().unwrap().rows, store.stats().unwrap().rows);
-    // They must also be equal from here on.
+    // The stores must also stay equal from here on.
     for store in [&store, &other] {
         train(store, 7, 0, &(0..2_000).collect::<Vec<_>>());
         push(store, 7, 0, &(0..2_000).collect::<Vec<_>>(), -1.0);
@@ -226,7 +227,7 @@ fn a_repeated_shard_and_an_impossible_step_are_corrupt() {
     }
 }
 
-/// As for imported rows, the optimizer starts as for a new row.
+/// Imported rows have no state either: the optimizer starts as for a new row.
 #[test]
 fn rows_without_state_get_the_initial_state() {
     let shard = 3;

@@ -1,4 +1,4 @@
-//! Settings of a table: dtype, rounding, optimizer, initialiser, admission, time to live.
+//! Tests of the settings of a table: dtype, rounding, optimizer, initializer, admission, time to live.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test may panic")]
 
@@ -83,7 +83,7 @@ fn evaluation_trains_no_table_whatever_its_settings_say() {
     assert!(matches!(error, TablesError::NoOptimizer), "{error}");
 }
 
-/// Equal to a row of f32 that is rounded after each update, for even and odd dims.
+/// The result equals that of an f32 row that is rounded after each update, for even and odd dimensions.
 #[test]
 fn a_row_of_halves_is_updated_in_f32_and_rounded_once() {
     for dtype in [Dtype::F16, Dtype::Bf16] {
@@ -116,7 +116,8 @@ fn a_row_of_halves_is_updated_in_f32_and_rounded_once() {
     }
 }
 
-/// The nearest number of the type, computed in f64: the distance between neighbours is a power of two.
+/// The nearest value of the type, computed in f64: the distance between neighbouring values is a power of
+/// two.
 fn rounded(dtype: Dtype, number: f32) -> f32 {
     let (bits, least) = if dtype == Dtype::F16 { (10, -14) } else { (7, -126) };
     let exponent = (f64::from(number).abs().log2().floor() as i32).max(least);
@@ -156,7 +157,7 @@ fn stochastic_rounding_does_not_depend_on_the_order_of_requests() {
     let run = with(&[own], &[9]);
     let ids: Vec<Id> = (0..3_000).collect();
     let whole = store_of(&run, 1 << 20);
-    // The same ids in several requests, backwards.
+    // The same ids in several requests, in reverse order.
     let parts = store_of(&run, 1 << 20);
     for step in 1..=3u64 {
         train(&whole, step, 0, &ids);
@@ -233,7 +234,7 @@ fn counts_and_ages_survive_a_restore() {
         assert_eq!(train(store, 4, 0, &ids).0, LookupReport { hits: 100, initial: 100, missing: 0 });
         let report = insert(store, 4, 0, &ids);
         assert_eq!((report.rows_applied, report.rows_inserted), (200, 100));
-        // Now all rows are expired, and pushes of their ids are counted from 1 again.
+        // All rows are now expired, and pushes of their ids are counted from 1 again.
         let report = insert(store, 15, 0, &ids);
         assert_eq!((report.rows_applied, report.rows_missing, report.rows_expired), (0, 200, 200));
     }
@@ -250,7 +251,7 @@ fn an_expired_row_reads_as_missing_and_its_next_push_inserts_another() {
     let at =
         |step| try_lookup(&store, token(0, 99), step, Mode::Eval, &[(0, grouped(&[7]))]).unwrap().1[0][0];
     assert_eq!((at(1), at(6), at(7)), (first[0] - 0.25, first[0] - 0.25, 0.0));
-    // A push before its expiry renews it; a look-up does not.
+    // A push before its expiry renews a row; a look-up does not.
     assert_eq!(train(&store, 4, 0, &[7]).0.hits, 1);
     assert_eq!(at(7), 0.0);
     push(&store, 6, 0, &[7], 0.0);
@@ -268,7 +269,7 @@ fn expired_rows_are_freed_within_256_steps() {
     let own = TableSettings { ttl: Some(3), ..TableSettings::default() };
     let store = store_of(&with(&[own], &[4]), 1 << 20);
     insert(&store, 1, 0, &(0..50_000).collect::<Vec<_>>());
-    // Ids of every shard, pushed until each shard was swept.
+    // Push ids of every shard until each shard has been swept.
     for step in 2..=261 {
         insert(&store, step, 0, &(1 << 40..(1 << 40) + 3_000).collect::<Vec<_>>());
     }

@@ -1,4 +1,4 @@
-//! A snapshot is consistent, regardless of what is trained, evicted and counted while it is written.
+//! Tests that a snapshot is consistent, whatever is trained, evicted and counted while it is written.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -34,7 +34,7 @@ fn settings() -> Run {
     run
 }
 
-/// One step of a rank: ids of both tables, looked up and pushed.
+/// One step of a rank: ids of both tables are looked up and pushed.
 fn step(store: &Store, rank: u32, seq: u64) {
     let random = |of: u64| hash_id(of ^ seq << 20 ^ u64::from(rank) << 50) % IDS;
     let parts = [0, 1].map(|table| {
@@ -60,7 +60,7 @@ fn a_snapshot_does_not_contain_what_is_trained_while_it_is_written() {
             expected.iter().flat_map(|shard| &shard.tables).any(|table| !table.admission_counts.is_empty())
         );
         store.prepare_snapshot(round as u64 + 1).unwrap();
-        // Also train before the first shard is written: a fast disk would leave no time for it.
+        // Also train before the first shard is written, because a fast disk would leave no time for it later.
         (0..10 * round).for_each(|at| next(at % 2));
         let dir = tempfile::tempdir().unwrap();
         let written = AtomicBool::new(false);
@@ -101,7 +101,7 @@ fn copies_for_a_snapshot_are_freed() {
     store.write_snapshot(dir.path(), Some(1)).unwrap();
     let after = store.stats().unwrap().memory_bytes;
     assert!(after < trained, "{after} {trained}");
-    // The same if it is aborted, or its files cannot be written.
+    // The same happens if the snapshot is aborted or its files cannot be written.
     let aborted = |store: &Store| store.abort_snapshot(2).unwrap();
     let failed = |store: &Store| drop(store.write_snapshot(&dir.path().join("absent"), Some(3)).unwrap_err());
     for (cut, end) in [(2, &aborted as &dyn Fn(&Store)), (3, &failed)] {
@@ -170,13 +170,13 @@ fn only_the_prepared_snapshot_can_be_written() {
     late(save(Some(5)));
     store.prepare_snapshot(6).unwrap();
     late(save(Some(5)));
-    // That released it.
+    // The failed write released the snapshot.
     late(save(Some(6)));
     store.prepare_snapshot(7).unwrap();
     store.clear().unwrap();
     late(save(Some(7)));
     save(None).unwrap();
-    // In another generation, numbers start again.
+    // In another generation, lower numbers are allowed again.
     store.begin(&Run { generation: 2, ..settings() }).unwrap();
     store.prepare_snapshot(1).unwrap();
     save(Some(1)).unwrap();

@@ -1,4 +1,4 @@
-//! The numbers of each table: rows that came and went, ids that wait for a row, look-ups.
+//! Tests of the statistics of each table: inserted and removed rows, ids that wait for a row, look-ups.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test may panic")]
 
@@ -30,7 +30,7 @@ fn look_ups_and_rows_are_counted_by_table() {
     let all = store.stats().unwrap();
     assert_eq!(all.payload_bytes, first.payload_bytes + second.payload_bytes);
     assert_eq!(all.lookups.hits, 100);
-    // The counters are those of the run, the gauges those of the rows.
+    // The counters start at 0 with the run; the gauges follow the rows.
     store.begin(&Run { generation: 2, ..run(&[4, 7]) }).unwrap();
     let [_, second] = tables(&store).try_into().unwrap();
     assert_eq!((second.rows, second.inserted, second.lookups.hits), (100, 0, 0));
@@ -38,7 +38,7 @@ fn look_ups_and_rows_are_counted_by_table() {
 
 #[test]
 fn evicted_rows_count_in_their_own_table() {
-    // One row for each shard: a row of the second table evicts that of the first.
+    // There is room for one row per shard, so a row of the second table evicts that of the first.
     let store = store_of(&run(&[4, 4]), 256);
     let ids = ids_of_shard(3, 2);
     push(&store, 1, 0, &ids[..1], 1.0);
@@ -67,7 +67,7 @@ fn ids_that_were_seen_once_are_counted() {
     let other = store_of(&Run { admit_min_count: 3, ..run(&[4]) }, 1 << 20);
     other.restore(dir.path(), &files).unwrap();
     assert_eq!(waiting(&other), (30, 70, 60), "restored");
-    // An id that waited gets its row although the rule has become weaker.
+    // An id that waited gets its row after the rule was relaxed.
     other.begin(&Run { generation: 2, ..run(&[4]) }).unwrap();
     sample::try_push(
         &other,
@@ -90,7 +90,7 @@ fn halved_counts_are_counted_as_they_are_now() {
     for step in 1..=3 {
         push(&store, step, 0, &ids[..1_000], 1.0); // 3 pushes each
     }
-    push(&store, 4, 0, &ids[1_000..], 1.0); // the 25th of them halves all counts, which drops the 24 before
+    push(&store, 4, 0, &ids[1_000..], 1.0); // the 25th push halves all counts, which drops the 24 ids before it
     let [table] = tables(&store).try_into().unwrap();
     let counts = store.export_shard(5).tables.remove(0).admission_counts;
     assert_eq!(table.waiting, counts.len() as u64);

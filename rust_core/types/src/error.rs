@@ -1,4 +1,4 @@
-//! [`TablesError`]: all errors of a request.
+//! [`TablesError`]: the errors of requests.
 
 use std::path::PathBuf;
 
@@ -7,15 +7,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::token::Token;
 
-/// The errors of a request. Each names the problem, its place and the wrong value.
+/// The errors of a request. Each states the problem, its location and the invalid value.
 ///
-/// A server sends the serialized error, so that its caller gets the same variant with the same fields.
+/// A server sends the error in serialized form, so its caller gets the same variant with the same fields.
 #[derive(Debug, thiserror::Error, Serialize, Deserialize)]
 pub enum TablesError {
-    /// Another run has begun. A run that begins with an older generation is refused by `BadRun`.
-    #[error(
-        "request {token} belongs to another run: generation {current} is current; start the trainer again"
-    )]
+    /// Another run has begun. A run that begins with an older generation fails with `BadRun`.
+    #[error("request {token} does not belong to the current generation, {current}; restart the trainer")]
     StaleGeneration {
         /// The token of the request.
         token: Token,
@@ -25,27 +23,27 @@ pub enum TablesError {
     /// No run has begun.
     #[error("no run has begun: call begin first")]
     NotBegun,
-    /// A run that cannot begin.
+    /// The run cannot begin.
     #[error("cannot begin the run: {what}")]
     BadRun {
-        /// Both values, if two differ.
+        /// The problem; with both values, if two values differ.
         what: String,
     },
-    /// Lengths or values that do not fit together.
+    /// Lengths or values are inconsistent.
     #[error("malformed request: {what}")]
     BadShape {
         /// The mismatch, and what was expected.
         what: String,
     },
-    /// Beyond [`crate::limits::MAX_IDS_PER_REQUEST`].
+    /// The request has more ids than [`crate::limits::MAX_IDS_PER_REQUEST`].
     #[error("{ids} unique ids in one request, the limit is {max}: use smaller batches")]
     TooManyIds {
         /// The number of unique ids in the request.
         ids: usize,
-        /// Allowed.
+        /// The maximum.
         max: usize,
     },
-    /// A table that the schema does not have, or one that is named twice.
+    /// The schema does not have the table, or the request names it twice.
     #[error("table {table}: {what} (the schema has {tables} tables)")]
     BadTable {
         /// The index of the table.
@@ -55,7 +53,7 @@ pub enum TablesError {
         /// The problem: unknown, or named twice.
         what: String,
     },
-    /// A training request while no optimizer is configured.
+    /// A training request was sent, but no optimizer is configured.
     #[error("no embedding optimizer is configured: training needs TrainCtx(embedding_optimizer=...)")]
     NoOptimizer,
     /// There is no memory for rows.
@@ -65,10 +63,10 @@ pub enum TablesError {
     OutOfMemory {
         /// The table's name.
         table: String,
-        /// The additional bytes.
+        /// The number of additional bytes.
         bytes: u64,
     },
-    /// A file that differs from its manifest.
+    /// A file differs from its manifest.
     #[error("{path}: {what}")]
     Corrupt {
         /// The file.
@@ -76,15 +74,15 @@ pub enum TablesError {
         /// The problem.
         what: String,
     },
-    /// A checkpoint of another configuration.
+    /// A checkpoint is from a different configuration.
     #[error("{path} does not fit this run: {what}")]
     Foreign {
         /// The checkpoint.
         path: PathBuf,
-        /// Both values.
+        /// The values that differ.
         what: String,
     },
-    /// An error of the operating system.
+    /// The operating system returned an error.
     #[error("{path}: {source}")]
     Io {
         /// The path.
@@ -93,27 +91,27 @@ pub enum TablesError {
         #[serde(with = "io_error")]
         source: std::io::Error,
     },
-    /// Ids that another server holds.
+    /// The request has ids that another server holds.
     #[error(
         "{peer} holds shards {held:?}, the request has ids of shard {shard}: the number of servers differs"
     )]
     WrongShard {
         /// The name of the peer.
         peer: String,
-        /// Its shards.
+        /// The shards that the peer holds.
         held: std::ops::Range<usize>,
-        /// The shard that it does not hold.
+        /// The requested shard, which the peer does not hold.
         shard: usize,
     },
-    /// A peer of another version, protocol or configuration.
-    #[error("{peer} does not fit: {what}")]
+    /// A peer has a different version, protocol or configuration.
+    #[error("{peer} is incompatible: {what}")]
     Incompatible {
         /// The name of the peer.
         peer: String,
-        /// Both values.
+        /// The values that differ.
         what: String,
     },
-    /// A peer that refuses our credentials, or whose certificate we refuse.
+    /// A peer refuses the credentials of this process, or this process refuses the certificate of a peer.
     #[error("{peer} refused: {what}")]
     Refused {
         /// The name of the peer.
@@ -123,42 +121,42 @@ pub enum TablesError {
     },
     /// The current run cannot continue: a server or all middlewares stayed unreachable, or a server restarted without
     /// its rows.
-    #[error("{peer} is lost to this run: {what}; start the trainer again")]
+    #[error("{peer} is lost to this run: {what}; restart the trainer")]
     Lost {
         /// The name of the peer.
         peer: String,
-        /// The event.
+        /// What happened.
         what: String,
     },
-    /// A wait that exceeded its time limit.
+    /// A wait exceeded its time limit.
     #[error("{peer}: {what}")]
     Timeout {
         /// The name of the peer.
         peer: String,
-        /// The awaited event, and the time limit.
+        /// What was waited for, and the time limit.
         what: String,
     },
-    /// A server that still reads its log, or the checkpoint that it serves.
+    /// A server is still reading its log, or the checkpoint that it serves.
     #[error("{peer} reads its rows from disk, {} %: wait for it", percent(*.done, *.total))]
     Recovering {
         /// The name of the peer.
         peer: String,
-        /// The number of bytes that it has read.
+        /// The number of bytes read so far.
         done: u64,
-        /// The number of bytes that it has to read.
+        /// The total number of bytes to read.
         total: u64,
     },
-    /// A peer that does not answer.
+    /// A peer does not respond.
     #[error("{peer} cannot be reached: {what}")]
     Unreachable {
         /// The name of the peer.
         peer: String,
-        /// The failed operation, and its outcome.
+        /// The operation that failed, and how.
         what: String,
     },
 }
 
-/// The percentage that is done, rounded down; below 100 until the end.
+/// The percentage done, rounded down, so that it is below 100 until the end.
 fn percent(done: u64, total: u64) -> u64 {
     (u128::from(done) * 100 / u128::from(total.max(1))).min(99) as u64
 }
@@ -169,7 +167,7 @@ impl From<ShapeError> for TablesError {
     }
 }
 
-/// An I/O error as the operating system's error code, or as its message if it has no code.
+/// Serializes an I/O error as its operating system error code or, if it has no code, as its message.
 mod io_error {
     use std::io;
 

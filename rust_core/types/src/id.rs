@@ -1,4 +1,5 @@
-//! Feature ids, their hash, and ids grouped by virtual shard. Values of columns become ids in `persia-features`.
+//! Feature ids, their hash, and ids grouped by virtual shard. The crate `persia-features` turns values of
+//! columns into ids.
 
 use crate::limits::MAX_IDS_PER_REQUEST;
 use crate::tables::TablesError;
@@ -6,18 +7,19 @@ use crate::tables::TablesError;
 /// A feature id. All 64 bits are significant; no value is reserved.
 pub type Id = u64;
 
-/// Number of virtual shards of a run. A shard is the unit of lock, index, slab, budget and checkpoint file.
+/// The number of virtual shards of a run. A shard is the unit of locking, of the index, of the row budget and
+/// of checkpoint files.
 pub const VIRTUAL_SHARDS: usize = 256;
 
-/// Mix an id into 64 well-spread bits (folded multiply; it need not be a bijection). The top eight bits are the shard,
-/// and the store's index takes its bucket from the others.
+/// Hash an id to 64 well-distributed bits with a folded multiply, which need not be a bijection. The top eight bits
+/// are the shard, and the store's index chooses the bucket by the others.
 #[inline(always)]
 pub fn hash_id(id: Id) -> u64 {
     let product = u128::from(id ^ 0x9E37_79B9_7F4A_7C15) * 0xD6E8_FEB8_6659_FD93_u128;
     (product as u64) ^ ((product >> 64) as u64)
 }
 
-/// The virtual shard of a hash made by [`hash_id`]: its top eight bits.
+/// The virtual shard of a hash computed by [`hash_id`]: its top eight bits.
 #[inline(always)]
 pub fn shard_of_hash(hash: u64) -> usize {
     (hash >> 56) as usize
@@ -29,11 +31,11 @@ pub fn shard_of(id: Id) -> usize {
     shard_of_hash(hash_id(id))
 }
 
-/// The virtual shards that server `index` of `servers` holds. The ranges of all servers are ascending and cover
-/// every shard once, so that a server's part of [`ShardedIds`] is one slice.
+/// The virtual shards that server `index` of `servers` servers holds. The ranges of the servers are ascending and
+/// cover every shard once, so the ids of a server are one slice of [`ShardedIds`].
 ///
 /// # Panics
-/// When `index` is not below `servers`, or there are more servers than shards.
+/// If `index` is not below `servers`, or there are more servers than shards.
 pub fn server_shards(index: usize, servers: usize) -> std::ops::Range<usize> {
     assert!(index < servers && servers <= VIRTUAL_SHARDS, "server {index} of {servers}");
     VIRTUAL_SHARDS * index / servers..VIRTUAL_SHARDS * (index + 1) / servers
@@ -41,7 +43,8 @@ pub fn server_shards(index: usize, servers: usize) -> std::ops::Range<usize> {
 
 /// Unique ids in ascending order of their virtual shard, with the offset of each shard.
 ///
-/// Inside a shard the caller's order is kept (the engine uses first occurrence in the batch): row `i` of a look-up and gradient `i` of a push belong to `ids()[i]`.
+/// Within a shard, the caller's order is kept; the engine orders ids by their first occurrence in the batch. Row `i` of
+/// a look-up and gradient `i` of a push belong to `ids()[i]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ShardedIds {
     ids: Vec<Id>,
@@ -55,10 +58,10 @@ impl Default for ShardedIds {
 }
 
 impl ShardedIds {
-    /// Group `ids` by shard, keeping their order inside a shard. Duplicates are kept as they are.
+    /// Group `ids` by shard and keep their order within a shard. Duplicates are kept.
     ///
     /// # Errors
-    /// [`TablesError::TooManyIds`] above [`MAX_IDS_PER_REQUEST`].
+    /// [`TablesError::TooManyIds`] for more than [`MAX_IDS_PER_REQUEST`] ids.
     pub fn group(ids: &[Id]) -> Result<Self, TablesError> {
         if ids.len() > MAX_IDS_PER_REQUEST {
             return Err(TablesError::TooManyIds { ids: ids.len(), max: MAX_IDS_PER_REQUEST });
@@ -80,18 +83,18 @@ impl ShardedIds {
         Ok(Self { ids: grouped, offsets })
     }
 
-    /// Take ids that are already grouped, and check the grouping.
+    /// Build from ids that are already grouped, and check the grouping.
     ///
     /// # Errors
-    /// [`TablesError::BadShape`] when offsets do not ascend from 0 to the number of ids or an id is in another
-    /// shard than its own; [`TablesError::TooManyIds`] above [`MAX_IDS_PER_REQUEST`].
+    /// [`TablesError::BadShape`] if the offsets do not ascend from 0 to the number of ids, or an id is in the wrong
+    /// shard; [`TablesError::TooManyIds`] for more than [`MAX_IDS_PER_REQUEST`] ids.
     pub fn from_parts(ids: Vec<Id>, offsets: Vec<u32>) -> Result<Self, TablesError> {
         if ids.len() > MAX_IDS_PER_REQUEST {
             return Err(TablesError::TooManyIds { ids: ids.len(), max: MAX_IDS_PER_REQUEST });
         }
         let bad = |what: String| Err(TablesError::BadShape { what });
         if offsets.len() != VIRTUAL_SHARDS + 1 {
-            return bad(format!("{} shard offsets, want {}", offsets.len(), VIRTUAL_SHARDS + 1));
+            return bad(format!("{} shard offsets, expected {}", offsets.len(), VIRTUAL_SHARDS + 1));
         }
         if offsets[0] != 0 || offsets[VIRTUAL_SHARDS] as usize != ids.len() {
             return bad("shard offsets do not cover the ids".into());
@@ -108,12 +111,12 @@ impl ShardedIds {
         Ok(Self { ids, offsets })
     }
 
-    /// All ids, shard after shard.
+    /// All ids, shard by shard.
     pub fn ids(&self) -> &[Id] {
         &self.ids
     }
 
-    /// `VIRTUAL_SHARDS + 1` offsets into [`Self::ids`].
+    /// The offsets of the shards in [`Self::ids`], `VIRTUAL_SHARDS + 1` in all.
     pub fn offsets(&self) -> &[u32] {
         &self.offsets
     }
@@ -124,7 +127,7 @@ impl ShardedIds {
         self.offsets[shard] as usize..self.offsets[shard + 1] as usize
     }
 
-    /// Number of ids.
+    /// The number of ids.
     pub fn len(&self) -> usize {
         self.ids.len()
     }
@@ -134,13 +137,14 @@ impl ShardedIds {
         self.ids.is_empty()
     }
 
-    /// Build from parts that the caller has grouped (the engine's deduplication); checked in debug builds.
+    /// Build from ids that the caller has grouped, as the engine's deduplication does. The grouping is
+    /// checked only in debug builds.
     pub fn from_grouped(ids: Vec<Id>, offsets: Vec<u32>) -> Self {
         debug_assert!(Self::from_parts(ids.clone(), offsets.clone()).is_ok());
         Self { ids, offsets }
     }
 
-    /// Returns the parts, to reuse their memory.
+    /// Return the parts, so that their memory can be reused.
     pub fn into_parts(self) -> (Vec<Id>, Vec<u32>) {
         (self.ids, self.offsets)
     }

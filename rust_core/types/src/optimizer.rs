@@ -1,4 +1,4 @@
-//! [`Optimizer::check`]: the ranges of an optimizer's numbers.
+//! [`Optimizer::check`]: the ranges of an optimizer's parameters.
 
 use std::ops::RangeInclusive;
 
@@ -6,31 +6,32 @@ use crate::schema::Optimizer;
 
 const AT_LEAST_ZERO: RangeInclusive<f32> = 0.0..=f32::MAX;
 const BELOW_ONE: RangeInclusive<f32> = 0.0..=1.0f32.next_down();
-/// The range of a factor. A factor above 1 would let an accumulator grow to infinity.
+/// The range of a decay factor. A factor above 1 would let an accumulator grow to infinity.
 const AT_MOST_ONE: RangeInclusive<f32> = 0.0..=1.0;
-/// The range of `eps`. These numbers leave the largest finite number unchanged when they are added to it.
+/// The range of `eps`. Adding a value in this range leaves the largest finite number unchanged.
 const EPS: RangeInclusive<f32> = f32::MIN_POSITIVE..=1e30;
 
-/// A number that is out of its range.
+/// A parameter that is out of range.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[error("{name} is {value:?}; it must be from {:?} to {:?}", .allowed.start(), .allowed.end())]
 pub struct InvalidNumber {
     /// The field of [`Optimizer`].
     pub name: &'static str,
-    /// Its value.
+    /// The value of the parameter.
     pub value: f32,
-    /// The range.
+    /// The allowed range.
     pub allowed: RangeInclusive<f32>,
 }
 
 impl Optimizer {
-    /// Check that all numbers are finite and in range.
+    /// Check that all parameters are finite and in range.
     ///
-    /// Momentum and betas are from 0 to below 1, `g_square_momentum` is from 0 to 1, `eps` is above 0 and at most 1e30,
-    /// all others are at least 0. Within these ranges an update never makes a finite row infinite or NaN.
+    /// Momentum and betas must be at least 0 and below 1, `g_square_momentum` must be from 0 to 1, `eps` must be above
+    /// 0 and at most 1e30, and all others must be at least 0. Within these ranges, an update never makes a finite row
+    /// infinite or NaN.
     ///
     /// # Errors
-    /// Every number that is out of range, in the order of the fields. NaN is out of every range.
+    /// All parameters that are out of range, in the order of the fields. NaN is out of every range.
     pub fn check(&self) -> Result<(), Vec<InvalidNumber>> {
         let numbers = match *self {
             Self::Sgd { lr, momentum, weight_decay } => vec![
@@ -38,7 +39,7 @@ impl Optimizer {
                 ("momentum", momentum, BELOW_ONE),
                 ("weight_decay", weight_decay, AT_LEAST_ZERO),
             ],
-            // An accumulator of 0 may also come with the rows of a checkpoint.
+            // `eps` must not be 0, because rows of a checkpoint may also have an accumulator of 0.
             Self::Adagrad { lr, weight_decay, initial_accumulator_value, g_square_momentum, eps, .. } => {
                 vec![
                     ("lr", lr, AT_LEAST_ZERO),

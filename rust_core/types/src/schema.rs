@@ -1,7 +1,7 @@
-//! Slots, tables, optimizers and initialisers, as the engine and the store use them.
+//! Slots, tables, optimizers and initializers, as the engine and the store use them.
 //!
-//! A *slot* is a feature of the model; a *table* is a set of rows of one dimension. The slots of one feature group
-//! share a table; every other slot has a table with the name of the slot.
+//! A *slot* is a feature of the model; a *table* is a set of rows of one dimension. The slots of a feature group
+//! share a table; a slot outside all groups has a table of its own name.
 
 use serde::{Deserialize, Serialize};
 
@@ -11,28 +11,29 @@ use crate::id::{Id, hash_id};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Pooling {
-    /// Their sum.
+    /// The sum of the rows.
     #[default]
     Sum,
-    /// The sum of the rows, divided by `max(n, 1)`; n is the sample's number of ids.
+    /// The sum of the rows divided by `max(n, 1)`, where n is the sample's number of ids.
     Mean,
 }
 
-/// A hash stack, which uses few rows for many ids: the row of an id is the sum of the rows of one bucket per round.
+/// A hash stack, which represents many ids by few rows: the row of an id is the sum of one bucket's row per round.
 ///
-/// With `h(0) = id` and `h(k) = hash_id(h(k - 1))`, the bucket of round k, from 1, is
-/// `(k - 1) * buckets + h(k) mod buckets`: at most `rounds * buckets` rows, none shared by two rounds. Ids that share
-/// a bucket in one round rarely share it in the others (hash embeddings: Svenstrup and others, 2017).
+/// With `h(0) = id` and `h(k) = hash_id(h(k - 1))`, the bucket of round k, counted from 1, is `(k - 1) * buckets +
+/// h(k) mod buckets`. There are therefore at most `rounds * buckets` rows, and no two rounds share one. Ids that
+/// share a bucket in one round rarely share a bucket in the others (Svenstrup et al. 2017, "Hash Embeddings for
+/// Efficient Word Representations").
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HashStack {
-    /// The number of buckets per id, at least 1.
+    /// The number of rounds, which is the number of buckets per id, at least 1.
     pub rounds: u32,
-    /// The number of buckets of one round, at least 1.
+    /// The number of buckets in each round, at least 1.
     pub buckets: u32,
 }
 
 impl HashStack {
-    /// The buckets of `id`, round after round.
+    /// The buckets of `id`, in the order of rounds.
     pub fn buckets_of(self, id: Id) -> impl Iterator<Item = Id> {
         let mut hash = id;
         (0..u64::from(self.rounds)).map(move |round| {
@@ -51,11 +52,11 @@ pub struct Slot {
     pub table: usize,
     /// The pooling: sum or mean.
     pub pooling: Pooling,
-    /// Whether the sum, and the gradient, are divided by `sqrt(max(n, 1))`; n is the number of ids times the rounds of
-    /// a hash stack.
+    /// Whether the sum and its gradient are divided by `sqrt(max(n, 1))`, where n is the sample's number of ids times
+    /// the rounds of the hash stack.
     pub sqrt_scaling: bool,
-    /// The number of positions of a raw (sequence) feature, whose output is the rows of a sample's first ids instead of
-    /// one vector.
+    /// For a raw (sequence) feature, the number of positions. Its output is the rows of a sample's first ids instead of
+    /// one pooled vector.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sample_fixed_size: Option<u32>,
     /// The hash stack whose buckets the ids share, if any.
@@ -64,10 +65,10 @@ pub struct Slot {
 }
 
 impl Slot {
-    /// The divisor of each sample's sum: its number of ids for a mean, the root of its number of rows (ids ×
-    /// rounds of a hash stack) for sqrt scaling; either at least 1. `None` if it is 1 for all.
+    /// The divisor of each sample's sum, at least 1: its number of ids for a mean, and the square root of its
+    /// number of rows (ids × rounds of a hash stack) for sqrt scaling. None if it is 1 for all samples.
     ///
-    /// `offsets` are those of the feature after its ids became buckets.
+    /// `offsets` are the offsets of the samples after ids have been replaced by buckets.
     pub fn divisors<'a>(
         &self,
         offsets: Option<&'a [u32]>,
@@ -90,17 +91,17 @@ impl Slot {
 /// A set of rows of one dimension.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Table {
-    /// The feature group's name, or that of a slot without a group.
+    /// The name of the feature group, or of the slot if it has no group.
     pub name: String,
     /// The number of weights in a row.
     pub dim: usize,
-    /// Its settings that differ from those of the run.
+    /// The table's settings that differ from those of the run.
     #[serde(default)]
     pub settings: TableSettings,
 }
 
 impl Table {
-    /// A table of f32 rows whose settings are all those of the run.
+    /// Create a table with f32 rows that uses all settings of the run.
     pub fn new(name: impl Into<String>, dim: usize) -> Self {
         Self { name: name.into(), dim, settings: TableSettings::default() }
     }
@@ -112,53 +113,56 @@ impl Table {
 pub struct TableSettings {
     /// The stored type of a weight.
     pub dtype: Dtype,
-    /// The rounding of an updated weight to `dtype`; f32 is never rounded.
+    /// How an updated weight is rounded to `dtype`; f32 is never rounded.
     pub rounding: Rounding,
-    /// The optimizer, in place of that of the run.
+    /// The optimizer, instead of the run's.
     pub optimizer: Option<Optimizer>,
-    /// The initialiser, in place of that of the run.
+    /// The initializer, instead of the run's.
     pub initializer: Option<Initializer>,
-    /// The admission rule, in place of that of the run.
+    /// The admission rule, instead of the run's.
     pub admission: Option<Admission>,
     /// The number of steps without a push of its id after which a row expires; None means never.
     pub ttl: Option<u32>,
 }
 
-/// The stored type of a weight. Optimizer state is f32, look-ups return f32, and an update computes in f32.
+/// The stored type of a weight. Optimizer state is f32, look-ups return f32, and updates are computed in f32.
 ///
-/// A number beyond the largest finite one of a type (65504 for f16, 3.39e38 for bf16), including infinity, is stored as
-/// the largest finite number: rounding never gives an infinity.
+/// A number beyond the largest finite number of a type (65504 for f16, 3.39e38 for bf16), including infinity, is stored
+/// as that largest number, so rounding never produces an infinity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Dtype {
     /// IEEE 754 binary32.
     #[default]
     F32,
-    /// IEEE 754 binary16: 11 significant bits, normal from 6.1e-5.
+    /// IEEE 754 binary16: 11 significant bits; the smallest normal number is 6.1e-5.
     F16,
-    /// The upper half of a binary32: 8 significant bits, with the range of a binary32.
+    /// The upper half of a binary32: 8 significant bits and the range of a binary32.
     Bf16,
 }
 
-/// The rounding of an f32 to fewer bits.
+/// How an f32 is rounded to fewer bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Rounding {
-    /// Round to the nearest, ties to even. An update smaller than half of the distance between two numbers is lost.
+    /// Round to nearest, ties to even. An update smaller than half the distance between two adjacent numbers is
+    /// lost.
     #[default]
     Nearest,
-    /// Round up or down with the probability that makes the expectation exact (Gupta et al. 2015, "Deep Learning with
-    /// Limited Numerical Precision"), drawn by a hash of (seed, table, id, step, element).
+    /// Round up or down with the probability that makes the expected value exact (Gupta et al. 2015, "Deep Learning
+    /// with Limited Numerical Precision"). The draw is a hash of (seed, table, id, step, element).
     Stochastic,
 }
 
-/// The rule by which a missing id gets a row: at a push, if both conditions are met. Until then it reads as zeros.
+/// The rule that decides whether a missing id gets a row. It gets one at a push that meets both conditions; until
+/// then, the id reads as zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Admission {
     /// The probability of admission, in `0..=1`. The draw is a hash of (seed, id, step).
     pub probability: f32,
-    /// The number of pushes of the id since it last had a row, including this one. At least 1.
+    /// The required number of pushes of the id since it last had a row, including the current push. At least
+    /// 1.
     pub min_count: u32,
 }
 
@@ -169,7 +173,7 @@ impl Default for Admission {
     }
 }
 
-/// Slots and tables of one configuration. Built by `config::EmbeddingConfig`.
+/// The slots and tables of one configuration, as built by `config::EmbeddingConfig`.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Schema {
     /// The slots, in the order of the file.
@@ -185,13 +189,13 @@ impl Schema {
     }
 }
 
-/// The update of a row by its summed gradient `g`, element by element unless noted otherwise.
+/// The rule by which the summed gradient `g` updates a row, element by element unless noted otherwise.
 ///
-/// `lr` is multiplied by the factor in each push. No multiply-add is fused.
+/// Each push multiplies `lr` by its factor. Multiply-adds are not fused.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum Optimizer {
-    /// `w -= lr * (g + wd * w)`; with momentum: `v = momentum * v + g; w -= lr * (v + wd * w)`.
+    /// SGD: `w -= lr * (g + wd * w)`. With momentum: `v = momentum * v + g; w -= lr * (v + wd * w)`.
     Sgd {
         /// Learning rate.
         lr: f32,
@@ -200,8 +204,8 @@ pub enum Optimizer {
         /// Weight decay.
         weight_decay: f32,
     },
-    /// `w -= lr * g / sqrt(s + eps)` with the *old* s, then `s = s * g_square_momentum + g * g`
-    /// (PersiaML's order); g includes `weight_decay * w`.
+    /// Adagrad: `w -= lr * g / sqrt(s + eps)` with the *old* s, then `s = s * g_square_momentum + g * g`, in
+    /// PersiaML's order; g includes `weight_decay * w`.
     Adagrad {
         /// Learning rate.
         lr: f32,
@@ -209,30 +213,30 @@ pub enum Optimizer {
         weight_decay: f32,
         /// The initial value of `s`.
         initial_accumulator_value: f32,
-        /// The decay of `s`; 1 is the usual Adagrad.
+        /// The decay factor of `s`; 1 is standard Adagrad.
         g_square_momentum: f32,
-        /// The number that is added under the root.
+        /// The value added to `s` under the square root.
         eps: f32,
-        /// Whether there is one `s` per row, which grows by `mean(g * g)`.
+        /// Whether there is one `s` per row, to which `mean(g * g)` is added.
         vectorwise_shared: bool,
     },
-    /// Adam with bias correction; t is the push's global step. g includes `weight_decay * w`.
+    /// Adam with bias correction, where t is the global step of the push; g includes `weight_decay * w`.
     Adam {
         /// Learning rate.
         lr: f32,
-        /// The decay of the first moment.
+        /// The decay factor of the first moment.
         beta1: f32,
-        /// The decay of the second moment.
+        /// The decay factor of the second moment.
         beta2: f32,
         /// Weight decay.
         weight_decay: f32,
-        /// The number that is added to the root.
+        /// The value added to the square root.
         eps: f32,
     },
 }
 
 impl Optimizer {
-    /// The number of floats of optimizer state after the `dim` weights of a row.
+    /// The number of floats of optimizer state that follow the `dim` weights of a row.
     pub fn state_len(&self, dim: usize) -> usize {
         match self {
             Self::Sgd { momentum, .. } => {
@@ -255,34 +259,34 @@ impl Optimizer {
 pub enum Initializer {
     /// All zeros.
     Zero,
-    /// Uniform in `[low, high)`.
+    /// Uniformly distributed in `[low, high)`.
     Uniform {
-        /// Inclusive.
+        /// The lower bound, inclusive.
         low: f32,
-        /// Exclusive.
+        /// The upper bound, exclusive.
         high: f32,
     },
-    /// Normal.
+    /// Normally distributed.
     Normal {
-        /// Mean.
+        /// The mean.
         mean: f32,
-        /// Standard deviation.
+        /// The standard deviation.
         std: f32,
     },
-    /// Gamma distribution of mean `shape * scale`.
+    /// Gamma distributed, with the mean `shape * scale`.
     Gamma {
         /// The shape k, above 0.
         shape: f32,
-        /// Theta.
+        /// The scale θ.
         scale: f32,
     },
-    /// Poisson distribution: whole numbers of mean and variance `lam`.
+    /// Poisson distributed: integers with the mean and variance `lam`.
     Poisson {
         /// The mean, at most [`crate::limits::MAX_POISSON_MEAN`].
         lam: f32,
     },
-    /// Uniform in `[-b, b)`, `b = 1 / sqrt(dim)`: the expected squared length of a row is 1/3, regardless of its
-    /// dimension.
+    /// Uniformly distributed in `[-b, b)` with `b = 1 / sqrt(dim)`, so that the expected squared length of a row
+    /// is 1/3 for every dimension.
     InverseSqrtDim,
 }
 
@@ -304,7 +308,7 @@ mod tests {
                 "every bucket of round {round} is used"
             );
         }
-        // 10,000 ids in 10^6 combinations: about 50 pairs share all three buckets by chance.
+        // With 10,000 ids and 10^6 combinations of buckets, about 50 pairs share all three buckets by chance.
         let distinct = buckets.iter().collect::<BTreeSet<_>>().len();
         assert!((9_850..10_000).contains(&distinct), "{distinct}");
     }

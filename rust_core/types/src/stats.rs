@@ -1,4 +1,4 @@
-//! [`Stats`]: the state of the rows in numbers, all together and by table.
+//! [`Stats`]: the counts and sizes of rows, in total and by table.
 
 use std::collections::BTreeMap;
 
@@ -10,17 +10,17 @@ use crate::tables::{LookupReport, PushReport};
 /// Counters and gauges since the run began.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Stats {
-    /// The number of rows of each table, in the schema's order.
+    /// The number of rows of each table, in schema order.
     pub rows: Vec<u64>,
-    /// The number of bytes of weights and optimizer state in those rows.
+    /// The size of the weights and optimizer state in those rows, in bytes.
     pub payload_bytes: u64,
-    /// The number of bytes allocated for rows, ids, recency and indexes.
+    /// The memory allocated for rows, ids, recency and indexes, in bytes.
     pub memory_bytes: u64,
-    /// The sum over all training look-ups; of an infer job, over all look-ups.
+    /// The total of all training look-ups; in an infer job, the total of all look-ups.
     pub lookups: LookupReport,
-    /// The sum over all pushes; `first_nonfinite` is the first since the run began.
+    /// The total of all pushes; `first_nonfinite` is the first such row since the run began.
     pub pushes: PushReport,
-    /// The highest push of every rank, for a checkpoint's token table.
+    /// The highest sequence number applied for each rank, for a checkpoint's token table.
     pub tokens: BTreeMap<u32, u64>,
     /// The generation of the run that began last; 0 before the first run.
     #[serde(default)]
@@ -28,10 +28,10 @@ pub struct Stats {
     /// The generation of the run in progress; 0 if none has begun since the process started.
     #[serde(default)]
     pub begun: u64,
-    /// The tables, in the schema's order.
+    /// The statistics of the tables, in schema order.
     #[serde(default)]
     pub tables: Vec<TableStats>,
-    /// The checkpoint that a server of an infer job serves; `generation` identifies its rows.
+    /// The checkpoint that a server of an infer job serves. `generation` then identifies its rows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub served: Option<ServedCheckpoint>,
 }
@@ -43,26 +43,26 @@ pub struct TableStats {
     pub name: String,
     /// The number of rows.
     pub rows: u64,
-    /// The number of bytes of weights and optimizer state in them.
+    /// The size of the weights and optimizer state in those rows, in bytes.
     pub payload_bytes: u64,
-    /// The number of bytes allocated for them, with ids, recency and index.
+    /// The memory allocated for the rows, their ids, recency and index, in bytes.
     pub memory_bytes: u64,
-    /// As [`Stats::lookups`], of this table.
+    /// Like [`Stats::lookups`], for this table.
     pub lookups: LookupReport,
-    /// The number of rows that were inserted: ids that were admitted.
+    /// The number of rows inserted, which is the number of ids admitted.
     pub inserted: u64,
-    /// The number of rows that were evicted.
+    /// The number of rows evicted.
     pub evicted: u64,
-    /// The number of expired rows that were removed.
+    /// The number of expired rows removed.
     pub expired: u64,
-    /// The number of ids that have been pushed, and wait for more pushes until they get a row.
+    /// The number of ids without a row that have been pushed, but need more pushes to get a row.
     pub waiting: u64,
-    /// The number of ids among them that were pushed once.
+    /// The number of those ids that have been pushed exactly once.
     pub seen_once: u64,
 }
 
 impl std::ops::AddAssign<&Self> for TableStats {
-    /// Sums the numbers of two parts of one table.
+    /// Add the counts of two parts of one table.
     fn add_assign(&mut self, more: &Self) {
         self.rows += more.rows;
         self.payload_bytes += more.payload_bytes;
@@ -76,18 +76,19 @@ impl std::ops::AddAssign<&Self> for TableStats {
     }
 }
 
-/// What a server of an infer job serves.
+/// The checkpoint that a server of an infer job serves.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ServedCheckpoint {
     /// The name of the infer job.
     pub job: String,
-    /// The folder of the checkpoint on the server.
+    /// The directory of the checkpoint on the server.
     pub path: String,
-    /// The last step that it holds.
+    /// The last step that the checkpoint contains.
     pub step: u64,
-    /// Its slots and tables.
+    /// The slots and tables of the checkpoint.
     pub schema: Schema,
-    /// The names of the model's inputs in its order, as JSON; None if the checkpoint does not have them.
+    /// The names of the model's inputs in the model's order, as JSON; None if the checkpoint does not contain
+    /// them.
     #[serde(default)]
     pub inputs: Option<String>,
 }

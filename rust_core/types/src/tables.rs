@@ -1,7 +1,7 @@
-//! [`Tables`]: the one interface between the engine and the rows.
+//! [`Tables`]: the interface between the engine and the rows.
 //!
-//! The in-process store and the network client implement it. Embedded and distributed mode differ only in the
-//! implementation; the crate `persia-contract` tests both.
+//! The in-process store and the network client implement [`Tables`]. Embedded and distributed mode differ
+//! only in the implementation; the crate `persia-contract` tests both.
 
 use std::path::Path;
 
@@ -17,12 +17,12 @@ use crate::token::Token;
 /// The mode of a look-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Mode {
-    /// Training. A missing row that a push of the same step would insert reads as the row that would be inserted,
-    /// others as zeros.
+    /// Training. A missing row that a push of the same step would insert reads as the row to be inserted; other missing
+    /// rows read as zeros.
     Train,
     /// Evaluation. Missing rows read as zeros.
     Eval,
-    /// As [`Mode::Eval`].
+    /// Serving. Missing rows read as zeros.
     Infer,
 }
 
@@ -31,37 +31,37 @@ pub enum Mode {
 pub struct Run {
     /// The job's name.
     pub job: String,
-    /// The generation: 1 + the highest one known.
+    /// The generation, which is 1 + the highest known generation.
     #[serde(rename = "epoch", alias = "generation")]
     pub generation: u64,
-    /// Slots and tables; must equal those that the tables were configured with.
+    /// The slots and tables. They must equal those with which the implementation was configured.
     pub schema: Schema,
-    /// Seed of initialisers and admission.
+    /// The seed of initializers and admission.
     pub seed: u64,
-    /// The optimizer. None means evaluation: training look-ups and pushes are then refused, also for tables with their
-    /// own optimizer.
+    /// The optimizer. None means that the run only evaluates: training look-ups and pushes are then refused, even for
+    /// tables that set an optimizer.
     pub optimizer: Option<Optimizer>,
-    /// The weights of new rows.
+    /// The initializer of new rows.
     pub initializer: Initializer,
-    /// The share of missing ids that get a row, in `0..=1`. The draw is a hash of (seed, id, step).
+    /// The fraction of missing ids that get a row, in `0..=1`. The draw is a hash of (seed, id, step).
     pub admit_probability: f32,
-    /// The number of pushes of an id until it gets a row, from 1: see [`Admission`].
+    /// The number of pushes of an id that are required before it gets a row, at least 1. See [`Admission`].
     #[serde(default = "one")]
     pub admit_min_count: u32,
-    /// The bound to which weights are clamped (±) after an update; 0 means no bound.
+    /// The magnitude to which weights are clamped after an update; 0 means no bound.
     pub weight_bound: f32,
-    /// Whether rows are dropped, so that the run starts empty.
+    /// Whether existing rows are dropped, so that the run starts empty.
     #[serde(default)]
     pub fresh: bool,
-    /// Unless `fresh`, the generation whose rows the run continues with; 0 if there are none. A server with other rows
-    /// refuses the run.
+    /// Unless `fresh` is set, the generation whose rows the run continues to train; 0 if there are none. A server with
+    /// rows of another generation refuses the run.
     #[serde(default)]
     pub continues: u64,
     /// The number of ranks, at least 1.
     #[serde(default = "one")]
     pub world_size: u32,
-    /// Whether equal runs give bit-identical results. With several ranks, look-ups and pushes of a step are then
-    /// executed in the order of ranks, and every rank sends both in every step, even if they are empty.
+    /// Whether runs with equal inputs give bit-identical results. If set, look-ups and pushes of a step are
+    /// executed in the order of ranks, and every rank sends both at every step, even if they are empty.
     #[serde(default)]
     pub reproducible: bool,
 }
@@ -71,7 +71,7 @@ fn one() -> u32 {
 }
 
 impl Run {
-    /// The admission of ids in tables without their own rule.
+    /// The admission rule for tables that do not set one.
     pub fn admission(&self) -> Admission {
         Admission { probability: self.admit_probability, min_count: self.admit_min_count }
     }
@@ -85,25 +85,26 @@ impl Run {
 /// Unique ids of one table.
 #[derive(Debug, Clone, Copy)]
 pub struct TableIds<'a> {
-    /// Index into the schema's tables. A request names a table at most once.
+    /// The index into the schema's tables. A request names a table at most once.
     pub table: usize,
     /// The ids.
     pub ids: &'a ShardedIds,
-    /// Requests one vector per sample in place of one row per id.
+    /// If set, one vector per sample is requested instead of one row per id.
     pub per_sample: Option<PerSample<'a>>,
 }
 
 /// The vector of each sample.
 #[derive(Debug, Clone, Copy)]
 pub enum PerSample<'a> {
-    /// The row of its single id. Every sample occurs once in the lists.
+    /// The row of the sample's only id. Every sample occurs once in the lists.
     Gathered(Csr<'a>),
-    /// Its pooled rows. An implementation that does not [pool](Tables::pools) refuses this.
+    /// The pooled rows of the sample's ids. An implementation that does not [pool](Tables::pools) refuses
+    /// this.
     Pooled(Bags<'a>),
 }
 
 impl<'a> TableIds<'a> {
-    /// The lists of samples, where each gets the row of its id.
+    /// For each id, the samples that receive its row; None if samples are not gathered.
     pub fn gathered(&self) -> Option<Csr<'a>> {
         match self.per_sample {
             Some(PerSample::Gathered(csr)) => Some(csr),
@@ -111,7 +112,7 @@ impl<'a> TableIds<'a> {
         }
     }
 
-    /// The number of vectors in the answer, of ids or of samples.
+    /// The number of vectors in the response: of ids, or of samples if [`Self::per_sample`] is set.
     pub fn vectors(&self) -> usize {
         match &self.per_sample {
             None => self.ids.len(),
@@ -124,7 +125,7 @@ impl<'a> TableIds<'a> {
 /// A look-up of unique ids. It changes no row.
 #[derive(Debug, Clone, Copy)]
 pub struct LookupRequest<'a> {
-    /// The token of the push that follows. It is ignored unless the mode is [`Mode::Train`].
+    /// The token of this look-up and its push. It is ignored unless the mode is [`Mode::Train`].
     pub token: Token,
     /// The global step, from 1.
     pub step: u64,
@@ -134,7 +135,7 @@ pub struct LookupRequest<'a> {
     pub tables: &'a [TableIds<'a>],
 }
 
-/// Defines a report with counters by name. Other fields follow after the semicolon.
+/// Defines a report whose counters can be listed by name. Other fields follow after the semicolon.
 macro_rules! counters {
     ($report:ident { $($counter:ident),+ $(; $other:ident)? }) => {
         impl $report {
@@ -151,12 +152,12 @@ macro_rules! counters {
     };
 }
 
-/// The result of a look-up. Counts are of unique ids.
+/// The result of a look-up. Unique ids are counted.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LookupReport {
     /// The number of ids that had a row.
     pub hits: u64,
-    /// The number of ids without a row that read as the row that their push will insert.
+    /// The number of ids without a row that read as the row that their push would insert.
     #[serde(default)]
     pub initial: u64,
     /// The number of ids without a row that read as zeros.
@@ -171,10 +172,10 @@ impl std::ops::AddAssign for LookupReport {
     }
 }
 
-/// Gradients of one table's unique ids.
+/// The gradients of unique ids of one table.
 #[derive(Debug, Clone, Copy)]
 pub struct TableGradients<'a> {
-    /// Index into the schema's tables. A request names a table at most once.
+    /// The index into the schema's tables. A request names a table at most once.
     pub table: usize,
     /// The ids: those of the look-up, or some of them.
     pub ids: &'a ShardedIds,
@@ -182,14 +183,14 @@ pub struct TableGradients<'a> {
     pub gradients: Gradients<'a>,
 }
 
-/// Gradients to apply once.
+/// Gradients that are to be applied exactly once.
 #[derive(Debug, Clone, Copy)]
 pub struct PushRequest<'a> {
     /// The token; the push is applied once, even if it is retried.
     pub token: Token,
-    /// The global step, from 1. It is t in the formulas of Adam.
+    /// The global step, from 1. It is t in the formula of Adam.
     pub step: u64,
-    /// The factor of every optimizer's learning rate.
+    /// The factor by which the learning rate of every optimizer is multiplied.
     pub lr_factor: f32,
     /// The tables, with their gradients.
     pub tables: &'a [TableGradients<'a>],
@@ -200,16 +201,16 @@ pub struct PushRequest<'a> {
 pub struct PushReport {
     /// The number of rows in the request.
     pub rows_pushed: u64,
-    /// Rows updated.
+    /// The number of rows that were updated.
     pub rows_applied: u64,
     /// The number of rows that were skipped because their id has no row and was not admitted.
     pub rows_missing: u64,
-    /// The number of rows that were skipped because their gradient has a NaN, an infinity, or a number of 2^50 or
-    /// larger ([`MAX_GRADIENT_EXPONENT`](crate::limits::MAX_GRADIENT_EXPONENT)).
+    /// The number of rows that were skipped because an element of their gradient is NaN, infinite, or at least
+    /// 2^50 in magnitude ([`MAX_GRADIENT_EXPONENT`](crate::limits::MAX_GRADIENT_EXPONENT)).
     pub rows_nonfinite: u64,
-    /// The number of rows of a push that was applied before.
+    /// The number of rows that were skipped because the push had been applied before.
     pub rows_duplicate: u64,
-    /// The number of rows that were inserted. They also count as applied, unless they are skipped.
+    /// The number of rows that were inserted. They also count as applied, unless their gradient was skipped.
     #[serde(default)]
     pub rows_inserted: u64,
     /// The number of rows that were evicted.
@@ -249,30 +250,30 @@ counters!(PushReport {
 });
 
 impl std::ops::AddAssign for PushReport {
-    /// Sums the counters; `first_nonfinite` stays the first one.
+    /// Add the counters, and keep the earlier `first_nonfinite`.
     fn add_assign(&mut self, more: Self) {
         self.add_counters(more);
         self.first_nonfinite = self.first_nonfinite.or(more.first_nonfinite);
     }
 }
 
-/// One file of a checkpoint, as described by its writer.
+/// One file of a checkpoint, as its writer describes it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileEntry {
     /// The name in the checkpoint.
     pub name: String,
     /// The size in bytes.
     pub bytes: u64,
-    /// The blake3 hash of the content, in hexadecimal.
+    /// The BLAKE3 hash of the content, in hexadecimal.
     pub blake3: String,
 }
 
 /// The files of a snapshot.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Snapshot {
-    /// Its files.
+    /// The files.
     pub files: Vec<FileEntry>,
-    /// The number of rows in them for each table, in the schema's order.
+    /// The number of rows of each table in the files, in schema order.
     pub rows: Vec<u64>,
 }
 
@@ -280,48 +281,53 @@ pub struct Snapshot {
 ///
 /// Every method may be called from any thread. A failed call changes nothing, unless its documentation says otherwise.
 pub trait Tables: Send + Sync {
-    /// Start a run: drop older tokens, accept only this generation, use this optimizer and initialiser.
-    /// Rows are kept unless the run is [`Run::fresh`].
+    /// Begin a run: drop older tokens, accept only the run's generation, and use its optimizer and
+    /// initializer. Rows are kept unless [`Run::fresh`] is set.
     ///
     /// # Errors
-    /// `BadRun` when the schema differs, the generation is not above the current one, a number is out of range, or
-    /// there are rows whose optimizer state does not fit the new optimizer. `Lost` when a server does not have the rows
-    /// of the generation that the run continues.
+    /// `BadRun` if the schema differs, the generation is not newer than the current one, a parameter is out of range,
+    /// or existing rows have optimizer state that does not fit the new optimizer. `Lost` if a server does not have the
+    /// rows of the generation that the run continues.
     fn begin(&self, run: &Run) -> Result<(), TablesError>;
 
-    /// Whether the tables should pool the samples of `bags`, which have `ids` unique ids ([`PerSample::Pooled`]): if
-    /// rows are remote, and vectors of samples take fewer bytes than rows. The result depends on sizes only.
+    /// Whether the implementation should pool the samples of `bags`, which have `ids` unique ids
+    /// ([`PerSample::Pooled`]). It should if rows are remote and the vectors of samples take fewer bytes than the
+    /// rows. The result depends only on sizes.
     fn pools(&self, dim: usize, ids: usize, bags: &Bags<'_>) -> bool {
         let _ = (dim, ids, bags);
         false
     }
 
-    /// Read rows. `rows[i]` receives `[tables[i].ids.len(), dim]` weights; if the table's ids have
-    /// [`per_sample`](TableIds::per_sample), it receives `[samples, dim]`, the vector of each sample.
+    /// Read rows. `rows[i]` receives the weights of `tables[i]`, with the shape `[ids, dim]`. If
+    /// [`per_sample`](TableIds::per_sample) is set, it receives the vector of each sample, with the shape
+    /// `[samples, dim]`.
     ///
     /// # Errors
-    /// `NotBegun`, `StaleGeneration`, `BadTable`, `BadShape` (a buffer of another length), `NoOptimizer`, `OutOfMemory`.
+    /// `NotBegun`, `StaleGeneration`, `BadTable`, `BadShape` (a buffer of the wrong length), `NoOptimizer`,
+    /// `OutOfMemory`.
     fn lookup(
         &self,
         request: &LookupRequest<'_>,
         rows: &mut [&mut [f32]],
     ) -> Result<LookupReport, TablesError>;
 
-    /// Apply gradients once. The whole request is checked before the first row changes; applying cannot fail.
-    /// A token that was applied before changes nothing and counts as `rows_duplicate`.
+    /// Apply gradients exactly once. The whole request is checked before the first row changes; after that,
+    /// it cannot fail. A push whose token was applied before changes nothing, and its rows count as
+    /// `rows_duplicate`.
     ///
     /// # Errors
-    /// `NotBegun`, `StaleGeneration`, `BadTable`, `BadShape`, `NoOptimizer`; the token then stays unknown.
+    /// `NotBegun`, `StaleGeneration`, `BadTable`, `BadShape`, `NoOptimizer`. After these, the token stays
+    /// unknown, so the push can be retried.
     fn push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError>;
 
-    /// Hold the current rows for [`write_snapshot`](Self::write_snapshot). Numbers of a generation ascend; a
-    /// repeated number changes nothing. Training continues: each row is copied before it first changes, so that memory
-    /// for rows may double. The next snapshot replaces this one. An operation that drops or replaces all rows releases
-    /// it.
+    /// Hold the current rows for [`write_snapshot`](Self::write_snapshot). The numbers of a generation ascend; a
+    /// repeated number changes nothing. Training continues: each row is copied before its first change, so the memory
+    /// for rows may double. The next snapshot replaces this one. An operation that drops or replaces all rows
+    /// releases it.
     ///
     /// # Errors
-    /// `BadShape` for a number that is not newer than the last released snapshot; `Io` while a snapshot is being
-    /// written; `Unreachable`.
+    /// `BadShape` for a number that is not above that of the last released snapshot; `Io` while a snapshot is
+    /// being written; `Unreachable`.
     fn prepare_snapshot(&self, number: u64) -> Result<(), TablesError>;
 
     /// Release the rows that are held for this snapshot.
@@ -330,30 +336,31 @@ pub trait Tables: Send + Sync {
     /// `Unreachable`.
     fn abort_snapshot(&self, number: u64) -> Result<(), TablesError>;
 
-    /// Write the rows of all shards into `dir`, durably: those of the prepared snapshot `number`, or the current ones.
-    /// Held rows are released, even on failure. The files become a checkpoint when a manifest names them.
+    /// Write the rows of all shards into `dir`, durably. They are the rows of the prepared snapshot `number`, or the
+    /// current rows if it is None. Held rows are released, even on failure. The files become a checkpoint when a
+    /// manifest lists them.
     ///
     /// # Errors
-    /// `BadShape` for a snapshot that is not held; `Io`.
+    /// `BadShape` if the rows of the snapshot are not held; `Io`.
     fn write_snapshot(&self, dir: &Path, number: Option<u64>) -> Result<Snapshot, TablesError>;
 
-    /// Report that the written snapshot is part of a checkpoint now: `files` in `dir`. A server with a log truncates
-    /// the log to the snapshot, unless a newer snapshot was prepared since.
+    /// Report that the written snapshot is now part of a checkpoint, as `files` in `dir`. A server with a log
+    /// truncates the log to the snapshot, unless a newer snapshot has been prepared since.
     ///
     /// # Errors
-    /// `Unreachable`; `Io`: the log keeps its length.
+    /// `Unreachable`; `Io`, after which the log is not truncated.
     fn commit_snapshot(&self, number: u64, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
         let _ = (number, dir, files);
         Ok(())
     }
 
-    /// Replace all rows by those of `files` in `dir`. All files are read and checked before a row changes.
+    /// Replace all rows by those in `files` in `dir`. All files are read and checked before any row changes.
     ///
     /// # Errors
     /// `Corrupt`, `Foreign`, `Io`.
     fn restore(&self, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError>;
 
-    /// Counters and gauges.
+    /// Return the counters and gauges.
     ///
     /// # Errors
     /// `Unreachable`.

@@ -1,4 +1,5 @@
-//! The identifier of one look-up or push, and the window by which each is applied once.
+//! The identifier of one look-up and its push, and the record of pushes that ensures that each is applied
+//! once.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::tables::TablesError;
 
-/// A job's name, hashed (FNV-1a, 64 bits) so that a token stays small.
+/// A job's name, hashed with 64-bit FNV-1a so that tokens are small.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct JobId(pub u64);
 
@@ -23,11 +24,11 @@ impl JobId {
 /// Identifies one look-up and the push that follows it: `(job, generation, rank, seq)`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Token {
-    /// The job; two jobs never share rows.
+    /// The job. Two jobs never share rows.
     pub job: JobId,
-    /// The run's generation; a request of another generation is refused.
+    /// The run's generation. Requests of other generations are refused.
     pub generation: u64,
-    /// The trainer rank that sends it.
+    /// The rank that sends the request.
     pub rank: u32,
     /// The rank's step, from 1.
     pub seq: u64,
@@ -43,13 +44,13 @@ impl std::fmt::Display for Token {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Window {
     highest: u64,
-    /// Bit `i` stands for `highest - i`.
+    /// Bit `i` represents `highest - i`.
     seen: u128,
 }
 
-/// The tokens of one generation that were already applied. A token older than the window counts as seen.
+/// The tokens of one generation that have been applied. A token older than the window counts as applied.
 ///
-/// Its memory is bounded, because it refuses ranks that the run does not have.
+/// Memory is bounded, because ranks that the run does not have are refused.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SeenTokens {
     job: Option<JobId>,
@@ -60,7 +61,7 @@ pub struct SeenTokens {
 }
 
 impl SeenTokens {
-    /// Drop all tokens and accept only `job` and `generation`, and ranks below `world_size`.
+    /// Create an empty set, which accepts only tokens of `job`, `generation` and ranks below `world_size`.
     pub fn begin(job: JobId, generation: u64, world_size: u32) -> Self {
         Self { job: Some(job), generation, world_size, ranks: BTreeMap::new() }
     }
@@ -70,11 +71,11 @@ impl SeenTokens {
         self.generation
     }
 
-    /// Whether `token` was inserted before. A token of another job or generation is refused.
+    /// Whether `token` has been inserted.
     ///
     /// # Errors
-    /// [`TablesError::StaleGeneration`] for another job or generation than the current one,
-    /// [`TablesError::BadShape`] for a rank that the run does not have.
+    /// [`TablesError::StaleGeneration`] for a job or generation that is not the current one, [`TablesError::BadShape`]
+    /// for a rank that the run does not have.
     pub fn contains(&self, token: Token) -> Result<bool, TablesError> {
         if self.job != Some(token.job) || self.generation != token.generation {
             return Err(TablesError::StaleGeneration { token, current: self.generation });
@@ -92,15 +93,15 @@ impl SeenTokens {
         Ok(age >= 128 || window.seen >> age & 1 == 1)
     }
 
-    /// Whether no token of the current generation was inserted yet.
+    /// Whether no token of the current generation has been inserted yet.
     pub fn is_empty(&self) -> bool {
         self.ranks.is_empty()
     }
 
-    /// Insert `token`; true if it was new.
+    /// Insert `token`. Returns true if it was new.
     ///
     /// # Errors
-    /// As [`Self::contains`].
+    /// Those of [`Self::contains`].
     pub fn insert(&mut self, token: Token) -> Result<bool, TablesError> {
         if self.contains(token)? {
             return Ok(false);
@@ -117,7 +118,7 @@ impl SeenTokens {
         Ok(true)
     }
 
-    /// The highest sequence number seen of every rank, for a checkpoint's token table.
+    /// The highest sequence number inserted for each rank, for a checkpoint's token table.
     pub fn highest(&self) -> BTreeMap<u32, u64> {
         self.ranks.iter().map(|(rank, window)| (*rank, window.highest)).collect()
     }
@@ -174,7 +175,7 @@ mod tests {
                 prop_assert_eq!(seen.insert(token(rank, seq)).unwrap(), fresh);
                 prop_assert!(seen.contains(token(rank, seq)).unwrap());
                 *high = (*high).max(seq);
-                // Neither a repeated token nor an old one moves the highest number of its rank.
+                // Neither a repeated token nor an old one changes the highest number of its rank.
                 inserted.insert(rank, *high);
                 prop_assert_eq!(seen.highest(), inserted.clone());
             }

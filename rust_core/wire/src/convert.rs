@@ -1,4 +1,4 @@
-//! Tokens, modes, reports and files as messages and back.
+//! Converts tokens, modes, reports and files to messages and back.
 
 use persia_types::tables::{FileEntry, LookupReport, PushReport, Run, Snapshot};
 use persia_types::{Id, JobId, Mode, TablesError, Token};
@@ -17,10 +17,10 @@ impl From<proto::Token> for Token {
     }
 }
 
-/// The token of a look-up's or push's head.
+/// The token in the head of a look-up or push.
 ///
 /// # Errors
-/// `BadShape` when it is missing.
+/// `BadShape` if it is missing.
 pub fn token(token: Option<proto::Token>) -> Result<Token, TablesError> {
     token.map(Token::from).ok_or_else(|| TablesError::BadShape { what: "the head has no token".into() })
 }
@@ -35,10 +35,10 @@ impl From<Mode> for proto::Mode {
     }
 }
 
-/// The mode of a look-up's head.
+/// The mode in the head of a look-up.
 ///
 /// # Errors
-/// `BadShape` for one that does not exist.
+/// `BadShape` for a mode that does not exist.
 pub fn mode(number: i32) -> Result<Mode, TablesError> {
     match proto::Mode::try_from(number) {
         Ok(proto::Mode::Train) => Ok(Mode::Train),
@@ -48,7 +48,8 @@ pub fn mode(number: i32) -> Result<Mode, TablesError> {
     }
 }
 
-/// Convert both ways between a type and a message with the same fields. Optional fields follow the semicolon.
+/// Implements the conversions between a type and a message with the same fields. Optional fields follow the
+/// semicolon.
 macro_rules! same_fields {
     ($type:ident as $message:ident { $($field:ident),+ $(; $optional:ident)? }) => {
         impl From<$type> for proto::$message {
@@ -105,7 +106,7 @@ impl From<proto::WriteSnapshotReply> for Snapshot {
     }
 }
 
-/// The run of a `BeginRequest`.
+/// The run as the JSON of a `BeginRequest`.
 ///
 /// # Errors
 /// `BadRun` for a run that cannot be serialized.

@@ -1,4 +1,4 @@
-//! [`TablesError`] as gRPC status and back: the caller gets the same variant with the same fields.
+//! Converts [`TablesError`] to a gRPC status and back: the caller gets the same variant with the same fields.
 
 use std::error::Error;
 
@@ -9,14 +9,14 @@ use tonic::{Code, Status};
 
 use crate::proto::Failure;
 
-/// The size of a text in a status, which is sent in HTTP headers of limited size.
+/// The maximum size of a text in a status, which is sent in HTTP headers of limited size.
 const MAX_TEXT: usize = 2048;
 
-/// How a middleware reports a server without a run, because [`TablesError::NotBegun`] names no server. A client whose
-/// run has not begun reads it as `NotBegun`.
+/// The text with which a middleware reports a server without a run, because [`TablesError::NotBegun`] names no
+/// server. A client whose run has not begun interprets it as `NotBegun`.
 pub const FORGOTTEN: &str = "it was restarted and has lost the run";
 
-/// The text, truncated to the size that fits into a header.
+/// Truncate the text to the size that fits into a header.
 fn short(text: &str) -> String {
     if text.len() <= MAX_TEXT {
         return text.to_owned();
@@ -38,7 +38,7 @@ fn shorten(value: &mut Value) {
     }
 }
 
-/// An error as part of a message, such as a server's outcome in a `PushReply`.
+/// Convert an error to a part of a message, such as a server's outcome in a `PushReply`.
 pub fn to_failure(error: &TablesError) -> Failure {
     // {"Variant": {fields}}, or "Variant" if it has none.
     let mut fields = serde_json::to_value(error).unwrap_or_default();
@@ -50,7 +50,8 @@ pub fn to_failure(error: &TablesError) -> Failure {
     Failure { kind, message: short(&error.to_string()), fields: fields.to_string() }
 }
 
-/// The error from which [`to_failure`] made the message. A kind that this version does not know is `Incompatible`.
+/// The error from which [`to_failure`] created the message. A kind that this version does not know becomes
+/// `Incompatible`.
 pub fn from_failure(peer: &str, failure: &Failure) -> TablesError {
     serde_json::from_str(&failure.fields).unwrap_or_else(|_| TablesError::Incompatible {
         peer: peer.to_owned(),
@@ -58,7 +59,7 @@ pub fn from_failure(peer: &str, failure: &Failure) -> TablesError {
     })
 }
 
-/// The error as a status.
+/// Convert the error to a status.
 pub fn to_status(error: &TablesError) -> Status {
     use TablesError as E;
     let code = match error {
@@ -85,7 +86,7 @@ fn failure_of(status: &Status) -> Option<Failure> {
     if details.is_empty() { None } else { Failure::decode(details).ok() }
 }
 
-/// The message of the status and of its causes.
+/// The messages of the status and of its causes.
 pub fn describe(status: &Status) -> String {
     let mut text = status.message().to_owned();
     let mut cause = status.source();
@@ -99,7 +100,7 @@ pub fn describe(status: &Status) -> String {
     if text.is_empty() { status.code().description().to_owned() } else { text }
 }
 
-/// The error in a status of `peer`.
+/// The error in a status from `peer`.
 pub fn from_status(peer: &str, status: &Status) -> TablesError {
     if let Some(failure) = failure_of(status) {
         return from_failure(peer, &failure);
@@ -119,7 +120,7 @@ pub fn from_status(peer: &str, status: &Status) -> TablesError {
     }
 }
 
-/// Whether the peer did not process the request, so that a retry, or another peer, may succeed.
+/// Whether the peer did not process the request, so that a retry or another peer may succeed.
 pub fn is_transient(status: &Status) -> bool {
     match failure_of(status) {
         Some(failure) => is_transient_failure(&failure),
@@ -140,7 +141,8 @@ fn is_curable(error: &TablesError) -> bool {
     matches!(error, E::Unreachable { .. } | E::Timeout { .. } | E::Recovering { .. })
 }
 
-/// tonic wraps the errors of rustls: only their text shows a bad certificate or a peer without TLS.
+/// Whether a certificate is invalid or a peer does not use TLS. Only the text shows this, because tonic wraps
+/// the errors of rustls.
 fn is_certificate_error(what: &str) -> bool {
     what.contains("certificate") || what.contains("InvalidContentType")
 }

@@ -1,24 +1,25 @@
 //! The protocol between trainers, middlewares and embedding servers.
 //!
-//! A look-up or push on the wire, each module built on those above it:
+//! The modules for a look-up or push on the wire; each uses only those above it:
 //!
 //! * [`chunk`]: complete items of one part, with a checksum
-//! * [`floats`]: the format of a row
-//! * [`samples`]: the description of pooled samples in a head
-//! * [`parts`]: the tables of a request, checked, and their split among servers
-//! * [`send`], [`collect`], [`scatter`]: creating the chunks of a request, collecting them, writing rows to their
+//! * [`floats`]: the format of rows
+//! * [`samples`]: the description of samples in a head
+//! * [`parts`]: the checked tables of a request, and their split among servers
+//! * [`send`], [`collect`], [`scatter`]: create the chunks of a request, collect them, and write rows to their
 //!   positions
-//! * [`receive`], [`csr`]: receiving a complete request from a stream
+//! * [`receive`], [`csr`]: receive a complete request from a stream
 //!
-//! Around it:
+//! The other modules:
 //!
 //! * [`proto`]: messages and services, generated from `proto/persia/v1/`
-//! * [`convert`], [`error`]: types and [`persia_types::TablesError`] as messages and back
+//! * [`convert`], [`error`]: convert types and [`persia_types::TablesError`] to messages and back
 //! * [`settings`], [`listen`], [`tls`], [`auth`], [`backoff`]: connections, their limits and their authentication
 //! * [`discovery`]: discovery of a job's processes, through NATS
-//! * [`rpc`]: the methods that servers and middlewares have in common
-//! * [`client`]: [`client::WireTables`], rows on embedding servers
+//! * [`rpc`]: the methods that both servers and middlewares have
+//! * [`client`]: [`client::WireTables`], which accesses rows on embedding servers
 //! * [`logs`]: the grammar of `PERSIA_LOG`
+//! * [`trace`]: the spans of traced steps
 
 #[cfg(target_endian = "big")]
 compile_error!("numbers are sent in memory order, which must be little-endian");
@@ -30,6 +31,7 @@ pub mod discovery;
 pub mod error;
 pub mod logs;
 pub mod rpc;
+pub mod trace;
 mod transport;
 
 pub use codec::{chunk, collect, csr, floats, parts, receive, samples, scatter, send};
@@ -40,11 +42,11 @@ pub use transport::{auth, backoff, listen, peer, settings, tls};
 pub mod proto {
     include!("generated/persia.v1.rs");
 
-    /// All files of `persia.v1`, for the reflection service.
+    /// The descriptors of all files of `persia.v1`, for the reflection service.
     pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!("generated/persia.v1.bin");
 }
 
-/// The number of the protocol. Peers with another number are refused.
+/// The protocol number. Peers with a different number are refused.
 pub const PROTOCOL: u32 = 4;
-/// The version of Persia. Peers with another version are refused.
+/// The version of Persia. Peers with a different version are refused.
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");

@@ -1,20 +1,180 @@
-//! The grammar of `PERSIA_LOG`, which is that of `persia.runtime.logging` in Python.
+//! The grammar of `PERSIA_LOG`, and the format of log lines. A line has the same keys as a line of
+//! `persia.runtime.logging` in Python.
 
-/// The directives of `PERSIA_LOG` as `tracing-subscriber` has them.
-///
-/// `persia.wire=debug,warning` gives `persia_wire=debug` and `warn`; `persia.server` is the crate of the servers.
-pub fn directives(text: &str) -> Vec<String> {
-    text.split(',').map(str::trim).filter(|part| !part.is_empty()).map(directive).collect()
+use std::fmt::{self, Write as _};
+use std::sync::OnceLock;
+
+use serde_json::{Map, Value};
+use tracing::field::{Field, Visit};
+use tracing::{Event, Subscriber};
+use tracing_subscriber::fmt::format::Writer;
+use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
+use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
+use tracing_subscriber::registry::LookupSpan;
+
+/// The job of this process.
+static RUN: OnceLock<String> = OnceLock::new();
+
+/// Set the name of this process's job, which later lines contain as `run_id`. Only the first call has an effect.
+pub fn name_run(job: &str) {
+    RUN.get_or_init(|| job.to_owned());
 }
 
-fn directive(part: &str) -> String {
-    let Some((target, level)) = part.split_once('=') else { return level_of(part) };
+/// The name of this host.
+pub(crate) fn node() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned()
+}
+
+/// The fields of each log line that describe the process.
+#[derive(Debug, Clone)]
+pub struct Origin {
+    /// The service, such as `persia-server`.
+    pub service: &'static str,
+    /// The index of the replica.
+    pub replica: u32,
+    /// The rank, if the process is a rank.
+    pub rank: Option<u32>,
+    /// The name of the host.
+    pub node: String,
+}
+
+impl Origin {
+    /// Describe a process of this host.
+    pub fn here(service: &'static str, replica: u32, rank: Option<u32>) -> Self {
+        Self { service, replica, rank, node: node() }
+    }
+
+    /// Format an event as a JSON object with `ts`, `level`, `event`, `run_id`, `service`, `replica`, `rank`, `node`,
+    /// `target`, and the fields of the event, such as `step` and `token`. A field of the event replaces a field of the
+    /// process with the same name.
+    fn json(&self, time: String, event: &Event<'_>) -> String {
+        let (message, fields) = fields_of(event);
+        let mut line = Map::new();
+        if let Some(run) = RUN.get() {
+            line.insert("run_id".into(), run.as_str().into());
+        }
+        line.insert("service".into(), self.service.into());
+        line.insert("replica".into(), self.replica.into());
+        if let Some(rank) = self.rank {
+            line.insert("rank".into(), rank.into());
+        }
+        line.insert("node".into(), self.node.as_str().into());
+        line.extend(fields);
+        line.insert("ts".into(), time.into());
+        line.insert("level".into(), event.metadata().level().as_str().to_lowercase().into());
+        line.insert("event".into(), message.into());
+        line.insert("target".into(), event.metadata().target().into());
+        Value::Object(line).to_string()
+    }
+
+    /// Format an event as text: its time, level, process and message, followed by its fields as `name=value`.
+    fn text(&self, time: &str, event: &Event<'_>) -> Result<String, fmt::Error> {
+        let level = event.metadata().level().as_str().to_lowercase();
+        let (message, fields) = fields_of(event);
+        let mut line = format!("{time} {level:5} {} {}: {message}", self.service, self.replica);
+        for (name, value) in fields {
+            write!(line, " {name}={value}")?;
+        }
+        Ok(line.replace('\n', " | "))
+    }
+}
+
+/// Formats each event as one line.
+#[derive(Debug)]
+pub struct Lines {
+    origin: Origin,
+    json: bool,
+}
+
+impl Lines {
+    /// Format each event as a JSON object.
+    pub fn json(origin: Origin) -> Self {
+        Self { origin, json: true }
+    }
+
+    /// Format each event as readable text.
+    pub fn text(origin: Origin) -> Self {
+        Self { origin, json: false }
+    }
+}
+
+impl<S, N> FormatEvent<S, N> for Lines
+where
+    S: Subscriber + for<'a> LookupSpan<'a>,
+    N: for<'a> FormatFields<'a> + 'static,
+{
+    fn format_event(
+        &self,
+        _context: &FmtContext<'_, S, N>,
+        mut writer: Writer<'_>,
+        event: &Event<'_>,
+    ) -> fmt::Result {
+        let mut time = String::new();
+        SystemTime.format_time(&mut Writer::new(&mut time))?;
+        let line = if self.json { self.origin.json(time, event) } else { self.origin.text(&time, event)? };
+        writeln!(writer, "{line}")
+    }
+}
+
+/// The message of an event, and the other fields.
+fn fields_of(event: &Event<'_>) -> (String, Map<String, Value>) {
+    let mut fields = Fields::default();
+    event.record(&mut fields);
+    let message = fields.0.remove("message").unwrap_or_default();
+    (message.as_str().unwrap_or_default().to_owned(), fields.0)
+}
+
+/// The fields of one event, including `message`.
+#[derive(Default)]
+struct Fields(Map<String, Value>);
+
+impl Visit for Fields {
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        self.0.insert(field.name().into(), Value::String(format!("{value:?}")));
+    }
+
+    fn record_str(&mut self, field: &Field, value: &str) {
+        self.0.insert(field.name().into(), value.into());
+    }
+
+    fn record_u64(&mut self, field: &Field, value: u64) {
+        self.0.insert(field.name().into(), value.into());
+    }
+
+    fn record_i64(&mut self, field: &Field, value: i64) {
+        self.0.insert(field.name().into(), value.into());
+    }
+
+    fn record_f64(&mut self, field: &Field, value: f64) {
+        self.0.insert(field.name().into(), value.into());
+    }
+
+    fn record_bool(&mut self, field: &Field, value: bool) {
+        self.0.insert(field.name().into(), value.into());
+    }
+}
+
+/// Convert the directives of `PERSIA_LOG` to the syntax of `tracing-subscriber`.
+///
+/// For example, `persia.wire=debug,warning` becomes `persia_wire=debug` and `warn`. `persia.server` stands for the
+/// library of servers and middlewares and for their binaries.
+pub fn directives(text: &str) -> Vec<String> {
+    text.split(',').map(str::trim).filter(|part| !part.is_empty()).flat_map(directive).collect()
+}
+
+fn directive(part: &str) -> Vec<String> {
+    let Some((target, level)) = part.split_once('=') else { return vec![level_of(part)] };
+    let level = level_of(level);
     let target = match target.trim().split_once('.') {
-        Some(("persia", "server")) => "persia_embedding_sharded_server".to_owned(),
+        Some(("persia", "server")) => {
+            let binaries = ["server", "middleware"].map(|name| format!("persia_embedding_sharded_{name}"));
+            let targets = std::iter::once("persia_server".to_owned()).chain(binaries);
+            return targets.map(|target| format!("{target}={level}")).collect();
+        }
         Some(("persia", rest)) => format!("persia_{}", rest.replace('.', "::")),
         _ => target.trim().to_owned(),
     };
-    format!("{target}={}", level_of(level))
+    vec![format!("{target}={level}")]
 }
 
 fn level_of(level: &str) -> String {
@@ -35,7 +195,9 @@ mod tests {
         let wanted = [
             "persia_wire=debug",
             "persia_wire::client=trace",
+            "persia_server=warn",
             "persia_embedding_sharded_server=warn",
+            "persia_embedding_sharded_middleware=warn",
             "persia=info",
             "error",
         ];

@@ -1,4 +1,4 @@
-//! [`Rpc`]: the methods that embedding servers and middlewares have in common.
+//! [`Rpc`]: calls the methods that both embedding servers and middlewares have.
 
 use futures_util::Stream;
 use tonic::client::Grpc;
@@ -17,7 +17,7 @@ use crate::settings::MAX_MESSAGE_BYTES;
 pub trait Unary: prost::Message + 'static {
     /// The method's name in both services, such as "PrepareSnapshot".
     const METHOD: &'static str;
-    /// Its name in metrics and messages, such as "prepare_snapshot".
+    /// The method's name in metrics and messages, such as "prepare_snapshot".
     const NAME: &'static str;
     /// The reply of the method.
     type Reply: prost::Message + Default + 'static;
@@ -52,7 +52,8 @@ pub struct Rpc {
 }
 
 impl Rpc {
-    /// A client for the middleware, or with [`Service::Server`] the server, at the other end of `channel`.
+    /// Create a client for the middleware or, with [`Service::Server`], for the server at the other end of
+    /// `channel`.
     pub fn new(service: Service, channel: Channel, credentials: Credentials) -> Self {
         let service = match service {
             Service::Server => proto::embedding_server_server::SERVICE_NAME,
@@ -67,7 +68,7 @@ impl Rpc {
     /// Call the method of `request`.
     ///
     /// # Errors
-    /// The peer's status, or why it was not reached.
+    /// The status that the peer returns, or one that says why the peer was not reached.
     pub async fn unary<R: Unary>(&mut self, request: Request<R>) -> Result<R::Reply, Status> {
         let path = self.ready(R::METHOD).await?;
         self.grpc.unary(request, path, ProstCodec::default()).await.map(Response::into_inner)
@@ -76,7 +77,7 @@ impl Rpc {
     /// Look up rows.
     ///
     /// # Errors
-    /// As [`Self::unary`].
+    /// Those of [`Self::unary`].
     pub async fn lookup(
         &mut self,
         request: Request<impl Stream<Item = proto::LookupRequest> + Send + 'static>,
@@ -88,7 +89,7 @@ impl Rpc {
     /// Push gradients.
     ///
     /// # Errors
-    /// As [`Self::unary`].
+    /// Those of [`Self::unary`].
     pub async fn push(
         &mut self,
         request: Request<impl Stream<Item = proto::PushRequest> + Send + 'static>,
@@ -97,7 +98,7 @@ impl Rpc {
         self.grpc.client_streaming(request, path, ProstCodec::default()).await.map(Response::into_inner)
     }
 
-    /// Wait until the channel takes a request for `method`.
+    /// Wait until the channel accepts a request for `method`.
     async fn ready(&mut self, method: &str) -> Result<PathAndQuery, Status> {
         let unknown = |error: &dyn std::fmt::Display| Status::unknown(format!("service not ready: {error}"));
         self.grpc.ready().await.map_err(|error| unknown(&error))?;

@@ -1,4 +1,4 @@
-//! Discovery through a real nats-server that stops and restarts.
+//! Tests of discovery through a real nats-server, which stops and restarts.
 #![allow(clippy::unwrap_used, reason = "a test: a panic is its verdict")]
 
 use std::collections::BTreeMap;
@@ -76,7 +76,7 @@ fn server(index: u32, replicas: u32) -> Announcement {
     }
 }
 
-/// Ask until `good` is content with the answer.
+/// Search until `good` accepts the result.
 async fn find(discovery: &Discovery, good: impl Fn(&[Peer]) -> bool) -> Vec<Peer> {
     let start = Instant::now();
     loop {

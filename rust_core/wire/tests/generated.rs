@@ -1,4 +1,4 @@
-//! The committed code matches the proto files.
+//! Tests that the committed code matches the proto files.
 #![allow(clippy::unwrap_used, reason = "a test: a panic is its verdict")]
 
 use std::fs;
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use prost::Message;
 
-/// Sets the command that rewrites the files instead of comparing them.
+/// The variable that makes the test rewrite the files instead of comparing them.
 const WRITE: &str = "PERSIA_WRITE_GENERATED";
 const COMMAND: &str = "PERSIA_WRITE_GENERATED=1 cargo test -p persia-wire --test generated";
 
@@ -14,11 +14,11 @@ fn crate_path(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(name)
 }
 
-/// Name below `src/generated` and content of every generated file.
+/// The name below `src/generated` and the content of every generated file.
 fn generate() -> Vec<(&'static str, Vec<u8>)> {
     let files = ["persia/v1/tables.proto", "persia/v1/feed.proto"];
     let descriptors = protox::compile(files, [crate_path("proto")]).unwrap();
-    // Without source positions the descriptors do not change with a comment.
+    // Without source positions, the descriptors do not change when a comment changes.
     let mut bare = descriptors.clone();
     for file in &mut bare.file {
         file.source_code_info = None;

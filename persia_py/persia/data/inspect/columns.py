@@ -14,7 +14,7 @@ from persia.data.inspect.sketches import Distinct, Numbers, hashes_of, is_list, 
 from persia.data.records.readable import is_readable
 
 RowPlace = Callable[[int], str]
-"""Returns the place of one of some rows as messages have it; the rows are counted from 0."""
+"""Returns the location of a row in the form of messages; rows are counted from 0."""
 
 Kind = Literal["text", "integer", "number", "boolean", "time", "list", "other"]
 
@@ -25,8 +25,8 @@ PATTERNS = {
     "date": r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$",
     "timestamp": r"^[0-9]{4}-[0-9]{2}-[0-9]{2}[ T][0-9]{2}:[0-9]{2}(:[0-9]{2}(\.[0-9]{1,9})?)?$",
 }
-"""The pattern that all texts of a column must match for a type to be declared. ``007`` is not a number."""
-_TIMES = ("date", "timestamp")  # a text may match and not be a date, such as 2024-02-31
+"""The pattern that all texts of a column must match before a type is declared. ``007`` is not a number."""
+_TIMES = ("date", "timestamp")  # a text may match without being a date, such as 2024-02-31
 DECLARED: dict[str, pa.DataType] = {
     "int64": pa.int64(),
     "float64": pa.float64(),
@@ -35,13 +35,13 @@ DECLARED: dict[str, pa.DataType] = {
     "timestamp": pa.timestamp("us"),
 }
 SEPARATORS = "|;,/ "
-"""The possible separators of values in a string, the best first."""
+"""The separators that are tried for values in a string, in order of preference."""
 MOSTLY = 0.9
-"""If a column has this share of numbers, the first text that is not one is named."""
+"""If at least this share of a column's texts are numbers, the first text that is not a number is reported."""
 LISTED = 5
-"""The number of most frequent values that are shown."""
+"""The maximum number of frequent values that are shown."""
 EPOCHS = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
-"""Units of integer times, as parts of a second."""
+"""The units of integer times, as the number of units per second."""
 _FROM, _TO = 631_152_000, 2_208_988_800  # 1990-01-01 and 2040-01-01, in seconds
 
 
@@ -50,7 +50,7 @@ class Column:
     """A column of a table.
 
     Attributes:
-        name: Its name.
+        name: The name of the column.
         kind: The type of its values.
         stored: The Arrow type of the file, or for a text file the type that is declared; ``string`` if none is.
         declared: For a column of a text file, the type for ``data.columns``; None means that it stays a string.
@@ -58,21 +58,21 @@ class Column:
         nulls: The number of rows that are null or empty fields.
         not_finite: The number of rows that are NaN or infinite.
         empty: The number of rows that are the empty string or the empty list.
-        distinct: The number of different values; for lists, of different items.
-        exact: Whether ``distinct`` was counted; else it is an estimate.
-        numbers: The range and the number of zeros, if it has numbers.
-        quantiles: At 0, 1, 25, 50, 75, 99 and 100 %, of the sample.
-        skew: The third standardised moment of the sample.
+        distinct: The number of distinct values; for lists, of distinct items.
+        exact: Whether ``distinct`` is exact; otherwise it is an estimate.
+        numbers: The range and the number of zeros, if the column has numbers.
+        quantiles: The quantiles of the sample at 0, 1, 25, 50, 75, 99 and 100 %.
+        skew: The third standardized moment of the sample.
         top: The most frequent values of the sample with their shares.
         span: The first and the last time, in seconds since 1970.
         unit: The unit of integer times.
         lengths: The mean and the largest number of items of a list.
         separator: The separator of the values in a string.
         numeric: The share of the texts that are numbers.
-        stray: A text among numbers, and its place.
-        no_time: A text that looks like a date or timestamp but is not valid, its place, and the type it looks like.
+        stray: A text among numbers, and its location.
+        no_time: A text that looks like a date or timestamp but is not valid, its location, and the type it resembles.
         step: The difference between consecutive rows, if it is always the same and not 0.
-        values: The sample.
+        values: The values of the sample.
     """
 
     name: str
@@ -106,7 +106,7 @@ class Column:
 
     @property
     def unique(self) -> float:
-        """The number of different values divided by the number of values."""
+        """The number of distinct values divided by the number of values."""
         return self.distinct / max(self.rows - self.nulls - self.not_finite, 1)
 
     @property
@@ -116,7 +116,7 @@ class Column:
 
     @property
     def many(self) -> bool:
-        """Whether a row has any number of values."""
+        """Whether a row may have any number of values."""
         return self.kind == "list" or self.separator is not None
 
 
@@ -137,11 +137,11 @@ class ColumnScan:
         self._regular = pa.types.is_integer(kind) or text_file
 
     def add(self, values: pa.Array, place: RowPlace) -> npt.NDArray[np.uint64]:
-        """Add consecutive rows, and return a hash of each; nulls have one too.
+        """Add consecutive rows, and return a hash for each row, including nulls.
 
         Args:
             values: The values of the column in these rows.
-            place: Returns the place of one of these rows, counted from 0.
+            place: Returns the location of one of these rows, counted from 0.
         """
         self._rows += len(values)
         self._nulls += values.null_count
@@ -181,7 +181,7 @@ class ColumnScan:
             self._numbers.add(np.asarray(found.cast(pa.float64())))
 
     def _check_times(self, name: str, values: pa.Array, found: pa.Array, place: RowPlace) -> None:
-        """Record texts that look like times but cannot be read as the type, and the first that is not a time at all."""
+        """Record texts that look like times but are not valid, and the first text that does not look like a time."""
         if is_readable(found, DECLARED[name]):
             return
         self._undeclared.add(name)
@@ -209,7 +209,7 @@ class ColumnScan:
         """Return the column.
 
         Args:
-            sample: Its values in the sampled rows.
+            sample: The values of the column in the sampled rows.
         """
         declared = self._declared()
         if declared is not None:
@@ -327,15 +327,15 @@ def times_in(texts: pa.Array) -> pa.Array:
 
 
 def snake(name: str) -> str:
-    """Return a name in lower case with underscores: ``eventTime`` and ``event time`` are ``event_time``."""
+    """Return a name in lower case with underscores: ``eventTime`` and ``event time`` become ``event_time``."""
     return re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()).strip("_")
 
 
 def _separator(sample: pa.Array) -> str | None:
-    """Return the separator of the values in strings, if the values repeat more often than the strings.
+    """Return the separator of values in strings, if there are fewer distinct values than distinct strings.
 
     At least one in ten strings has the separator, the parts have at most one word (two with a ``|`` or ``;``), and
-    there are at most half as many different parts as different strings.
+    there are at most half as many distinct parts as distinct strings.
     """
     texts = sample.drop_null().unique()
     texts = texts.take(pa.array(np.arange(0, len(texts), max(len(texts) // 20_000, 1))))

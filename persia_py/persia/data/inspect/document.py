@@ -13,7 +13,7 @@ _WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "none"}
 
 
 def write(proposal: Proposal) -> str:
-    """Return the text."""
+    """Return the text of the document."""
     return "\n".join(_lines(proposal)) + "\n"
 
 
@@ -30,7 +30,7 @@ def _lines(proposal: Proposal) -> Iterator[str]:
     for feature in proposal.features:
         yield f"  {flow(feature.name)}: {flow(feature.keys)}{_comment(feature.reason)}"
     for column in proposal.left_out:
-        how = "; to use it nevertheless, remove the # below" if column.features else ""
+        how = "; to use it anyway, remove the # below" if column.features else ""
         yield f"  # left out: {column.column}: {column.reason}{how}"
         for feature in column.features:
             yield f"  # {flow(feature.name)}: {flow(feature.keys)}"
@@ -64,6 +64,6 @@ def flow(value: Any) -> str:
         return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t") + '"'
     if isinstance(value, float) and value == int(value) and abs(value) < 1e15:
         return f"{value:.1f}"
-    # PyYAML reads 1e-6 as a string.
+    # PyYAML would read 1e-6 as a string.
     text = repr(value) if isinstance(value, float) else str(yaml.safe_dump(value)).split("\n")[0]
     return re.sub(r"^(-?\d+)e", r"\1.0e", text)

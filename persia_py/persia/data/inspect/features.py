@@ -18,17 +18,17 @@ from persia.data.inspect.signal import LEAK, alone
 from persia.data.inspect.sketches import is_list, is_text
 
 DIM = 16
-"""The dimension of all features, so that a DLRM can take their dot products."""
+"""The dimension of every feature. A single dimension lets a DLRM compute dot products of them."""
 FEW = 256
-"""The largest number of different integers that are treated as codes, such as those of an occupation."""
+"""The maximum number of distinct integers that are treated as codes, such as codes of occupations."""
 ORDERED = 10
-"""From this number of different codes on, the order is kept too, because they may be amounts."""
+"""From this number of distinct codes on, their order is used too, because they may be amounts."""
 MANY = 1_000_000
-"""If there are more ids than this, only ids that occur twice get rows."""
+"""If a column has more ids than this, only ids that occur twice get rows."""
 INTERVALS = 64
-"""The number of intervals of a number."""
+"""The number of intervals into which numbers are divided."""
 NEAR_UNIQUE = 0.95
-"""With more different values per row than this, a column identifies the row."""
+"""The number of distinct values per row above which a column identifies the row."""
 DAY = 86_400.0
 
 _ID_NAME = re.compile(r"(^|_)(ids?|uid|uuid|guid|key|code|zip|zipcode|sku|hash|num|nr|no)$")
@@ -41,7 +41,7 @@ class Feature:
     """A feature of a proposal.
 
     Attributes:
-        name: Its name.
+        name: The name of the feature.
         keys: Its keys in ``features``.
         reason: The reason for the proposal.
     """
@@ -56,10 +56,10 @@ class LeftOut:
     """A column that does not become a feature.
 
     Attributes:
-        column: Its name.
-        reason: Why.
-        features: How to add it nevertheless.
-        warning: Whether the user should look at it.
+        column: The name of the column.
+        reason: The reason.
+        features: How to add it anyway.
+        warning: Whether to warn the user about the column.
     """
 
     column: str
@@ -98,7 +98,7 @@ def propose(table: Table, label: Label, roles: Roles) -> tuple[list[Feature], li
 
 
 class _Names:
-    """Creates names of features: printable ASCII, each once."""
+    """Creates unique names of features, in printable ASCII."""
 
     def __init__(self) -> None:
         self._used: set[str] = set()
@@ -133,7 +133,7 @@ def _unwanted(column: Column, roles: Roles, score: float | None) -> str | None:
     if column.step is not None and column.unique > NEAR_UNIQUE:
         return f"it counts the rows: each value is {column.step} more than the one before"
     if column.name == roles.group and roles.transient:
-        return "it names a group of rows that ends, such as a session: the model has not seen the values of new rows"
+        return "it identifies a group of rows that ends, such as a session: the model has not seen values of new rows"
     if column.kind in ("text", "integer") and column.unique > NEAR_UNIQUE:
         if column.kind == "text" and _words(column) >= 4:
             return f"free text: {column.distinct:,} different strings of {_words(column):.0f} words"
@@ -180,16 +180,16 @@ def _keys(name: str, column: Column, keys: dict[str, Any]) -> dict[str, Any]:
 def _id(column: Column, names: _Names) -> Feature:
     keys: dict[str, Any] = {"type": "id", "dim": DIM}
     what = f"strings, {_count(column)} different ones" if column.kind == "text" else "true or false"
-    reason = f"{what}: each has a vector of its own"
+    reason = f"{what}: each has a separate vector"
     if column.kind == "integer":
-        reason = f"integers, {_count(column)} different ones, taken as names: each has a vector of its own"
+        reason = f"integers, {_count(column)} different ones, taken as names: each has a separate vector"
     if column.distinct > MANY:
         keys["admission"] = {"min_count": 2}
-        reason += "; a value gets its vector at its second occurrence, so that those that occur once take no memory"
+        reason += "; a value gets its vector at its second occurrence, so values that occur once take no memory"
     if column.stray is not None:
         text, place = column.stray
         reason += (
-            f"; {column.numeric:.1%} are numbers, but {place} is {text!r}: with empty fields in place of such texts, "
+            f"; {column.numeric:.1%} are numbers, but {place} is {text!r}: with empty fields instead of such texts, "
             "the column can be one of numbers"
         )
     elif column.no_time is not None:
@@ -207,7 +207,7 @@ def _is_code(column: Column, roles: Roles) -> bool:
 
 
 def _is_name(column: Column, roles: Roles) -> bool:
-    """Whether integers are identifiers, judging by the name of their column, or because they are spread like hashes."""
+    """Whether integers are identifiers, judged by the name of the column, or by values that are spread like hashes."""
     name = snake(column.name)
     if column.name in (roles.group, roles.user) or _ID_NAME.search(name) or _PEOPLE.match(name):
         return True
@@ -231,7 +231,7 @@ def _bag(column: Column, names: _Names) -> Feature:
 
 
 def _dates(column: Column, names: _Names) -> Iterator[Feature]:
-    """Yield the parts of a time that will occur again: not a year, and not the month if all data is of one year."""
+    """Yield the recurring parts of a time: never the year, and not the month if all data is from one year."""
     first, last = column.span or (0.0, 0.0)
     days = (last - first) / DAY
     parts = []
@@ -256,7 +256,7 @@ def _has_hours(column: Column) -> bool:
 
 
 def times_of(column: Column) -> npt.NDArray[np.float64]:
-    """Return the times of the sample in seconds since 1970, NaN where there is none."""
+    """Return the times of the sample in seconds since 1970; NaN for rows without a time."""
     values = column.values
     if column.unit is not None:
         return numbers_of(values) / EPOCHS[column.unit]
@@ -266,7 +266,7 @@ def times_of(column: Column) -> npt.NDArray[np.float64]:
 
 
 def _number(column: Column, names: _Names) -> Iterator[Feature]:
-    """Yield a number twice: as an interval, which has its own vector, and as a float, which keeps the order."""
+    """Yield two features of a number: an interval, which has its own vector, and a float, which keeps the order."""
     name = names.new(column.name)
     boundaries = _boundaries(column)
     if boundaries is None:
@@ -278,11 +278,11 @@ def _number(column: Column, names: _Names) -> Iterator[Feature]:
     else:
         rule = {"boundaries": boundaries}
         reason = (
-            f"{column.top[0][1]:.0%} of the rows are {column.top[0][0]}, an interval of its own; the other numbers are "
+            f"{column.top[0][1]:.0%} of the rows are {column.top[0][0]}, a separate interval; the other numbers are "
             "divided into intervals with equally many rows; each has a vector"
         )
         if len(boundaries) + 1 >= column.distinct:
-            reason = f"numbers, {_count(column)} different ones: each has a vector of its own"
+            reason = f"numbers, {_count(column)} different ones: each has a separate vector"
     yield Feature(name, _keys(name, column, {"type": "bucket", **rule, "dim": DIM}), reason)
     yield _dense(column, names)
 
@@ -298,10 +298,10 @@ def _dense(column: Column, names: _Names) -> Feature:
 
 
 def _boundaries(column: Column) -> list[float] | None:
-    """Return boundaries if many quantiles of all rows would be equal, else None.
+    """Return explicit boundaries if many quantiles of all rows would be equal, otherwise None.
 
-    If there are at most :data:`INTERVALS` different numbers, each has its own interval. If one number has more than a
-    quarter of the rows, it has its own interval, and the others are divided by their own quantiles. The sample is of
+    If there are at most :data:`INTERVALS` distinct values, each gets its own interval. If one value has more than a
+    quarter of the rows, it gets its own interval, and the others are divided by their own quantiles. The sample covers
     all rows, including valid and test: boundaries depend on the numbers only, not on labels.
     """
     values = numbers_of(column.values)
@@ -320,14 +320,14 @@ def _boundaries(column: Column) -> list[float] | None:
 
 
 def _short(number: float) -> float:
-    """Return a number of at most six digits, which is not below the given one."""
+    """Return a number with at most six digits that is not below the given one."""
     if number == int(number) and abs(number) < 1e9:
         return int(number)
     return float(f"{number:.6g}")
 
 
 def _share_tables(features: list[Feature], table: Table) -> None:
-    """Let a bag share the rows of an id feature, if most of its items are values of that feature."""
+    """Let a bag share the rows of an id feature if most of its items are values of that feature."""
     ids = [feature for feature in features if feature.keys["type"] == "id"]
     for bag in (feature for feature in features if feature.keys["type"] == "bag"):
         column = table.columns[bag.keys.get("column", bag.name)]

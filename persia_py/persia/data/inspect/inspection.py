@@ -1,4 +1,4 @@
-"""From files to a proposal."""
+"""Reads files, and makes a proposal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ class Inspection:
     """The result of :func:`inspect`.
 
     Attributes:
-        table: What is known of the columns.
-        proposal: What ``persia.yml`` should say.
+        table: The statistics of the columns.
+        proposal: The proposed content of ``persia.yml``.
     """
 
     table: Table
@@ -31,11 +31,11 @@ class Inspection:
         return document.write(self.proposal)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return columns and proposal, JSON-ready."""
+        """Return columns and proposal, JSON-serializable."""
         return report.as_dict(self.table, self.proposal)
 
     def show(self) -> None:
-        """Print the columns and the warnings: a table on a terminal, else plain text."""
+        """Print the columns and the warnings: a table on a terminal, otherwise plain text."""
         report.show(self.table, self.proposal)
 
 
@@ -52,14 +52,14 @@ def inspect(
 
     Args:
         paths: Files, folders, globs or ``s3://`` addresses of training data.
-        label: The column of the label, ``COL=VALUE`` or ``COL>NUMBER``; None chooses it.
+        label: The column of the label, ``COL=VALUE`` or ``COL>NUMBER``; None chooses one.
         test: Files of test data, if they are separate.
         preset: ``criteo`` for files in that format.
         rows: At most this many rows are read.
-        folder: The folder of ``persia.yml``, to which paths in it are relative; None is the working directory.
+        folder: The folder of ``persia.yml``. Paths in it are relative to this folder. None means the working directory.
 
     Raises:
-        UsageError: There is no such file, column or preset, or it is unclear which column is the label.
+        UsageError: A file, column or preset does not exist, or it is unclear which column is the label.
         DataError: A file is empty or damaged, or no column can be the label or a feature.
     """
     given = [paths] if isinstance(paths, str) else list(paths)
@@ -68,7 +68,7 @@ def inspect(
     files = open_files(given, **opened)
     table = scan.scan(files, rows, typed="types" in opened)
     if table.rows == 1:
-        raise DataError(f"{files.paths[0]}: it has one row, which is too few for a proposal")
+        raise DataError(f"{files.paths[0]} has one row, which is too few for a proposal")
     chosen = labels.choose(table, label)
     if tests:
         other = open_files(tests, columns=files.schema.names, **opened)

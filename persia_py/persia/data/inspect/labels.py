@@ -1,4 +1,4 @@
-"""The choice of the label."""
+"""Chooses the label."""
 
 import re
 from dataclasses import dataclass
@@ -29,9 +29,9 @@ class Label:
     """The label of a proposal.
 
     Attributes:
-        column: Its column.
-        keys: Its keys in ``labels``, apart from the column.
-        reason: Why.
+        column: The column of the label.
+        keys: The keys of the label in ``labels``, apart from the column.
+        reason: The reason for the choice.
         positive: Whether the label is 1, for each row of the sample.
     """
 
@@ -42,11 +42,11 @@ class Label:
 
 
 def choose(table: Table, given: str | None) -> Label:
-    """Return the label that is given as ``COL``, ``COL=VALUE`` or ``COL>NUMBER``, or the only one that looks like one.
+    """Return the label given as ``COL``, ``COL=VALUE`` or ``COL>NUMBER``, or the only column that looks like one.
 
     Raises:
-        UsageError: There is no such column, none looks like a label, or several do.
-        DataError: The column has one value, or values that cannot be a label without a rule.
+        UsageError: The column does not exist, no column looks like a label, or several do.
+        DataError: The column has only one value, or values that need a rule to become a label.
     """
     if given is None:
         return _guess(table)
@@ -56,7 +56,7 @@ def choose(table: Table, given: str | None) -> Label:
     if name not in table.columns:
         lower = {column.lower(): column for column in table.columns}
         near = get_close_matches(name.lower(), lower, 1)
-        also = f" (did you mean {lower[near[0]]!r}?)" if near else f"; there are {', '.join(table.columns)}"
+        also = f" (did you mean {lower[near[0]]!r}?)" if near else f"; the columns are {', '.join(table.columns)}"
         raise UsageError(f"--label {given}: no column {name!r}{also}")
     column = table.columns[name]
     if operation == ">":
@@ -83,10 +83,10 @@ def _guess(table: Table) -> Label:
     if found:
         listed = ", ".join(repr(column.name) for column in found[-10:])
         error = UsageError(f"which column is the label? Candidates: {listed}")
-        error.hint = f"name it: persia data inspect FILE --label {found[-1].name}"
+        error.hint = f"specify it: persia data inspect FILE --label {found[-1].name}"
     else:
-        error = UsageError(f"no column looks like a label; there are {', '.join(table.columns)}")
-        error.hint = "name it: --label COL, --label 'COL>NUMBER' or --label COL=VALUE"
+        error = UsageError(f"no column looks like a label; the columns are {', '.join(table.columns)}")
+        error.hint = "specify it: --label COL, --label 'COL>NUMBER' or --label COL=VALUE"
     raise error
 
 
@@ -99,12 +99,12 @@ def _positives(column: Column) -> str:
 
 
 def _of(column: Column, reason: str) -> Label:
-    """Return the label of a column that was given without a rule."""
+    """Return the label for a column that was specified without a rule."""
     if column.many or column.kind in ("list", "time", "other"):
         raise DataError(f"label {column.name!r}: a {column.kind} column cannot be a label; use numbers or strings")
     if column.exact and column.distinct < 2:
         only = column.top[0][0] if column.top else "null"
-        raise DataError(f"label {column.name!r}: every row is {only}; a model needs rows of both kinds")
+        raise DataError(f"label {column.name!r}: every row is {only}; training needs rows with different labels")
     if column.kind == "boolean":
         return Label(column.name, {}, reason, np.asarray(column.values.fill_null(False)))
     if column.kind == "text":
@@ -126,7 +126,7 @@ def _of_texts(column: Column, reason: str) -> Label:
     if column.distinct > 2:
         listed = ", ".join(f"{value} ({share:.0%})" for value, share in column.top)
         error = DataError(f"label {column.name!r}: {column.distinct:,} different strings ({listed}); a label has two")
-        error.hint = f"name the one to predict: --label '{column.name}={column.top[-1][0]}'"
+        error.hint = f"specify the value to predict: --label '{column.name}={column.top[-1][0]}'"
         raise error
     values = [value for value, _ in column.top]
     positive = next((value for value in values if value.strip().lower() in _POSITIVE), values[-1])
@@ -139,7 +139,7 @@ def _greater(column: Column, value: str, reason: str) -> Label:
     except ValueError:
         raise UsageError(f"--label '{column.name}>{value}': {value!r} is not a number") from None
     if column.numbers is None:
-        raise UsageError(f"--label '{column.name}>{value}': the column is {column.stored}, want numbers")
+        raise UsageError(f"--label '{column.name}>{value}': the column is {column.stored}, expected numbers")
     return _checked(column, {"greater_than": _plain(bound)}, reason, numbers_of(column.values) > bound)
 
 
@@ -152,7 +152,7 @@ def _equal(column: Column, value: str, reason: str) -> Label:
     try:
         number = float(value)
     except ValueError:
-        raise UsageError(f"--label {column.name}={value}: the column is {column.stored}, want a number") from None
+        raise UsageError(f"--label {column.name}={value}: the column is {column.stored}, expected a number") from None
     return _checked(column, {"equals": _plain(number)}, reason, numbers_of(column.values) == number)
 
 

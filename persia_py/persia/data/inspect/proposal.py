@@ -20,15 +20,15 @@ class Proposal:
     """The content of ``persia.yml``.
 
     Attributes:
-        source: What was inspected.
+        source: The files that were inspected.
         data: The block ``data``.
         features: The block ``features``.
         left_out: The columns that are not features.
         label: The label.
-        label_name: Its name.
+        label_name: The name of the label.
         model: The block ``model``.
         train: The block ``train``.
-        options: Keys of ``train`` that are written as comments.
+        options: Further keys of ``train``, which are written as comments.
         alone: The AUC of each column that was scored alone.
         warnings: The warnings for the user.
     """
@@ -58,12 +58,12 @@ def make(
     """Return the proposal for a table.
 
     Args:
-        table: What is known of it.
-        label: Its label.
+        table: The statistics of the columns.
+        label: The label.
         roles: The columns with a special role.
-        paths: Its files as given.
-        test: The files of the test part as given; empty if there are none.
-        folder: The folder of ``persia.yml``, to which paths are relative.
+        paths: The files, as the user specified them.
+        test: The files of the test set, as the user specified them; empty if there are none.
+        folder: The folder of ``persia.yml``. Paths are relative to it.
         preset: The format that ``--preset`` names.
 
     Raises:
@@ -77,14 +77,14 @@ def make(
     size = settings.batch_size(rows)
     data = {"train": Setting(_relative(paths, folder), _rows(table))}
     if test:
-        data["test"] = Setting(_relative(test, folder), "the test part, evaluated once, at the end of training")
+        data["test"] = Setting(_relative(test, folder), "the test set, evaluated once, at the end of training")
     if preset is not None:
         data["preset"] = Setting(preset, "names and types of the columns are those of this format")
     elif table.files.format in ("csv", "tsv"):
         used = {feature.keys.get("column", feature.name) for feature in features}
         used |= {label.column, *(name for name in (roles.time, roles.group) if name)}
         types = {name: column.declared for name, column in table.columns.items() if column.declared and name in used}
-        data["columns"] = Setting(types, "the types of columns of a text file; others are read as strings")
+        data["columns"] = Setting(types, "the types of columns of a text file; other columns are read as strings")
     data["split"] = settings.split(table, roles, has_test=bool(test))
     data["batch_size"] = size
     data["epochs"] = settings.epochs(rows)
@@ -110,7 +110,7 @@ def make(
 
 
 def _relative(paths: list[str], folder: Path) -> str | list[str]:
-    """Return paths relative to a folder, absolute ones as they are."""
+    """Return paths relative to a folder; absolute paths are unchanged."""
     found = [
         path if is_url(path) or Path(path).is_absolute() else Path(os.path.relpath(path, folder)).as_posix()
         for path in paths
@@ -136,7 +136,7 @@ def _warnings(table: Table, proposal: Proposal) -> Iterator[str]:
         yield f"label {label.name}: {label.nulls:,} rows have none; `persia train` refuses them: remove these rows"
     share = float(proposal.label.positive.mean())
     if share < 0.001 or share > 0.999:
-        yield f"label {label.name}: {share:.3%} of the rows are 1; the AUC of the valid part will be uncertain"
+        yield f"label {label.name}: {share:.3%} of the rows are 1; the AUC of the validation set will be uncertain"
     if table.rows < 1000:
         yield f"{table.rows:,} rows are few: a model of embeddings needs thousands"
     for missing in proposal.left_out:

@@ -1,4 +1,4 @@
-"""The output about a table and its proposal."""
+"""Prints the statistics of a table and the proposal for it."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ _HEAD = ("column", "type", "missing", "values", "most frequent, or range", "alon
 
 
 def show(table: Table, proposal: Proposal, console: Console | None = None) -> None:
-    """Print the columns: a table on a terminal, else plain lines."""
+    """Print the columns: a table on a terminal, otherwise plain lines."""
     console = console or Console(highlight=False)
     rows = [_row(column, proposal) for column in table.columns.values()]
     console.print(_head(table), markup=False, soft_wrap=True)
@@ -80,7 +80,7 @@ def _feature(column: Column, proposal: Proposal) -> str:
 
 
 def as_dict(table: Table, proposal: Proposal) -> dict[str, Any]:
-    """Return columns and proposal, JSON-ready."""
+    """Return columns and proposal, JSON-serializable."""
     columns = {}
     for column in table.columns.values():
         numbers = column.numbers

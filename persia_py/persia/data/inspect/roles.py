@@ -21,11 +21,11 @@ class Roles:
     """The columns with a special role.
 
     Attributes:
-        time: The column of the time of a row.
-        group: The column whose values are not divided between parts.
-        transient: Whether its values do not occur again, like those of a session.
-        user: The column of the user.
-        weight: The column of the weight of a row.
+        time: The column that holds the time of a row.
+        group: The column by which rows are grouped: equal values stay in one part.
+        transient: Whether the values of ``group`` do not recur, like those of a session.
+        user: The column that identifies the user.
+        weight: The column that holds the weight of a row.
     """
 
     time: str | None = None
@@ -55,11 +55,11 @@ def find(table: Table, label: Label) -> Roles:
 
 
 def _is_time(column: Column) -> bool:
-    """Whether a time can divide rows: nearly all rows have one, and there are enough different ones."""
+    """Whether a time can divide rows: nearly all rows have a time, and there are enough distinct ones."""
     return column.missing == 0 and column.distinct >= 10
 
 
 def moments(times: np.ndarray, shares: tuple[float, ...]) -> list[float]:
-    """Return the times before which the rows have these shares."""
+    """Return the times that divide the rows into these shares."""
     known = times[~np.isnan(times)]
     return [float(each) for each in np.quantile(known, shares, method="inverted_cdf")]

@@ -14,12 +14,12 @@ from persia.data.records.split import mix
 from persia.runtime.errors import DataError
 
 ROWS = 5_000_000
-"""The default limit of the rows that are read."""
+"""The default limit on the number of rows that are read."""
 SAMPLE = 100_000
-"""The number of rows of the sample; tables with many columns have fewer."""
+"""The number of rows in the sample. Tables with many columns use fewer."""
 _SAMPLE_CELLS = 10_000_000
 _UNITS = 64
-"""The largest number of places at which files are read, if they are not read completely."""
+"""The maximum number of positions at which files are read, if they are not read completely."""
 _TEXT = ("csv", "tsv")
 
 
@@ -29,12 +29,12 @@ class Table:
 
     Attributes:
         files: The files.
-        columns: By name, in the order of the file.
+        columns: The statistics of each column by name, in the order of the file.
         rows: The number of rows that were read.
-        total: The number of rows of the files; None if that is not known without reading all of them.
+        total: The number of rows of the files; None if it is unknown without reading all of them.
         whole: Whether all rows were read.
         sample: A uniform sample of the rows that were read.
-        repeats: Which rows occur more than once.
+        repeats: The estimate of repeated rows.
     """
 
     files: Files
@@ -54,20 +54,20 @@ class Table:
 def scan(files: Files, limit: int = ROWS, *, typed: bool = False) -> Table:
     """Read files once, at most ``limit`` rows of them, in memory that does not depend on their size.
 
-    With more rows, up to 64 places are read, spread evenly over the files: the first rows of row groups of Parquet and
-    of files of other formats.
+    If the files have more rows, up to 64 positions are read, spread evenly over the files: the first rows of Parquet
+    row groups, and of files of other formats.
 
     Args:
         files: The files.
         limit: At most this many rows are read.
-        typed: Whether the columns of text files have types already; else types are proposed for them.
+        typed: Whether the columns of text files already have types; otherwise types are proposed.
 
     Raises:
-        DataError: There is no row or no column, or a file is damaged.
+        DataError: The files have no rows or no columns, or a file is damaged.
     """
     names = files.schema.names
     if not names:
-        raise DataError(f"{files.paths[0]}: no column")
+        raise DataError(f"{files.paths[0]}: the file has no columns")
     text_file = files.format in _TEXT and not typed
     scans = [ColumnScan(field.name, _plain_type(field.type), text_file=text_file) for field in files.schema]
     sample = RowSample(max(1000, min(SAMPLE, _SAMPLE_CELLS // len(names))))
@@ -91,7 +91,7 @@ def scan(files: Files, limit: int = ROWS, *, typed: bool = False) -> Table:
 
 
 def count_repeats(table: Table, test: Files, limit: int = SAMPLE) -> int:
-    """Read rows of the test files, record which of them occur in training too, and return how many were read.
+    """Read rows of the test files, record which of them also occur in training, and return the number of rows read.
 
     Raises:
         DataError: A file is damaged or lacks a column.
@@ -108,10 +108,10 @@ def count_repeats(table: Table, test: Files, limit: int = SAMPLE) -> int:
 
 
 class _Reading:
-    """Iterates over the rows that are read, with what returns the place of one of them.
+    """Iterates over the rows that are read, with a function that returns the location of a row.
 
     Attributes:
-        whole: After the iteration, whether these were all rows.
+        whole: After the iteration, whether all rows were read.
     """
 
     def __init__(self, files: Files, limit: int) -> None:
@@ -141,7 +141,7 @@ class _Reading:
                 left -= batch.num_rows
 
     def _place(self, unit: Unit, first: int, row: int) -> str:
-        """Return the place of a row of a unit, with the file where there are several."""
+        """Return the location of a row of a unit; name the file if there are several."""
         place = unit.place(first + row)
         return place if len(self._files.paths) == 1 else f"{unit.path}, {place}"
 
@@ -151,7 +151,7 @@ def _plain_type(kind: pa.DataType) -> pa.DataType:
 
 
 def _plain(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return the batch with dictionaries as values."""
+    """Return the batch with dictionary-encoded columns decoded."""
     if not any(pa.types.is_dictionary(field.type) for field in batch.schema):
         return batch
     columns = [

@@ -17,7 +17,7 @@ BATCH_BELOW = {2_000_000: 512}
 """The batch size for tables with fewer rows; :data:`LARGE_BATCH` for larger tables."""
 LARGE_BATCH = 1024
 WIDE, RANK = 1024, 64
-"""For more inputs than this, the cross network has low-rank matrices."""
+"""The number of inputs above which the cross network has low-rank matrices, and their rank."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ def split(table: Table, roles: Roles, *, has_test: bool) -> Setting:
 
 
 def _bound(column: Column, seconds: float) -> Any:
-    """Return a time in the form of ``data.split``, at midnight if there are many days."""
+    """Return a time in the form of ``data.split``, rounded to midnight if the data covers many days."""
     first, last = column.span or (0.0, 0.0)
     if (last - first) / DAY > 60:
         seconds = seconds // DAY * DAY
@@ -90,7 +90,7 @@ def epochs(rows: int) -> Setting:
     """Return ``data.epochs``."""
     least = 3 if rows < LARGE_ROWS else 1
     number = max(least, min(MOST_EPOCHS, round(ROWS_TO_TRAIN / rows)))
-    return Setting(number, f"at most so many passes over {rows:,} rows: early_stop may end training before")
+    return Setting(number, f"the maximum number of passes over {rows:,} rows: early_stop may end training before")
 
 
 def train() -> dict[str, Setting]:

@@ -1,4 +1,4 @@
-"""The AUC of one column alone as a predictor of the label."""
+"""The AUC of a single column as a predictor of the label."""
 
 import numpy as np
 import numpy.typing as npt
@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 from persia.data.inspect.columns import Column, numbers_of
 
 LEAK = 0.95
-"""A column with a larger AUC alone is probably known only after the label."""
+"""The AUC above which a column by itself is probably known only after the label."""
 _BINS = 256
 _PRIOR = 10.0
 
@@ -24,10 +24,10 @@ def auc(scores: npt.NDArray[np.float64], labels: npt.NDArray[np.bool_]) -> float
 
 
 def alone(column: Column, labels: npt.NDArray[np.bool_]) -> float | None:
-    """Return the AUC of the label's mean by value, learnt on one half of the sample and scored on the other.
+    """Return the AUC of the mean label by value, computed on one half of the sample and scored on the other half.
 
-    Columns with many numbers are divided into 256 intervals with equally many rows. Means are shrunk to the mean of all
-    rows with the weight of 10 rows. Null counts as a value. Lists have no AUC.
+    Columns with many numbers are divided into 256 intervals with equally many rows. Means are shrunk towards the mean
+    of all rows with the weight of 10 rows. Null counts as a value. Lists have no AUC.
     """
     if column.many or column.kind == "other" or len(labels) < 200:
         return None
@@ -40,7 +40,7 @@ def alone(column: Column, labels: npt.NDArray[np.bool_]) -> float | None:
 
 
 def _codes(values: pa.Array) -> npt.NDArray[np.int64]:
-    """Return a number for each value; many different numbers are numbered by intervals."""
+    """Return an integer code for each value; many distinct numbers are coded by intervals."""
     if pa.types.is_temporal(values.type):
         values = values.cast(pa.timestamp("us"), safe=False).cast(pa.int64())
     numeric = pa.types.is_integer(values.type) or pa.types.is_floating(values.type)

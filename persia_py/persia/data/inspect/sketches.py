@@ -12,15 +12,15 @@ from persia.data.records.split import hash_values, mix
 Hashes = npt.NDArray[np.uint64]
 
 KEPT_HASHES = 1 << 16
-"""The largest number of different values that is counted exactly."""
+"""The maximum number of distinct values that are counted exactly."""
 
 
 class Distinct:
-    """Estimates the number of different values of a column.
+    """Estimates the number of distinct values in a column.
 
-    It keeps the ``k`` smallest hashes. With fewer, the count is exact. Otherwise it is the k-minimum-values estimate of
-    Bar-Yossef et al. 2002: ``(k - 1) / u``, where ``u`` in (0, 1] is the k-th smallest hash divided by 2^64. Its
-    standard error is about ``1 / sqrt(k)``, 0.4 % for :data:`KEPT_HASHES`.
+    It keeps the ``k`` smallest hashes. With fewer distinct hashes, the count is exact. Otherwise it is the
+    k-minimum-values estimate of Bar-Yossef et al. 2002: ``(k - 1) / u``, where ``u`` in (0, 1] is the k-th smallest
+    hash divided by 2^64. Its standard error is about ``1 / sqrt(k)``, 0.4 % for :data:`KEPT_HASHES`.
     """
 
     def __init__(self, kept: int = KEPT_HASHES) -> None:
@@ -40,7 +40,7 @@ class Distinct:
 
     @property
     def count(self) -> int:
-        """The number of different values, or the estimate of it."""
+        """The number of distinct values, or an estimate of it."""
         if self.exact:
             return len(self._hashes)
         return round((self._kept - 1) / ((float(self._hashes[-1]) + 1) / 2.0**64))
@@ -50,7 +50,7 @@ class RowSample:
     """A uniform sample of rows: those whose row numbers have the smallest hashes. Equal tables give equal samples.
 
     Args:
-        rows: The number of rows that are kept.
+        rows: The number of rows to keep.
     """
 
     def __init__(self, rows: int) -> None:
@@ -87,7 +87,7 @@ class RowSample:
 class Repeats:
     """Estimates the share of rows that occur more than once, from a sample of their contents.
 
-    The sample has all rows with a content, or none: contents with the smallest hashes.
+    For each distinct content, the sample has all of its rows or none: it keeps the contents with the smallest hashes.
     """
 
     kept: int = KEPT_HASHES
@@ -95,7 +95,7 @@ class Repeats:
     _counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 2), np.int64))
 
     def add(self, hashes: Hashes, *, test: bool = False) -> None:
-        """Add the hashes of some rows, of training or of the test file."""
+        """Add the hashes of rows of the training or the test files."""
         found, counts = np.unique(hashes, return_counts=True)
         both = np.zeros((len(found), 2), np.int64)
         both[:, int(test)] = counts
@@ -112,7 +112,7 @@ class Repeats:
 
     @property
     def across(self) -> float:
-        """The share of the test rows that occur in training too."""
+        """The share of the test rows that also occur in training."""
         train, test = self._counts.T
         return float(test[train > 0].sum() / max(test.sum(), 1))
 
@@ -140,7 +140,7 @@ class Numbers:
 
 
 def hashes_of(values: pa.Array) -> Hashes:
-    """Return a hash of each value that is not null; a list has one that depends on its items and their order."""
+    """Return a hash of each value that is not null. The hash of a list depends on its items and their order."""
     values = values.drop_null()
     kind = values.type
     if is_list(kind):

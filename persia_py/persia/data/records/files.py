@@ -1,4 +1,4 @@
-"""The files that are read, and their units."""
+"""The input files, and the units in which they are read."""
 
 import glob
 import hashlib
@@ -27,11 +27,11 @@ FORMATS = {
     "tsv": (".tsv", ".tsv.gz", ".tsv.zst", ".tsv.bz2"),
     "ipc": (".arrow", ".feather", ".ipc"),
 }
-"""The endings of file names, by format."""
+"""The file name extensions of each format."""
 
 _SCAN_ROWS = 1 << 16
 _NEAR = 3
-"""Up to this many similar names are given for a column that does not exist."""
+"""The maximum number of similar names that are suggested for a missing column."""
 
 
 class NoFileError(UsageError):
@@ -43,11 +43,11 @@ class Unit:
     """The smallest unit of reading: a row group of a Parquet file, or a whole file of another format.
 
     Attributes:
-        fragment: The part of the data set.
-        path: Its file.
-        first_row: The number of its first row in the file, from 0.
-        rows: The number of rows; None if it is not known before reading.
-        place_of: Returns the place of a row of a file as messages have it: :meth:`Files.place`.
+        fragment: The part of the Arrow data set.
+        path: The file.
+        first_row: The row number of its first row in the file, from 0.
+        rows: The number of rows; None if it is unknown before reading.
+        place_of: Returns the location of a row in the form of messages: :meth:`Files.place`.
     """
 
     fragment: pyarrow.dataset.Fragment
@@ -57,12 +57,12 @@ class Unit:
     place_of: Callable[[str, int], str]
 
     def place(self, row: int) -> str:
-        """Return the place of a row as messages have it; ``row`` is its number in the file, from 0."""
+        """Return the location of a row in the form of messages; ``row`` is the row number in the file, from 0."""
         return self.place_of(self.path, row)
 
     @property
     def file(self) -> str:
-        """The name of the file, with the folders ``key=value`` above it, by which a split identifies it."""
+        """The name of the file, with the ``key=value`` folders above it, by which a split identifies the file."""
         *folders, name = self.path.split("/")
         return "/".join([*(folder for folder in folders if "=" in folder), name])
 
@@ -71,10 +71,10 @@ class Files:
     """Files of one format with the same columns.
 
     Attributes:
-        paths: The files, in the order given; those of one folder or glob are sorted by name.
+        paths: The files, in the order of the arguments; those of one folder or glob are sorted by name.
         format: One of :data:`FORMATS`.
         schema: The columns that are read, in the order of the first file; hive partitions are columns too.
-        unreadable: With ``lenient``: the values of each column so far that were not of its type.
+        unreadable: With ``lenient``: for each column, the number of values so far that were not of its type.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Files:
                 first += rows
 
     def _check_columns(self, fragment: Any, path: str) -> None:
-        """Refuse a file without a column that another one has: Arrow reads null in its place."""
+        """Check that no file lacks a column that another one has; Arrow would read null in its place."""
         partitions = pyarrow.dataset.get_partition_keys(fragment.partition_expression)
         names = fragment.physical_schema.names if self._text is None else self._text.columns(path)
         have = {*names, *partitions}
@@ -132,23 +132,23 @@ class Files:
             raise _no_columns(path, lacking, sorted(have), self._used_by)
 
     def place(self, path: str, row: int) -> str:
-        """Return the place of a row of a file as messages have it: ``row 8``, of a text file ``row 8 (line 9)``.
+        """Return the location of a row in the form of messages: ``row 8``, for a text file ``row 8 (line 9)``.
 
         Args:
             path: The file.
-            row: The number of the row in it, from 0.
+            row: The row number in the file, from 0.
         """
         return f"row {row + 1}" if self._text is None else self._text.place(path, row)
 
     @property
     def rows(self) -> int | None:
-        """The number of rows; None if it is not known before reading."""
+        """The number of rows; None if it is unknown before reading."""
         counts = [unit.rows for unit in self.units]
         return None if None in counts else sum(count or 0 for count in counts)
 
     @cached_property
     def sizes(self) -> list[tuple[str, int]]:
-        """The name and the bytes of each file, in the order of :attr:`paths`."""
+        """The name and the size in bytes of each file, in the order of :attr:`paths`."""
         found = self._dataset.filesystem.get_file_info(self.paths)
         return [(Path(info.path).name, int(info.size)) for info in found]
 
@@ -202,7 +202,10 @@ class Files:
             yield pa.RecordBatch.from_arrays(columns, schema=self.schema)
 
     def _read(self, values: pa.Array, field: pa.Field) -> pa.Array:
-        """Return the values of a column; with ``lenient`` they are texts, and null where they are not of its type."""
+        """Return the values of a column.
+
+        With ``lenient`` the values are texts; those not of the column's type become null.
+        """
         if not self._lenient:
             return values
         read, wrong = read_texts(values, field.type)
@@ -223,16 +226,17 @@ def open_files(
     """Find files and check their columns.
 
     Args:
-        paths: Files, folders, globs or ``s3://`` addresses, which are read in this order. A folder stands for its files
+        paths: Files, folders, globs or ``s3://`` addresses, which are read in this order. A folder means its files
             of the format, including those in its sub-folders; ``key=value`` in the name of a folder is a column. The
             files of one folder or glob are sorted by their paths as text: ``day10`` comes before ``day2``.
-        file_format: ``parquet``, ``csv``, ``tsv`` or ``ipc``; None determines it by the name of the first file. If it
-            is given, files may have any ending, such as ``.txt``.
-        columns: What is read; None means all columns.
+        file_format: ``parquet``, ``csv``, ``tsv`` or ``ipc``; None determines it by the name of the first file. If a
+            format is given, files may have any extension, such as ``.txt``.
+        columns: The columns that are read; None means all.
         types: The types of columns of text files. Columns without one are strings: types are never guessed.
         header: The names of the columns of text files whose first line has none.
-        used_by: What reads each column, such as ``features.price (persia.yml:18)``, which errors name.
-        lenient: A value of a text file that is not of its column's type is null, and counted, in place of an error.
+        used_by: The readers of each column, such as ``features.price (persia.yml:18)``, for error messages.
+        lenient: Whether a value of a text file that is not of its column's type becomes null and is counted, instead of
+            raising an error.
 
     Raises:
         UsageError: No file is found, one is given twice, or the format is unknown.
@@ -242,10 +246,10 @@ def open_files(
     filesystem, found = _find(given, file_format)
     file_format = file_format or _format_of(found[0])
     if file_format not in FORMATS:
-        raise UsageError(f"format {file_format!r} for {found[0]}: want one of {', '.join(FORMATS)}")
+        raise UsageError(f"format {file_format!r} for {found[0]}: expected one of {', '.join(FORMATS)}")
     if wrong := [path for path in found if _format_of(path) not in (file_format, Path(path).suffix)]:
         ending = " or ".join(FORMATS[file_format])
-        raise UsageError(f"format {file_format!r} for {wrong[0]}: want the ending {ending}")
+        raise UsageError(f"format {file_format!r} for {wrong[0]}: expected a name that ends in {ending}")
     users = used_by or {}
     text = TextFiles(filesystem, file_format, header, users) if file_format in text_files.FORMATS else None
     with naming(found[0], None if text is None else text.mistake):
@@ -265,7 +269,7 @@ def open_files(
 def _no_columns(
     path: str, wanted: Sequence[str], names: Sequence[str], used_by: Mapping[str, Sequence[str]]
 ) -> DataError:
-    """Return the error of a file without some columns: what reads each, and the columns with the nearest names."""
+    """Return the error for a file that lacks columns: the readers of each, and the most similar column names."""
     said, is_listed = [], False
     for name in wanted:
         near = nearest(name, names)
@@ -277,7 +281,7 @@ def _no_columns(
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
-    """Return the most similar names, as ``'a' or 'b'``; upper and lower case are alike. Empty if none is similar."""
+    """Return the most similar names, as ``'a' or 'b'``, ignoring case. Empty if none is similar."""
     lower: dict[str, str] = {}
     for each in names:
         lower.setdefault(each.lower(), each)
@@ -288,23 +292,23 @@ def _find(given: Sequence[str], file_format: str | None) -> tuple[pa.fs.FileSyst
     """Return the file system, and the files in it."""
     endings = tuple(ending for each, found in FORMATS.items() if file_format in (None, each) for ending in found)
     filesystem: pa.fs.FileSystem = pa.fs.LocalFileSystem()
-    files: dict[str, str] = {}  # each with the path that gave it
+    files: dict[str, str] = {}  # the files, with the argument that gave each
     for path in given:
         if "://" in path:
             filesystem, start = pa.fs.FileSystem.from_uri(path)
             found = {*_below(filesystem, start, endings)}
         else:
-            matches = glob.glob(str(Path(path).expanduser()), recursive=True)  # noqa: PTH207  # it may be absolute
+            matches = glob.glob(str(Path(path).expanduser()), recursive=True)  # noqa: PTH207  # the pattern may be absolute
             if not matches:
                 relative = "" if Path(path).expanduser().is_absolute() else f"; paths are relative to {Path.cwd()}"
                 raise NoFileError(f"{path}: no such file{relative}")
             # abspath: `a.csv` and `x/../a.csv` are one file.
             below = (_below(filesystem, os.path.abspath(match), endings) for match in matches)  # noqa: PTH100
-            found = {file for each in below for file in each}  # `**` matches a folder and its content
+            found = {file for each in below for file in each}  # `**` matches both a folder and its content
         for file in sorted(found):
             if file in files:
                 error = UsageError(f"{file}: the file is given twice, by {files[file]} and by {path}")
-                error.hint = "give each file once"
+                error.hint = "list each file once"
                 raise error
             files[file] = path
     if not files:

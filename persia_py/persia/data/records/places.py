@@ -1,4 +1,4 @@
-"""Messages about rows, with the places of these, and errors of Arrow with the names of files."""
+"""Messages about rows with their locations, and Arrow errors with file names."""
 
 import re
 from collections.abc import Callable
@@ -8,33 +8,33 @@ import pyarrow as pa
 from persia.runtime.errors import DataError, UsageError
 
 _ROW = re.compile(r", row (\d+):")
-"""A row in a message of a transform or a split, which count from 0."""
+"""Matches a row in a message of a transform or a split, which count rows from 0."""
 
 
 def with_places(message: str, place: Callable[[int], str]) -> str:
-    """Return a message about rows, ``…, row N: …``, with their places.
+    """Return a message about rows, ``…, row N: …``, with the locations of the rows.
 
     Args:
-        message: A line for each mistake; rows are counted from 0.
-        place: Returns the place of a row.
+        message: A line for each error; rows are counted from 0.
+        place: Returns the location of a row.
     """
     lines = (_ROW.sub(lambda found: f", {place(int(found[1]))}:", line, count=1) for line in message.split("\n"))
     return "\n".join(lines)
 
 
 class naming:  # noqa: N801  # a context manager
-    """Turn Arrow's errors into a :class:`DataError` that names the file.
+    """Converts errors of Arrow to a :class:`DataError` that names the file.
 
     Args:
         path: The file.
-        mistake: Returns the error of a message of Arrow about this file, or None.
+        mistake: Returns the error for a message of Arrow about this file, or None.
     """
 
     def __init__(self, path: str, mistake: Callable[[str, str], DataError | None] | None = None) -> None:
         self._path, self._mistake = path, mistake
 
     def __enter__(self) -> None:
-        """Nothing."""
+        """Enter the block."""
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, FileNotFoundError | PermissionError):

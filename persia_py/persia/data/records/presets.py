@@ -27,10 +27,10 @@ def options(name: str | None) -> dict[str, Any]:
     """Return the arguments of :func:`~persia.data.records.open_files` for a preset; none for None.
 
     Raises:
-        UsageError: There is no such preset.
+        UsageError: The preset does not exist.
     """
     if name is None:
         return {}
     if name not in PRESETS:
-        raise UsageError(f"preset {name!r}: want one of {', '.join(PRESETS)}")
+        raise UsageError(f"preset {name!r}: expected one of {', '.join(PRESETS)}")
     return dict(PRESETS[name])

@@ -1,11 +1,13 @@
-"""Texts as values of a type, where some may be none."""
+"""Converts texts to values of a type, where some texts may not be valid."""
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 
 def read_texts(values: pa.Array, kind: pa.DataType) -> tuple[pa.Array, int]:
-    """Return texts as values of a type, null where a text is not of it, and the number of these.
+    """Convert texts to values of a type.
+
+    Return the values, with null for invalid texts, and the number of invalid texts.
 
     Args:
         values: Texts; null stays null.
@@ -19,7 +21,7 @@ def read_texts(values: pa.Array, kind: pa.DataType) -> tuple[pa.Array, int]:
     encoded = texts.dictionary_encode()
     places = range(len(encoded.dictionary))
     readable = pa.array([is_readable(encoded.dictionary.slice(place, 1), kind) for place in places], pa.bool_())
-    kept = readable.take(encoded.indices)  # null where the text is null
+    kept = readable.take(encoded.indices)  # invalid, because a null text stays null
     wrong = pc.sum(pc.invert(kept)).as_py() or 0
     return pc.if_else(kept, texts, pa.scalar(None, pa.string())).cast(kind), wrong
 

@@ -25,22 +25,22 @@ class RecordReader:
     With several readers of the same files, ``shard=(index, count)`` reads one of ``count`` parts: every ``count``-th
     unit, or every ``count``-th row of each unit if there are fewer units than that.
 
-    A reader resumes: :meth:`state_dict` is the position after the last batch that was yielded. A resumed reader reads
-    at most one unit and one window again.
+    A reader can be resumed: :meth:`state_dict` returns the position after the last batch that was yielded. A resumed
+    reader reads at most one unit and one window again.
 
     Args:
-        files: What is read.
-        batch_size: Rows of a batch. Only the last batch of an epoch may have fewer.
+        files: The files that are read.
+        batch_size: The number of rows in a batch. Only the last batch of an epoch may have fewer.
         split: The rule that assigns parts; None means that all rows are in ``part``.
         part: ``train``, ``valid`` or ``test``.
-        epochs: Passes over the files.
-        shuffle: Shuffle rows; else they come in the order of files and rows.
+        epochs: The number of passes over the files.
+        shuffle: Whether to shuffle rows; otherwise they come in the order of the files.
         seed: The seed of the order.
-        window_rows: Rows that are shuffled together; rounded up to whole batches.
+        window_rows: The number of rows that are shuffled together, rounded up to whole batches.
         shard: The index of this reader, and the number of readers.
 
     Raises:
-        UsageError: A number is out of range, or there is no such part.
+        UsageError: An argument is out of range, or the part does not exist.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class RecordReader:
         shard: tuple[int, int] = (0, 1),
     ) -> None:
         numbers = {"batch_size": batch_size, "epochs": epochs, "window_rows": window_rows}
-        wrong = [f"{name}={number}: want at least 1" for name, number in numbers.items() if number < 1]
+        wrong = [f"{name}={number}: must be at least 1" for name, number in numbers.items() if number < 1]
         if part not in PARTS:
-            wrong.append(f"part={part!r}: want one of {', '.join(PARTS)}")
+            wrong.append(f"part={part!r}: expected one of {', '.join(PARTS)}")
         if not 0 <= shard[0] < shard[1]:
-            wrong.append(f"shard={shard}: want (index, count) with 0 <= index < count")
+            wrong.append(f"shard={shard}: expected (index, count) with 0 <= index < count")
         lacking = [] if split is None else [name for name in split.columns if name not in files.schema.names]
         wrong += [f"the split needs the column {name!r}, which is not read" for name in lacking]
         if wrong:
@@ -90,20 +90,20 @@ class RecordReader:
         self._finished = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last batch, JSON-ready."""
+        """Return the position after the last batch, JSON-serializable."""
         return {**self._position, "of": self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the last batch before ``state``.
+        """Continue after the last batch before the position in ``state``.
 
         Raises:
-            DataError: The position is one of other files, or of a reader with other arguments.
+            DataError: The position belongs to other files, or to a reader with other arguments.
         """
         given = state["of"]
         if other := [name for name, value in self._identity.items() if given.get(name) != value]:
             listed = "; ".join(f"{name}: {given.get(name)!r} then, {self._identity[name]!r} now" for name in other)
             raise DataError(
-                f"the data differs from that of the checkpoint ({listed}); give the same files and settings, or start "
+                f"the data differs from that of the checkpoint ({listed}); use the same files and settings, or start "
                 "a new run"
             )
         self._position, self._finished = {name: int(state[name]) for name in self._position}, False
@@ -116,7 +116,7 @@ class RecordReader:
     def __iter__(self) -> Iterator[pa.RecordBatch]:
         """Yield the batches after the position, to the end of the last epoch.
 
-        The next iteration starts at the beginning, but a reader that loads the position after the last batch yields
+        The next iteration starts at the beginning. A reader that loads the position after the last batch yields
         nothing.
         """
         if self._finished:
@@ -150,7 +150,7 @@ class RecordReader:
         return mix(mix(numbers, self._seed), epoch)
 
     def _windows(self, epoch: int, start: dict[str, int]) -> Iterator[tuple[pa.Table, dict[str, int]]]:
-        """Yield each window with the position of the next."""
+        """Yield each window with the position of the next one."""
         kept: list[pa.RecordBatch] = []
         missing, rows = self._window, start["rows"]
         order = self._order(epoch)
@@ -174,7 +174,7 @@ class RecordReader:
             yield pa.Table.from_batches(kept), end
 
     def _order(self, epoch: int) -> list[Unit]:
-        """Return this reader's units, in the order of an epoch."""
+        """Return this reader's units in the order of an epoch."""
         units = self.files.units
         if self._shuffle:
             numbers = self._hashes(np.arange(len(units), dtype=np.uint64), epoch)
@@ -187,7 +187,7 @@ class RecordReader:
         return len(self.files.units) < self._shard[1]
 
     def _rows(self, unit: Unit, skip: int) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of the part in a unit, without the first ``skip``."""
+        """Yield the rows of a unit that belong to the part, without the first ``skip``."""
         first = unit.first_row
         index, count = self._shard
         for batch in self.files.read(unit):

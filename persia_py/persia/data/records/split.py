@@ -1,4 +1,4 @@
-"""How rows are divided into the parts train, valid and test."""
+"""Divides rows into the parts train, valid and test."""
 
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -22,40 +22,43 @@ Numbers = npt.NDArray[np.int8]
 
 
 class Split(Protocol):
-    """A rule that assigns one part to every row. It depends on the row and its position only: parts never overlap."""
+    """A rule that assigns one part to every row.
+
+    The part depends only on the row and its position, so parts never overlap.
+    """
 
     @property
     def columns(self) -> list[str]:
-        """The columns that it needs."""
+        """The columns that the rule reads."""
 
     def parts(self, batch: pa.RecordBatch, file: str, first_row: int) -> Numbers:
         """Return the part of each row.
 
         Args:
-            batch: Rows that follow each other in a file.
+            batch: Consecutive rows of a file.
             file: The name of the file, with the folders ``key=value`` above it.
-            first_row: The number of the batch's first row in it.
+            first_row: The row number of the batch's first row in the file.
 
         Raises:
-            DataError: A value does not determine a part; the message has its row, from 0. :func:`parts_in` has its
-                place in place of that.
+            DataError: A value does not determine a part; the message has its row, from 0. In errors of :func:`parts_in`
+                it has the location instead.
         """
 
     def identity(self) -> dict[str, Any]:
-        """Return the values that a resumed run compares, JSON-ready."""
+        """Return the values that a resumed run compares, JSON-serializable."""
 
 
 @dataclass(frozen=True)
 class HashSplit:
-    """Divide by a hash: of the values of a column, or of the file's name and the number of the row in it.
+    """Divides rows by a hash: of the values of a column, or of the file name and the row number.
 
     The part of a row does not depend on the other files, on their order, or on their folder.
 
     Attributes:
         fractions: The shares of train, valid and test; their sum is 1.
-        group: A column whose equal values stay in one part, such as the user; None hashes file and number of the row,
-            as for rows in which the column is null.
-        seed: Another seed gives another division.
+        group: A column whose equal values stay in one part, such as the user; None hashes file name and row number, as
+            for rows in which the column is null.
+        seed: The seed of the hash; another seed gives another division.
     """
 
     fractions: tuple[float, float, float] = (0.8, 0.1, 0.1)
@@ -65,9 +68,11 @@ class HashSplit:
     def __post_init__(self) -> None:
         """Raise a :class:`UsageError` for invalid fractions."""
         if len(self.fractions) != 3 or any(not 0 <= part <= 1 for part in self.fractions):
-            raise UsageError(f"fractions {self.fractions}: want three numbers from 0 to 1, for train, valid and test")
+            raise UsageError(
+                f"fractions {self.fractions}: expected three numbers from 0 to 1, for train, valid and test"
+            )
         if abs(sum(self.fractions) - 1) > 1e-6:
-            raise UsageError(f"fractions {self.fractions}: their sum is {sum(self.fractions):g}, want 1")
+            raise UsageError(f"fractions {self.fractions}: their sum is {sum(self.fractions):g}, expected 1")
 
     @property
     def columns(self) -> list[str]:
@@ -75,7 +80,7 @@ class HashSplit:
         return [] if self.group is None else [self.group]
 
     def parts(self, batch: pa.RecordBatch, file: str, first_row: int) -> Numbers:
-        """Return the part of each row; rows without a group are divided by file and number."""
+        """Return the part of each row. Rows without a group are divided by file name and row number."""
         rows = np.arange(first_row, first_row + batch.num_rows, dtype=np.uint64)
         hashes = mix(rows + hash_values(pa.array([file])), self.seed)
         if self.group is not None:
@@ -94,13 +99,13 @@ class HashSplit:
 
 @dataclass(frozen=True)
 class TimeSplit:
-    """Divide by time, so that a model is evaluated on rows that are later than those that it was trained on.
+    """Divides rows by time, so that a model is evaluated on later rows than those it was trained on.
 
     Attributes:
-        column: A timestamp, a date or a number.
-        valid: The first time of the valid part; None means no such part. For a timestamp or a date it is a datetime or
-            an ISO 8601 text, for a number a number.
-        test: The first time of the test part, in the same form.
+        column: A column of timestamps, dates or numbers.
+        valid: The start of the validation set; None means no such set. For a timestamp or a date, a datetime or an ISO
+            8601 text, for a number a number.
+        test: The start of the test set, in the same form.
     """
 
     column: str
@@ -109,7 +114,7 @@ class TimeSplit:
 
     @property
     def columns(self) -> list[str]:
-        """The time's column."""
+        """The column that holds the time."""
         return [self.column]
 
     def parts(self, batch: pa.RecordBatch, file: str, first_row: int) -> Numbers:
@@ -121,7 +126,7 @@ class TimeSplit:
             raise UsageError(f"split by {self.column!r}: test ({self.test}) begins before valid ({self.valid})")
         if times.null_count:
             row = first_row + int(np.flatnonzero(~np.asarray(times.is_valid()))[0])
-            raise DataError(f"split by {self.column!r}, row {row}: found no time")
+            raise DataError(f"split by {self.column!r}, row {row}: found null, expected a time")
         found: Numbers = np.zeros(batch.num_rows, np.int8)
         for part, bound in ((1, valid), (2, test)):
             if bound is not None:
@@ -151,7 +156,7 @@ class TimeSplit:
 
 
 def parts_in(split: Split, unit: Unit, batch: pa.RecordBatch, first_row: int) -> Numbers:
-    """Return the part of each row of a unit of files; ``first_row`` is the number of the first one in its file.
+    """Return the part of each row of a unit of files; ``first_row`` is the row number of the first row in its file.
 
     Raises:
         DataError: A value does not determine a part; the message has file and row.
@@ -163,7 +168,7 @@ def parts_in(split: Split, unit: Unit, batch: pa.RecordBatch, first_row: int) ->
 
 
 def mix(values: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:
-    """Return a hash of each number: the finaliser of SplitMix64, after adding the seed times its constant."""
+    """Return a hash of each integer: the finalizer of SplitMix64, after adding the seed times its constant."""
     mixed: npt.NDArray[np.uint64] = values + np.uint64((seed + 1) * 0x9E3779B97F4A7C15 % 2**64)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -172,9 +177,11 @@ def mix(values: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:
 
 
 def hash_values(values: pa.Array) -> npt.NDArray[np.uint64]:
-    """Return 64 bits for each value, none of which is null: those of ``persia.features`` without a prefix.
+    """Return a 64-bit hash for each value, as ``persia.features`` computes it without a prefix.
 
-    An integer is itself, a string its xxh3-64, anything else the xxh3-64 of its text.
+    Values must not be null.
+
+    An integer is unchanged; a string becomes its xxh3-64, any other value the xxh3-64 of its text.
     """
     if pa.types.is_integer(values.type):
         numbers: npt.NDArray[np.uint64] = np.array(values, np.int64).view(np.uint64)
@@ -194,7 +201,7 @@ def _texts() -> Transform:
 
 
 def _date_of(number: float) -> str:
-    """Return the date that a number such as 20240501 probably stands for; else an example."""
+    """Return the date that a number such as 20240501 probably means, or else an example date."""
     try:
         return datetime.strptime(str(number), "%Y%m%d").date().isoformat()
     except ValueError:

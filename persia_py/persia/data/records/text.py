@@ -1,4 +1,4 @@
-"""Text files: their header, their values, and the places of their mistakes."""
+"""Text files: their header, their values, and the locations of their errors."""
 
 import csv
 import io
@@ -15,13 +15,13 @@ import pyarrow.fs
 from persia.runtime.errors import DataError
 
 FORMATS = ("csv", "tsv")
-"""The formats whose values are texts."""
+"""The formats whose values are stored as text."""
 _CONVERSION = re.compile(r"In CSV column #(\d+): Row #(\d+): CSV conversion error to (.+?): invalid value '(.*)'", re.S)
 """Arrow's message for a value; it counts columns from 0, and records, the header included, from 1."""
 _LENGTH = re.compile(r"CSV parse error: Row #(\d+): Expected (\d+) columns, got (\d+): (.*)", re.S)
-"""Arrow's message for a record of another length; it counts likewise."""
+"""Arrow's message for a record with the wrong number of columns; it counts in the same way."""
 _GONE = re.compile(r"Column '(.*)' in include_columns does not exist in CSV file")
-"""Arrow's message for a column that the first line has no longer: the columns are looked up before the file is read."""
+"""Arrow's message for a column that is no longer in the first line: columns are determined before the file is read."""
 _SHOWN = 60
 
 
@@ -30,10 +30,10 @@ class TextFiles:
     """The text files of a data set.
 
     Attributes:
-        filesystem: Where they are.
+        filesystem: The file system of the files.
         file_format: One of :data:`FORMATS`.
         names: The names of the columns, if the first line of a file has none.
-        used_by: What reads each column, for messages.
+        used_by: The readers of each column, for messages.
     """
 
     filesystem: pa.fs.FileSystem
@@ -49,7 +49,7 @@ class TextFiles:
         """Return the names of the columns of a file: those in its first line, unless they were given.
 
         Raises:
-            DataError: There is no line, or it is no text.
+            DataError: The file has no line, or is not text.
         """
         if self.names is not None:
             return [*self.names]
@@ -60,11 +60,11 @@ class TextFiles:
             except (UnicodeDecodeError, csv.Error) as error:
                 raise DataError(f"{path}: not a text file in UTF-8: {error}") from error
         if names is None:
-            raise DataError(f"{path}: the file is empty; want the names of the columns in its first line")
+            raise DataError(f"{path}: the file is empty; expected the names of the columns in its first line")
         return names
 
     def arrow_format(self, columns: Sequence[str]) -> pyarrow.dataset.CsvFileFormat:
-        """Return Arrow's format, with which files become a data set of strings."""
+        """Return Arrow's format for reading the files as a data set of strings."""
         return pyarrow.dataset.CsvFileFormat(
             parse_options=pyarrow.csv.ParseOptions(delimiter=self._delimiter),
             read_options=pyarrow.csv.ReadOptions(
@@ -85,13 +85,13 @@ class TextFiles:
             yield from pyarrow.csv.open_csv(stream, options, parse, _conversion(types))
 
     def place(self, path: str, row: int) -> str:
-        """Return the place of a row, such as ``row 8 (line 9)``; ``row`` is its number in the file, from 0."""
+        """Return the location of a row, such as ``row 8 (line 9)``; ``row`` is the row number in the file, from 0."""
         with self.filesystem.open_input_stream(path) as stream:
             line = line_of(stream, self._delimiter, row + int(self.names is None))
         return f"row {row + 1}" + ("" if line is None else f" (line {line})")
 
     def mistake(self, path: str, message: str) -> DataError | None:
-        """Return the error of a value or of a record of a file, with its place; None for another message of Arrow."""
+        """Return the error for a value or a record of a file, with its location; None for other messages of Arrow."""
         if "Empty CSV file" in message:
             return DataError(f"{path}: the file has no rows, only a header")
         if (found := _GONE.search(message)) is not None:
@@ -101,7 +101,7 @@ class TextFiles:
             record, wanted, got, text = found.groups()
             shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
             place = self.place(path, int(record) - 1 - header)
-            error = DataError(f"{path}: {place}: expected {wanted} columns, got {got}: {shown}")
+            error = DataError(f"{path}: {place}: expected {wanted} columns, found {got}: {shown}")
             error.hint = "a value that contains a separator or a line break needs double quotes around it"
             return error
         if (found := _CONVERSION.search(message)) is None:
@@ -122,7 +122,7 @@ def _conversion(types: Mapping[str, pa.DataType]) -> Any:
 
 
 def readers(column: str, used_by: Mapping[str, Sequence[str]]) -> str:
-    """Return what reads a column, for a message; empty if that is not known."""
+    """Return the readers of a column, for a message; empty if they are unknown."""
     users = used_by.get(column)
     return f", read by {' and '.join(users)}" if users else ""
 
@@ -130,12 +130,12 @@ def readers(column: str, used_by: Mapping[str, Sequence[str]]) -> str:
 def line_of(stream: Any, delimiter: str, record: int) -> int | None:
     """Return the first line of a record of a text file, from 1; None if it cannot be found.
 
-    Empty lines are no records, and a value in quotes may have several lines.
+    Empty lines are ignored, and a quoted value may span several lines.
 
     Args:
         stream: The file, opened for reading bytes.
-        delimiter: What separates values.
-        record: The number of the record, from 0; a header is a record.
+        delimiter: The separator of values.
+        record: The index of the record, from 0; a header counts as a record.
     """
     reader = csv.reader(io.TextIOWrapper(stream, "utf-8", "replace", newline=""), delimiter=delimiter)
     before = 0
@@ -146,6 +146,6 @@ def line_of(stream: Any, delimiter: str, record: int) -> int | None:
                     return before + 1
                 record -= 1
             before = reader.line_num
-    except csv.Error:  # a field beyond its limit
+    except csv.Error:  # a field exceeds the size limit of the csv module
         pass
     return None

@@ -1,4 +1,7 @@
-"""The import path of MindSpeed's scripts. ``persia debug run`` puts this folder at the end of ``PYTHONPATH``."""
+"""Provides the import path of MindSpeed's scripts.
+
+``persia debug run`` puts this folder at the end of ``PYTHONPATH``.
+"""
 
 from persia.debug import breakpoint_, clear_
 

@@ -1,4 +1,4 @@
-"""The comparison of a bundle with evaluation, on the same rows."""
+"""Compares a bundle with evaluation on the same rows."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from persia.serving.bundle import Bundle, Floats
 from persia.trainer.objective import Objective
 
 BATCHES = {1: 256, 7: 1024, 100: 4096, 4096: 4096}
-"""The sizes of batches, and the number of rows that are compared in each."""
+"""The batch sizes, and the number of rows that are compared with each."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Evaluated:
 
     Attributes:
         samples: The transformed rows.
-        outputs: Its outputs, ``[rows, labels]``.
+        outputs: The outputs of evaluation, ``[rows, labels]``.
     """
 
     samples: Samples
@@ -43,14 +43,14 @@ def evaluated(ctx: EmbeddingCtx, objective: Objective, transform: Transform, row
 def check(bundle: Bundle, ctx: EmbeddingCtx, wanted: Evaluated, rows: pa.Table) -> tuple[Floats, float]:
     """Compare ids, floats, vectors and outputs.
 
-    Ids and floats must be equal bit by bit, and vectors too where rows are ``f32``.
+    Ids and floats must be bit-identical; vectors too if rows are ``f32``.
 
     Returns:
         The outputs of the bundle in one batch, and the largest difference in any batch, as in
         :func:`persia.serving.parity.difference`.
 
     Raises:
-        UsageError: One of them differs by more than the form of rows allows.
+        UsageError: An output differs by more than the data type of rows allows.
     """
     samples = bundle.transform(rows)
     _check_samples(wanted.samples, samples)
@@ -70,7 +70,7 @@ def check(bundle: Bundle, ctx: EmbeddingCtx, wanted: Evaluated, rows: pa.Table) 
 def _check_samples(wanted: Samples, found: Samples) -> None:
     one, other = (each.batch(requires_grad=False).to_bytes() for each in (wanted, found))
     if one != other:
-        raise UsageError("the transform of the bundle makes other ids or floats than that of the run")
+        raise UsageError("the transform of the bundle makes ids or floats that differ from the run's")
 
 
 def _check_vectors(bundle: Bundle, ctx: EmbeddingCtx, samples: Samples) -> None:

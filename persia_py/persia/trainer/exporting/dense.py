@@ -1,4 +1,4 @@
-"""The dense model of a bundle, as a file."""
+"""Writes the dense model of a bundle to a file."""
 
 import io
 import warnings
@@ -11,7 +11,7 @@ from persia.runtime.errors import UsageError
 from persia.serving.dense import EXPORTED, SCRIPTED
 
 FILES = {EXPORTED: "model.pt2", SCRIPTED: "model.torchscript.pt"}
-"""The name of the file of each kind."""
+"""The file name for each kind of model file."""
 
 _MOST_ROWS = 1 << 24
 
@@ -19,13 +19,13 @@ _MOST_ROWS = 1 << 24
 def written(
     model: torch.nn.Module, dense: list[torch.Tensor], vectors: list[torch.Tensor], *, torchscript: bool
 ) -> tuple[str, bytes]:
-    """Return the kind and the content of the file of a model, for any number of rows.
+    """Return the kind and the content of a model file that accepts any number of rows.
 
     Args:
         model: The model, in evaluation mode.
         dense: Dense inputs of some rows, ``[rows, columns]`` each; at least two rows.
         vectors: The vectors of each feature of these rows.
-        torchscript: Write TorchScript in place of ``torch.export``.
+        torchscript: Whether to write TorchScript instead of using ``torch.export``.
 
     Raises:
         UsageError: The model cannot be exported.
@@ -44,13 +44,13 @@ def written(
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             torch.export.save(torch.export.export(model, (dense, vectors), dynamic_shapes=shapes), file)
-    except Exception as error:  # torch documents no classes
+    except Exception as error:  # torch does not document the exceptions
         name = type(model).__name__
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         failed = UsageError(f"{name} cannot be exported by torch.export: {first}")
         failed.hint = (
             "write its forward without branches on the values of tensors and without fixed numbers of rows, or try "
-            "--torchscript; persia --verbose export shows all that torch says"
+            "--torchscript; persia --verbose export shows the full message of torch"
         )
         raise failed from error
     return EXPORTED, file.getvalue()

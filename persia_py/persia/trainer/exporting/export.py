@@ -1,4 +1,4 @@
-"""Export of a trained model to a bundle. Read it top-down from :func:`export`."""
+"""Exports a trained model to a bundle. Read it top-down from :func:`export`."""
 
 import os
 from dataclasses import dataclass, replace
@@ -14,6 +14,7 @@ from persia.config import Config
 from persia.ctx import EmbeddingCtx
 from persia.features import Transform, to_batch
 from persia.runtime.logging import get_logger
+from persia.runtime.places import Place
 from persia.serving import parity
 from persia.serving.bundle import Bundle
 from persia.serving.manifest import MANIFEST, File, Manifest, Model, Output, Parity, Source, Table
@@ -28,27 +29,27 @@ _logger = get_logger("trainer")
 
 TRANSFORM, PARITY = "transform.json", "parity.parquet"
 KEPT = 512
-"""The number of held-out rows that are kept in a bundle."""
+"""The maximum number of held-out rows that are kept in a bundle."""
 _EXAMPLE = 8
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A model to export, and where it is from.
+    """A model to export, and its source.
 
     Attributes:
-        config: Its configuration.
-        run: The name of its run.
-        checkpoint: Its checkpoint.
+        config: The configuration of the run.
+        run: The name of the run.
+        checkpoint: The checkpoint of the model.
         ctx: An evaluation context, with the rows and the model of the checkpoint.
         model: The dense model.
-        objective: Its labels.
-        transform: Its transform.
+        objective: The labels of the model.
+        transform: The transform of the run.
     """
 
     config: Config
     run: str
-    checkpoint: Path
+    checkpoint: Place
     ctx: EmbeddingCtx
     model: torch.nn.Module
     objective: Objective
@@ -60,9 +61,9 @@ class Exported:
     """A bundle that was written.
 
     Attributes:
-        path: Its folder.
-        manifest: What it contains.
-        part: The part of the data that the held-out rows are of.
+        path: The folder of the bundle.
+        manifest: The manifest, which lists the content.
+        part: The part of the data from which the held-out rows come.
     """
 
     path: Path
@@ -71,21 +72,21 @@ class Exported:
 
     @property
     def bytes(self) -> int:
-        """The size of all files but the manifest."""
+        """The size of all files except the manifest, in bytes."""
         return sum(file.bytes for file in self.manifest.files)
 
 
 def export(
     trained: Trained, held_out: HeldOut, folder: Path, *, rows: str = "f32", torchscript: bool = False
 ) -> Exported:
-    """Write a bundle, which appears in ``folder`` when it is complete and its scores are those of evaluation.
+    """Write a bundle. It appears in ``folder`` when it is complete and its scores equal those of evaluation.
 
     Args:
         trained: The model.
-        held_out: Rows to compare on.
+        held_out: The rows on which scores are compared.
         folder: The new folder.
-        rows: The form of embedding rows: ``f32``, ``f16`` or ``int8``.
-        torchscript: Write the dense model as TorchScript, in place of ``torch.export``.
+        rows: The data type of embedding rows: ``f32``, ``f16`` or ``int8``.
+        torchscript: Whether to write the dense model as TorchScript instead of using ``torch.export``.
 
     Raises:
         UsageError: The folder exists, the model cannot be exported, or scores differ from those of evaluation by more
@@ -115,7 +116,7 @@ def export(
 
 
 def _kept(count: int) -> list[int]:
-    """Return the places of the rows that are kept: the first ones, and the last one, which has no values."""
+    """Return the positions of the rows to keep: the first ones, and the last one, which has no values."""
     return [count - 1, *range(min(count - 1, KEPT - 1))]
 
 

@@ -12,16 +12,16 @@ from persia.serving.manifest import Input
 from persia.trainer.parts import Part, Parts, open_given
 
 COMPARED = 4096
-"""The largest number of rows that are compared."""
+"""The maximum number of rows that are compared."""
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Rows, and where they are from.
+    """Held-out rows and their source.
 
     Attributes:
-        rows: Their inputs. The last row has no values.
-        part: ``valid`` or ``test``, ``train`` where there is no other part, or ``given``.
+        rows: The inputs of the rows. The last row has no values.
+        part: ``valid`` or ``test``, ``train`` if there is no other set, or ``given``.
     """
 
     rows: pa.Table
@@ -29,17 +29,17 @@ class HeldOut:
 
 
 def read(config: Config, given: Paths | None, types: Mapping[str, pa.DataType]) -> HeldOut:
-    """Read the first rows of the test part, else of the valid part, else of train; or of files.
+    """Read the first rows of files; without files, of the test set, the validation set or the training rows.
 
-    A row without values is added: bundles must agree with evaluation about missing values too.
+    A row without values is added, because bundles must also agree with evaluation on missing values.
 
     Args:
         config: The configuration.
-        given: Files in place of those of the configuration.
+        given: The files to use instead of those of the configuration.
         types: The types of columns of text files.
 
     Raises:
-        DataError: There is no row.
+        DataError: There are no rows.
         UsageError: A file does not exist.
     """
     inputs = config.compiled.columns(labels=False)
@@ -50,7 +50,7 @@ def read(config: Config, given: Paths | None, types: Mapping[str, pa.DataType]) 
         try:
             parts = Parts(config)
         except PersiaError as error:
-            error.hint = error.hint or "give files with rows, which need no labels: --held-out FILE"
+            error.hint = error.hint or "specify files with rows, which need no labels: --held-out FILE"
             raise
         part = parts.test or parts.valid or parts.train
         name = part.name
@@ -60,7 +60,7 @@ def read(config: Config, given: Paths | None, types: Mapping[str, pa.DataType]) 
         if sum(each.num_rows for each in batches) >= COMPARED:
             break
     if not batches:
-        raise DataError(f"the part {name} has no rows to compare scores on; give files with rows: --held-out FILE")
+        raise DataError(f"the {name} set has no rows to compare scores on; specify files with rows: --held-out FILE")
     rows = pa.Table.from_batches(batches).slice(0, COMPARED - 1)
     schema = pa.schema([field.with_nullable(True).with_metadata(None) for field in rows.schema])
     nothing = pa.table([pa.nulls(1, field.type) for field in schema], schema=schema)
@@ -68,7 +68,7 @@ def read(config: Config, given: Paths | None, types: Mapping[str, pa.DataType]) 
 
 
 def inputs_of(config: Config, rows: pa.Table) -> tuple[Input, ...]:
-    """Return the columns of rows, with the features that read them."""
+    """Return the columns of rows, each with the features that read it."""
     users: dict[str, list[str]] = {name: [] for name in rows.schema.names}
     for use in config.origin.uses:
         block, _, feature = use.by.partition(".")

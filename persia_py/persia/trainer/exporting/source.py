@@ -1,4 +1,4 @@
-"""A checkpoint that is not in the folder of a run, with a configuration that fits it."""
+"""A checkpoint outside the folder of a run, with a matching configuration."""
 
 import contextlib
 from collections.abc import Iterator
@@ -22,16 +22,16 @@ from persia.trainer.parts import Parts
 def of_checkpoint(
     config: Config, checkpoint: Path, *, transform: Path | None = None, model: torch.nn.Module | None = None
 ) -> Iterator[Trained]:
-    """Enclose the use of the model of a checkpoint.
+    """Provide the model of a checkpoint inside the block.
 
     Args:
-        config: The configuration of its features, labels and model.
+        config: The configuration of the features, labels and model.
         checkpoint: The checkpoint, of ``persia train``, a :class:`persia.ctx.TrainCtx` or an ``EmbeddingCollection``.
-        transform: The file of its transform; None fits the features over ``data.train``, if they need a fit.
-        model: A model in place of the ``model`` block.
+        transform: The file of the transform; None fits the features over ``data.train``, if they need to be fitted.
+        model: A model instead of the ``model`` block.
 
     Raises:
-        CheckpointError: There is no checkpoint, or it was trained with other features or another model.
+        CheckpointError: The path has no checkpoint, or the checkpoint has other features or another model.
         DataError: The features cannot be fitted.
     """
     fitted = _transform(config, transform)
@@ -60,13 +60,16 @@ def _transform(config: Config, file: Path | None) -> Transform:
 
 
 def _check_digest(checkpoint: Path, transform: Transform) -> None:
-    """Compare a transform with that of a checkpoint of ``persia train``; other checkpoints do not say theirs."""
+    """Compare a transform with that of a checkpoint of ``persia train``.
+
+    Other checkpoints do not record a transform.
+    """
     loaded = snapshot.Load(checkpoint)
     trained = loaded.state(STATE).get("trainer") if STATE in loaded.names else None
     if isinstance(trained, dict) and trained.get("digest") not in (None, transform.digest):
         error = CheckpointError(
-            f"{checkpoint}: it was trained with the transform {trained['digest']}, this one is {transform.digest}: ids "
-            "or floats would differ"
+            f"{checkpoint} was trained with the transform {trained['digest']}, the current transform is "
+            f"{transform.digest}: ids or floats would differ"
         )
-        error.hint = "give the file of its run: --transform RUN/transform.json"
+        error.hint = "specify the file of its run: --transform RUN/transform.json"
         raise error

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,15 +19,16 @@ def check_free(folder: Path) -> None:
     """Check that a folder can be written, before any work is done.
 
     Raises:
-        UsageError: It exists, or there is no folder that it would be in.
+        UsageError: The folder exists, or its parent does not.
     """
     if folder.exists() or folder.is_symlink():
-        error = UsageError(f"{folder}: it exists already")
-        error.hint = f"give another folder: -o {folder.with_name(folder.name + '-2')}; or remove it: rm -r {folder}"
+        error = UsageError(f"{folder} already exists")
+        other, given = (shlex.quote(str(each)) for each in (folder.with_name(folder.name + "-2"), folder))
+        error.hint = f"choose another folder: -o {other}; or remove it: rm -r {given}"
         raise error
     if not folder.absolute().parent.is_dir():
         error = UsageError(f"{folder}: there is no folder {folder.parent}")
-        error.hint = f"make it: mkdir -p {folder.parent}"
+        error.hint = f"create it: mkdir -p {shlex.quote(str(folder.parent))}"
         raise error
 
 
@@ -34,13 +36,13 @@ class Staging:
     """Collects files next to a folder that does not exist; :meth:`publish` renames them to it.
 
     A process that is killed leaves ``.NAME.partial``, which the next export to the same folder removes. Use it as a
-    context manager: a block that does not publish leaves nothing.
+    context manager: a block that does not publish leaves no files.
 
     Args:
         folder: The folder.
 
     Attributes:
-        path: Where files are written until then.
+        path: The folder to which files are written until then.
 
     Raises:
         UsageError: The folder exists, or another process writes it.
@@ -61,14 +63,14 @@ class Staging:
         except BlockingIOError as error:
             os.close(self._lock)
             busy = UsageError(f"{self._folder}: another process exports to this folder now")
-            busy.hint = "wait for it, or give another folder"
+            busy.hint = "wait for it, or choose another folder"
             raise busy from error
-        except OSError as error:  # a file system without locks
+        except OSError as error:  # the file system does not support locks
             self.__exit__(None, None, None)
-            raise StorageError(f"{self.path}: it cannot be locked: {error.strerror or error}") from error
+            raise StorageError(f"cannot lock {self.path}: {error.strerror or error}") from error
         try:
             with self._naming():
-                for left in self.path.iterdir():  # of a process that was killed
+                for left in self.path.iterdir():  # files of a process that was killed
                     shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
         except StorageError:
             os.close(self._lock)
@@ -79,13 +81,13 @@ class Staging:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         os.close(self._lock)
-        shutil.rmtree(self.path, ignore_errors=True)  # it does not exist if it was published
+        shutil.rmtree(self.path, ignore_errors=True)  # the folder no longer exists if it was published
 
     def write(self, name: str, content: bytes) -> Path:
         """Write a file durably, and return its path.
 
         Raises:
-            StorageError: It cannot be written.
+            StorageError: The file cannot be written.
         """
         path = self.path / name
         with self._naming(), path.open("wb") as file:
@@ -98,8 +100,8 @@ class Staging:
         """Write the last file, and make the folder appear.
 
         Raises:
-            StorageError: It cannot be written.
-            UsageError: The folder exists by now.
+            StorageError: The file cannot be written.
+            UsageError: The folder exists in the meantime.
         """
         self.write(name, content)
         check_free(self._folder)

@@ -11,6 +11,7 @@ from . import features as features
 from . import forward as forward
 from . import optim as optim
 from . import serving as serving
+from . import trace as trace
 
 __version__: Final[str]
 FEATURES: Final[list[str]]

@@ -1,22 +1,23 @@
-//! The generation in which an engine works, and the change to another one.
+//! The current generation of an engine, and the transition to a new one.
 
 use persia_engine::{Engine as RankEngine, EngineOptions};
 use persia_types::tables::Run;
+use persia_types::{JobId, Token};
 use pyo3::prelude::*;
 
 use super::Engine;
 use crate::errors;
 
-/// A generation, and the engine that works in it.
+/// A generation and its engine.
 pub(super) struct Current {
     pub(super) generation: u64,
-    /// None if another process began it.
+    /// The run; None if another process began the generation.
     pub(super) run: Option<Run>,
     pub(super) engine: RankEngine,
 }
 
 impl Engine {
-    /// The run, and the step of the last batch taken.
+    /// Return the run, and the step of the last batch that was taken. Raises an error if there is no run.
     pub(crate) fn running(&self, py: Python<'_>) -> PyResult<(Run, u64)> {
         let current = self.current.lock();
         let current = current.as_ref().ok_or_else(|| not_begun(py))?;
@@ -30,7 +31,14 @@ impl Engine {
         Ok((run, current.engine.step()))
     }
 
-    /// Wait for pushes in flight. Raises within a training loop, because the caller changes the generation.
+    /// The token of a step of this rank.
+    pub(crate) fn token(&self, step: u64) -> Token {
+        let job = JobId::from_name(&self.job);
+        Token { job, generation: self.generation(), rank: self.rank, seq: step }
+    }
+
+    /// Wait for pushes in flight. Raises an error within a training loop, because the caller is about to change the
+    /// generation.
     pub(crate) fn settle(&self, py: Python<'_>) -> PyResult<()> {
         if self.iterating() {
             let text = "a data loader is being iterated for training: leave its loop first";
@@ -45,8 +53,8 @@ impl Engine {
         engine.ok_or_else(|| not_begun(py))
     }
 
-    /// Begin `run` in a generation above its own and all known ones. Unless the run is fresh, it continues with the
-    /// rows of the engine's generation.
+    /// Begin `run` with a generation above its own and above all known ones. Unless the run is fresh, it continues
+    /// with the rows of the engine's generation.
     pub(super) fn next_generation(&self, py: Python<'_>, mut run: Run, step: u64) -> PyResult<u64> {
         run.generation = run.generation.max(self.generation()).max(self.highest_generation(py)?) + 1;
         run.continues = if run.fresh { 0 } else { self.generation() };
@@ -58,7 +66,7 @@ impl Engine {
         Ok(generation)
     }
 
-    /// Work in `generation` from now on. The threads of the previous engine end without the GIL.
+    /// Switch to `generation`. The threads of the previous engine are joined without the GIL.
     pub(super) fn adopt(
         &self,
         py: Python<'_>,

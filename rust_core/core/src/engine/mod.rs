@@ -1,6 +1,6 @@
-//! `persia_core.engine`: the engine of a rank, over rows in this process or on embedding servers.
+//! `persia_core.engine`: a rank's engine, over rows in this process or on embedding servers.
 //!
-//! `generation.rs` changes the generation in which it works.
+//! `generation.rs` changes the generation of an engine.
 
 mod generation;
 
@@ -29,7 +29,7 @@ use crate::{device, errors, logs, stats, wait};
 
 use self::generation::{Current, not_begun};
 
-/// Embedding rows in this process or on servers, and the look-ups and pushes on them.
+/// Looks up and pushes embedding rows, which are in this process or on servers.
 #[pyclass(module = "persia_core.engine", frozen)]
 pub(crate) struct Engine {
     backend: Backend,
@@ -38,11 +38,11 @@ pub(crate) struct Engine {
     rank: u32,
     world_size: u32,
     current: Mutex<Option<Current>>,
-    /// The pipeline that was opened last.
+    /// The pipeline that was last opened.
     open: Mutex<Weak<OpenPipeline>>,
-    /// Format of gradients on the wire.
+    /// The format of gradients on the wire.
     wire: Dtype,
-    /// Device of the pooling; None is the CPU.
+    /// The device that pools; None means the CPU.
     device: Mutex<Option<Arc<dyn Device>>>,
     /// The checkpoint of an infer job.
     served: Option<ServedCheckpoint>,
@@ -50,7 +50,7 @@ pub(crate) struct Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        // Its threads may need the GIL, because a data set's error is a Python object.
+        // The threads of the engine may need the GIL, because a dataset's error is a Python object.
         let current = self.current.lock().take();
         Python::attach(|py| py.detach(|| drop(current)));
     }
@@ -58,7 +58,8 @@ impl Drop for Engine {
 
 #[pymethods]
 impl Engine {
-    /// Embedded mode: rows in this process, in an empty store of the configured tables and capacity.
+    /// Create an engine in embedded mode: the rows are in this process, in an empty store with the configured tables
+    /// and capacity.
     #[new]
     fn new(py: Python<'_>, embedding: &EmbeddingConfig, general: &GlobalConfig) -> PyResult<Self> {
         logs::begin(py)?;
@@ -74,7 +75,8 @@ impl Engine {
         Ok(Self::over(Backend::Embedded(Arc::new(store)), schema, job, (0, 1), Dtype::F32))
     }
 
-    /// Rows on the job's servers, reached through its middlewares. `discovery` finds them when they are needed.
+    /// Create an engine for rows on the job's servers, which are reached through the job's middlewares. `discovery`
+    /// finds the middlewares when they are needed.
     #[staticmethod]
     #[allow(clippy::too_many_arguments)]
     #[pyo3(signature = (
@@ -99,8 +101,9 @@ impl Engine {
         Ok(Self::over(Backend::Remote(remote), schema, job, (rank, world_size), wire_dtype))
     }
 
-    /// Rows of an infer job, reached through the middlewares at `addresses`. Slots and tables are those of the checkpoint
-    /// that its servers serve. Waits at most `start_timeout_s` for servers that make no progress.
+    /// Create an engine for the rows of an infer job, which are reached through the middlewares at `addresses`. The
+    /// slots and tables are those of the checkpoint that the servers serve. Waits at most `start_timeout_s` for servers
+    /// that make no progress.
     #[staticmethod]
     #[pyo3(signature = (addresses, *, token_file, rpc_timeout_s, start_timeout_s))]
     fn serving(
@@ -111,7 +114,8 @@ impl Engine {
         start_timeout_s: f64,
     ) -> PyResult<Self> {
         logs::begin(py)?;
-        // A client prefers the middleware of its rank: several processes use several middlewares.
+        // A client prefers the middleware of its rank. With the process id as the rank, several processes use
+        // different middlewares.
         let rank = std::process::id();
         let (wire_dtype, checkpoint_root) = (Dtype::F32, None);
         let options = RemoteOptions { rank, token_file, checkpoint_root, rpc_timeout_s, wire_dtype };
@@ -126,13 +130,14 @@ impl Engine {
         Ok(engine)
     }
 
-    /// The path of the checkpoint that an infer job serves, its step, and the names of the model's inputs as JSON.
+    /// Return the path of the checkpoint that an infer job serves, its step, and the names of the model's inputs as
+    /// JSON.
     #[getter]
     fn served(&self) -> Option<(String, u64, Option<String>)> {
         self.served.as_ref().map(|served| (served.path.clone(), served.step, served.inputs.clone()))
     }
 
-    /// Its slots and tables.
+    /// Return the slots and tables of the engine.
     #[getter]
     fn configuration(&self) -> EmbeddingConfig {
         let schema = self.schema.clone();
@@ -140,15 +145,16 @@ impl Engine {
         EmbeddingConfig { parsed, warnings: Vec::new() }
     }
 
-    /// Pool look-ups and sum gradients on a CUDA device, from the next generation or loop on. Vectors are `dtype`.
+    /// Pool look-ups and sum gradients on a CUDA device, starting with the next generation or loop. Vectors have the
+    /// type `dtype`.
     #[pyo3(signature = (device_id, dtype="f32"))]
     fn use_device(&self, py: Python<'_>, device_id: i32, dtype: &str) -> PyResult<()> {
         *self.device.lock() = Some(device::open(py, device_id, dtype_of(py, dtype)?, self.wire)?);
         Ok(())
     }
 
-    /// Begin a generation above `after_generation` and all known ones, and return it. The next step is `step` + 1. `fresh`
-    /// drops all rows.
+    /// Begin a generation above `after_generation` and all known ones. Returns the generation. The next step is `step`
+    /// + 1. With `fresh`, all rows are dropped.
     #[allow(clippy::too_many_arguments)]
     #[pyo3(signature = (
         *, seed, optimizer, initializer, admit_probability, admit_min_count, weight_bound, after_generation, step, fresh=false
@@ -185,14 +191,15 @@ impl Engine {
         self.next_generation(py, run, step)
     }
 
-    /// Begin another generation of the same run, and return it, so that tokens of unused look-ups are not used twice.
+    /// Begin a new generation of the same run, so that the tokens of unused look-ups are not used twice. Returns the
+    /// generation.
     fn renew(&self, py: Python<'_>, reproducible: bool) -> PyResult<u64> {
         self.settle(py)?;
         let (run, step) = self.running(py)?;
         self.next_generation(py, Run { fresh: false, reproducible, ..run }, step)
     }
 
-    /// Take part in a generation that another process began. The next step is `step` + 1.
+    /// Join a generation that another process began. The next step is `step` + 1.
     fn join(&self, py: Python<'_>, generation: u64, step: u64) -> PyResult<()> {
         self.settle(py)?;
         self.backend.remote(py)?.join(&self.job, generation);
@@ -206,7 +213,7 @@ impl Engine {
         self.adopt(py, generation, None, EngineOptions { first_seq: step + 1, ..EngineOptions::default() })
     }
 
-    /// Wait at most `timeout_s` until every server of the job answers. The error names those that do not.
+    /// Wait at most `timeout_s` until every server of the job responds. The error lists the servers that do not.
     fn wait_ready(&self, py: Python<'_>, timeout_s: f64) -> PyResult<()> {
         self.backend.wait_ready(py, timeout_s)
     }
@@ -217,12 +224,12 @@ impl Engine {
         py.detach(|| probe(&directory, on_servers)).map_err(|error| errors::tables(py, &error))
     }
 
-    /// The highest generation of any server, or in embedded mode this engine's; 0 before the first.
+    /// The highest generation of any server or, in embedded mode, of this engine; 0 before the first generation.
     fn highest_generation(&self, py: Python<'_>) -> PyResult<u64> {
         Ok(self.backend.highest_generation(py)?.unwrap_or_else(|| self.generation()))
     }
 
-    /// The engine's generation; 0 before the first.
+    /// The engine's generation; 0 before the first one.
     #[getter]
     fn generation(&self) -> u64 {
         self.current.lock().as_ref().map_or(0, |current| current.generation)
@@ -234,14 +241,14 @@ impl Engine {
         self.open.lock().upgrade().is_some_and(|open| open.is_open())
     }
 
-    /// The step of the last batch taken for training; 0 before the first.
+    /// The step of the last batch that was taken for training; 0 before the first one.
     #[getter]
     fn step(&self) -> u64 {
         self.current.lock().as_ref().map_or(0, |current| current.engine.step())
     }
 
-    /// Open the pipeline of the current generation: it looks up batches in advance, and keeps at most `buffer` of them.
-    /// Every summed gradient is multiplied by `gradient_scale`.
+    /// Open the pipeline of the current generation, which looks up batches in advance and keeps at most `buffer` of
+    /// them. Every summed gradient is multiplied by `gradient_scale`.
     fn open(
         &self,
         py: Python<'_>,
@@ -271,8 +278,8 @@ impl Engine {
         Ok(pipeline)
     }
 
-    /// Look a batch up for evaluation, after all pushes in flight. No row changes; missing rows are zeros. The tensors are
-    /// on CUDA device `device_id`, by default on the engine's device.
+    /// Look up a batch for evaluation, after all pushes in flight. No row changes; missing rows read as zeros. The
+    /// tensors are on CUDA device `device_id`, by default on the engine's device.
     #[pyo3(signature = (batch, device_id=None))]
     fn lookup(&self, py: Python<'_>, batch: &Batch, device_id: Option<i32>) -> PyResult<TrainingBatch> {
         self.drain(py)?;
@@ -286,8 +293,8 @@ impl Engine {
         Ok(TrainingBatch::evaluated(engine.step(), Arc::clone(&batch.0), found))
     }
 
-    /// For each id feature of a batch: the number of its unique ids, and how many of them have no row. Each feature is
-    /// looked up separately.
+    /// Return, for each id feature of a batch, the number of its unique ids and the number of these that have no row.
+    /// Each feature is looked up separately.
     fn missing(&self, py: Python<'_>, batch: &Batch) -> PyResult<Vec<(u64, u64)>> {
         let engine = self.rank_engine(py)?;
         py.detach(|| engine.missing(&batch.0)).map_err(|error| errors::engine(py, &error))
@@ -303,7 +310,7 @@ impl Engine {
         })
     }
 
-    /// Start no look-up until `resume`, and wait for pushes in flight: then all rows are of one step.
+    /// Start no look-up until `resume`, and wait for pushes in flight. All rows are then those of the same step.
     fn pause(&self, py: Python<'_>) -> PyResult<()> {
         self.rank_engine(py)?.pause();
         let drained = self.drain(py);
@@ -313,7 +320,7 @@ impl Engine {
         drained
     }
 
-    /// Start look-ups again after `pause`.
+    /// Resume look-ups after `pause`.
     fn resume(&self, py: Python<'_>) -> PyResult<()> {
         self.rank_engine(py)?.resume();
         Ok(())
@@ -328,21 +335,26 @@ impl Engine {
         py.detach(|| tables.clear()).map_err(|error| errors::tables(py, &error))
     }
 
-    /// Counters, gauges and times: rows and bytes, look-ups, pushes, seconds of each stage.
-    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+    /// Return counters, gauges and times: rows and bytes, look-ups, pushes, and the seconds of each stage. Without
+    /// `tables`, only those of the engine in this process, for which no server is asked.
+    #[pyo3(signature = (tables=true))]
+    fn stats<'py>(&self, py: Python<'py>, tables: bool) -> PyResult<Bound<'py, PyDict>> {
+        let engine = self.current.lock().as_ref().map(|current| current.engine.stats()).unwrap_or_default();
+        if !tables {
+            return stats::of_engine(py, &self.schema, &engine);
+        }
         let tables = self.tables();
         let held = py.detach(|| tables.stats()).map_err(|error| errors::tables(py, &error))?;
-        let engine = self.current.lock().as_ref().map(|current| current.engine.stats());
-        stats::describe(py, &self.schema, &held, &engine.unwrap_or_default())
+        stats::describe(py, &self.schema, &held, &engine)
     }
 
-    /// Rows of each server; in embedded mode one number.
+    /// Return the number of rows of each server; one value in embedded mode.
     fn server_rows(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
         self.backend.server_rows(py)
     }
 
-    /// End the engine's threads, and in embedded mode free the rows. With `abandon` it does not wait: gradients in flight
-    /// may be lost.
+    /// End the engine's threads and, in embedded mode, free the rows. With `abandon`, this does not wait, and
+    /// gradients in flight may be lost.
     #[pyo3(signature = (abandon=false))]
     fn close(&self, py: Python<'_>, abandon: bool) -> PyResult<()> {
         let current = self.current.lock().take();
@@ -354,7 +366,7 @@ impl Engine {
             drop(current);
         };
         if abandon {
-            // A thread that waits for a server ends with its timeout, or with the process.
+            // A thread that waits for a server ends at its timeout or with the process.
             let _ = std::thread::Builder::new().name("persia-abandon".into()).spawn(end);
             return Ok(());
         }

@@ -1,4 +1,4 @@
-//! Cases for kernels: inputs of every kind, and the results of the CPU's loops.
+//! Test cases for the kernels: inputs of every kind, and the results of the loops on the CPU.
 
 use persia_cuda::kernels::{Job, Kernel, element};
 use persia_kernels::half::{Bf16, F16, narrow, widen};
@@ -10,7 +10,7 @@ use persia_types::id::hash_id;
 pub(crate) const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::Bf16];
 pub(crate) const DIMS: [usize; 14] = [1, 2, 3, 4, 7, 8, 16, 31, 32, 33, 64, 100, 128, 1024];
 
-/// One launch of one job, with all data that it points to; the addresses are set where it runs.
+/// One launch of one job, with all data to which it points. The addresses are set where it runs.
 pub(crate) struct Case {
     pub(crate) name: String,
     pub(crate) kernel: Kernel,
@@ -37,7 +37,7 @@ pub(crate) struct Given {
 }
 
 impl Case {
-    /// Compare bit for bit; all NaNs are equal.
+    /// Check that the results are bit-identical. All NaNs count as equal.
     pub(crate) fn check(&self, given: &Given) {
         let dtype = DTYPES[self.job.to as usize];
         assert_eq!(given.out.len(), self.expected.len(), "{}", self.name);
@@ -55,7 +55,7 @@ impl Case {
     }
 }
 
-/// A number that depends on `i` only, of either sign, which is exact in all types or not.
+/// A number that depends only on `i`. It may have either sign, and may or may not be exact in all types.
 pub(crate) fn number(i: usize) -> f32 {
     let hash = hash_id(i as u64 + 1);
     ((hash >> 40) as f32 / 1e5 - 80.0) * if hash & 7 == 0 { 1e-4 } else { 1.0 }
@@ -103,7 +103,7 @@ pub(crate) fn bytes(values: &[f32], dtype: Dtype) -> Vec<u8> {
     halves.iter().flat_map(|half| half.to_le_bytes()).collect()
 }
 
-/// And back.
+/// The numbers of bytes in their storage type.
 pub(crate) fn floats(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
     if dtype == Dtype::F32 {
         return bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
@@ -114,7 +114,7 @@ pub(crate) fn floats(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
     values
 }
 
-/// The number of rows of each sample: none, one, or more than the loop of a block adds.
+/// The offsets of samples with no row, one row, or more rows than one iteration of a block adds.
 fn offsets(samples: usize, long: usize) -> Vec<u32> {
     let mut at = 0;
     let mut offsets = vec![0];
@@ -184,7 +184,7 @@ pub(crate) fn gather(dim: usize, from: Dtype, to: Dtype, with: Gather) -> Case {
     }
 }
 
-/// A sequence feature: places with one id, `rounds` rows of a hash stack each, or none.
+/// A sequence feature, whose positions have one id, `rounds` rows of a hash stack, or none.
 pub(crate) fn raw(dim: usize, from: Dtype, to: Dtype, rounds: u32) -> Case {
     let places = 120u32;
     let starts: Vec<u32> = (0..=places).map(|place| (place * 2).div_ceil(3) * rounds).collect();
@@ -214,11 +214,11 @@ pub(crate) fn raw(dim: usize, from: Dtype, to: Dtype, rounds: u32) -> Case {
 pub(crate) struct Summed {
     pub(crate) weighted: bool,
     pub(crate) divided: bool,
-    /// Whether it adds to the existing content, at other rows.
+    /// Whether it adds to existing content, in rows in a different order.
     pub(crate) onto: bool,
-    /// The number of samples of the id in the middle.
+    /// The number of samples that use the id in the middle.
     pub(crate) long: usize,
-    /// Whether a gradient is not finite.
+    /// The value of a gradient that is not finite, if any.
     pub(crate) spoilt: Option<f32>,
     pub(crate) scale: f32,
 }
@@ -254,7 +254,7 @@ pub(crate) fn sums(dim: usize, from: Dtype, to: Dtype, with: Summed) -> Case {
         segment_sum(&input, 0, &mut expected);
     }
     let nonfinite = expected.iter().any(|value| !value.is_finite());
-    // A sum that is not finite is not pushed, so its value in sixteen bits does not matter.
+    // A sum that is not finite is not pushed, so its 16-bit value does not matter.
     assert!(spoilt.is_none() || to == Dtype::F32);
     let job = Job {
         scale,
@@ -299,7 +299,7 @@ fn bytes_of(values: &[f32], dtype: Dtype, spoilt: Option<f32>) -> Vec<u8> {
     stored
 }
 
-/// A launch that only scales and casts the existing content.
+/// A launch that only scales and converts the existing content.
 pub(crate) fn cast(dim: usize, from: Dtype, to: Dtype, scale: f32) -> Case {
     let case = sums(dim, from, to, Summed { scale, ..Summed::default() });
     let rows = floats(&case.rows, from);
@@ -316,7 +316,7 @@ pub(crate) fn cast(dim: usize, from: Dtype, to: Dtype, scale: f32) -> Case {
     }
 }
 
-/// All cases except the largest.
+/// All cases except the largest ones.
 pub(crate) fn all() -> Vec<Case> {
     let mut cases = Vec::new();
     for dim in DIMS {
@@ -364,7 +364,7 @@ pub(crate) fn all() -> Vec<Case> {
     cases
 }
 
-/// One id in the batch a million times.
+/// Cases in which one id occurs a million times in the batch.
 pub(crate) fn hot() -> Vec<Case> {
     let long = 1_000_000;
     let summed = |scale| Summed { scale, long, divided: true, ..Summed::default() };
@@ -375,7 +375,7 @@ pub(crate) fn hot() -> Vec<Case> {
     ]
 }
 
-/// The rows of a job that is one of several features of a batch.
+/// The jobs of several features of a batch, which run in one launch.
 pub(crate) fn jobs_together() -> Vec<Case> {
     [4usize, 1, 64, 33, 8]
         .into_iter()

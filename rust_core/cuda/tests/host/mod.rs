@@ -21,7 +21,7 @@ impl Shim {
         let file = folder.path().join("kernels.so");
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/shim.cpp");
         let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".into());
-        // Without fused operations, like the kernels for devices.
+        // Operations are not fused, as in the kernels for devices.
         let flags =
             ["-std=c++17", "-O2", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"];
         let mut command = Command::new(&compiler);
@@ -30,7 +30,7 @@ impl Shim {
             panic!("{compiler}: {error}; these tests need a C++ compiler: apt-get install g++, or set CXX")
         });
         assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
-        // SAFETY: a library of plain functions, compiled above.
+        // SAFETY: this is a library of plain functions, compiled above.
         let library = unsafe { Library::new(&file).unwrap() };
         Self { library, _folder: folder }
     }
@@ -40,10 +40,10 @@ impl Shim {
         unsafe { self.library.get(name.as_bytes()).unwrap() }
     }
 
-    /// Run jobs on the memory of this process; returns the flag.
+    /// Run jobs on the memory of this process. Returns the flag.
     pub(crate) fn launch(&self, kernel: Kernel, jobs: &[Job], blocks: u32) -> u32 {
         let (count, mut flag) = (jobs.len() as u32, 0);
-        // SAFETY: the jobs point to live memory of the sizes they say.
+        // SAFETY: the jobs point to live memory of the sizes that they state.
         unsafe {
             match kernel {
                 Kernel::GatherPool => {

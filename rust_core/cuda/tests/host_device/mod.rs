@@ -1,4 +1,4 @@
-//! A device of the engine whose kernels and memory are the CPU's.
+//! A device for the engine that runs the kernels on the CPU, in host memory.
 
 use std::borrow::Cow;
 use std::sync::{Arc, Mutex};

@@ -1,4 +1,5 @@
-//! A batch as bytes: little-endian, versioned, every length checked, a checksum at the end.
+//! The encoding of a batch as bytes: little-endian, with a version and a checksum at the end. Every length is
+//! checked.
 //!
 //! ```text
 //! "PBAT" version:u16 flags:u16 batch_size:u32 id_features:u32 dense:u32 labels:u32 meta:u32-prefixed bytes
@@ -22,10 +23,10 @@ const WEIGHTED: u8 = 2;
 const CHECKSUM_BYTES: usize = 4;
 
 impl Batch {
-    /// The batch as bytes that [`Self::from_bytes`] reads.
+    /// Encode the batch as bytes that [`Self::from_bytes`] reads.
     ///
     /// # Errors
-    /// [`Error::TooLarge`] when the user's own bytes are too many for a 32-bit length.
+    /// [`Error::TooLarge`] if the user's metadata is too large for a 32-bit length.
     pub fn to_bytes(&self) -> Result<Vec<u8>, Error> {
         let meta = self.meta().unwrap_or_default();
         let meta_len = u32::try_from(meta.len()).map_err(|_| Error::TooLarge {
@@ -54,10 +55,10 @@ impl Batch {
         Ok(out)
     }
 
-    /// Read what [`Self::to_bytes`] wrote. Nothing is allocated beyond a small multiple of `bytes.len()`.
+    /// Decode the result of [`Self::to_bytes`]. Allocates no more than a small multiple of `bytes.len()`.
     ///
     /// # Errors
-    /// [`Error::BadBytes`] for a wrong checksum, version or length, and whatever [`Batch::new`] refuses.
+    /// [`Error::BadBytes`] for a wrong checksum, version or length; those of [`Batch::new`].
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, Error> {
         let mut reader = Reader { bytes: checked_body(bytes)?, at: MAGIC.len() };
         let version = reader.u16()?;
@@ -70,15 +71,15 @@ impl Batch {
         }
         let batch_size = reader.u32()? as usize;
         let counts = [reader.u32()?, reader.u32()?, reader.u32()?];
-        // The number of features is checked before they are read, because a feature of a few bytes takes a thousand
-        // bytes in memory.
+        // Check the number of features before reading them, because a feature of a few bytes takes a thousand bytes
+        // in memory.
         check_counts(counts.map(|count| count as usize))?;
         let meta_len = reader.u32()? as usize;
         let meta = reader.take(meta_len)?.to_vec();
         if flags & HAS_META == 0 && !meta.is_empty() {
             return reader.bad("meta bytes without their flag".into());
         }
-        // `collect` grows as it reads, so a wrong count allocates no more than the bytes that exist.
+        // `collect` grows as it reads, so a wrong count cannot cause a large allocation.
         let parts = BatchParts {
             id_features: (0..counts[0]).map(|_| reader.feature(batch_size)).collect::<Result<_, _>>()?,
             dense: (0..counts[1]).map(|_| reader.tensor()).collect::<Result<_, _>>()?,
@@ -93,7 +94,7 @@ impl Batch {
         Batch::new(parts)
     }
 
-    /// An estimate of the size of [`Self::to_bytes`], to reserve memory once.
+    /// An estimate of the size of [`Self::to_bytes`], so that memory is reserved only once.
     fn encoded_size(&self) -> usize {
         let features = self.id_features().iter().map(|feature| {
             let offsets = feature.offsets().map_or(0, <[u32]>::len);
@@ -108,7 +109,7 @@ impl Batch {
     }
 }
 
-/// The bytes before the checksum, if magic and checksum are correct.
+/// Check the magic number and the checksum. Returns the bytes before the checksum.
 fn checked_body(bytes: &[u8]) -> Result<&[u8], Error> {
     let bad = |at: usize, what: String| Err(Error::BadBytes { at, what });
     let Some((body, &checksum)) = bytes.split_last_chunk::<CHECKSUM_BYTES>() else {
@@ -128,7 +129,7 @@ fn put_u32s(out: &mut Vec<u8>, values: &[u32]) {
     out.extend(values.iter().flat_map(|value| value.to_le_bytes()));
 }
 
-/// Names were limited to [`persia_types::limits::MAX_NAME_BYTES`] when the batch was built.
+/// Append a name. Its length was limited to [`persia_types::limits::MAX_NAME_BYTES`] when the batch was built.
 fn put_name(out: &mut Vec<u8>, name: &str) {
     out.extend_from_slice(&(name.len() as u16).to_le_bytes());
     out.extend_from_slice(name.as_bytes());
@@ -289,7 +290,7 @@ mod tests {
         .unwrap()
     }
 
-    /// Replace the checksum, so that a test can reach the parser.
+    /// Replace the checksum so that a test can reach the parser.
     fn resealed(mut bytes: Vec<u8>) -> Vec<u8> {
         let body = bytes.len() - CHECKSUM_BYTES;
         let checksum = crc32c::crc32c(&bytes[..body]);

@@ -1,7 +1,7 @@
-//! Deduplication: occurrences of ids become unique ids in order of (shard, first occurrence).
+//! Deduplication: turns occurrences of ids into unique ids, in the order of (shard, first occurrence).
 //!
-//! Occurrences are partitioned by virtual shard first. The hash table is then small enough for the first-level cache at
-//! any batch size, and the result is in the order of the store.
+//! Occurrences are first partitioned by virtual shard. The hash table is then small enough for the first-level cache at
+//! any batch size, and the result is in the order that the store uses.
 
 use std::cell::RefCell;
 use std::sync::{Arc, Weak};
@@ -35,24 +35,24 @@ struct Bucket {
     generation: u32,
 }
 
-/// Memory that is reused for every batch.
+/// Deduplicates ids, with memory that is reused for every batch.
 #[derive(Default)]
 pub(crate) struct Deduplicator {
     table: Vec<Bucket>,
     generation: u32,
     partition: Vec<Occurrence>,
-    /// The first `count` ids are those of this batch.
+    /// The unique ids; the first `count` are those of the current batch.
     unique: Vec<Id>,
     count: usize,
     /// The unique id of each occurrence, in the order of the partition.
     local: Vec<u32>,
-    /// For each unique id, the start of its samples.
+    /// The start of the samples of each unique id.
     starts: Vec<u32>,
-    /// The memory of results, which is returned when their feature is dropped.
+    /// The memory for results. It is returned when their feature is dropped.
     memory: Arc<FeatureMemory>,
 }
 
-/// The number of occurrences that are deduplicated together: enough for long loops, few enough for the first-level
+/// The number of occurrences that are deduplicated together: enough for long loops, but few enough for the first-level
 /// cache.
 const CLUSTER: u32 = 512;
 
@@ -66,14 +66,14 @@ pub(crate) fn with<T>(work: impl FnOnce(&mut Deduplicator) -> T) -> T {
 }
 
 impl Deduplicator {
-    /// The memory that features return their vectors to.
+    /// The memory to which features return their vectors.
     pub(crate) fn memory(&self) -> Weak<FeatureMemory> {
         Arc::downgrade(&self.memory)
     }
 
-    /// The unique ids of `ids`. `offsets` has the start of each sample; `None` means one id per sample.
+    /// Deduplicate `ids`. `offsets` has the start of each sample; None means one id per sample.
     ///
-    /// The caller has checked that `offsets` ascend from 0 to `ids.len()` and that this fits a `u32`.
+    /// The caller has checked that `offsets` ascend from 0 to `ids.len()`, and that `ids.len()` fits into a `u32`.
     pub(crate) fn unique(&mut self, ids: &[Id], offsets: Option<&[u32]>) -> Unique {
         let starts = self.partition(ids, offsets);
         let mut inverse = self.memory.places(ids.len());
@@ -98,7 +98,8 @@ impl Deduplicator {
         Unique { ids, inverse, occurrences: Occurrences::new(starts, samples) }
     }
 
-    /// Merge lists of unique ids into one; within a shard, list after list. Also returns the new index of each id.
+    /// Merge lists of unique ids into one. Within a shard, the lists follow one after another. Also returns the new
+    /// index of each id.
     pub(crate) fn merge(&mut self, lists: &[&ShardedIds]) -> (ShardedIds, Vec<Vec<u32>>) {
         let mut maps: Vec<Vec<u32>> = lists.iter().map(|list| Vec::with_capacity(list.len())).collect();
         let mut shard_offsets = Vec::with_capacity(VIRTUAL_SHARDS + 1);
@@ -124,7 +125,7 @@ impl Deduplicator {
         (ShardedIds::from_grouped(self.unique[..self.count].to_vec(), shard_offsets), maps)
     }
 
-    /// Sort occurrences by shard with a counting sort, which keeps batch order within a shard. Returns the starts of
+    /// Sort occurrences by shard, with a counting sort that keeps batch order within a shard. Returns the starts of
     /// the shards.
     fn partition(&mut self, ids: &[Id], offsets: Option<&[u32]>) -> [u32; VIRTUAL_SHARDS + 1] {
         let mut starts = [0u32; VIRTUAL_SHARDS + 1];
@@ -163,9 +164,9 @@ impl Deduplicator {
         starts
     }
 
-    /// Deduplicate a few shards together; `shards` has their starts and the end of the last one.
+    /// Deduplicate a few shards together. `shards` has their starts, followed by the end of the last one.
     ///
-    /// Occurrences have the same positions in the partition and in `samples`, because unique ids are numbered shard after
+    /// Occurrences have the same positions in the partition and in `samples`, because unique ids are numbered shard by
     /// shard.
     fn cluster(
         &mut self,
@@ -194,7 +195,7 @@ impl Deduplicator {
         group(first as u32, &self.local[start..end], in_order, ends, start as u32, samples);
     }
 
-    /// Clear the unique ids and reserve memory for `ids`, and for one more that is written but not counted.
+    /// Clear the unique ids, and reserve memory for `ids` ids and one more, which is written but not counted.
     fn reset_unique(&mut self, ids: usize) {
         self.count = 0;
         if self.unique.len() <= ids {
@@ -202,7 +203,7 @@ impl Deduplicator {
         }
     }
 
-    /// Empty the hash table, reserve memory for `ids`, and return the mask of its buckets.
+    /// Empty the hash table and reserve memory for `ids` ids. Returns the mask for bucket indices.
     fn reset_table(&mut self, ids: usize) -> usize {
         let places = (ids * 4).next_power_of_two().max(16);
         if self.table.len() < places {
@@ -217,10 +218,10 @@ impl Deduplicator {
     }
 }
 
-/// The number of `id`; a new id gets the next number. The hash table is never more than half full.
+/// Find the number of `id`, or give a new id the next number. The hash table is never more than half full.
 ///
-/// A branch on whether an id is new would be mispredicted half of the time, so both outcomes write the same memory. Only
-/// a collision branches.
+/// A branch on whether an id is new would be mispredicted half the time, so both outcomes write the same memory. There
+/// is a branch only for collisions.
 #[inline(always)]
 fn find_or_insert(
     table: &mut [Bucket],
@@ -237,7 +238,7 @@ fn find_or_insert(
         if new | (bucket.id == id) {
             let number = if new { *count as u32 } else { bucket.unique };
             *bucket = Bucket { id, unique: number, generation };
-            unique[*count] = id; // overwritten by the next new id, if this one is not new
+            unique[*count] = id; // overwritten by the next new id if this id is not new
             *count += usize::from(new);
             return number;
         }
@@ -254,7 +255,7 @@ mod tests {
 
     use super::*;
 
-    /// The same result, computed by sorting and a hash map.
+    /// The same result, computed with a sort and a hash map.
     fn naive(ids: &[Id], offsets: Option<&[u32]>) -> (Vec<Id>, Vec<u32>, Vec<Vec<u32>>) {
         let mut unique: Vec<Id> = Vec::new();
         for &id in ids {

@@ -1,8 +1,8 @@
-//! The expansion of features by their slots: hash stacks and raw features become ordinary features.
+//! Expands features according to their slots: hash stacks and raw features become ordinary features.
 //!
-//! Look-up, pooling and segment sum handle ordinary features only. A hash stack turns each
-//! occurrence of an id into one of each of its buckets. A raw feature turns each sample into `sample_fixed_size`
-//! samples of one id or none: "pooled", these are the rows of the first ids, padded with zeros.
+//! Look-up, pooling and segment sum handle ordinary features only. A hash stack turns each occurrence of an id
+//! into one of each of its buckets. A raw feature turns each sample into `sample_fixed_size` samples with at
+//! most one id each. When pooled, these are the rows of the first ids, padded with zeros.
 
 use std::cell::RefCell;
 
@@ -13,18 +13,18 @@ use persia_types::schema::{Pooling, Slot};
 use crate::batch::feature::IdFeature;
 use crate::error::Error;
 
-/// A feature after the expansion by its slot.
+/// A feature after the expansion.
 #[derive(Debug)]
 pub(crate) struct Expanded {
     pub(crate) feature: IdFeature,
-    /// Ids that were truncated: those after a sample's first `sample_fixed_size`.
+    /// The number of ids that were truncated: those after the first `sample_fixed_size` ids of a sample.
     pub(crate) truncated: usize,
 }
 
-/// Expand a feature; `None` if it is looked up unchanged.
+/// Expand a feature. Returns None if it is looked up unchanged.
 ///
 /// # Errors
-/// [`Error::BadFeature`] for per-sample weights where nothing is summed, [`Error::TooLarge`].
+/// [`Error::BadFeature`] for per-sample weights of a feature that is not summed; [`Error::TooLarge`].
 pub(crate) fn expand(feature: &IdFeature, slot: &Slot) -> Result<Option<Expanded>, Error> {
     check_weights(feature, slot)?;
     if slot.sample_fixed_size.is_none() && slot.hash_stack.is_none() {

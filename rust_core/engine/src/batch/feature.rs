@@ -1,4 +1,4 @@
-//! One id feature of a batch, deduplicated.
+//! One deduplicated id feature of a batch.
 
 use std::sync::Weak;
 use std::time::{Duration, Instant};
@@ -13,48 +13,48 @@ use crate::batch::weights::Weights;
 use crate::error::Error;
 use crate::memory::FeatureMemory;
 
-/// The ids of one feature in all samples of a batch: its unique ids, and the samples of each.
+/// The ids of one feature in all samples of a batch: the unique ids, and the samples of each.
 #[derive(Debug, Clone)]
 pub struct IdFeature {
     name: String,
     unique: ShardedIds,
     /// For each occurrence, the index of its id in `unique`.
     inverse: Vec<u32>,
-    /// The starts of the samples' occurrences, `batch + 1` offsets; `None` means one id per sample.
+    /// The starts of the samples' occurrences, as `batch + 1` offsets; None means one id per sample.
     offsets: Option<Vec<u32>>,
     occurrences: Occurrences,
-    /// `None` means 1 for all.
+    /// The per-sample weights; None means 1 for all.
     weights: Option<Weights>,
     spent: Duration,
-    /// The pool to which its vectors are returned, as long as the thread that created it exists.
+    /// The pool to which the feature's vectors are returned, if the thread that created the feature still exists.
     home: Weak<FeatureMemory>,
 }
 
 impl IdFeature {
-    /// One id per sample.
+    /// Create a feature with one id per sample.
     ///
     /// # Errors
-    /// [`Error::BadFeature`] for a bad name, [`Error::TooLarge`] above a limit.
+    /// [`Error::BadFeature`] for an invalid name; [`Error::TooLarge`] if a limit is exceeded.
     pub fn single(name: impl Into<String>, ids: &[Id]) -> Result<Self, Error> {
         Self::build(name.into(), ids, None)
     }
 
-    /// Any number of ids per sample: sample `i` has `ids[offsets[i]..offsets[i + 1]]`.
+    /// Create a feature with any number of ids per sample. Sample `i` has `ids[offsets[i]..offsets[i + 1]]`.
     ///
     /// # Errors
-    /// As [`Self::single`], and [`Error::BadFeature`] when offsets do not ascend from 0 to `ids.len()`.
+    /// Those of [`Self::single`]; [`Error::BadFeature`] if offsets do not ascend from 0 to `ids.len()`.
     pub fn lists(name: impl Into<String>, ids: &[Id], offsets: &[usize]) -> Result<Self, Error> {
         let name = name.into();
         check_offsets(&name, ids.len(), offsets)?;
-        // `check_limits` refuses what a u32 cannot hold before any offset is used.
+        // Before any offset is used, `check_limits` refuses sizes that do not fit into a u32.
         let offsets = offsets.iter().map(|offset| *offset as u32).collect();
         Self::build(name, ids, Some(offsets))
     }
 
-    /// Like [`Self::lists`], without copying the offsets.
+    /// Like [`Self::lists`], but does not copy the offsets.
     ///
     /// # Errors
-    /// As [`Self::lists`].
+    /// Those of [`Self::lists`].
     pub fn ragged(name: impl Into<String>, ids: &[Id], offsets: Vec<u32>) -> Result<Self, Error> {
         let name = name.into();
         check_offsets(&name, ids.len(), &wide(&offsets))?;
@@ -73,11 +73,11 @@ impl IdFeature {
         Ok(feature)
     }
 
-    /// The feature with per-sample weights, one per occurrence: a sample's vector is the sum of weight × row, and the
-    /// gradient of a row is multiplied by the same weight. No gradient of the weights themselves is computed.
+    /// Add per-sample weights, one per occurrence. A sample's vector is then the sum of weight × row, and the
+    /// gradient of a row is multiplied by the same weight. No gradient of the weights is computed.
     ///
     /// # Errors
-    /// [`Error::BadFeature`] when there is not one finite weight per occurrence.
+    /// [`Error::BadFeature`] unless there is one finite weight per occurrence.
     pub fn with_weights(mut self, weights: &[f32]) -> Result<Self, Error> {
         let memory = self.home.upgrade().unwrap_or_default();
         let weights = Weights::new(&self.name, weights, &self.occurrences, &self.inverse, &memory)?;
@@ -85,7 +85,7 @@ impl IdFeature {
         Ok(self)
     }
 
-    /// Build from decoded parts, and check all of them.
+    /// Create a feature from decoded parts, and check all parts.
     pub(crate) fn from_parts(
         name: String,
         unique: &[Id],
@@ -130,27 +130,27 @@ impl IdFeature {
         Ok(())
     }
 
-    /// The name of the feature, which is that of its slot.
+    /// The name of the feature, which is also the name of its slot.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Number of samples.
+    /// The number of samples.
     pub fn samples(&self) -> usize {
         self.offsets.as_ref().map_or(self.inverse.len(), |offsets| offsets.len() - 1)
     }
 
-    /// Unique ids in order of (shard, first occurrence).
+    /// The unique ids, in the order of (shard, first occurrence).
     pub fn unique(&self) -> &ShardedIds {
         &self.unique
     }
 
-    /// For each occurrence in batch order, the index of its id in [`Self::unique`].
+    /// For each occurrence, in batch order, the index of its id in [`Self::unique`].
     pub fn inverse(&self) -> &[u32] {
         &self.inverse
     }
 
-    /// The starts of the samples' occurrences (`samples + 1` offsets); `None` means one id per sample.
+    /// The starts of the samples' occurrences, as `samples + 1` offsets; None means one id per sample.
     pub fn offsets(&self) -> Option<&[u32]> {
         self.offsets.as_deref()
     }
@@ -160,7 +160,7 @@ impl IdFeature {
         Csr { offsets: self.occurrences.starts(), indices: self.occurrences.samples() }
     }
 
-    /// The occurrences of one sample; `sample` is below [`Self::samples`].
+    /// The occurrences of one sample. `sample` must be below [`Self::samples`].
     pub(crate) fn occurrences_of(&self, sample: usize) -> std::ops::Range<usize> {
         match &self.offsets {
             None => sample..sample + 1,
@@ -168,7 +168,7 @@ impl IdFeature {
         }
     }
 
-    /// For each occurrence in batch order, the factor of its row; `None` means 1 for all.
+    /// For each occurrence, in batch order, the factor of its row; None means 1 for all.
     pub fn per_sample_weights(&self) -> Option<&[f32]> {
         self.weights.as_ref().map(Weights::in_order)
     }
@@ -178,7 +178,7 @@ impl IdFeature {
         self.weights.as_ref().map(Weights::grouped)
     }
 
-    /// The duration of its deduplication.
+    /// The time that its deduplication took.
     pub(crate) fn spent(&self) -> Duration {
         self.spent
     }
@@ -217,7 +217,7 @@ fn check_offsets(name: &str, ids: usize, offsets: &[usize]) -> Result<(), Error>
         return bad("no offsets; samples + 1 of them are needed".into());
     };
     if *first != 0 || *last != ids {
-        return bad(format!("offsets go from {first} to {last}, want 0 to {ids}"));
+        return bad(format!("offsets go from {first} to {last}, expected 0 to {ids}"));
     }
     match offsets.windows(2).position(|bounds| bounds[0] > bounds[1]) {
         Some(sample) => bad(format!("offsets do not ascend at sample {sample}")),

@@ -1,4 +1,4 @@
-//! [`Batch`]: a user's `PersiaBatch`, checked.
+//! [`Batch`]: a user's `PersiaBatch`, after all checks.
 
 mod codec;
 pub(crate) mod dedup;
@@ -17,7 +17,7 @@ use crate::batch::feature::IdFeature;
 use crate::batch::tensor::Tensor;
 use crate::error::Error;
 
-/// Parts of a [`Batch`] before they are checked against each other.
+/// The parts of a [`Batch`], before they are checked against each other.
 #[derive(Debug, Clone, Default)]
 pub struct BatchParts {
     /// The id features, at least one.
@@ -26,9 +26,9 @@ pub struct BatchParts {
     pub dense: Vec<Tensor>,
     /// The labels.
     pub labels: Vec<Tensor>,
-    /// The number of samples, if given; every other part must agree with it.
+    /// The number of samples, if given. All other parts must agree with it.
     pub batch_size: Option<usize>,
-    /// Whether the batch is for training. Otherwise its look-up changes nothing and it has no ticket.
+    /// Whether the batch is for training. If not, it has no ticket, and ids without a row read as zeros.
     pub requires_grad: bool,
     /// The user's metadata, which is passed through unchanged.
     pub meta: Option<Vec<u8>>,
@@ -42,10 +42,10 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// Check that the parts fit each other and that floats are finite.
+    /// Create a batch. Checks that the parts agree and that all floats are finite.
     ///
     /// # Errors
-    /// [`Error::Empty`], [`Error::UnequalBatchSizes`] (every part named), [`Error::DuplicateNames`],
+    /// [`Error::Empty`], [`Error::UnequalBatchSizes`] with all parts, [`Error::DuplicateNames`],
     /// [`Error::NonFinite`], [`Error::TooLarge`].
     pub fn new(parts: BatchParts) -> Result<Self, Error> {
         check_counts([parts.id_features.len(), parts.dense.len(), parts.labels.len()])?;
@@ -63,10 +63,10 @@ impl Batch {
         Ok(Self { parts, batch_size })
     }
 
-    /// Check that every label is 0 or 1, for a loss that needs it.
+    /// Check that every label is 0 or 1, as some losses require.
     ///
     /// # Errors
-    /// [`Error::LabelNotBinary`] with the first that is not.
+    /// [`Error::LabelNotBinary`], with the first other value.
     pub fn check_binary_labels(&self) -> Result<(), Error> {
         for (index, label) in self.labels().iter().enumerate() {
             if let Some((row, column, value)) = label.first_not_binary() {
@@ -86,17 +86,17 @@ impl Batch {
         self.batch_size
     }
 
-    /// Id features in the user's order.
+    /// The id features, in the user's order.
     pub fn id_features(&self) -> &[IdFeature] {
         &self.parts.id_features
     }
 
-    /// Dense tensors in the user's order.
+    /// The dense tensors, in the user's order.
     pub fn dense(&self) -> &[Tensor] {
         &self.parts.dense
     }
 
-    /// Labels in the user's order.
+    /// The labels, in the user's order.
     pub fn labels(&self) -> &[Tensor] {
         &self.parts.labels
     }
@@ -111,7 +111,7 @@ impl Batch {
         self.parts.meta.as_deref()
     }
 
-    /// The duration of its deduplication.
+    /// The time that the deduplication of its features took.
     pub(crate) fn deduplication(&self) -> Duration {
         self.id_features().iter().map(IdFeature::spent).sum()
     }
@@ -131,7 +131,7 @@ fn check_counts(counts: [usize; 3]) -> Result<(), Error> {
     Ok(())
 }
 
-/// The number of samples of every part.
+/// The number of samples, on which all parts must agree.
 fn common_size(parts: &BatchParts) -> Result<usize, Error> {
     let mut sizes: Vec<(String, usize)> = Vec::new();
     sizes.extend(parts.batch_size.map(|size| ("batch_size".to_owned(), size)));

@@ -8,27 +8,27 @@ pub(crate) struct Occurrences {
 }
 
 impl Occurrences {
-    /// Occurrences from the lists that [`group`] returns.
+    /// Create occurrences from the lists that [`group`] returns.
     pub(crate) fn new(starts: Vec<u32>, samples: Vec<u32>) -> Self {
         Self { starts, samples }
     }
 
-    /// `unique + 1` offsets into [`Self::samples`].
+    /// The starts of the unique ids' samples, as `unique + 1` offsets into [`Self::samples`].
     pub(crate) fn starts(&self) -> &[u32] {
         &self.starts
     }
 
-    /// Samples, unique id after unique id.
+    /// The samples, ordered by unique id.
     pub(crate) fn samples(&self) -> &[u32] {
         &self.samples
     }
 
-    /// Returns the starts and the samples, to reuse their memory.
+    /// Return the starts and the samples, so that their memory can be reused.
     pub(crate) fn into_parts(self) -> [Vec<u32>; 2] {
         [self.starts, self.samples]
     }
 
-    /// Rebuild from the unique id and the sample of each occurrence in batch order.
+    /// Create occurrences from the unique id and the sample of each occurrence, in batch order.
     pub(crate) fn group(unique: usize, inverse: &[u32], samples: impl Iterator<Item = u32>) -> Self {
         let mut starts = vec![0u32; unique + 1];
         for &id in inverse {
@@ -40,10 +40,10 @@ impl Occurrences {
     }
 }
 
-/// Order `samples` by unique id into `grouped`: a counting sort that keeps batch order.
+/// Sort `samples` by unique id into `grouped`, with a counting sort that keeps batch order.
 ///
-/// `ends[unique - first]` is the id's count before the call, and the end of its samples afterwards. The samples of the
-/// first id start at `start`.
+/// Before the call, `ends[unique - first]` is the number of samples of an id; afterwards, it is the end of its
+/// samples. The samples of the first id start at `start`.
 pub(crate) fn group(
     first: u32,
     uniques: &[u32],

@@ -4,7 +4,7 @@ use persia_types::limits::MAX_NAME_BYTES;
 
 use crate::error::Error;
 
-/// Element type of a [`Tensor`].
+/// The element type of a [`Tensor`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Dtype {
@@ -30,7 +30,7 @@ impl Dtype {
     const ALL: [Self; 8] =
         [Self::Bool, Self::I8, Self::I16, Self::I32, Self::I64, Self::U8, Self::F32, Self::F64];
 
-    /// Bytes of one element.
+    /// The size of one element, in bytes.
     pub fn size(self) -> usize {
         match self {
             Self::Bool | Self::I8 | Self::U8 => 1,
@@ -40,12 +40,13 @@ impl Dtype {
         }
     }
 
-    /// The type with this discriminant, if there is one.
+    /// The type with the given discriminant, if any.
     pub fn from_code(code: u8) -> Option<Self> {
         Self::ALL.get(usize::from(code)).copied()
     }
 
-    /// One element as a number; `bytes` are exactly [`Self::size`]. Large 64-bit integers are rounded.
+    /// Read one element as a number. `bytes` has exactly [`Self::size`] bytes. Large 64-bit integers are
+    /// rounded.
     fn value(self, bytes: &[u8]) -> f64 {
         fn array<const N: usize>(bytes: &[u8]) -> [u8; N] {
             std::array::from_fn(|i| bytes[i])
@@ -62,10 +63,10 @@ impl Dtype {
     }
 }
 
-/// The largest number of axes of a tensor.
+/// The maximum number of axes of a tensor.
 pub(crate) const MAX_AXES: usize = 8;
 
-/// A contiguous tensor whose first axis is the sample.
+/// A contiguous tensor, whose first axis is the sample.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tensor {
     name: Option<String>,
@@ -75,11 +76,11 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// Take `bytes` as a row-major, little-endian tensor.
+    /// Create a tensor from row-major, little-endian `bytes`.
     ///
     /// # Errors
-    /// [`Error::BadTensor`] when the bytes do not fill the shape exactly, there is no axis, a bool is neither
-    /// 0 nor 1, or the name is too long.
+    /// [`Error::BadTensor`] if the bytes do not fill the shape exactly, there is no axis, a bool is neither 0
+    /// nor 1, or the name is too long.
     pub fn new(name: Option<String>, dtype: Dtype, shape: Vec<usize>, bytes: Vec<u8>) -> Result<Self, Error> {
         let tensor = Self { name, dtype, shape, bytes };
         let bad = |what: String| Err(Error::BadTensor { tensor: tensor.label("tensor", 0), what });
@@ -99,27 +100,27 @@ impl Tensor {
         Ok(tensor)
     }
 
-    /// Its name, if it has one.
+    /// The name, if any.
     pub fn name(&self) -> Option<&str> {
         self.name.as_deref()
     }
 
-    /// Element type.
+    /// The element type.
     pub fn dtype(&self) -> Dtype {
         self.dtype
     }
 
-    /// The shape; the first axis is the sample.
+    /// The shape. The first axis is the sample.
     pub fn shape(&self) -> &[usize] {
         &self.shape
     }
 
-    /// The elements, row-major and little-endian.
+    /// The elements, in row-major order and little-endian.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
 
-    /// The name in messages.
+    /// The name for messages.
     pub(crate) fn label(&self, kind: &str, index: usize) -> String {
         match &self.name {
             Some(name) => format!("{kind} {name:?}"),
@@ -129,7 +130,7 @@ impl Tensor {
 
     /// The first element that is NaN or infinite: (row, column, value).
     pub(crate) fn first_nonfinite(&self) -> Option<(usize, usize, f64)> {
-        // A cheap pass detects such an element; only then its position is searched.
+        // A fast pass detects such an element; its position is searched only after that.
         let finite = match self.dtype {
             Dtype::F32 => all_finite::<4>(&self.bytes, |b| f32::from_le_bytes(b).is_finite()),
             Dtype::F64 => all_finite::<8>(&self.bytes, |b| f64::from_le_bytes(b).is_finite()),

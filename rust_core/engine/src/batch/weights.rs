@@ -1,23 +1,23 @@
-//! Per-sample weights: the factor of each occurrence's row before the rows of a sample are summed.
+//! Per-sample weights: the factors by which the rows of a sample are multiplied before they are summed.
 
 use crate::batch::occurrences::Occurrences;
 use crate::error::Error;
 use crate::memory::FeatureMemory;
 
-/// The weights of one feature, in both orders.
+/// The weights of one feature, in two orders.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Weights {
     /// The weight of each occurrence in batch order, for pooling.
     in_order: Vec<f32>,
-    /// The same weights, unique id after unique id, each in batch order, for the segment sum.
+    /// The same weights for the segment sum: ordered by unique id, and in batch order for each id.
     grouped: Vec<f32>,
 }
 
 impl Weights {
-    /// `inverse` is that of the feature: for each occurrence, the index of its unique id.
+    /// Create the weights of a feature. `inverse` is, for each occurrence, the index of its unique id.
     ///
     /// # Errors
-    /// [`Error::BadFeature`] when there is not one finite weight per occurrence.
+    /// [`Error::BadFeature`] unless there is one finite weight per occurrence.
     pub(crate) fn new(
         feature: &str,
         in_order: &[f32],
@@ -28,7 +28,7 @@ impl Weights {
         let bad = |what: String| Err(Error::BadFeature { feature: feature.into(), what });
         if in_order.len() != inverse.len() {
             return bad(format!(
-                "{} weights for {} ids; give one weight per id",
+                "{} weights for {} ids; pass one weight per id",
                 in_order.len(),
                 inverse.len()
             ));
@@ -57,7 +57,7 @@ impl Weights {
         &self.grouped
     }
 
-    /// Returns the weights in both orders, to reuse their memory.
+    /// Return the weights in both orders, so that their memory can be reused.
     pub(crate) fn into_parts(self) -> [Vec<f32>; 2] {
         [self.in_order, self.grouped]
     }

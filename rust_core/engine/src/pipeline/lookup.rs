@@ -1,11 +1,15 @@
-//! The look-up thread of one pipeline: takes batches in order, waits for the staleness window, looks up, pools.
+//! The look-up thread of one pipeline. It takes batches in order, waits for the staleness window, looks up rows
+//! and pools them.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use persia_types::tables::Mode;
+use persia_types::token::Token;
+use persia_types::trace::{self, Stage as TracedStage};
 
 use crate::batch::Batch;
+use crate::error::Error;
 use crate::pipeline::scheduler::{QueueItem, Ready, Scheduler, StreamEnd, WorkerState};
 use crate::pipeline::staleness::Stage;
 use crate::pipeline::ticket::PooledBatch;
@@ -15,13 +19,13 @@ use crate::step::output::Forward;
 use crate::step::plan::Plan;
 use crate::step::{forward, plan};
 
-/// The times of a batch before its look-up.
+/// The times that a batch spent before its look-up.
 struct Before {
     plan: Duration,
     staleness_wait: Duration,
 }
 
-/// Serve a queue until its stream ends, it is closed, or the engine fails.
+/// Serve a queue until its stream ends, the queue is closed, or the engine fails.
 pub(crate) fn run(scheduler: &Arc<Scheduler>, queue: u64) {
     while let Some(item) = take(scheduler, queue) {
         match item {
@@ -35,7 +39,7 @@ pub(crate) fn run(scheduler: &Arc<Scheduler>, queue: u64) {
     }
 }
 
-/// The next item, as soon as it may be looked up; `None` if the queue was closed or the engine has failed.
+/// Wait for the next item that may be looked up. Returns None if the queue was closed or the engine has failed.
 fn take(scheduler: &Scheduler, queue: u64) -> Option<QueueItem> {
     let mut state = scheduler.lock();
     loop {
@@ -60,9 +64,9 @@ fn take(scheduler: &Scheduler, queue: u64) -> Option<QueueItem> {
     }
 }
 
-/// Look up a batch; false if the thread should end.
+/// Look up a batch. Returns false if the thread must end.
 fn serve(scheduler: &Arc<Scheduler>, queue: u64, batch: Arc<Batch>) -> bool {
-    let mut watch = Stopwatch::start();
+    let (started, mut watch) = (Instant::now(), Stopwatch::start());
     let next = scheduler.lock().next_seq;
     let plan = match guarded("look-up", next, || plan(&scheduler.context, &batch)) {
         Ok(plan) => plan,
@@ -79,6 +83,11 @@ fn serve(scheduler: &Arc<Scheduler>, queue: u64, batch: Arc<Batch>) -> bool {
         let device = scheduler.context.device.as_deref();
         forward(&scheduler.context, device, (&batch, &plan), scheduler.context.token(step), mode)
     });
+    let token = scheduler.context.token(step);
+    tracing::debug!(%token, step, rank = token.rank, ?mode, failed = looked.is_err(), "looked up");
+    if mode == Mode::Train {
+        report(token, started, &before, &looked);
+    }
     match looked {
         Ok(looked) => hand_over(scheduler, queue, step, batch, plan, before, looked),
         Err(error) => {
@@ -88,9 +97,32 @@ fn serve(scheduler: &Arc<Scheduler>, queue: u64, batch: Arc<Batch>) -> bool {
     }
 }
 
-/// Wait until the staleness window has space, and take the number of the next step; `None` as in [`take`].
+/// Report the times of a look-up, if its step is traced.
+fn report(token: Token, started: Instant, before: &Before, looked: &Result<Forward, Error>) {
+    let Some(recorder) = trace::recorder_of(token) else { return };
+    let mut start = started;
+    let mut stage = |stage, spent: Duration, failed| {
+        recorder.record(token, stage, start, start + spent, failed);
+        start += spent;
+    };
+    stage(TracedStage::Plan, before.plan, false);
+    stage(TracedStage::StalenessWait, before.staleness_wait, false);
+    match looked {
+        Ok(done) => {
+            stage(TracedStage::LookUp, done.lookup, false);
+            stage(TracedStage::Pool, done.pool, false);
+        }
+        Err(_) => {
+            let spent = started.elapsed().saturating_sub(before.plan + before.staleness_wait);
+            stage(TracedStage::LookUp, spent, true);
+        }
+    }
+}
+
+/// Wait until the staleness window has space. Returns the number of the next step; None as for [`take`].
 ///
-/// A batch that is not for training needs no space, but in a reproducible run it waits until no push is in flight.
+/// A batch that is not for training needs no space in the window, but in a reproducible run it waits until no push
+/// is in flight.
 fn admit(scheduler: &Scheduler, queue: u64, trains: bool) -> Option<u64> {
     let mut state = scheduler.lock();
     loop {
@@ -118,7 +150,7 @@ fn admit(scheduler: &Scheduler, queue: u64, trains: bool) -> Option<u64> {
     }
 }
 
-/// Pass a batch that was looked up to `next`; false if the queue was closed in the meantime.
+/// Pass a batch that was looked up to `next`. Returns false if the queue was closed in the meantime.
 fn hand_over(
     scheduler: &Arc<Scheduler>,
     queue: u64,
@@ -138,7 +170,7 @@ fn hand_over(
     let ready = Ready { step, batch, outputs, on_device, report, plan: trains.then_some(plan) };
     let Some(own) = state.queues.get_mut(&queue) else {
         drop(state);
-        drop(PooledBatch::new(scheduler, ready)); // without the lock, which its ticket takes
+        drop(PooledBatch::new(scheduler, ready)); // without the lock, because its ticket takes the lock
         return false;
     };
     own.ready.push_back(ready);

@@ -1,4 +1,4 @@
-//! [`Pipeline`]: one stream of batches, with feed, next and close.
+//! [`Pipeline`]: one stream of batches, with the methods feed, next and close.
 
 mod lookup;
 pub(crate) mod push;
@@ -26,13 +26,13 @@ use crate::pipeline::worker::{join, spawn};
 /// The result of [`Pipeline::feed`].
 #[derive(Debug)]
 pub enum FeedOutcome {
-    /// It is in the queue.
+    /// The batch is in the queue.
     Accepted,
-    /// The queue was full for the whole timeout; the batch is returned.
+    /// The queue was full until the timeout. The batch is returned.
     Pending {
         /// The batch, which can be fed again.
         batch: Arc<Batch>,
-        /// The event for which the call waited.
+        /// What the call was waiting for.
         wait: Wait,
     },
 }
@@ -42,18 +42,18 @@ pub enum FeedOutcome {
 pub enum Next {
     /// The next batch, after its look-up.
     Ready(Box<PooledBatch>),
-    /// The source has ended and every batch was returned.
+    /// The source has ended, and all batches were returned.
     End,
-    /// The timeout passed first.
+    /// The timeout passed. The value says what the call was waiting for.
     Pending(Wait),
 }
 
-/// One stream of batches. One thread feeds it, another takes batches from it, and its own thread looks them up in
-/// between.
+/// One stream of batches. One thread feeds batches, another takes them, and the pipeline's look-up thread looks them
+/// up in between.
 ///
-/// Dropping it closes it: batches that were not taken are dropped, and its thread is joined.
+/// Dropping a pipeline closes it: batches that were not taken are dropped, and the look-up thread is joined.
 pub struct Pipeline {
-    /// Keeps the push thread alive.
+    /// The push thread, which is kept alive.
     pusher: Arc<PushThread>,
     queue: u64,
     worker: Mutex<Option<JoinHandle<()>>>,
@@ -70,16 +70,16 @@ impl Pipeline {
             state.queues.insert(queue, BatchQueue::default());
             queue
         };
-        // From here on, a failure drops the pipeline and thereby removes the queue.
+        // From here on, a failure drops the pipeline, which removes the queue.
         let pipeline = Self { pusher, queue, worker: Mutex::new(None) };
         *pipeline.worker.lock() = Some(spawn("look-up", move || lookup::run(&scheduler, queue))?);
         Ok(pipeline)
     }
 
-    /// Queue a batch; waits while the queue is full.
+    /// Queue a batch. Waits while the queue is full.
     ///
     /// # Errors
-    /// [`Error::Closed`] after the end, or what stopped the pipeline or the engine.
+    /// [`Error::Closed`] after the end of the data; the failure that stopped the pipeline or the engine.
     pub fn feed(&self, batch: impl Into<Arc<Batch>>, timeout: Duration) -> Result<FeedOutcome, Error> {
         let batch = batch.into();
         let scheduler = self.scheduler();
@@ -101,20 +101,21 @@ impl Pipeline {
         }
     }
 
-    /// Report the end of the source: after the queued batches, `next` returns [`Next::End`].
+    /// Report the end of the source. After the queued batches, `next` returns [`Next::End`].
     pub fn end_of_data(&self) {
         self.end(StreamEnd::Done);
     }
 
-    /// Report a failure of the source: after the queued batches, `next` returns this error.
+    /// Report a failure of the source. After the queued batches, `next` returns this error.
     pub fn fail(&self, error: Arc<dyn std::error::Error + Send + Sync>) {
         self.end(StreamEnd::Failed(Error::Source(error)));
     }
 
-    /// The next batch, in the order they were fed. When `reproducible`, its look-up starts only now.
+    /// Return the next batch, in the order in which batches were fed. In a reproducible run, its look-up starts only
+    /// now.
     ///
     /// # Errors
-    /// What stopped the source, the pipeline or the engine; [`Error::Closed`].
+    /// [`Error::Closed`]; the failure that stopped the source, the pipeline or the engine.
     pub fn next(&self, timeout: Duration) -> Result<Next, Error> {
         let scheduler = self.scheduler();
         let deadline = deadline(timeout);
@@ -147,12 +148,11 @@ impl Pipeline {
         }
     }
 
-    /// Whether `next` will return a batch; false after the last. It starts no look-up, so that ranks which take turns
-    /// can agree on a step before any of them starts it. `None` if the timeout passed before the source returned a
-    /// batch or ended.
+    /// Whether `next` will return a batch. This starts no look-up, so that ranks that take turns can agree on a step
+    /// before any of them starts it. Returns None if the timeout passed before the source provided a batch or ended.
     ///
     /// # Errors
-    /// As [`Self::next`].
+    /// Those of [`Self::next`].
     pub fn has_next(&self, timeout: Duration) -> Result<Option<bool>, Error> {
         let scheduler = self.scheduler();
         let deadline = deadline(timeout);
@@ -179,11 +179,11 @@ impl Pipeline {
         }
     }
 
-    /// Close early. Batches that were not taken are dropped, and their steps leave the staleness window; a look-up that
-    /// has started is waited for. Tickets already handed out stay valid.
+    /// Close the pipeline early. Waits for a look-up that has started. Batches that were not taken are dropped, and
+    /// their steps leave the staleness window. Tickets that were returned stay valid.
     pub fn close(&self) {
         let queue = self.scheduler().lock().queues.remove(&self.queue);
-        // Without the lock, which their tickets take when they are dropped.
+        // Drop the batches without the lock, because their tickets take the lock.
         for ready in queue.into_iter().flat_map(|queue| queue.ready) {
             drop(PooledBatch::new(self.scheduler(), ready));
         }
@@ -196,7 +196,7 @@ impl Pipeline {
         &self.pusher.scheduler
     }
 
-    /// This pipeline's queue while it accepts batches.
+    /// This pipeline's queue, if it accepts batches.
     fn open_queue<'a>(&self, state: &'a mut State) -> Result<&'a mut BatchQueue, Error> {
         state.check()?;
         let queue = state.queues.get_mut(&self.queue).ok_or(CLOSED)?;

@@ -1,10 +1,13 @@
-//! The push thread: gradients become acknowledged pushes, in the order of their steps.
+//! The push thread: pushes gradients in the order of their steps, and waits for each acknowledgement.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::thread::JoinHandle;
+use std::time::Instant;
 
 use persia_types::tables::PushReport;
+use persia_types::token::Token;
+use persia_types::trace::{self, Stage};
 
 use crate::context::Context;
 use crate::error::Error;
@@ -14,7 +17,7 @@ use crate::pipeline::worker::{guarded, join, spawn};
 use crate::step::backward;
 use crate::step::gradients::Backward;
 
-/// The push thread of one engine. When it is dropped, it pushes the queued gradients and ends.
+/// The push thread of one engine. When this is dropped, the thread pushes the queued gradients and ends.
 pub(crate) struct PushThread {
     pub(crate) scheduler: Arc<Scheduler>,
     handle: Option<JoinHandle<()>>,
@@ -37,34 +40,51 @@ impl Drop for PushThread {
     }
 }
 
-/// The push thread: one push after the other, in the order of the queue.
+/// The loop of the push thread: one push after another, in the order of the queue.
 fn run(scheduler: &Scheduler) {
     let mut overflows = Overflows::default();
     while let Some(job) = next_job(scheduler) {
-        let step = job.step;
+        let (step, started) = (job.step, Instant::now());
+        let token = scheduler.context.token(step);
         let result = guarded("push", step, || {
             let PushJob { batch, plan, gradients, options, .. } = job;
-            backward(&scheduler.context, (&batch, &plan), scheduler.context.token(step), gradients, options)
+            backward(&scheduler.context, (&batch, &plan), token, gradients, options)
         });
+        report(token, started, &result);
         match result {
             Ok(done) => {
+                tracing::debug!(%token, step, rank = token.rank, rows = done.report.rows_applied, "pushed");
                 overflows.log(&scheduler.context, step, &done.report);
                 acknowledge(scheduler, step, &done);
             }
             Err(error) => scheduler.fail(error), // the step never leaves the window
         }
     }
-    // Gradients of a failed engine may own objects that must not be dropped under the lock.
+    // The gradients left by a failed engine may own objects that must not be dropped under the lock.
     let left: VecDeque<PushJob> = std::mem::take(&mut scheduler.lock().pushes);
     drop(left);
 }
 
-/// Number of steps in which rows were skipped, because the sum of an id's gradients is not finite or too large.
+/// Report the times of a push, if its step is traced.
+fn report(token: Token, started: Instant, result: &Result<Backward, Error>) {
+    let Some(recorder) = trace::recorder_of(token) else { return };
+    match result {
+        Ok(done) => {
+            let summed = started + done.segment_sum;
+            recorder.record(token, Stage::SegmentSum, started, summed, false);
+            recorder.record(token, Stage::Push, summed, summed + done.push, false);
+        }
+        Err(_) => recorder.record(token, Stage::Push, started, Instant::now(), true),
+    }
+}
+
+/// The number of steps at which rows were skipped because the sum of an id's gradients was too large or not finite.
 #[derive(Default)]
 struct Overflows(u64);
 
 impl Overflows {
-    /// Log the first such step, and then each time their number has doubled, because there may be one in every step.
+    /// Log the first such step, and again each time their number has doubled, because every step may be such a
+    /// step.
     fn log(&mut self, context: &Context, step: u64, report: &PushReport) {
         let Some((table, id)) = report.first_nonfinite else { return };
         self.0 += 1;

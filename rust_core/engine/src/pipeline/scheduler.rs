@@ -1,7 +1,7 @@
-//! [`Scheduler`]: the lock under which callers and worker threads agree on the next step.
+//! [`Scheduler`]: the lock with which callers and worker threads agree on the next step.
 //!
-//! Every pipeline has a queue of batches. The staleness window, pushes and the first failure belong to the engine, so
-//! that a ticket may outlive its pipeline and K applies to all pipelines together.
+//! Every pipeline has a queue of batches. The staleness window, the pushes and the first failure belong to the engine,
+//! so a ticket may outlive its pipeline, and K applies to all pipelines together.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -36,28 +36,28 @@ pub(crate) struct Scheduler {
 /// The state that the lock protects.
 pub(crate) struct State {
     pub(crate) window: StalenessWindow,
-    /// Sequence number of the next training look-up.
+    /// The sequence number of the next training look-up.
     pub(crate) next_seq: u64,
     /// The latest step that was returned to the caller.
     pub(crate) step: u64,
     pub(crate) pushes: VecDeque<PushJob>,
     pub(crate) queues: BTreeMap<u64, BatchQueue>,
     pub(crate) next_queue: u64,
-    /// The first failure of a worker; every later call returns it.
+    /// The first failure of a worker, which every later call returns.
     pub(crate) failed: Option<Error>,
     /// Whether no look-up may start.
     pub(crate) paused: bool,
-    /// Whether the engine was dropped. Queued gradients are then still pushed, but no others are accepted.
+    /// Whether the engine was dropped. Queued gradients are then still pushed, but no more are accepted.
     pub(crate) stopping: bool,
     pub(crate) stats: EngineStats,
 }
 
-/// One pipeline's batches.
+/// The batches of one pipeline.
 #[derive(Default)]
 pub(crate) struct BatchQueue {
     pub(crate) fed: VecDeque<QueueItem>,
     pub(crate) ready: VecDeque<Ready>,
-    /// The result of `next` once `ready` is empty.
+    /// The result of `next` when `ready` is empty.
     pub(crate) end: Option<StreamEnd>,
     /// Whether no more batches are accepted.
     pub(crate) closed: bool,
@@ -82,9 +82,9 @@ pub(crate) enum StreamEnd {
 pub(crate) enum WorkerState {
     #[default]
     Idle,
-    /// It has a batch, and plans its look-up.
+    /// The thread has a batch and plans its look-up.
     Planning,
-    /// It has a batch, and waits for space in the staleness window.
+    /// The thread has a batch and waits for space in the staleness window.
     AwaitingWindow,
     LookingUp(u64),
 }
@@ -96,7 +96,7 @@ pub(crate) struct Ready {
     pub(crate) outputs: Vec<Output>,
     pub(crate) on_device: Option<OnDevice>,
     pub(crate) report: LookupReport,
-    /// The plan of the push of its gradients, for a training batch.
+    /// For a training batch, the plan, which the push of its gradients needs.
     pub(crate) plan: Option<Plan>,
 }
 
@@ -146,7 +146,7 @@ impl Scheduler {
         self.workers.wait(state);
     }
 
-    /// Block a caller; false once the deadline has passed.
+    /// Block a caller. Returns false once the deadline has passed.
     pub(crate) fn caller_waits(&self, state: &mut MutexGuard<'_, State>, deadline: Instant) -> bool {
         !self.callers.wait_until(state, deadline).timed_out()
     }
@@ -158,7 +158,7 @@ impl Scheduler {
         self.wake_callers();
     }
 
-    /// Let a step leave the staleness window.
+    /// Remove a step from the staleness window.
     pub(crate) fn release(&self, step: u64) {
         self.lock().window.leave(step);
         self.wake_workers();
@@ -167,12 +167,12 @@ impl Scheduler {
 }
 
 impl State {
-    /// The first failure of a worker, if one failed.
+    /// Return the first failure of a worker, if any.
     pub(crate) fn check(&self) -> Result<(), Error> {
         self.failed.clone().map_or(Ok(()), Err)
     }
 
-    /// What a drain waits for: a push, and while look-ups are paused, a look-up that has started.
+    /// What a drain waits for: a push or, while look-ups are paused, a look-up that has started.
     pub(crate) fn in_flight(&self) -> Option<Wait> {
         let push = self.window.oldest_at(Stage::Pushing).map(|step| Wait::Push { step });
         let looking = || self.window.oldest_at(Stage::LookingUp).filter(|_| self.paused);
@@ -190,8 +190,8 @@ impl State {
         }
     }
 
-    /// The step that will leave the window next. A step that waits for the caller is returned only if no other step
-    /// makes progress.
+    /// What the window waits for: the step that will leave it next. A step that waits for the caller is returned only
+    /// if no other step makes progress.
     fn window_waits_for(&self) -> Wait {
         if let Some(step) = self.window.oldest_at(Stage::Pushing) {
             Wait::Push { step }
@@ -207,7 +207,7 @@ impl State {
     }
 }
 
-/// The deadline of a wait that may take `timeout`.
+/// The deadline of a wait that may take as long as `timeout`.
 pub(crate) fn deadline(timeout: Duration) -> Instant {
     const LONGEST: Duration = Duration::from_secs(24 * 3600); // an Instant may overflow; callers can repeat the wait
     Instant::now() + timeout.min(LONGEST)

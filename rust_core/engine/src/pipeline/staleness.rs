@@ -1,8 +1,9 @@
-//! [`StalenessWindow`]: the training steps between their look-up and the acknowledgement of their push.
+//! [`StalenessWindow`]: the training steps that are between their look-up and the acknowledgement of their
+//! push.
 
 use std::collections::BTreeMap;
 
-/// The stage of a training batch between its look-up and the acknowledgement of its push.
+/// The stage of a training batch that is between its look-up and the acknowledgement of its push.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Stage {
     /// Being looked up, in the look-up thread.
@@ -11,11 +12,12 @@ pub(crate) enum Stage {
     Ready,
     /// Taken by the caller; its ticket is neither pushed nor dropped.
     Taken,
-    /// Passed to the push thread and not acknowledged. A failed push never leaves this stage.
+    /// Passed to the push thread, but not acknowledged. A failed push never leaves this stage.
     Pushing,
 }
 
-/// At most K steps between look-up and acknowledgement, so that a look-up misses at most K - 1 of the rank's pushes.
+/// A window of at most K steps between look-up and acknowledgement, so that a look-up misses at most K - 1 of
+/// the rank's pushes.
 #[derive(Debug)]
 pub(crate) struct StalenessWindow {
     limit: usize,
@@ -32,7 +34,7 @@ impl StalenessWindow {
         self.steps.len() < self.limit
     }
 
-    /// Add `step`; the caller has checked that there is space.
+    /// Add `step`. The caller has checked that there is space.
     pub(crate) fn enter(&mut self, step: u64) {
         debug_assert!(self.has_room());
         self.max_staleness = self.max_staleness.max(self.steps.len());
@@ -58,7 +60,7 @@ impl StalenessWindow {
         self.steps.len()
     }
 
-    /// The largest number of steps in the window when another step was added.
+    /// The maximum number of steps that were in the window when another step was added.
     pub(crate) fn max_staleness(&self) -> usize {
         self.max_staleness
     }

@@ -1,4 +1,4 @@
-//! [`PooledBatch`]: a batch with its vectors, and the ticket to push its gradients.
+//! [`PooledBatch`]: a batch with its vectors, and the ticket with which its gradients are pushed.
 
 use std::fmt;
 use std::sync::Arc;
@@ -18,17 +18,17 @@ use crate::step::plan::Plan;
 /// A batch with its pooled rows.
 #[derive(Debug)]
 pub struct PooledBatch {
-    /// The rank's step; for a batch that is not for training, the next training step.
+    /// The rank's step. For a batch that is not for training, it is the next training step.
     pub step: u64,
-    /// Shared with the ticket.
+    /// The batch, which the ticket shares.
     pub batch: Arc<Batch>,
     /// The outputs, one for each id feature in the batch's order.
     pub outputs: Vec<Output>,
-    /// The vectors, if the engine has a device; those of `outputs` are then empty.
+    /// The vectors, if the engine has a device. The vectors of `outputs` are then empty.
     pub on_device: Option<OnDevice>,
     /// The report of the look-up.
     pub report: LookupReport,
-    /// The ticket to push gradients; `None` for a batch that is not for training.
+    /// The ticket with which gradients are pushed; None for a batch that is not for training.
     pub ticket: Option<PushTicket>,
 }
 
@@ -44,15 +44,16 @@ impl PooledBatch {
     }
 }
 
-/// The permission to push the gradients of one step, which is in the staleness window. If the ticket is dropped unused,
-/// the step leaves the window.
+/// The permission to push the gradients of one step. The step is in the staleness window; if the ticket is dropped
+/// unused, the step leaves the window.
 ///
-/// Where ranks take turns ([`EngineOptions::takes_turns`](crate::EngineOptions::takes_turns)) a ticket dropped unused
-/// makes an empty push, because the next rank waits for it. The step then leaves the window with the acknowledgement.
+/// If ranks take turns ([`EngineOptions::takes_turns`](crate::EngineOptions::takes_turns)), dropping a ticket unused
+/// makes an empty push, because the next rank waits for the push. The step then leaves the window when that push is
+/// acknowledged.
 pub struct PushTicket {
     scheduler: Arc<Scheduler>,
     step: u64,
-    /// Taken by `push`.
+    /// The batch and its plan, which `push` takes.
     work: Option<(Arc<Batch>, Plan)>,
 }
 
@@ -68,36 +69,36 @@ impl PushTicket {
         self.step
     }
 
-    /// Queue gradients, one per id feature in the batch's order, and return without waiting.
+    /// Queue gradients, one per id feature in the batch's order, without waiting for the push.
     ///
     /// A feature without a gradient is not updated. The step leaves the staleness window when the push is acknowledged.
     ///
     /// # Errors
-    /// [`Error::BadGradient`] and [`Error::BadOption`] (nothing is pushed, and the step leaves the window),
-    /// [`Error::Closed`] when the engine was dropped, or the failure that stopped it.
+    /// [`Error::BadGradient`] and [`Error::BadOption`], after which nothing is pushed and the step leaves the window;
+    /// [`Error::Closed`] if the engine was dropped; the failure that stopped the engine.
     pub fn push(self, gradients: Vec<Option<Gradient>>, options: PushOptions) -> Result<(), Error> {
         self.check(&gradients, options)?;
         self.hand_over(PushGradients::OnHost(gradients), options)
     }
 
-    /// Like [`Self::push`], with gradients that the engine's device sums; every id feature has one. They are multiplied
-    /// by [`Self::gradient_scale`] already; `options.scale` is ignored.
+    /// Like [`Self::push`], with gradients that the engine's device sums. Every id feature must have a gradient. The
+    /// gradients must already be multiplied by [`Self::gradient_scale`]; `options.scale` is ignored.
     ///
     /// # Errors
-    /// As [`Self::push`].
+    /// Those of [`Self::push`].
     pub fn push_summed(self, gradients: Box<dyn DeviceGradients>, options: PushOptions) -> Result<(), Error> {
         options.check()?;
         self.hand_over(PushGradients::OnDevice(gradients), options)
     }
 
-    /// The factor of every summed gradient, in addition to the options' scale.
+    /// The factor of every summed gradient, in addition to [`PushOptions::scale`].
     pub fn gradient_scale(&self) -> f32 {
         self.scheduler.context.gradient_scale
     }
 
     fn hand_over(mut self, gradients: PushGradients, options: PushOptions) -> Result<(), Error> {
         let mut state = self.scheduler.lock();
-        // Dropping the ticket takes the lock again, so `?` must not return early under the lock.
+        // Dropping the ticket takes the lock, so this must not return with `?` while it holds the lock.
         if let Some(error) = state.failed.clone() {
             drop(state);
             return Err(error);
@@ -128,7 +129,7 @@ impl PushTicket {
             let (feature, found) = (plan.feature(batch, index), gradient.as_ref().as_ref().len());
             if found != feature.samples() * dim {
                 let want = format!("{} samples or places of {dim}", feature.samples());
-                return bad(format!("{:?} has {found} floats, want {want}", feature.name()));
+                return bad(format!("{:?} has {found} floats, expected {want}", feature.name()));
             }
         }
         options.check()

@@ -1,8 +1,8 @@
-//! [`Wait`]: the event that a call was waiting for when it timed out.
+//! [`Wait`]: what a call was waiting for when it timed out.
 
 use std::fmt;
 
-/// The event that a call waits for. Steps are those of this rank.
+/// What a call waits for. Steps are those of this rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wait {
     /// A batch from the source.
@@ -17,12 +17,12 @@ pub enum Wait {
         /// The step.
         step: u64,
     },
-    /// The caller, which has to push or drop the ticket of this step.
+    /// The caller, which must push or drop the ticket of this step.
     Gradients {
         /// The step.
         step: u64,
     },
-    /// The caller, which has to call `next` for this step, whose look-up is complete.
+    /// The caller, which must call `next` for this step. Its look-up is complete.
     Taking {
         /// The step.
         step: u64,

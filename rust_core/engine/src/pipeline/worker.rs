@@ -1,4 +1,4 @@
-//! Worker threads: start, end, and panics that become errors.
+//! Worker threads: starts them, joins them, and turns their panics into errors.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -6,7 +6,7 @@ use std::thread::JoinHandle;
 
 use crate::error::Error;
 
-/// Run `work`; a panic becomes an error, because a thread would otherwise end without one.
+/// Run `work`, and turn a panic into an error. Otherwise the thread would end silently.
 pub(crate) fn guarded<T>(
     worker: &'static str,
     step: u64,
@@ -32,12 +32,13 @@ pub(super) fn spawn(
         .map_err(|source| Error::Spawn { worker, source: source.into() })
 }
 
-/// Wait for the end of a worker, unless this thread *is* the worker: a gradient's destructor may drop the engine.
+/// Wait for the end of a worker, unless this thread *is* the worker. That can happen, because a gradient's
+/// destructor may drop the engine.
 pub(super) fn join(worker: Option<JoinHandle<()>>) {
     if let Some(worker) = worker
         && worker.thread().id() != std::thread::current().id()
     {
-        // `guarded` has already converted panics of the work to errors.
+        // `guarded` has already turned panics of the work into errors.
         let _ = worker.join();
     }
 }

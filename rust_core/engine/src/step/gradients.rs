@@ -1,4 +1,4 @@
-//! Gradients of a push, and the push itself.
+//! The gradients of a push, and the push itself.
 
 use std::time::Duration;
 
@@ -9,18 +9,18 @@ use crate::context::Context;
 use crate::device::DeviceGradients;
 use crate::error::Error;
 
-/// The gradient of one id feature's output, of the same shape, in any memory of the host.
+/// The gradient of one id feature's output. It has the same shape and may be in any host memory.
 pub type Gradient = Box<dyn AsRef<[f32]> + Send>;
 
 /// The gradients of one push.
 pub(crate) enum PushGradients {
-    /// One gradient for each id feature, to be summed here or by the tables.
+    /// One gradient for each id feature, to be summed by the engine or by the tables.
     OnHost(Vec<Option<Gradient>>),
-    /// Summed already.
+    /// Gradients that a device has summed.
     OnDevice(Box<dyn DeviceGradients>),
 }
 
-/// The result of a push and its times.
+/// The result and the times of a push.
 pub(crate) struct Backward {
     pub(crate) report: PushReport,
     pub(crate) segment_sum: Duration,

@@ -1,4 +1,4 @@
-//! The computation of one step: the rows it needs, their pooling, and the gradient of each row.
+//! The computation of one step: which rows it needs, their pooling, and the gradient of each row.
 
 pub(crate) mod gradients;
 mod on_cpu;
@@ -25,7 +25,7 @@ pub(crate) fn plan(context: &Context, batch: &Batch) -> Result<Plan, Error> {
     })
 }
 
-/// Look up the batch and pool it, on the device if there is one.
+/// Look up a batch and pool it, on the device if there is one.
 pub(crate) fn forward(
     context: &Context,
     device: Option<&dyn Device>,

@@ -16,7 +16,7 @@ use crate::step::gradients::{Backward, Gradient, push};
 use crate::step::output::{Forward, Output};
 use crate::step::plan::{Member, Plan, TablePlan};
 
-/// Look up the batch and pool it. Tables that return vectors of samples write them directly to the output.
+/// Look up a batch and pool it. Tables that return vectors of samples write them directly to the output.
 pub(super) fn forward(
     context: &Context,
     (batch, plan): (&Batch, &Plan),
@@ -73,11 +73,11 @@ fn pool(
     persia_kernels::pool(&Pool { rows, dim, bags: Bags { indices, ..bags } }, out);
 }
 
-/// Push the gradients. Features without a gradient are skipped, and so are tables of which no feature has one: a zero
-/// gradient would still decay weights and moments.
+/// Push gradients. Features without a gradient are skipped, and so are tables none of whose features has one, because
+/// a zero gradient would still decay weights and moments.
 ///
-/// The tables sum the gradients of an id while they update its row. Only tables that several features share
-/// are summed here.
+/// The tables sum the gradients of an id while they update its row. Only the gradients of tables that several
+/// features share are summed here.
 pub(super) fn backward(
     context: &Context,
     (batch, plan): (&Batch, &Plan),
@@ -120,9 +120,9 @@ struct Source<'a> {
     gradients: &'a [f32],
     dim: usize,
     csr: Csr<'a>,
-    /// For each index of `csr`, the factor of its gradient; `None` means 1.
+    /// For each index of `csr`, the factor of its gradient; None means 1.
     weights: Option<&'a [f32]>,
-    /// For each sample, the factor of its gradient; `None` means 1.
+    /// For each sample, the factor of its gradient; None means 1.
     factors: Option<Buffer>,
 }
 
@@ -152,7 +152,7 @@ impl<'a> Source<'a> {
     }
 }
 
-/// The summed gradients of a table that several features share: slot after slot, each in batch order.
+/// Sum the gradients of a table that several features share, slot by slot, each in batch order.
 fn sum_shared(
     context: &Context,
     (batch, plan): (&Batch, &Plan),

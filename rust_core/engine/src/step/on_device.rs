@@ -1,5 +1,5 @@
-//! Forward and backward on a device that pools and sums. The tables write rows to its staging memory, and
-//! receive its summed gradients.
+//! Forward and backward on a device, which pools rows and sums gradients. The tables write rows to the device's
+//! staging memory and receive the summed gradients.
 
 use persia_kernels::{Gradients, SegmentSum};
 use persia_types::tables::{LookupRequest, Mode, TableGradients, TableIds};
@@ -15,7 +15,7 @@ use crate::step::gradients::{Backward, push};
 use crate::step::output::{Forward, Output};
 use crate::step::plan::{Plan, TablePlan};
 
-/// Look up the batch, and start to pool it on the device.
+/// Look up a batch, and start to pool it on the device.
 pub(super) fn forward(
     context: &Context,
     device: &dyn Device,
@@ -73,7 +73,8 @@ fn work<'a>(
     }
 }
 
-/// Push the gradients that the device has summed. If the tables pooled a table, its gradients are those of samples.
+/// Push the gradients that the device has summed. For a table that the tables pooled, these are the gradients of
+/// samples.
 pub(super) fn backward(
     context: &Context,
     (batch, plan): (&Batch, &Plan),

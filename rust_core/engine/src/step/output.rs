@@ -10,7 +10,7 @@ use crate::context::Context;
 use crate::device::OnDevice;
 use crate::step::plan::Plan;
 
-/// The result of a look-up and its times.
+/// The result and the times of a look-up.
 pub(crate) struct Forward {
     pub(crate) outputs: Vec<Output>,
     pub(crate) on_device: Option<OnDevice>,
@@ -19,25 +19,26 @@ pub(crate) struct Forward {
     pub(crate) pool: Duration,
 }
 
-/// The vectors of one id feature, 64-byte aligned: pooled, `[batch, dim]`; of a raw feature `[batch, places, dim]`.
+/// The vectors of one id feature, aligned to 64 bytes. The shape is `[batch, dim]` for a pooled feature, and
+/// `[batch, places, dim]` for a raw one.
 #[derive(Debug)]
 pub struct Output {
     slot: usize,
     dim: usize,
-    /// The vectors; empty if a device has them.
+    /// The vectors; empty if they are on a device.
     buffer: Buffer,
     raw: Option<Raw>,
 }
 
-/// The properties of a raw feature in addition to its rows.
+/// What a raw feature has in addition to its rows.
 #[derive(Debug)]
 pub struct Raw {
-    /// The number of positions of a sample: `sample_fixed_size`.
+    /// The number of positions per sample: `sample_fixed_size`.
     pub places: usize,
-    /// `[batch, places]`: whether the position has an id. Rows of empty positions are zeros. The mask is empty if a
-    /// device has it.
+    /// The mask, with the shape `[batch, places]`: whether a position has an id. The rows of empty positions are
+    /// zeros. The mask is empty if it is on a device.
     pub mask: Vec<bool>,
-    /// The number of truncated ids: those after the first `places` of a sample.
+    /// The number of truncated ids: those after the first `places` ids of a sample.
     pub truncated: usize,
 }
 
@@ -77,22 +78,22 @@ impl Output {
         Self { slot, dim: context.dim_of_slot(slot), buffer, raw }
     }
 
-    /// The index of its slot in the schema.
+    /// The index of the feature's slot in the schema.
     pub fn slot(&self) -> usize {
         self.slot
     }
 
-    /// The number of floats of a sample.
+    /// The number of floats per vector.
     pub fn dim(&self) -> usize {
         self.dim
     }
 
-    /// The number of positions, the mask, and the number of truncated ids; `None` for a pooled feature.
+    /// The number of positions, the mask, and the number of truncated ids; None for a pooled feature.
     pub fn raw(&self) -> Option<&Raw> {
         self.raw.as_ref()
     }
 
-    /// The floats alone; their memory is reused after they are dropped.
+    /// Return only the floats. Their memory is reused after they are dropped.
     pub fn into_buffer(self) -> Buffer {
         self.buffer
     }

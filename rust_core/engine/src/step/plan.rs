@@ -1,6 +1,6 @@
 //! The plan of a batch's look-up and push: the slot and table of each feature, and where its rows are pooled.
 //!
-//! Slots that share a table become one request. All decisions are made here, once for look-up and push.
+//! Slots that share a table become one request. All decisions are made here, once for both look-up and push.
 
 use std::sync::Arc;
 
@@ -20,49 +20,49 @@ use crate::error::Error;
 /// The look-up and push of one batch under one schema.
 #[derive(Debug)]
 pub(crate) struct Plan {
-    /// Slot of each feature, in the batch's order.
+    /// The slot of each feature, in the batch's order.
     slots: Vec<usize>,
-    /// For each feature its expansion by its slot; `None` if it is looked up unchanged.
+    /// For each feature, its expansion; None if it is looked up unchanged.
     expanded: Vec<Option<Expanded>>,
-    /// For each feature the divisors of the sums of its samples; `None` means 1.
+    /// For each feature, the divisors of its samples' sums; None means 1.
     divisors: Vec<Option<Buffer>>,
-    /// Tables the batch needs, in the schema's order.
+    /// The tables that the batch needs, in schema order.
     tables: Vec<TablePlan>,
 }
 
-/// One table's part of a request.
+/// The part of a request that concerns one table.
 #[derive(Debug)]
 pub(crate) struct TablePlan {
-    /// Index into the schema's tables.
+    /// The index into the schema's tables.
     pub(crate) table: usize,
-    /// The features that share it, in the order of their slots.
+    /// The features that share the table, in the order of their slots.
     pub(crate) members: Vec<Member>,
-    /// The merged ids of the members; `None` if there is one feature.
+    /// The merged ids of the members; None if there is only one member.
     merged: Option<ShardedIds>,
     answer: Answer,
 }
 
-/// The result of a table's look-up.
+/// The kind of vectors that a table's look-up returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Answer {
-    /// Rows of unique ids, to be pooled by the trainer.
+    /// The rows of unique ids, which the rank pools.
     Rows,
-    /// The row of each sample's one id. A device takes rows of unique ids instead.
+    /// For each sample, the row of its only id. A device takes rows of unique ids instead.
     Gathered,
-    /// Samples, pooled by the [tables](persia_types::Tables::pools): a middleware.
+    /// Samples that the [tables](persia_types::Tables::pools), that is, a middleware, have pooled.
     Pooled,
 }
 
 /// The position of a feature in the request of its table.
 #[derive(Debug)]
 pub(crate) struct Member {
-    /// Index into the batch's id features.
+    /// The index into the batch's id features.
     pub(crate) feature: usize,
-    /// Maps the feature's unique ids to those of the table; `None` if they are the same.
+    /// Maps the feature's unique ids to those of the table; None if they are the same.
     pub(crate) map: Option<Vec<u32>>,
 }
 
-/// Whether the tables pool samples with these bags, for the given numbers of ids and floats:
+/// Returns whether the tables pool samples with these bags, for the given dimension and number of ids. See
 /// [`persia_types::Tables::pools`].
 pub(super) type Pools<'a> = &'a dyn Fn(usize, usize, &Bags<'_>) -> bool;
 
@@ -70,8 +70,8 @@ impl Plan {
     /// Match features with slots, merge features that share a table, and decide where rows are pooled.
     ///
     /// # Errors
-    /// [`Error::FeatureMismatch`] with every name that is not the name of a slot, [`Error::TooLarge`] for too many ids,
-    /// [`Error::BadFeature`] for per-sample weights where nothing is summed.
+    /// [`Error::FeatureMismatch`] with all features that have no slot; [`Error::TooLarge`] for too many ids;
+    /// [`Error::BadFeature`] for per-sample weights of a feature that is not summed.
     pub(super) fn new(
         batch: &Batch,
         schema: &Schema,
@@ -103,7 +103,8 @@ impl Plan {
         Some(buffers.collect(divisors))
     }
 
-    /// A raw feature needs rows: its samples are positions of the original samples, and it has a mask.
+    /// Decide what a table's look-up returns. A raw feature needs rows, because its samples are positions of the
+    /// original samples and it has a mask.
     fn answer(&self, batch: &Batch, schema: &Schema, table: &TablePlan, pools: Pools<'_>) -> Answer {
         let [Member { feature: index, map: None }] = table.members[..] else { return Answer::Rows };
         if schema.slots[self.slots[index]].sample_fixed_size.is_some() {
@@ -117,17 +118,17 @@ impl Plan {
         if pools(dim, ids, &self.bags(batch, index)) { Answer::Pooled } else { Answer::Rows }
     }
 
-    /// The slot of each feature, as an index into those of the schema, in the batch's order.
+    /// The slot of each feature, as an index into the schema's slots, in the batch's order.
     pub(crate) fn slots(&self) -> &[usize] {
         &self.slots
     }
 
-    /// A feature of the batch after the expansion by its slot.
+    /// A feature of the batch, after its expansion.
     pub(crate) fn feature<'a>(&'a self, batch: &'a Batch, index: usize) -> &'a IdFeature {
         self.expanded[index].as_ref().map_or(&batch.id_features()[index], |expanded| &expanded.feature)
     }
 
-    /// The rows of each sample of a feature, by the feature's own unique ids.
+    /// The rows of each sample of a feature, as indices into the feature's unique ids.
     pub(crate) fn bags<'a>(&'a self, batch: &'a Batch, index: usize) -> Bags<'a> {
         let feature = self.feature(batch, index);
         Bags {
@@ -138,13 +139,13 @@ impl Plan {
         }
     }
 
-    /// The factor of each sample's gradient: the reciprocal of its divisor; `None` means 1.
+    /// The factor of each sample's gradient, which is the reciprocal of its divisor; None means 1.
     pub(crate) fn factors(&self, feature: usize, buffers: &Arc<BufferPool>) -> Option<Buffer> {
         let divisors: &[f32] = self.divisors[feature].as_ref()?.as_ref();
         Some(buffers.collect(divisors.iter().map(|divisor| 1.0 / divisor)))
     }
 
-    /// How many ids of a raw feature were truncated, because their samples have more ids than positions.
+    /// The number of ids of a raw feature that were truncated because their samples have more ids than positions.
     pub(crate) fn truncated(&self, feature: usize) -> usize {
         self.expanded[feature].as_ref().map_or(0, |expanded| expanded.truncated)
     }
@@ -153,7 +154,7 @@ impl Plan {
         &self.tables
     }
 
-    /// The tables of the features that got a gradient. The result is not used for look-ups.
+    /// The tables of the features that have a gradient. The result must not be used for look-ups.
     pub(crate) fn tables_of(
         &self,
         batch: &Batch,
@@ -213,12 +214,12 @@ impl TablePlan {
         TableIds { table: self.table, ids: self.ids(plan, batch), per_sample }
     }
 
-    /// Whether the tables pool its samples. Gradients of a device are then those of samples.
+    /// Whether the tables pool the samples. The gradients from a device are then those of samples.
     pub(crate) fn is_pooled(&self) -> bool {
         self.answer == Answer::Pooled
     }
 
-    /// The request of a look-up for vectors in place of rows.
+    /// The request of a look-up for vectors instead of rows.
     pub(crate) fn per_sample<'a>(&self, plan: &'a Plan, batch: &'a Batch) -> Option<PerSample<'a>> {
         match self.answer {
             Answer::Rows => None,
@@ -227,13 +228,13 @@ impl TablePlan {
         }
     }
 
-    /// The request of a look-up for a device, for vectors in place of rows.
+    /// The request of a look-up for a device, for vectors instead of rows.
     pub(crate) fn pooled<'a>(&self, plan: &'a Plan, batch: &'a Batch) -> Option<PerSample<'a>> {
         self.is_pooled().then(|| PerSample::Pooled(plan.bags(batch, self.members[0].feature)))
     }
 }
 
-/// The slot of each feature. A batch need not have all slots.
+/// Find the slot of each feature. A batch need not have features for all slots.
 fn match_slots(features: &[IdFeature], schema: &Schema) -> Result<Vec<usize>, Error> {
     let slots: Vec<Option<usize>> =
         features.iter().map(|feature| schema.slot(feature.name()).map(|(index, _)| index)).collect();

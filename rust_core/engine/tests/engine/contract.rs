@@ -1,4 +1,5 @@
-//! The contract of `Tables` on the plain model, and on models with one defect each, which it must catch.
+//! Runs the contract of `Tables` on the plain model, and on models with one defect each, which the contract
+//! must detect.
 
 use std::sync::Arc;
 

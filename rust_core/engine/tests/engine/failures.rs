@@ -1,4 +1,4 @@
-//! Every later call reports a failure, and nothing is lost silently.
+//! Tests that every later call reports a failure, and that nothing is lost silently.
 
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ fn rigged(rig: impl FnOnce(&mut Rigged)) -> (Arc<Rigged>, Engine) {
     (tables, engine)
 }
 
-/// The first error of `next`, pushing what comes before.
+/// The first error that `next` returns. Earlier batches are pushed.
 fn next_error(pipeline: &Pipeline) -> Error {
     loop {
         match pipeline.next(LONG) {
@@ -38,7 +38,7 @@ fn next_error(pipeline: &Pipeline) -> Error {
     }
 }
 
-/// Every call returns the same error.
+/// Check that every call returns the same error.
 fn assert_sticky(engine: &Engine, pipeline: &Pipeline, is_it: fn(&Error) -> bool) {
     for _ in 0..2 {
         assert!(is_it(&pipeline.next(LONG).unwrap_err()));

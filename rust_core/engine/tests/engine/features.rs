@@ -1,4 +1,5 @@
-//! Raw features, hash stacks and per-sample weights against a model that has only a map from ids to rows.
+//! Compares raw features, hash stacks and per-sample weights with a model that has only a map from ids to
+//! rows.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,13 +12,13 @@ use proptest::prelude::*;
 use crate::plain::PlainTables;
 use crate::support::{LONG, engine, feed, plain, push, ready, reproducible};
 
-/// Ids of a sample, each with its weight.
+/// The ids of a sample, each with its weight.
 type Sample = Vec<(Id, f32)>;
 
 const DIM: usize = 5;
 const WEIGHTED: [&str; 3] = ["weighted", "scaled", "stacked"];
 
-/// Slots of every kind; `weighted` and `scaled` share a table, as do `raw` and `beside`.
+/// A schema with slots of every kind. `weighted` and `scaled` share a table, and so do `raw` and `beside`.
 fn mixed_schema() -> Schema {
     let slot = |name: &str, table| Slot { name: name.into(), table, ..Slot::default() };
     let stack = |rounds, buckets| Some(HashStack { rounds, buckets });
@@ -84,7 +85,7 @@ fn expected_output(slot: &Slot, samples: &[Sample]) -> Vec<f32> {
     vectors(slot, samples).iter().flat_map(vector).collect()
 }
 
-/// Summed gradient per table and row, slot after slot, each in batch order.
+/// The summed gradient of each row of each table, slot by slot, each in batch order.
 fn expected_gradients(
     schema: &Schema,
     lists: &[Vec<Sample>],
@@ -135,7 +136,7 @@ fn lists() -> impl Strategy<Value = Vec<Vec<Sample>>> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Bit for bit, forward and backward, after a round trip through the wire format.
+    /// Forward and backward must be bit-identical, after a round trip through the wire format.
     #[test]
     fn a_step_equals_the_model(lists in lists()) {
         let schema = mixed_schema();

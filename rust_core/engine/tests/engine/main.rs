@@ -1,4 +1,4 @@
-//! The engine as its callers see it, over tables that can be delayed and broken.
+//! Tests of the engine's interface, over tables that can be delayed and made to fail.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "helpers of tests are tests, too")]
 
 mod contract;

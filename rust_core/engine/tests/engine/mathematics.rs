@@ -1,4 +1,4 @@
-//! Pooling and segment sums against explicit formulas, and gradients against finite differences.
+//! Compares pooling and segment sums with explicit formulas, and gradients with finite differences.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use proptest::prelude::*;
 use crate::plain::PlainTables;
 use crate::support::{LONG, engine, feed, plain, ready, reproducible, schema};
 
-/// For each feature and sample, its ids.
+/// The ids of each sample of each feature.
 type Lists = Vec<Vec<Vec<u64>>>;
 
 fn batch(names: &[&str], lists: &Lists) -> Batch {
@@ -26,7 +26,7 @@ fn batch(names: &[&str], lists: &Lists) -> Batch {
     Batch::new(BatchParts { id_features, requires_grad: true, ..Default::default() }).unwrap()
 }
 
-/// Slots a and c share a table; b is a mean, c uses root scaling, d uses both.
+/// A schema in which slots a and c share a table, b is a mean, c uses sqrt scaling, and d uses both.
 fn mixed_schema(dim: usize) -> Schema {
     let slots = [
         ("a", 0, Pooling::Sum, false),
@@ -60,7 +60,7 @@ fn filled(schema: &Schema, lists: &Lists) -> PlainTables {
     tables
 }
 
-/// The input of the model by explicit formulas.
+/// The input of the model, computed with explicit formulas.
 fn pooled(schema: &Schema, lists: &Lists) -> Vec<Vec<f32>> {
     let slots = schema.slots.iter().enumerate().zip(lists);
     slots
@@ -75,7 +75,7 @@ fn pooled(schema: &Schema, lists: &Lists) -> Vec<Vec<f32>> {
         .collect()
 }
 
-/// Summed gradient per table and id, slot after slot, each in batch order.
+/// The summed gradient of each id of each table, slot by slot, each in batch order.
 fn summed(
     schema: &Schema,
     lists: &Lists,
@@ -113,7 +113,7 @@ const NAMES: [&str; 4] = ["a", "b", "c", "d"];
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Compared bit for bit: the engine adds in the documented order.
+    /// The results must be bit-identical, because the engine adds in the documented order.
     #[test]
     fn a_step_equals_the_formulas(
         lists in lists(),
@@ -150,7 +150,7 @@ proptest! {
                 prop_assert_eq!(after, expected, "table {} id {}", table, id);
             }
         }
-        // Ids without a gradient are not pushed: a gradient of zero would still decay the moments.
+        // Ids without a gradient are not pushed, because a gradient of zero would still decay the moments.
         let pushed: usize = sums.iter().map(BTreeMap::len).sum();
         prop_assert_eq!(engine.stats().push_report.rows_applied, pushed as u64);
     }
@@ -169,7 +169,7 @@ fn pushed_gradients_equal_finite_differences() {
     let tables = Arc::new(filled(&schema, &lists));
     let engine = engine(tables.clone(), &schema, reproducible());
     let batch = batch(&NAMES, &lists);
-    // The loss is half the sum of squares, so its gradient by an output is the output.
+    // The loss is half the sum of squares, so its gradient with respect to an output is the output.
     let loss = || -> f64 {
         let outputs = engine.lookup_now(&batch, Mode::Eval).unwrap().outputs;
         outputs.iter().flat_map(|o| o.as_ref().to_vec()).map(|v| 0.5 * f64::from(v) * f64::from(v)).sum()

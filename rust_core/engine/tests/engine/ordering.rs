@@ -1,4 +1,4 @@
-//! Order, determinism, steps over several pipelines, and all ways in which a pipeline ends.
+//! Tests of order, determinism, steps over several pipelines, and all ways in which a pipeline ends.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -26,7 +26,7 @@ fn a_reproducible_look_up_waits_for_next_and_sees_every_push() {
         assert_eq!(looked.outputs[0].as_ref(), [1.0 - step as f32; 2]); // every earlier push and no later one is visible
         push(looked, 1.0);
         assert_eq!(engine.drain(LONG).unwrap(), DrainOutcome::Done);
-        // Nothing is looked up ahead, so the tables hold exactly this step.
+        // Nothing is looked up ahead, so exactly the steps up to this one have been looked up.
         assert_eq!(tables.looked_up(), (1..=step).collect::<Vec<_>>());
         assert_eq!(tables.plain.weights(0)[&7], [-(step as f32); 2]);
     }
@@ -238,7 +238,7 @@ fn no_thread_is_leaked_and_queued_pushes_are_applied() {
         Arc::downgrade(&tables)
     };
     assert_eq!(tables.pushed(), [1, 2, 3]);
-    // Every worker held the tables; none does any more.
+    // Every worker held a reference to the tables. No worker does so any more.
     assert_eq!(weak.strong_count(), 1);
     assert_eq!(tables.plain.weights(0)[&3], [-3.0; 2]);
 }

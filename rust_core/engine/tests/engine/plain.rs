@@ -1,4 +1,4 @@
-//! `Tables` as a plain map under one lock: slow and simple, and the reference of the engine's tests.
+//! `Tables` as a plain map under one lock: the slow and simple reference for the engine's tests.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -17,7 +17,7 @@ use persia_types::token::{JobId, SeenTokens};
 #[derive(Default, Clone)]
 struct Row {
     weights: Vec<f32>,
-    /// The momentum; empty if there is none.
+    /// The momentum; empty without momentum.
     state: Vec<f32>,
 }
 
@@ -53,7 +53,7 @@ impl PlainTables {
         self.lock().rows[table].iter().map(|(id, row)| (*id, row.weights.clone())).collect()
     }
 
-    /// The gradients, as if those after a missing id were shifted by one.
+    /// The gradients with a defect: those after a missing id are shifted by one.
     pub(crate) fn shifted_by_missing(&self, step: u64, table: &TableGradients<'_>) -> Vec<f32> {
         let dim = self.schema.tables.get(table.table).map_or(1, |table| table.dim);
         let all = table.gradients.rows(0..table.ids.len(), dim);
@@ -93,7 +93,7 @@ impl PlainTables {
     }
 }
 
-/// Numbers between -1 and 1 that depend on all arguments.
+/// A number between -1 and 1 that depends on all arguments.
 fn mixed(seed: u64, table: usize, id: Id, place: usize) -> f32 {
     let hash = hash_id(hash_id(hash_id(id) ^ seed) ^ ((table as u64) << 32 | place as u64));
     (hash >> 40) as f32 / (1u64 << 23) as f32 - 1.0

@@ -1,4 +1,4 @@
-//! K: at most K - 1 own pushes are unacknowledged when a look-up is served.
+//! Tests of the staleness K: at most K - 1 of the rank's pushes are unacknowledged when a look-up is served.
 
 use std::sync::Arc;
 
@@ -25,7 +25,7 @@ fn look_ups_wait_at_k_while_no_push_is_acknowledged() {
         assert_eq!(tables.looked_up(), (1..=k as u64).collect::<Vec<_>>());
         assert_eq!(engine.stats().staleness, k as u64);
 
-        tables.open_until(1); // one acknowledgement, one more look-up
+        tables.open_until(1); // each acknowledgement allows one more look-up
         assert_eq!(ready(&pipeline).step, k as u64 + 1);
         tables.wait_for_lookups(k + 1);
         tables.open();

@@ -13,12 +13,12 @@ use persia_types::tables::{LookupReport, LookupRequest, PushReport, PushRequest,
 
 use crate::plain::PlainTables;
 
-/// Longer than any operation takes; reaching it is a failure.
+/// A time limit longer than any operation takes. Reaching it is a failure.
 pub(crate) const LONG: Duration = Duration::from_secs(30);
 /// How long to wait for an event that must *not* happen.
 pub(crate) const SHORT: Duration = Duration::from_millis(30);
 
-/// A slot per entry: name, table, pooling, sqrt scaling.
+/// Create a schema with one slot per entry: name, table, pooling, sqrt scaling.
 pub(crate) fn schema(slots: &[(&str, usize, Pooling, bool)], dims: &[usize]) -> Schema {
     let slot = |(name, table, pooling, sqrt_scaling): &(&str, usize, Pooling, bool)| Slot {
         name: (*name).into(),
@@ -33,7 +33,7 @@ pub(crate) fn schema(slots: &[(&str, usize, Pooling, bool)], dims: &[usize]) -> 
     }
 }
 
-/// One slot `a` with its own table, dimension 2.
+/// A schema with one slot `a` and a table of dimension 2.
 pub(crate) fn one_slot() -> Schema {
     schema(&[("a", 0, Pooling::Sum, false)], &[2])
 }
@@ -75,7 +75,7 @@ pub(crate) fn reproducible() -> EngineOptions {
     EngineOptions { reproducible: true, ..Default::default() }
 }
 
-/// A batch of one single-id feature `a`.
+/// A batch with one feature `a`, which has one id per sample.
 pub(crate) fn batch(ids: &[u64], requires_grad: bool) -> Batch {
     let id_features = vec![IdFeature::single("a", ids).unwrap()];
     Batch::new(BatchParts { id_features, requires_grad, ..Default::default() }).unwrap()
@@ -93,7 +93,7 @@ pub(crate) fn ready(pipeline: &Pipeline) -> PooledBatch {
     }
 }
 
-/// The same value for every output of the batch.
+/// Gradients with the same value for every output of the batch.
 pub(crate) fn gradients(looked: &PooledBatch, value: f32) -> Vec<Option<Gradient>> {
     let gradient = |floats: usize| Some(Box::new(vec![value; floats]) as Gradient);
     looked.outputs.iter().map(|output| gradient(output.as_ref().len())).collect()
@@ -121,7 +121,7 @@ pub(crate) trait Wrapped: Send + Sync {
     }
 }
 
-/// `Tables` for a type that is [`Wrapped`].
+/// Implements `Tables` for a type that is [`Wrapped`].
 macro_rules! tables_by_wrapping {
     ($name:ty) => {
         impl Tables for $name {
@@ -169,7 +169,7 @@ macro_rules! tables_by_wrapping {
 }
 pub(crate) use tables_by_wrapping;
 
-/// Tables whose pushes wait at a gate, and that can fail or panic at a step.
+/// Tables whose pushes wait at a gate, and which can fail or panic at a given step.
 pub(crate) struct Rigged {
     pub(crate) plain: PlainTables,
     gate: Mutex<Gate>,
@@ -181,12 +181,12 @@ pub(crate) struct Rigged {
 
 #[derive(Default)]
 struct Gate {
-    /// Pushes up to this step may pass; `None` is all.
+    /// The last step whose push may pass the gate; None if all may pass.
     closed_after: Option<u64>,
     looked_up: Vec<u64>,
     arrived: Vec<u64>,
     pushed: Vec<u64>,
-    /// For each look-up: how many earlier steps were not applied when it was served.
+    /// For each look-up, the number of earlier steps that were not applied when it was served.
     staleness: Vec<u64>,
 }
 
@@ -202,7 +202,7 @@ impl Rigged {
         }
     }
 
-    /// Let pushes up to `step` pass and hold the rest.
+    /// Let pushes up to `step` pass, and hold the others.
     pub(crate) fn open_until(&self, step: u64) {
         self.gate.lock().closed_after = Some(step);
         self.moved.notify_all();
@@ -232,7 +232,7 @@ impl Rigged {
         assert!(!self.moved.wait_while_for(&mut gate, here, LONG).timed_out(), "push {step} never came");
     }
 
-    /// Wait until `count` look-ups were served.
+    /// Wait until `count` look-ups have been served.
     pub(crate) fn wait_for_lookups(&self, count: usize) {
         let mut gate = self.gate.lock();
         let fewer = |gate: &mut Gate| gate.looked_up.len() < count;

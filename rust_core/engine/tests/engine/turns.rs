@@ -1,4 +1,5 @@
-//! Several ranks that take turns: they agree on every step before it starts, and look up and push each one.
+//! Tests of several ranks that take turns: they agree on every step before it starts, and all of them look up
+//! and push at every step.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! The numbers that a fit computes.
+//! The values that a fit computes.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::input::schema::id_column;
 
-/// The fitted values of all features, by name. Features that need none are not in it.
+/// The fitted values of all features. Features that need none are omitted.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Fitted {
@@ -15,7 +15,7 @@ pub struct Fitted {
     pub features: BTreeMap<String, FittedFeature>,
 }
 
-/// The fitted values of one feature. What is given in the file is not in it.
+/// The fitted values of one feature, without the values that are declared in the file.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct FittedFeature {
@@ -31,23 +31,23 @@ pub struct FittedFeature {
     /// The limits of `clip` of a dense feature.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub clip: Option<(f32, f32)>,
-    /// The number that replaces a missing one.
+    /// The number that replaces a missing number.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub missing: Option<f32>,
     /// The mean and the standard deviation, after clip and log1p.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub standardise: Option<(f64, f64)>,
-    /// The smallest and the largest number, after clip and log1p.
+    /// The smallest and largest number, after clip and log1p.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub min_max: Option<(f32, f32)>,
 }
 
-/// The statistics that a feature needs of the training data.
+/// The statistics of the training data that a feature needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Needs {
-    /// The mean, the standard deviation, and the smallest and largest number.
+    /// Whether it needs the mean, the standard deviation, and the smallest and largest number.
     pub(crate) moments: bool,
-    /// Quantiles.
+    /// Whether it needs quantiles.
     pub(crate) histogram: bool,
 }
 
@@ -79,7 +79,7 @@ fn scales(dense: &Dense) -> bool {
 }
 
 impl FittedFeature {
-    /// The names of the values that the feature lacks; empty if it lacks none.
+    /// The names of the values that the feature lacks.
     pub(crate) fn lacks(&self, feature: &Feature) -> Vec<&'static str> {
         let mut lacks = Vec::new();
         let mut need = |needed: bool, found: bool, what| {
@@ -97,12 +97,8 @@ impl FittedFeature {
             }
             Rule::Dense(dense) => {
                 let missing = matches!(dense.missing, Missing::Mean | Missing::Median);
-                need(missing, self.missing.is_some(), "the number in the place of a missing one");
-                need(
-                    matches!(dense.clip, Clip::Quantiles(..)),
-                    self.clip.is_some(),
-                    "the quantiles of its clip",
-                );
+                need(missing, self.missing.is_some(), "value for missing numbers");
+                need(matches!(dense.clip, Clip::Quantiles(..)), self.clip.is_some(), "quantiles of `clip`");
                 let standardise = dense.scaling == Scaling::Standardise(None);
                 need(standardise, self.standardise.is_some(), "mean and standard deviation");
                 need(

@@ -1,11 +1,11 @@
-//! [`Histogram`]: quantiles from counts.
+//! [`Histogram`]: computes quantiles from counts.
 
 /// Counts of numbers by sign, exponent and the first bits of the mantissa, as in an HDR histogram. Counts are integers,
-/// so that quantiles do not depend on how the rows are split. Numbers of up to 12 significant bits, such as whole
-/// numbers up to 4096, are exact; others are rounded towards 0 by less than 2^-11 of themselves.
+/// so quantiles do not depend on how the rows are split. Numbers with up to 12 significant bits, such as integers up to
+/// 4096, are exact. Other numbers are rounded towards 0 by less than 2^-11 of their value.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Histogram {
-    /// The groups by sign and exponent, in ascending order of their numbers; a group is empty until its first number is
+    /// The groups by sign and exponent, in ascending order of their numbers. A group is empty until its first number is
     /// added.
     groups: Vec<Vec<u64>>,
     count: u64,
@@ -17,7 +17,7 @@ const PER_GROUP: usize = 1 << BITS;
 /// The number of groups: two signs of 256 exponents.
 const GROUPS: usize = 512;
 
-/// The position of a number, in ascending order of the numbers.
+/// The position of a number among all numbers in ascending order.
 fn place(value: f32) -> usize {
     // 0 and -0 are the same number.
     let bits = (value + 0.0).to_bits();
@@ -73,8 +73,8 @@ impl Histogram {
         })
     }
 
-    /// For each of the ascending shares, from 0 to 1, the smallest number such that at least this share of all numbers
-    /// does not exceed it (`inverted_cdf` in NumPy). The result is empty if there are no numbers.
+    /// For each of the ascending `shares`, from 0 to 1, the smallest number that at least this share of all numbers
+    /// does not exceed (`inverted_cdf` in NumPy). The result is empty if there are no numbers.
     pub(super) fn quantiles(&self, shares: &[f64]) -> Vec<f32> {
         let mut found = Vec::with_capacity(shares.len());
         let mut sum = 0;

@@ -1,4 +1,4 @@
-//! [`Fitter`]: one pass over the training data.
+//! [`Fitter`]: computes fitted values in one pass over the training data.
 
 pub(crate) mod fitted;
 mod histogram;
@@ -20,13 +20,13 @@ use crate::transform::Transform;
 use histogram::Histogram;
 use moments::Moments;
 
-/// Computes the fitted values, and the types of the values of ids, in one pass. The result does not depend on the order
-/// or the split of the rows, down to the last bit.
+/// Computes the fitted values, and the types of the values that become ids, in one pass. The result is bit-identical
+/// for every order and split of the rows.
 #[derive(Debug, Clone)]
 pub struct Fitter {
     features: Features,
     columns: Vec<FitColumn>,
-    /// The undeclared types of the values of ids, by feature.
+    /// The undeclared types of the values that become ids, by feature.
     values: BTreeMap<String, ValueType>,
     checked: Option<SchemaRef>,
     rows: u64,
@@ -39,12 +39,12 @@ struct FitColumn {
     column: String,
     needs: Needs,
     raw: Moments,
-    /// None if the feature has neither clip nor log1p.
+    /// The numbers after clip and log1p; None if the feature has neither.
     unscaled: Option<Unscaled>,
     histogram: Histogram,
 }
 
-/// The numbers after a given clip and log1p.
+/// The statistics of numbers after a given clip and log1p.
 #[derive(Debug, Clone)]
 struct Unscaled {
     clip: Option<(f32, f32)>,
@@ -53,7 +53,7 @@ struct Unscaled {
 }
 
 impl Fitter {
-    /// A fitter without any rows.
+    /// Create a fitter that has read no rows.
     pub fn new(features: Features) -> Self {
         let all = features.config().features.iter().enumerate();
         let columns = all.filter_map(|(index, feature)| FitColumn::new(index, &feature.rule)).collect();
@@ -63,7 +63,7 @@ impl Fitter {
     /// Add rows of the training data.
     ///
     /// # Errors
-    /// Every mistake of the columns, or else every feature that has a wrong value in a row.
+    /// All errors in the columns or, if there are none, all features that have a wrong value in a row.
     pub fn update(&mut self, batch: &RecordBatch) -> Result<(), DataErrors> {
         self.bind(batch.schema_ref())?;
         let mut mistakes = Vec::new();
@@ -79,10 +79,11 @@ impl Fitter {
         if mistakes.is_empty() { Ok(()) } else { Err(DataErrors { mistakes }) }
     }
 
-    /// Check the columns, and take the types of the values of ids from them. [`Self::update`] does this too.
+    /// Check the columns, and determine from them the types of the values that become ids. [`Self::update`] does
+    /// this too.
     ///
     /// # Errors
-    /// Every mistake of the columns.
+    /// All errors in the columns.
     pub fn bind(&mut self, schema: &SchemaRef) -> Result<(), DataErrors> {
         if self.checked.as_ref() == Some(schema) {
             return Ok(());
@@ -106,18 +107,17 @@ impl Fitter {
         Ok(())
     }
 
-    /// Add the data that another fitter of the same features has read.
+    /// Add the data that another fitter for the same features has read.
     ///
     /// # Errors
-    /// The values of an id have different types in the two.
+    /// The values of an id feature have different types in the two fitters.
     pub fn merge(&mut self, other: &Self) -> Result<(), DataErrors> {
         let mut mistakes = Vec::new();
         for (name, values) in &other.values {
             let known = *self.values.entry(name.clone()).or_insert(*values);
             if known != *values {
                 let message =
-                    "is of integers in one part of the data and of strings in another: cast one of them"
-                        .into();
+                    "has integers in one part of the data and strings in another: cast one of them".into();
                 mistakes.push(Mistake { feature: name.clone(), line: 0, row: None, message });
             }
         }
@@ -128,15 +128,15 @@ impl Fitter {
         if mistakes.is_empty() { Ok(()) } else { Err(DataErrors { mistakes }) }
     }
 
-    /// Rows seen.
+    /// The number of rows read.
     pub fn rows(&self) -> u64 {
         self.rows
     }
 
-    /// The transform with the fitted values.
+    /// Create the transform with the fitted values.
     ///
     /// # Errors
-    /// [`TransformError::NothingToFit`] with every feature whose column has no number, or no value.
+    /// [`TransformError::NothingToFit`], with all features whose column has no number or no value.
     pub fn finish(self) -> Result<Transform, TransformError> {
         let config = self.features.config();
         let mut fitted = Fitted::default();
@@ -207,7 +207,7 @@ impl FitColumn {
         self.histogram.merge(&other.histogram);
     }
 
-    /// None if there are no numbers.
+    /// Compute the fitted values of the feature. Returns None if there are no numbers.
     fn finish(&self, rule: &Rule) -> Option<FittedFeature> {
         match rule {
             Rule::Bucket(bucket) => {
@@ -242,7 +242,7 @@ impl FitColumn {
             fitted.clip = Some((*found.first()?, *found.get(1)?));
         }
         let scaled = match fitted.clip {
-            // The clip is known only now, so its effect is computed from the counts, approximately.
+            // The clip is known only now, so its effect is approximated from the counts.
             Some(clip) => {
                 let mut moments = Moments::default();
                 for (value, count) in self.histogram.counts() {
@@ -261,7 +261,7 @@ impl FitColumn {
     }
 }
 
-/// Adds the numbers of a column. Returns the first value that is not a number: its row, and the mistake.
+/// Adds the numbers of a column. Returns the row and the error of the first value that is not a number.
 struct ReadNumbers<'c>(&'c mut FitColumn);
 
 impl ReadCells for ReadNumbers<'_> {
@@ -284,7 +284,7 @@ impl ReadCells for ReadNumbers<'_> {
     }
 }
 
-/// The decimal value of a share: 0.1 as f32 is more than a tenth.
+/// The decimal value of a share as it was written, because 0.1 as f32 is more than a tenth.
 fn as_written(share: f32) -> f64 {
     share.to_string().parse().unwrap_or_else(|_| share.into())
 }

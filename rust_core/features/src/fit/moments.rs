@@ -1,7 +1,9 @@
-//! [`Moments`]: mean, standard deviation and range, computed exactly and independent of the order of the numbers.
+//! [`Moments`]: the mean, standard deviation and range, computed exactly and independently of the order of the
+//! numbers.
 
-/// Numbers with equal exponents are integer multiples of the same power of two. Their sums are integers, so that
-/// nothing is rounded before the end, and the result does not depend on how the rows are split.
+/// The sums of numbers, by exponent. Numbers with equal exponents are integer multiples of the same power of two.
+/// Their sums are integers, so nothing is rounded before the end, and the result does not depend on how the rows are
+/// split.
 #[derive(Debug, Clone)]
 pub(super) struct Moments {
     groups: Vec<Group>,
@@ -17,7 +19,7 @@ struct Group {
     squares: u128,
 }
 
-/// The number of exponents of an f32, including that of infinity and NaN.
+/// The number of exponents of an f32, including the exponent of infinity and NaN.
 const EXPONENTS: usize = 256;
 
 impl Default for Moments {
@@ -39,7 +41,7 @@ impl Moments {
         let bits = value.to_bits();
         let exponent = (bits >> 23) & 0xFF;
         let fraction = i64::from(bits & 0x7F_FFFF);
-        // Subnormal numbers have the unit of exponent 1, and no implicit leading bit.
+        // Subnormal numbers have the same unit as exponent 1, and no implicit leading bit.
         let mantissa = if exponent == 0 { fraction } else { fraction | 0x80_0000 };
         let group = &mut self.groups[exponent.max(1) as usize];
         group.count += count;
@@ -60,7 +62,7 @@ impl Moments {
         self.max = self.max.max(other.max);
     }
 
-    /// The smallest and the largest number; None if there are no numbers.
+    /// The smallest and largest number; None if there are no numbers.
     pub(super) fn range(&self) -> Option<(f32, f32)> {
         (self.min <= self.max).then_some((self.min, self.max))
     }
@@ -78,7 +80,8 @@ impl Moments {
 impl Group {
     fn spread(&self, exponent: i32) -> Spread {
         let (count, sum) = (self.count as f64, self.sum as f64);
-        // n * sum of squares - square of the sum, without cancellation: both are integers below 2^127 for n < 2^39.
+        // Compute n * sum of squares - square of the sum without cancellation: both are integers below 2^127 for n <
+        // 2^39.
         let square = u128::from(self.sum.unsigned_abs()).pow(2);
         let difference = u128::from(self.count).saturating_mul(self.squares).saturating_sub(square);
         let unit = 2f64.powi(exponent - 150);
@@ -95,7 +98,7 @@ struct Spread {
 }
 
 impl Spread {
-    /// The formula of Chan, Golub and LeVeque (1983), which combines the variances of two sets.
+    /// Combine the variances of two sets, by the formula of Chan, Golub and LeVeque (1983).
     fn add(&mut self, other: &Self) {
         let count = self.count + other.count;
         let delta = other.mean - self.mean;

@@ -1,4 +1,4 @@
-//! Cells of Arrow arrays.
+//! Reads Arrow arrays as cells.
 
 use arrow_array::cast::AsArray;
 use arrow_array::types::*;
@@ -48,7 +48,7 @@ fn list<O: OffsetSizeTrait, R: ReadLists>(array: &ArrayRef, reader: R) -> R::Out
     read_cells(list.values(), Lists { list: array, bounds, reader })
 }
 
-/// Reads the values of lists, from the child array with the values of all lists.
+/// Reads lists from the child array, which has the values of all lists.
 struct Lists<'l, B, R> {
     list: &'l ArrayRef,
     bounds: B,
@@ -81,7 +81,7 @@ impl<R: ReadLists> ReadCells for NoLists<R> {
     }
 }
 
-/// Let `reader` read the cells of an array with any layout.
+/// Let `reader` read the cells of an array of any layout.
 pub(crate) fn read_cells<R: ReadCells>(array: &ArrayRef, reader: R) -> R::Out {
     let Some(dictionary) = array.as_any_dictionary_opt() else { return plain(array, reader) };
     let (keys, values) = (dictionary.keys(), dictionary.values());
@@ -92,7 +92,7 @@ pub(crate) fn read_cells<R: ReadCells>(array: &ArrayRef, reader: R) -> R::Out {
     plain(values, ByKey { keys, places: &places, reader })
 }
 
-/// Reads the values of a dictionary by the keys of its rows.
+/// Reads the values of a dictionary array by the keys of its rows.
 struct ByKey<'k, R> {
     keys: &'k dyn Array,
     places: &'k [usize],
@@ -108,7 +108,7 @@ impl<R: ReadCells> ReadCells for ByKey<'_, R> {
     }
 }
 
-/// The cells of an array that is not a dictionary.
+/// Let `reader` read the cells of an array that is not a dictionary.
 fn plain<R: ReadCells>(array: &ArrayRef, reader: R) -> R::Out {
     let rows = array.len();
     match array.data_type() {
@@ -134,7 +134,7 @@ fn plain<R: ReadCells>(array: &ArrayRef, reader: R) -> R::Out {
         DataType::Float32 => numbers::<Float32Type, R>(array, reader, |value| Cell::Float(value.into())),
         DataType::Float64 => numbers::<Float64Type, R>(array, reader, Cell::Float),
         DataType::Decimal128(_, scale) => {
-            // Exact for numbers that an f64 can represent: both are whole numbers.
+            // This is exact for numbers that an f64 can represent, because both are integers.
             let unit = 10f64.powi(i32::from(scale.unsigned_abs()));
             let divides = *scale >= 0;
             numbers::<Decimal128Type, R>(array, reader, move |value| {
@@ -194,7 +194,7 @@ fn numbers<T: ArrowPrimitiveType, R: ReadCells>(
 fn text<O: OffsetSizeTrait, R: ReadCells>(array: &ArrayRef, reader: R) -> R::Out {
     let array = array.as_string::<O>();
     let (offsets, bytes) = (array.value_offsets(), array.value_data());
-    // Values are bytes, because a value need not be UTF-8 to be hashed.
+    // Values are read as bytes, because a value need not be UTF-8 to be hashed.
     let value = |row: usize| Cell::Text(&bytes[offsets[row].as_usize()..offsets[row + 1].as_usize()]);
     match array.nulls() {
         None => reader.read(array.len(), value),

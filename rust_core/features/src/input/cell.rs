@@ -1,4 +1,4 @@
-//! [`Cell`]: one value of a column, of Arrow or JSON.
+//! [`Cell`]: one value of a column, from Arrow or JSON.
 
 use crate::rules::time::Moment;
 
@@ -12,15 +12,15 @@ pub(crate) enum Cell<'a> {
     Int(i64),
     Uint(u64),
     Float(f64),
-    /// A string, which should be UTF-8 but is not checked.
+    /// A string, which should be UTF-8. This is not checked.
     Text(&'a [u8]),
     Time(Moment),
-    /// The name, in messages, of a value that no feature accepts.
+    /// A value that no feature accepts, with its name for messages.
     Other(&'static str),
 }
 
 impl Cell<'_> {
-    /// The value in an error message, shortened.
+    /// The value for an error message, shortened.
     pub(crate) fn found(self) -> String {
         match self {
             Self::Missing => "nothing".into(),
@@ -41,21 +41,21 @@ impl Cell<'_> {
     }
 }
 
-/// A value of a column of lists.
+/// One value of a column of lists.
 pub(crate) enum Item<'a, I> {
-    /// Not a list.
+    /// A value that is not a list.
     One(Cell<'a>),
-    /// Its values.
+    /// The values of a list.
     List(I),
 }
 
-/// Reads the cells of a column. It is compiled for each layout of the column.
+/// Reads the cells of a column. An implementation is compiled for each layout of columns.
 pub(crate) trait ReadCells {
     type Out;
     fn read<'a>(self, rows: usize, cell: impl Fn(usize) -> Cell<'a>) -> Self::Out;
 
-    /// Reads a dictionary: `place` returns the index of the value of a row, None for a null, and `cell` the value at an
-    /// index.
+    /// Read a dictionary. `place` returns the index of a row's value, or None for a null; `cell` returns the value at
+    /// an index.
     fn read_coded<'a>(
         self,
         rows: usize,
@@ -70,7 +70,7 @@ pub(crate) trait ReadCells {
     }
 }
 
-/// Reads the lists of a column. It is compiled for each layout of the column.
+/// Reads the lists of a column. An implementation is compiled for each layout of columns.
 pub(crate) trait ReadLists {
     type Out;
     fn read<'a, I: Iterator<Item = Cell<'a>>>(
@@ -80,12 +80,12 @@ pub(crate) trait ReadLists {
     ) -> Self::Out;
 }
 
-/// Rows whose columns have names.
+/// A source of rows with named columns.
 pub(crate) trait Source {
-    /// Number of rows.
+    /// The number of rows.
     fn rows(&self) -> usize;
-    /// Let `reader` read the cells of a column; all are missing if there is no such column.
+    /// Let `reader` read the cells of a column. All are missing if the column does not exist.
     fn cells<R: ReadCells>(&self, column: &str, reader: R) -> R::Out;
-    /// Let `reader` read the lists of a column; all are missing if there is no such column.
+    /// Let `reader` read the lists of a column. All are missing if the column does not exist.
     fn lists<R: ReadLists>(&self, column: &str, reader: R) -> R::Out;
 }

@@ -1,4 +1,5 @@
-//! Input: Arrow record batches and JSON records, as cells; and the columns that features need in it.
+//! The input: reads Arrow record batches and JSON records as cells, and checks the columns that features
+//! need.
 
 pub(crate) mod arrow;
 pub(crate) mod cell;

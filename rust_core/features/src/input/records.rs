@@ -1,4 +1,4 @@
-//! JSON records: rows whose columns have names.
+//! JSON records: rows with named columns.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -16,7 +16,7 @@ pub enum Value {
     Bool(bool),
     /// A signed integer.
     Int(i64),
-    /// An integer of 2^63 or more.
+    /// An integer that is at least 2^63.
     Uint(u64),
     /// Any other number.
     Float(f64),
@@ -24,7 +24,7 @@ pub enum Value {
     Text(String),
     /// A list.
     List(Vec<Value>),
-    /// The name, in messages, of a value that no feature accepts, such as `an object`.
+    /// A value that no feature accepts, with its name for messages, such as `an object`.
     Other(&'static str),
 }
 
@@ -43,22 +43,22 @@ impl Value {
     }
 }
 
-/// Rows of named values. A key that a record does not have counts as a missing column in this row.
+/// Rows of named values. A key that a record does not have counts as a missing column of this row.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Records {
     rows: Vec<HashMap<String, Value>>,
 }
 
 impl Records {
-    /// From rows.
+    /// Create records from rows.
     pub fn new(rows: Vec<HashMap<String, Value>>) -> Self {
         Self { rows }
     }
 
-    /// Read a JSON list of objects, or objects one after another (JSON lines).
+    /// Read a JSON list of objects, or one object after another (JSON lines).
     ///
     /// # Errors
-    /// The text is not JSON, or has something other than an object; the error has line and column.
+    /// The text is not JSON, or contains a value that is not an object. The error states line and column.
     pub fn from_json(text: &[u8]) -> Result<Self, String> {
         let mut rows = Vec::new();
         for part in serde_json::Deserializer::from_slice(text).into_iter::<OneOrMany>() {
@@ -70,12 +70,12 @@ impl Records {
         Ok(Self { rows })
     }
 
-    /// Number of records.
+    /// The number of records.
     pub fn len(&self) -> usize {
         self.rows.len()
     }
 
-    /// Whether there is no record.
+    /// Whether there are no records.
     pub fn is_empty(&self) -> bool {
         self.rows.is_empty()
     }

@@ -1,4 +1,4 @@
-//! Checks that the columns have the types that the features need.
+//! Checks whether the columns have the types that the features need.
 
 use arrow_schema::{DataType, Schema};
 use persia_types::config::features::{
@@ -8,13 +8,13 @@ use persia_types::config::nearest;
 
 use crate::error::Mistake;
 
-/// The number of names that a message lists.
+/// The maximum number of names listed in a message.
 const MAX_LISTED: usize = 20;
 
 /// The class of the values of a column.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Class {
-    /// All null.
+    /// Nulls only.
     Null,
     Boolean,
     Integer,
@@ -45,11 +45,11 @@ fn class(data_type: &DataType) -> Class {
     }
 }
 
-/// The known types of the values of ids, declared or fitted.
+/// Returns the type of the values of a feature's ids, if it is declared or fitted.
 pub(crate) type ValuesOf<'a> = &'a dyn Fn(&str) -> Option<ValueType>;
 
-/// The type in this data of the values that become a feature's ids; None if the feature has no ids, or all values are
-/// null.
+/// The type of the values that become a feature's ids, according to this schema; None if the feature has no ids or all
+/// values are null.
 pub(crate) fn values_of(rule: &Rule, schema: &Schema) -> Option<ValueType> {
     let column = id_column(rule)?;
     let found = class(schema.field_with_name(&column.column).ok()?.data_type());
@@ -59,7 +59,7 @@ pub(crate) fn values_of(rule: &Rule, schema: &Schema) -> Option<ValueType> {
     }
 }
 
-/// The column of ids of a feature that has one.
+/// The column of a feature's ids, if it has one.
 pub(crate) fn id_column(rule: &Rule) -> Option<&IdColumn> {
     match rule {
         Rule::Id(id) => Some(id),
@@ -77,7 +77,7 @@ fn value_type(class: &Class) -> Option<ValueType> {
     }
 }
 
-/// Every mistake of the columns; with `labels` also those of labels.
+/// Return all errors in the columns and, with `labels`, in the label columns.
 pub(crate) fn check(
     config: &FeaturesConfig,
     values: ValuesOf<'_>,
@@ -138,10 +138,10 @@ impl Check<'_> {
     }
 }
 
-/// A description of the allowed class, for messages.
+/// Returns the error of a class of values, or None if the class is allowed.
 type Wrong<'a> = Box<dyn Fn(&Class) -> Option<String> + 'a>;
 
-/// The columns of a feature, each with a check that returns the mistake of a class of values.
+/// The columns of a feature, each with a check that returns the error of a class of values.
 fn wrongs(rule: &Rule, values: Option<ValueType>) -> Vec<(&str, Wrong<'_>)> {
     let refuse = |wrong: bool, allowed: &str| wrong.then(|| allowed.to_owned());
     match rule {
@@ -186,7 +186,7 @@ fn wrong_ids(found: &Class, values: Option<ValueType>) -> Option<String> {
     match (found, values, value_type(found)) {
         (Class::Null, ..) => None,
         (Class::Real, ..) => Some(
-            "integers or strings: floats are no ids. Cast it to integers if it holds them, or use `type: bucket`".into(),
+            "integers or strings: floats cannot be ids. Cast it to integers if it holds them, or use `type: bucket`".into(),
         ),
         (_, _, None) => Some("integers or strings".into()),
         (_, Some(wanted), Some(found)) if wanted != found => {
@@ -227,6 +227,6 @@ fn wrong_date(date: &Date, found: &Class) -> Option<String> {
 fn wrong_label(label: &Label, found: &Class) -> Option<String> {
     match &label.target {
         Target::EqualsText(_) => (*found != Class::Text).then(|| "strings, because `equals` is one".into()),
-        _ => (!is_number(found)).then(|| "numbers; for strings, give `equals`".into()),
+        _ => (!is_number(found)).then(|| "numbers; for strings, set `equals`".into()),
     }
 }

@@ -10,7 +10,7 @@ use crate::rules::numbers::{Number, number};
 use crate::rules::time::{from_integer, parse, part_of};
 use crate::samples::Ids;
 
-/// The rules for unusual values of features of ids.
+/// The rules for unusual values of features with ids.
 #[derive(Debug, Clone)]
 pub(crate) struct Exceptions {
     pub(crate) if_null: IfNull,
@@ -23,7 +23,7 @@ impl Exceptions {
         self.if_null == IfNull::Id && self.if_missing == IfMissing::Null
     }
 
-    /// The id of a null.
+    /// The id of a null, if it has one.
     #[inline]
     pub(crate) fn null(&self, hasher: &IdHasher) -> Option<u64> {
         (self.if_null == IfNull::Id).then(|| hasher.null())
@@ -38,7 +38,7 @@ impl Exceptions {
     }
 }
 
-/// How a value becomes an id.
+/// The rule by which a value becomes an id.
 #[derive(Debug, Clone)]
 pub(crate) struct IdRule {
     pub(crate) hasher: IdHasher,
@@ -77,7 +77,7 @@ impl IdRule {
         }
     }
 
-    /// The id of a value that is not unusual.
+    /// The id of a value that is not unusual; None for an unusual value.
     #[inline]
     fn usual(&self, cell: Cell<'_>, scratch: &mut Vec<u8>) -> Option<u64> {
         match (cell, self.values) {
@@ -114,7 +114,7 @@ impl IdRule {
         }
     }
 
-    /// The id of an empty string.
+    /// The id of an empty string, if it has one.
     pub(crate) fn empty(&self, tally: &mut Tally, scratch: &mut Vec<u8>) -> Option<u64> {
         tally.count(Unusual::Empty);
         match (self.if_empty, self.values) {
@@ -154,7 +154,7 @@ impl ReadCells for ReadIds<'_> {
         }
     }
 
-    /// Each value is hashed once.
+    /// Hash each value of the dictionary only once.
     fn read_coded<'a>(
         self,
         rows: usize,
@@ -179,13 +179,13 @@ impl ReadCells for ReadIds<'_> {
     }
 }
 
-/// How a number becomes the id of its interval.
+/// The rule by which a number becomes the id of its interval.
 #[derive(Debug, Clone)]
 pub(crate) struct BucketRule {
     pub(crate) hasher: IdHasher,
     pub(crate) exceptions: Exceptions,
     pub(crate) boundaries: Vec<f32>,
-    /// The smallest and the largest number of the training data, if the boundaries are fitted.
+    /// The smallest and largest number of the training data, if the boundaries are fitted.
     pub(crate) range: Option<(f32, f32)>,
 }
 
@@ -228,7 +228,7 @@ impl ReadCells for ReadBuckets<'_> {
     }
 }
 
-/// How a timestamp becomes the id of its part.
+/// The rule by which a part of a timestamp becomes an id.
 #[derive(Debug, Clone)]
 pub(crate) struct DateRule {
     pub(crate) hasher: IdHasher,
@@ -297,12 +297,12 @@ impl ReadCells for ReadDates<'_> {
     }
 }
 
-/// Combine the ids of `parts` for rows from `first` on: every combination of the ids of a row, and no id if a part has
-/// none.
+/// Add the ids of a cross for `rows` rows, starting at `first`. A row has one id for each combination of the ids of
+/// `parts`, and none if a part has no id.
 pub(crate) fn cross(parts: &[&Ids], first: usize, rows: usize, out: &mut Ids) {
     let mut combination = vec![0; parts.len()];
     for row in first..first + rows {
-        // At most one of the parts has several ids in a row.
+        // At most one of the parts has several ids per row.
         let count = parts.iter().map(|part| part.bounds(row).len()).product::<usize>();
         for index in 0..count {
             for (id, part) in combination.iter_mut().zip(parts) {

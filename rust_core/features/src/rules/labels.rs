@@ -1,4 +1,4 @@
-//! Labels.
+//! Rules for labels.
 
 use persia_types::config::features::{Label, Loss, Target};
 
@@ -6,7 +6,7 @@ use crate::input::cell::{Cell, ReadCells};
 use crate::report::{Tally, Unusual};
 use crate::rules::numbers::{Number, number};
 
-/// Reads a label. Every value that is not a label is a mistake, also in serving, because labels are read only on
+/// Reads a label. Every value that is not a label is an error, even in serving, because labels are read only on
 /// request.
 pub(crate) struct ReadLabels<'r> {
     pub(crate) label: &'r Label,
@@ -55,7 +55,7 @@ fn allowed(label: &Label) -> &'static str {
     match (&label.target, label.loss) {
         (Target::EqualsText(_), _) => "a string",
         (Target::Value, Loss::Bce) => {
-            "0 or 1; for other numbers, give greater_than, equals or `loss: mse`, and remove rows without a label"
+            "0 or 1; for other numbers, set greater_than, equals or `loss: mse`, and remove rows without a label"
         }
         _ => "a number; remove rows without a label",
     }

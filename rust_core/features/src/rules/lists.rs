@@ -7,13 +7,13 @@ use crate::rules::numbers::{Number, number};
 use crate::samples::Ids;
 use persia_types::config::features::ValueType;
 
-/// How a list becomes ids.
+/// The rule by which a list becomes ids.
 #[derive(Debug, Clone)]
 pub(crate) struct ListRule {
     pub(crate) ids: IdRule,
-    /// The separator of strings; None for lists.
+    /// The separator that splits strings; None for lists.
     pub(crate) separator: Option<Vec<u8>>,
-    /// The number of last ids to keep.
+    /// The number of ids to keep, from the end; None keeps all.
     pub(crate) last: Option<usize>,
 }
 
@@ -64,7 +64,7 @@ impl ReadLists for ReadIdLists<'_> {
 }
 
 impl ReadIdLists<'_> {
-    /// The values of one row.
+    /// Add the ids of the values of one row.
     #[inline]
     fn values<'a>(&mut self, row: usize, cells: impl Iterator<Item = Cell<'a>>, scratch: &mut Vec<u8>) {
         let Some(weights) = self.weights.and_then(|weights| weights.of(row)) else {
@@ -96,7 +96,7 @@ impl ReadIdLists<'_> {
         }
     }
 
-    /// An id whose weight is 1.
+    /// Add an id whose weight is 1.
     #[inline]
     fn alone(&mut self, id: Option<u64>) {
         self.out.ids.extend(id);
@@ -115,7 +115,7 @@ impl ReadIdLists<'_> {
     }
 }
 
-/// The parts of `text` between separators, at least one.
+/// Split `text` at separators. There is at least one part.
 fn split<'a>(text: &'a [u8], separator: &'a [u8]) -> impl Iterator<Item = &'a [u8]> {
     let mut rest = Some(text);
     std::iter::from_fn(move || {
@@ -129,7 +129,8 @@ fn split<'a>(text: &'a [u8], separator: &'a [u8]) -> impl Iterator<Item = &'a [u
     })
 }
 
-/// A part of a string as a value of the feature's type. If the type is integer, an empty part is null.
+/// Convert a part of a string to a value of the feature's type. If the type is integer, an empty part is
+/// null.
 fn parsed(part: &[u8], values: ValueType) -> Cell<'_> {
     if values == ValueType::String {
         return Cell::Text(part);
@@ -142,14 +143,14 @@ fn parsed(part: &[u8], values: ValueType) -> Cell<'_> {
     text.parse().map(Cell::Int).or_else(|_| unsigned()).unwrap_or(Cell::Text(part))
 }
 
-/// The weights of a bag's rows.
+/// The weights of the ids of a bag, for all rows.
 #[derive(Debug, Default)]
 pub(crate) struct Weights {
     /// The weights; NaN for a value that is not a weight.
     values: Vec<f32>,
     /// The end of each row.
     ends: Vec<u32>,
-    /// Whether a row has no list of weights: its weights are then 1.
+    /// Whether each row lacks a list of weights. The weights of such a row are 1.
     absent: Vec<bool>,
 }
 
@@ -159,7 +160,7 @@ impl Weights {
         (!self.absent[row]).then(|| &self.values[start as usize..self.ends[row] as usize])
     }
 
-    /// A weight; NaN if the value is not a weight, which is counted.
+    /// Add a weight. A value that is not a weight is counted, and NaN is added.
     fn push(&mut self, cell: Cell<'_>, row: usize, tally: &mut Tally) {
         let value = match number(cell) {
             Number::Value(value) => value,

@@ -1,4 +1,4 @@
-//! The rules of each type of feature, which are applied to cells.
+//! The rules of each type of feature. They are applied to cells.
 
 pub(crate) mod ids;
 pub(crate) mod labels;

@@ -1,4 +1,4 @@
-//! Rules for numbers, and for dense features.
+//! Rules for numbers and for dense features.
 
 use persia_types::config::features::{Clip, Dense, Scaling};
 
@@ -8,7 +8,7 @@ use crate::report::{Tally, Unusual};
 /// A cell as a number.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Number {
-    /// Finite.
+    /// A finite number.
     Value(f32),
     /// A missing, null or non-finite value.
     Unusual(Unusual),
@@ -16,7 +16,7 @@ pub(crate) enum Number {
     Wrong,
 }
 
-/// The number in a cell, rounded to f32 so that f64, f32 and JSON columns give equal results.
+/// Read the number in a cell. It is rounded to f32, so that f64, f32 and JSON columns give equal results.
 #[inline]
 pub(crate) fn number(cell: Cell<'_>) -> Number {
     let value = match cell {
@@ -37,7 +37,7 @@ pub(crate) fn log1p(value: f32) -> f32 {
     libm::log1pf(value.abs()).copysign(value)
 }
 
-/// The last operation on a dense feature.
+/// The scaling of a dense feature, which is its last operation.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Scale {
     None,
@@ -45,26 +45,26 @@ pub(crate) enum Scale {
     MinMax { min: f64, factor: f64 },
 }
 
-/// How a number becomes a float.
+/// The rule by which a number becomes a float.
 #[derive(Debug, Clone)]
 pub(crate) struct DenseRule {
     clip: Option<(f32, f32)>,
     log1p: bool,
     scale: Scale,
-    /// The output for a number that is missing.
+    /// The output for a missing number.
     missing: f32,
 }
 
 impl DenseRule {
-    /// `clip` and `scaling` are given or fitted. `missing` is the number that replaces a missing one; None means that
-    /// the output is 0.
+    /// Create a rule. `clip` and `scaling` are declared or fitted. `missing` is the number that replaces a missing
+    /// number; None means that the output is 0.
     pub(crate) fn new(
         dense: &Dense,
         clip: Option<(f32, f32)>,
         pair: Option<(f64, f64)>,
         missing: Option<f32>,
     ) -> Self {
-        // If all rows have the same number, there is no scale: the output is 0.
+        // If all rows have the same number, it cannot be scaled, so the output is 0.
         let inverse = |width: f64| if width > 0.0 { 1.0 / width } else { 0.0 };
         let scale = match (dense.scaling, pair) {
             (Scaling::Standardise(_), Some((mean, std))) => Scale::Standardise { mean, factor: inverse(std) },
@@ -76,7 +76,7 @@ impl DenseRule {
         rule
     }
 
-    /// The number before the scaling, to which means and deviations are fitted.
+    /// The number before scaling. Means and standard deviations are fitted to such numbers.
     #[inline]
     fn unscaled(&self, value: f32) -> f32 {
         unscaled(value, self.clip, self.log1p)
@@ -104,14 +104,14 @@ impl DenseRule {
     }
 }
 
-/// A number after `clip` and `log1p`, if the feature has them.
+/// Apply `clip` and `log1p` to a number, if the feature has them.
 #[inline]
 pub(crate) fn unscaled(value: f32, clip: Option<(f32, f32)>, takes_log1p: bool) -> f32 {
     let value = clip.map_or(value, |(low, high)| value.clamp(low, high));
     if takes_log1p { log1p(value) } else { value }
 }
 
-/// The clip if its limits are given.
+/// The limits of the clip, if they are given and not fitted.
 pub(crate) fn given_clip(clip: Clip) -> Option<(f32, f32)> {
     match clip {
         Clip::Given(low, high) => Some((low, high)),

@@ -9,9 +9,9 @@ use persia_types::config::features::{DatePart, Epoch};
 /// A point in time, or a day without a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Moment {
-    /// Seconds since 1970-01-01T00:00:00Z, rounded down.
+    /// The seconds since 1970-01-01T00:00:00Z, rounded down.
     Instant(i64),
-    /// Days since 1970-01-01, without a zone.
+    /// The days since 1970-01-01, without a zone.
     Day(i64),
 }
 
@@ -29,8 +29,8 @@ pub(crate) fn from_integer(value: i64, unit: Epoch) -> Moment {
     Moment::Instant(value.div_euclid(per_second))
 }
 
-/// Read a date or a timestamp of ISO 8601: `2024-05-01`, `2024-05-01 10:00`, `2024-05-01T10:00:00.5+02:00`. Without an
-/// offset it is UTC.
+/// Parse an ISO 8601 date or timestamp: `2024-05-01`, `2024-05-01 10:00`, `2024-05-01T10:00:00.5+02:00`. A timestamp
+/// without an offset is UTC.
 pub(crate) fn parse(text: &[u8]) -> Option<Moment> {
     let pieces = Pieces::parse(text).ok()?;
     let date = pieces.date();
@@ -45,16 +45,16 @@ pub(crate) fn parse(text: &[u8]) -> Option<Moment> {
 fn days(date: Date) -> i64 {
     let midnight = date.to_datetime(jiff::civil::Time::midnight());
     let instant = TimeZone::UTC.to_timestamp(midnight);
-    // Years -9999 to 9999 all have a timestamp, except for a few hours at both ends.
+    // All times in the years -9999 to 9999 have a timestamp, except for a few hours at both ends.
     instant.map_or(0, |instant| instant.as_second().div_euclid(DAY))
 }
 
-/// The zone of this name in the compiled-in database.
+/// The time zone with this name in the compiled-in database.
 pub(crate) fn zone(name: &str) -> Option<TimeZone> {
     if name == "UTC" { Some(TimeZone::UTC) } else { TimeZone::get(name).ok() }
 }
 
-/// The part of a moment in a zone; None beyond the years -9999 to 9999.
+/// The part of a moment in a zone; None outside the years -9999 to 9999.
 pub(crate) fn part_of(moment: Moment, part: DatePart, zone: &TimeZone) -> Option<i64> {
     let local: DateTime = match moment {
         Moment::Instant(second) => {

@@ -21,18 +21,18 @@ use crate::rules::numbers::ReadDense;
 use crate::samples::{Ids, Names, Samples};
 use plan::{Plan, Step};
 
-/// The version of the JSON and of the rules. Rules of another version compute other ids or floats.
+/// The version of the JSON and of the rules. Rules of another version compute different ids or floats.
 const FORMAT: u32 = 1;
 
-/// How rows are read.
+/// Options for reading rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Options {
-    /// Refuse missing columns and values of wrong types, as training, evaluation and prediction do. Otherwise they are
-    /// counted, and the feature's rule for missing values is applied, as in serving.
+    /// Whether missing columns and values of wrong types are refused, as in training, evaluation and prediction. If
+    /// not, they are counted and the feature's rule for missing values is applied, as in serving.
     pub strict: bool,
-    /// Read labels. A value that is not a label is refused, strict or not.
+    /// Whether labels are read. A value that is not a label is refused, even if `strict` is false.
     pub labels: bool,
-    /// The number of the first row in error messages.
+    /// The row number of the first row, for error messages.
     pub first_row: u64,
 }
 
@@ -42,7 +42,7 @@ impl Default for Options {
     }
 }
 
-/// Features with their fitted values. A transform converts equal values to equal ids and floats, regardless of their
+/// Features with their fitted values. A transform converts equal values to equal ids and floats, whatever their
 /// source.
 #[derive(Debug, Clone)]
 pub struct Transform {
@@ -79,7 +79,7 @@ impl Transform {
         Ok(Self { features, fitted, plan, digest })
     }
 
-    /// Read the result of [`Self::to_json`].
+    /// Parse the result of [`Self::to_json`].
     ///
     /// # Errors
     /// [`TransformError::Invalid`] if the text is not a transform, was changed, or has another version.
@@ -103,7 +103,7 @@ impl Transform {
         Ok(transform)
     }
 
-    /// Declarations, fitted values and digest.
+    /// Convert the declarations, the fitted values and the digest to JSON.
     ///
     /// # Errors
     /// [`TransformError::Invalid`], which does not occur for a valid transform.
@@ -118,8 +118,8 @@ impl Transform {
             .map_err(|error| TransformError::Invalid { what: error.to_string() })
     }
 
-    /// The digest: it is equal for transforms that compute equal ids, floats and labels. It does not cover dimensions,
-    /// tables and optimizers.
+    /// The digest. It is equal for transforms that compute equal ids, floats and labels, and does not cover
+    /// dimensions, tables and optimizers.
     pub fn digest(&self) -> &str {
         &self.digest
     }
@@ -134,7 +134,7 @@ impl Transform {
         &self.fitted
     }
 
-    /// The names of its outputs.
+    /// The names of the outputs.
     pub fn names(&self) -> &Names {
         &self.plan.names
     }
@@ -142,7 +142,7 @@ impl Transform {
     /// Transform the rows of record batches, one after another.
     ///
     /// # Errors
-    /// All mistakes of the first batch that has any.
+    /// All errors in the first batch that has any.
     pub fn batches<'b>(
         &self,
         batches: impl IntoIterator<Item = &'b RecordBatch>,
@@ -159,7 +159,7 @@ impl Transform {
     /// Transform JSON records.
     ///
     /// # Errors
-    /// Every feature that has a value of a wrong type, if `options` are strict; labels in any case.
+    /// All columns with a label of a wrong type and, with strict `options`, with a feature value of a wrong type.
     pub fn records(&self, records: &Records, options: Options) -> Result<Samples, DataErrors> {
         let mut work = Work::new(self, options);
         work.add(records)?;
@@ -296,8 +296,8 @@ impl<'t> Work<'t> {
     }
 }
 
-/// Add the counts of a feature to the report. If the number of the first row is given, the first wrong value is
-/// reported as a mistake.
+/// Add the counts of a feature to the report. If the number of the first row is given, report the first wrong value
+/// as an error.
 fn note(
     report: &mut Report,
     index: usize,

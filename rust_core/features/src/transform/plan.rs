@@ -1,4 +1,4 @@
-//! [`Plan`]: the declarations, compiled.
+//! [`Plan`]: the compiled declarations.
 
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ use crate::samples::{Ids, Names};
 pub(super) struct Plan {
     /// The operations, in the order of the features.
     pub(super) steps: Vec<Step>,
-    /// The features that are slots.
+    /// Whether each feature is a slot.
     pub(super) is_slot: Vec<bool>,
     pub(super) names: Arc<Names>,
     /// The names of the features, followed by those of the labels.
@@ -33,11 +33,11 @@ pub(super) struct Plan {
 #[derive(Debug)]
 pub(super) enum Step {
     Ids(IdStep),
-    /// The features that are its parts.
+    /// A cross. The value lists the features that are its parts.
     Cross {
         parts: Vec<usize>,
     },
-    /// `place` is the index of its dense column.
+    /// A dense feature. `place` is the index of its dense column.
     Dense {
         column: String,
         rule: DenseRule,
@@ -45,7 +45,7 @@ pub(super) enum Step {
     },
 }
 
-/// How a column becomes ids.
+/// The operation by which a column becomes ids.
 #[derive(Debug)]
 pub(super) struct IdStep {
     column: String,
@@ -62,7 +62,7 @@ enum Values {
 }
 
 impl Plan {
-    /// `fitted` must be complete.
+    /// Compile the declarations. `fitted` must be complete.
     pub(super) fn new(config: &FeaturesConfig, fitted: &Fitted) -> Result<Self, TransformError> {
         check_tables(config, fitted)?;
         let none = FittedFeature::default();
@@ -85,7 +85,7 @@ impl Plan {
         Ok(Self { steps, is_slot, names: Arc::new(names), reported })
     }
 
-    /// Empty samples.
+    /// Create empty ids for all features.
     pub(super) fn empty_ids(&self) -> Vec<Ids> {
         let ids = |step: &Step| match step {
             Step::Ids(step) => Ids::new(step.is_single(), step.weights.is_some()),
@@ -201,13 +201,13 @@ fn dense_rule(dense: &Dense, fitted: &FittedFeature) -> DenseRule {
     DenseRule::new(dense, clip, pair, missing)
 }
 
-/// The declared type of the values, else the fitted one.
+/// The declared type of the values or, if none is declared, the fitted one.
 fn values(feature: &Feature, fitted: &FittedFeature) -> ValueType {
     let declared = id_column(&feature.rule).and_then(|column| column.values);
     declared.or(fitted.values).unwrap_or(ValueType::String)
 }
 
-/// Features that share a table must have values of one type, otherwise they would share no row.
+/// Check that features that share a table have values of one type. Otherwise they would share no rows.
 fn check_tables(config: &FeaturesConfig, fitted: &Fitted) -> Result<(), TransformError> {
     let none = FittedFeature::default();
     let mut all: Vec<(&str, &str, &Feature, ValueType)> = Vec::new();
@@ -219,8 +219,8 @@ fn check_tables(config: &FeaturesConfig, fitted: &Fitted) -> Result<(), Transfor
             all.iter().find(|(table, prefix, ..)| (*table, *prefix) == (&*slot.table, &*column.prefix));
         if let Some((table, _, other, _)) = shared.filter(|(.., other)| *other != values) {
             problems.push(format!(
-                "`{}` and `{}` share the table `{table}`, but one has integers and the other strings, so that their \
-                 ids differ: declare the same `values`, or give each its own table",
+                "`{}` and `{}` share the table `{table}`, but one has integers and the other strings, so their ids \
+                 differ: declare the same `values`, or use separate tables",
                 feature.name, other.name
             ));
         }

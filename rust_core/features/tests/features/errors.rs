@@ -1,4 +1,4 @@
-//! Mistakes in training data: all are reported at once, with feature, column and row.
+//! Tests that errors in training data are reported together, with feature, column and row.
 
 use std::sync::Arc;
 
@@ -40,9 +40,9 @@ labels:
     assert_eq!(
         lines,
         [
-            "the data does not fit the features: 8 mistakes",
+            "the data does not fit the features: 8 errors",
             "  user (line 2): there is no column `user`, did you mean `usr`?",
-            "  score (line 3): column `score` is Float64, allowed: integers or strings: floats are no ids. Cast it to \
+            "  score (line 3): column `score` is Float64, allowed: integers or strings: floats cannot be ids. Cast it to \
              integers if it holds them, or use `type: bucket`",
             "  tags (line 4): column `tags` is Utf8, allowed: lists, or strings if `separator` is set",
             "  price (line 5): column `price` is Utf8, allowed: numbers; declare its type where the data is read, or \
@@ -51,7 +51,7 @@ labels:
             "  when (line 8): column `score_` is Int64, allowed: timestamps, or integers if `unit` says what they \
              count: s, ms, us, ns",
             "  clicked (line 10): there is no column `clik`, did you mean `click`?",
-            "  bought (line 11): column `name` is Utf8, allowed: numbers; for strings, give `equals`",
+            "  bought (line 11): column `name` is Utf8, allowed: numbers; for strings, set `equals`",
         ]
     );
 }
@@ -71,7 +71,7 @@ fn wrong_values_are_reported_with_their_rows() {
             "  u (line 1), row 1234567: found the string \"7\", allowed: an integer, as in the training data (2 such \
              values)",
             "  x (line 1), row 1234567: found the string \"a string\", allowed: a number",
-            "  y (line 2), row 1234567: found the integer 2, allowed: 0 or 1; for other numbers, give greater_than, \
+            "  y (line 2), row 1234567: found the integer 2, allowed: 0 or 1; for other numbers, set greater_than, \
              equals or `loss: mse`, and remove rows without a label (2 such values)",
         ]
     );

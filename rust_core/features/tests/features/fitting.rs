@@ -1,4 +1,4 @@
-//! One pass over the training data: mergeable, and independent of the order.
+//! Tests that fitting takes one pass over the training data, can be merged, and does not depend on the order.
 
 use std::sync::Arc;
 
@@ -69,10 +69,7 @@ fn a_transform_refuses_to_run_unfitted() {
     let TransformError::Unfitted { missing } = error else { panic!("{error}") };
     assert_eq!(missing.len(), 5, "{missing:?}");
     assert_eq!(missing[0], "u has no `values`, integer or string");
-    assert_eq!(
-        missing[2],
-        "z has no the number in the place of a missing one and no mean and standard deviation"
-    );
+    assert_eq!(missing[2], "z has no value for missing numbers and no mean and standard deviation");
 }
 
 #[test]

@@ -1,4 +1,5 @@
-//! For any JSON record nothing crashes, every row has its position, and every float is finite.
+//! Tests with arbitrary JSON records: nothing panics, every row keeps its position, and every float is
+//! finite.
 
 use persia_features::{Records, Transform};
 use proptest::prelude::*;
@@ -57,7 +58,7 @@ proptest! {
         }
         prop_assert_eq!(samples.dense().len(), rows.len() * 2);
         prop_assert!(samples.dense().iter().all(|float| float.is_finite()));
-        // For values that it does not refuse, the strict mode gives the same result.
+        // For values that it does not refuse, strict mode gives the same result.
         if let Ok(strict) = transform.records(&records, STRICT) {
             prop_assert_eq!(strict, samples);
         }

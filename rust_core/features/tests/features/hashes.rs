@@ -1,10 +1,11 @@
-//! Fixed values and their ids, on which checkpoints and served models depend.
+//! Tests the ids of fixed values. Checkpoints and served models depend on them.
 
 use persia_features::hash::{CROSS_SEED, SEED, hash_cross, hash_text};
 
 use crate::{SERVING, features, from_json, ids};
 
-/// Computed by the reference implementation: `xxhash.xxh3_64_intdigest(text, seed=0x706572736961)`.
+/// The ids were computed with the reference implementation: `xxhash.xxh3_64_intdigest(text,
+/// seed=0x706572736961)`.
 #[test]
 fn strings_have_the_ids_of_the_reference_implementation() {
     assert_eq!((SEED, CROSS_SEED), (0x7065_7273_6961, 0x78_7065_7273_6961));

@@ -1,4 +1,4 @@
-//! A row alone, in a batch, in Arrow of any layout, and in JSON gives the same ids and floats.
+//! Tests that a row gives the same ids and floats alone, in a batch, in Arrow of any layout, and in JSON.
 
 use std::fmt::Write;
 use std::sync::Arc;
@@ -114,7 +114,7 @@ fn tags(rows: &[Row], layout: usize) -> (ArrayRef, ArrayRef) {
     if layout.is_multiple_of(2) {
         return (Arc::new(tags), Arc::new(weights));
     }
-    // The values as a dictionary in large lists.
+    // Large lists of dictionary values.
     let values: &StringArray = tags.values().as_any().downcast_ref().unwrap();
     let values: DictionaryArray<Int8Type> = values.iter().collect();
     let field = Arc::new(Field::new("item", values.data_type().clone(), true));
@@ -156,7 +156,7 @@ fn json(rows: &[Row]) -> String {
         })
         .collect();
     let mut text = serde_json::to_string(&list).unwrap();
-    // The shortest decimal representation of an f32.
+    // JSON has the shortest decimal representation of each f32.
     for row in rows {
         let mut price = String::from("{\"price\":");
         match row.price {

@@ -1,4 +1,4 @@
-//! The behaviour on which users of the crate rely.
+//! Tests of the behaviour on which users of the crate rely.
 #![allow(clippy::unwrap_used, reason = "a test panics when it fails")]
 
 mod errors;
@@ -13,7 +13,7 @@ use std::sync::Arc;
 use arrow_array::{ArrayRef, RecordBatch};
 use persia_features::{DataErrors, Features, Fitter, Options, Records, Samples, Transform};
 
-/// The features of a block, with a label of column `y`.
+/// The features of a block, and a label of the column `y`.
 fn features(block: &str) -> Features {
     let text = format!("features: {{{block}}}\nlabels: {{y: {{}}}}");
     Features::parse(&text, "persia.yml").unwrap().config
@@ -24,7 +24,7 @@ fn batch(columns: Vec<(&str, ArrayRef)>) -> RecordBatch {
         .unwrap()
 }
 
-/// The transform of features that was fitted on these columns, and a label.
+/// Fit features on these columns and a label column. Returns the transform.
 fn fitted(features: &Features, columns: Vec<(&str, ArrayRef)>) -> Transform {
     let rows = columns[0].1.len();
     let label: ArrayRef = Arc::new(arrow_array::Float32Array::from(vec![0.0; rows]));

@@ -1,4 +1,4 @@
-//! The rule and the count of each kind of unusual value.
+//! Tests the rule and the count of each kind of unusual value.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ fn given(block: &str) -> Transform {
     features(block).transform(Default::default()).unwrap()
 }
 
-/// The ids of column `u` for each record, and the counts of that feature.
+/// The ids of the column `u` in each record, and the counts of the feature.
 fn of(keys: &str, json: &str) -> (Vec<Vec<u64>>, Vec<(&'static str, u64)>) {
     let transform = given(&format!("u: {{dim: 2, {keys}}}"));
     let samples = from_json(&transform, json, SERVING).unwrap();

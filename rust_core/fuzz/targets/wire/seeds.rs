@@ -1,4 +1,4 @@
-//! Look-ups and pushes as a trainer sends them.
+//! Look-ups and pushes as a rank sends them.
 
 use persia_kernels::{Bags, Csr, Gradients, SegmentSum};
 use persia_types::{Dtype, JobId, Mode, ShardedIds, Token};
@@ -22,7 +22,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
             (0..).zip(formats).map(|(table, format)| Part::new(table, *format, &ids)).collect();
         [lookup_of(&parts, &ids, None, 2), push_of(&parts, &ids, None, 4)]
     });
-    // Two samples: one with all ids, and one without ids.
+    // There are two samples: one with all ids, and one without ids.
     let (places, ones) = ([0, 1, 2, 3, 4], [1.0; 5]);
     let bags = Bags {
         indices: &places,

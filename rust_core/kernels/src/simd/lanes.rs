@@ -1,33 +1,33 @@
-//! [`Lanes`]: the few operations on sixteen floats, or on a bucket, that the compiler does not vectorise.
+//! [`Lanes`]: the few operations on sixteen floats, or on a bucket, that the compiler does not vectorize.
 
 #![allow(unsafe_code)]
 
 use crate::half::{f16_to_f32, f32_to_f16};
 
-/// Floats that are computed in parallel; all reductions keep this many partial sums.
+/// The number of floats that are computed in parallel. All reductions keep this many partial sums.
 pub const LANES: usize = 16;
 
-/// The operations in one instruction set. The results are bit-identical for all sets.
+/// The operations, as implemented with one instruction set. The results are bit-identical for all sets.
 pub trait Lanes {
-    /// `sums += (gradient + decay * weights)²`, lane by lane, every operation rounded.
+    /// Compute `sums += (gradient + decay * weights)²`, lane by lane, and round after every operation.
     fn add_squares(sums: &mut [f32; LANES], weights: &[f32; LANES], gradient: &[f32; LANES], decay: f32);
     /// The sum of all lanes: the upper half is added to the lower half, first eight lanes, then four, two and one.
     fn fold(sums: &[f32; LANES]) -> f32;
-    /// Whether every magnitude is below 2^`exponent`; `exponent` is at most 128. NaN and infinity are not below any
-    /// limit.
+    /// Whether every magnitude is below 2^`exponent`, where `exponent` is at most 128. NaN and infinity are not
+    /// below any limit.
     fn all_below(values: &[f32; LANES], exponent: i32) -> bool;
     /// A mask whose bit `i` is set if `words[i]` is `key`.
     fn equal(words: &[u64; 8], key: u64) -> u32;
-    /// Binary16 to f32, exact.
+    /// Convert binary16 to f32, which is exact.
     fn widen_f16(from: &[u16; LANES]) -> [f32; LANES];
-    /// f32 to the nearest binary16, ties to even; a larger magnitude becomes the largest finite one.
+    /// Convert f32 to the nearest binary16, ties to even. A larger magnitude becomes the largest finite one.
     fn narrow_f16(from: &[f32; LANES]) -> [u16; LANES];
 }
 
 /// The bits of an f32's exponent.
 const EXPONENT: i32 = 0x7F80_0000;
 
-/// The bits of 2^`exponent`; of infinity, if `exponent` is 128.
+/// The bits of 2^`exponent`, or of infinity if `exponent` is 128.
 #[inline(always)]
 const fn exponent_bits(exponent: i32) -> i32 {
     (exponent + 127) << 23
@@ -89,14 +89,15 @@ mod x86 {
     /// The largest finite binary16.
     const F16_MAX: f32 = 65_504.0;
 
-    /// Two registers of eight lanes. Only [`crate::simd::InstructionSet::run`] may name it.
+    /// Two registers of eight lanes. Only [`crate::simd::InstructionSet::run`] may name this type.
     pub(crate) struct Avx2;
 
     impl Lanes for Avx2 {
         #[inline(always)]
         fn add_squares(sums: &mut [f32; LANES], weights: &[f32; LANES], gradient: &[f32; LANES], decay: f32) {
             for half in [0, 8] {
-                // SAFETY: only code for processors with AVX2 names this type; eight lanes from `half` exist.
+                // SAFETY: only code for processors with AVX2 names this type; there are eight lanes from `half`
+                // on.
                 unsafe {
                     let decayed =
                         _mm256_mul_ps(_mm256_set1_ps(decay), _mm256_loadu_ps(weights.as_ptr().add(half)));
@@ -145,7 +146,7 @@ mod x86 {
         fn widen_f16(from: &[u16; LANES]) -> [f32; LANES] {
             let mut to = [0.0; LANES];
             for half in [0, 8] {
-                // SAFETY: as above; eight lanes from `half` exist in both.
+                // SAFETY: as above; there are eight lanes from `half` on in both.
                 unsafe {
                     let eight = _mm256_cvtph_ps(_mm_loadu_si128(from.as_ptr().add(half).cast()));
                     _mm256_storeu_ps(to.as_mut_ptr().add(half), eight);
@@ -171,13 +172,13 @@ mod x86 {
         }
     }
 
-    /// The remainder of a fold, from eight lanes on.
+    /// The rest of a fold, when eight lanes are left.
     ///
     /// # Safety
-    /// The processor has AVX2.
+    /// The processor must support AVX2.
     #[inline(always)]
     unsafe fn fold_8(sums: __m256) -> f32 {
-        // SAFETY: ensured by the caller.
+        // SAFETY: the caller ensures that the processor supports AVX2.
         unsafe {
             let four = _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps::<1>(sums));
             let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
@@ -185,7 +186,7 @@ mod x86 {
         }
     }
 
-    /// One register of sixteen lanes. Only [`crate::simd::InstructionSet::run`] may name it.
+    /// One register of sixteen lanes. Only [`crate::simd::InstructionSet::run`] may name this type.
     pub(crate) struct Avx512;
 
     impl Lanes for Avx512 {

@@ -29,32 +29,32 @@ fn main() -> ExitCode {
     process::run(KIND, |args: &ServerArgs| &args.common, run)
 }
 
-/// The directory of the log below the data directory; the name of the first version.
+/// The directory of the log, below the data directory. The first version introduced the name.
 const LOG_DIR: &str = "journal";
 
-/// The directory of the log, with `durability: log`.
+/// The options of the log; None without `durability: log`.
 fn log_options(sync: Option<LogSync>, data_dir: Option<&Path>) -> Result<Option<LogOptions>, Exit> {
     match (sync, data_dir) {
         (None, _) => Ok(None),
         (Some(sync), Some(dir)) => Ok(Some(LogOptions { dir: dir.join(LOG_DIR), sync })),
         (Some(_), None) => Err(Exit::Usage(
-            "durability: log needs a directory that outlives this process: set PERSIA_DATA_DIR".into(),
+            "durability: log needs a folder that outlives this process: set PERSIA_DATA_DIR".into(),
         )),
     }
 }
 
-/// The interval of log lines while the node resumes.
+/// The interval between log lines while the node recovers.
 const REPORT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Where the rows of a server are at its start.
+/// The source of a server's rows when it starts.
 enum Rows {
-    /// In the log, if there is one.
+    /// The rows come from the log, if there is one.
     Log(GenerationFile),
-    /// In the checkpoint that an infer job serves.
+    /// The rows come from the checkpoint that an infer job serves.
     Checkpoint(Box<ServableCheckpoint>),
 }
 
-/// Resume from the log or load the checkpoint, which may be long, on another thread.
+/// Recover from the log or load the checkpoint on another thread, because this may take long.
 async fn resume(starting: &Arc<StartingNode>, options: NodeOptions, rows: Rows) -> Result<(), Exit> {
     let of_thread = Arc::clone(starting);
     let mut resuming = spawn_blocking(move || match rows {
@@ -80,7 +80,10 @@ async fn run(process: Process, health: HealthService, args: ServerArgs) -> Resul
         Some(infer) => {
             let dir = checkpoint_dir(infer.checkpoint.as_deref())?;
             let configured = args.common.embedding_if_given()?.map(|config| config.schema);
-            let checkpoint = ServableCheckpoint::open(dir, configured)?;
+            let dir = dir.to_owned();
+            // Opening may wait for an object store.
+            let opened = spawn_blocking(move || ServableCheckpoint::open(&dir, configured)).await;
+            let checkpoint = opened.map_err(|error| Exit::Again(format!("the start failed: {error}")))??;
             (checkpoint.schema().clone(), Rows::Checkpoint(Box::new(checkpoint)))
         }
     };
@@ -93,12 +96,13 @@ async fn run(process: Process, health: HealthService, args: ServerArgs) -> Resul
         snapshot_threads: process.global.checkpoint_workers,
         max_copy_bytes: process.global.max_copy_bytes.unwrap_or(u64::MAX),
         checkpoints: CheckpointRoot::new(args.checkpoint_root),
-        // Less than one attempt of a trainer through a middleware, so that the trainer gets the names of missing ranks.
+        // This is less than one attempt of a rank through a middleware, so that the rank gets the names of the
+        // missing ranks.
         turn_timeout: Duration::from_secs(args.common.rpc_timeout) / 6,
         address: process.listener.endpoint().to_string(),
         log: log_options(process.global.log, args.data_dir.as_deref())?,
     };
-    // The service starts before the node has resumed, so that callers wait for it.
+    // The service starts before the node has recovered, so that callers wait for the node.
     let starting = Arc::new(StartingNode::new(&options));
     let (gauges, state) = (Arc::clone(&starting), Arc::clone(&starting));
     let waits_for = move || state.node().err().map(|error| error.to_string());
@@ -117,6 +121,6 @@ async fn run(process: Process, health: HealthService, args: ServerArgs) -> Resul
         ended = &mut serving => return ended,
         result = resume(&starting, options, rows) => result?,
     }
-    let _ = resumed.send(()); // after a stop it is not waited for
+    let _ = resumed.send(()); // after a stop, nothing waits for the result
     serving.await
 }

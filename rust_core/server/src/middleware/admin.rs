@@ -1,4 +1,4 @@
-//! Administrative requests and statistics, for all servers at once.
+//! Administrative requests and statistics, which concern all servers.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,12 +16,12 @@ use tonic::{Request, Status};
 use super::{MiddlewareService, ServerClient, deadline, error_of, late, named};
 use crate::service::check_version;
 
-/// The timeout of a snapshot or a restore whose caller sets none.
+/// The timeout of a snapshot or restore whose caller sets none.
 const LONG: Duration = Duration::from_secs(3600);
 /// The timeout of statistics.
 const STATS_TIMEOUT: Duration = Duration::from_secs(4);
 
-/// Call every server. Of several errors, that of the first server is returned.
+/// Call every server. If several fail, the error of the first one is returned.
 async fn everywhere<R: Unary + Clone>(
     servers: &[Arc<ServerClient>],
     deadline: Instant,
@@ -34,11 +34,11 @@ async fn everywhere<R: Unary + Clone>(
             Err(_) => Err(to_status(&late(server, R::NAME))),
         }
     });
-    // Wait for all of them, even after an error, so that no call outlives the request.
+    // Wait for all calls, even after an error, so that no call outlives the request.
     join_all(calls).await.into_iter().collect()
 }
 
-/// Let every server check a request before the first one executes it.
+/// Let every server check a request before the first server executes it.
 async fn check_everywhere_first<R: Unary + Clone>(
     servers: &[Arc<ServerClient>],
     deadline: Instant,
@@ -54,7 +54,7 @@ async fn check_everywhere_first<R: Unary + Clone>(
     Ok(())
 }
 
-/// The answer of the server at `index` of a list of `count`; refused if the server has another place.
+/// Check that the server at `index` in a list of `count` servers has this index itself. Returns its response.
 fn check_place(
     server: &ServerClient,
     index: usize,
@@ -66,8 +66,8 @@ fn check_place(
         return Ok(reply.answered);
     }
     let what = format!(
-        "it is server {own} of {}, and the list has it as server {index} of {count}; list all servers, in the order of \
-         their REPLICA_INDEX",
+        "it is server {own} of {}, but the list has it as server {index} of {count}; list all servers, in the order \
+         of their REPLICA_INDEX",
         reply.servers
     );
     Err(to_status(&TablesError::Incompatible { peer: server.peer.clone(), what }))
@@ -129,7 +129,7 @@ impl MiddlewareService {
         Ok(proto::RestoreReply {})
     }
 
-    /// Statistics of the servers that answer.
+    /// Return the statistics of the servers that respond.
     pub(super) async fn serve_stats(
         &self,
         request: Request<proto::StatsRequest>,
@@ -153,7 +153,7 @@ impl MiddlewareService {
                 Ok(Err(status)) if status.code() == tonic::Code::Unauthenticated => {
                     Err(named(server, &status))
                 }
-                // The caller waits for a server that resumes from its log.
+                // The caller waits for a server that recovers from its log.
                 Ok(Err(status)) if matches!(error_of(server, &status), TablesError::Recovering { .. }) => {
                     Err(named(server, &status))
                 }

@@ -1,4 +1,4 @@
-//! [`Fanout`]: the queues from one request to the servers; [`SlowestServer`]: the one that blocks the others.
+//! [`Fanout`]: the queues from one request to the servers; [`SlowestServer`]: the server that blocks the others.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -10,8 +10,8 @@ use super::SERVER_QUEUE;
 
 const NONE: usize = usize::MAX;
 
-/// A queue to each server that is called. Messages of one request are sent one after another, so a server whose queue
-/// is full blocks those of the others. It is recorded as the cause of a timeout.
+/// A queue to each server that is called. The messages of a request are sent one after another, so a server whose
+/// queue is full blocks the messages to the other servers. That server is recorded as the cause of a timeout.
 pub(super) struct Fanout<T> {
     queues: Vec<Option<mpsc::Sender<T>>>,
     slowest: SlowestServer,
@@ -23,7 +23,7 @@ impl<T> Fanout<T> {
         Self { queues: Vec::new(), slowest: SlowestServer(Arc::new(AtomicUsize::new(NONE))), deadline }
     }
 
-    /// Add the queue of the next server, whose first message is `head`.
+    /// Add the queue to the next server, with `head` as the first message.
     pub(super) fn open(&mut self, head: T) -> mpsc::Receiver<T> {
         let (queue, messages) = mpsc::channel(SERVER_QUEUE);
         // A new queue has space.
@@ -41,7 +41,8 @@ impl<T> Fanout<T> {
         self.slowest.clone()
     }
 
-    /// Send `message`, if the server is called. A closed queue is ignored: the call of its server reports the error.
+    /// Send `message` if the server is called. A closed queue is ignored, because the call to its server reports the
+    /// error.
     pub(super) async fn send(&self, server: usize, message: T) {
         let Some(queue) = self.queues.get(server).and_then(Option::as_ref) else { return };
         if let Err(mpsc::error::TrySendError::Full(message)) = queue.try_send(message) {
@@ -55,18 +56,18 @@ impl<T> Fanout<T> {
         }
     }
 
-    /// Whether any server that is called has closed its queue.
+    /// Whether any of the called servers has closed its queue.
     pub(super) fn any_closed(&self) -> bool {
         self.queues.iter().flatten().any(mpsc::Sender::is_closed)
     }
 
-    /// Whether all servers have closed their queues: the request is over.
+    /// Whether all called servers have closed their queues, so that the request is over.
     pub(super) fn all_closed(&self) -> bool {
         self.queues.iter().flatten().all(mpsc::Sender::is_closed)
     }
 }
 
-/// The server that blocks the request now.
+/// The server that currently blocks the request.
 #[derive(Clone)]
 pub(super) struct SlowestServer(Arc<AtomicUsize>);
 

@@ -1,4 +1,5 @@
-//! [`Lookup`]: sends the ids of one look-up to the servers, and their rows, pooled or not, to the caller.
+//! [`Lookup`]: sends the ids of one look-up to the servers, and their rows, which may be pooled, to the
+//! caller.
 
 use std::sync::Arc;
 
@@ -7,6 +8,7 @@ use persia_types::tables::LookupReport;
 use persia_wire::chunk::ChunkError;
 use persia_wire::error::to_status;
 use persia_wire::parts::Split;
+use persia_wire::trace::RequestSpan;
 use persia_wire::{proto, receive};
 use proto::{lookup_reply, lookup_request};
 use tokio::sync::mpsc;
@@ -32,13 +34,14 @@ pub(super) struct Lookup {
 }
 
 impl Lookup {
-    /// Send rows to `out`. The first server that fails ends the look-up.
+    /// Run the look-up and send the rows to `out`. The first server that fails ends the look-up.
     pub(super) async fn run(
         self,
         incoming: impl Stream<Item = Result<proto::LookupRequest, Status>> + Unpin,
         out: &Out,
+        span: &RequestSpan,
     ) -> Result<LookupReport, Status> {
-        // The calls are dropped with the future, so that they end with the look-up.
+        // The calls are dropped together with the future, so they end with the look-up.
         let mut calls = JoinSet::new();
         let mut fanout = ToServers::new(self.deadline);
         let (keep, kept) = mpsc::channel(SERVER_QUEUE);
@@ -47,7 +50,8 @@ impl Lookup {
             let messages = fanout.open(proto::LookupRequest { part: Some(lookup_request::Part::Head(head)) });
             let (servers, split) = (self.servers.clone(), Arc::clone(&self.split));
             let sink = RowSink { out: out.clone(), keep: keep.clone() };
-            calls.spawn(call(servers, server, split, messages, sink, fanout.slowest(), self.deadline));
+            let request = Call { servers, index: server, span: span.call("lookup of a server", server) };
+            calls.spawn(request.run(split, messages, sink, fanout.slowest(), self.deadline));
         }
         drop(keep);
         let sum = async {
@@ -104,34 +108,45 @@ impl RowSink {
     }
 }
 
-async fn call(
+/// The call to one server.
+struct Call {
     servers: Vec<Arc<ServerClient>>,
     index: usize,
-    split: Arc<Split>,
-    messages: mpsc::Receiver<proto::LookupRequest>,
-    sink: RowSink,
-    slowest: SlowestServer,
-    deadline: Instant,
-) -> Result<LookupReport, Status> {
-    let server: &ServerClient = &servers[index];
-    let called = async {
-        let replies = server.data().lookup(until(deadline, ReceiverStream::new(messages))).await;
-        let mut replies = replies.map_err(|status| named(server, &status))?;
-        let mut report = None;
-        while let Some(reply) = replies.message().await.map_err(|status| named(server, &status))? {
-            match reply.part {
-                Some(lookup_reply::Part::Rows(chunk)) => {
-                    sink.send(&split, split.rows(index, chunk)?).await?;
+    span: RequestSpan,
+}
+
+impl Call {
+    async fn run(
+        self,
+        split: Arc<Split>,
+        messages: mpsc::Receiver<proto::LookupRequest>,
+        sink: RowSink,
+        slowest: SlowestServer,
+        deadline: Instant,
+    ) -> Result<LookupReport, Status> {
+        let Self { servers, index, span } = self;
+        let server: &ServerClient = &servers[index];
+        let mut request = until(deadline, ReceiverStream::new(messages));
+        span.inject(request.metadata_mut());
+        let called = async {
+            let replies = server.data().lookup(request).await;
+            let mut replies = replies.map_err(|status| named(server, &status))?;
+            let mut report = None;
+            while let Some(reply) = replies.message().await.map_err(|status| named(server, &status))? {
+                match reply.part {
+                    Some(lookup_reply::Part::Rows(chunk)) => {
+                        sink.send(&split, split.rows(index, chunk)?).await?;
+                    }
+                    Some(lookup_reply::Part::Report(sent)) => report = Some(sent.into()),
+                    None => {}
                 }
-                Some(lookup_reply::Part::Report(sent)) => report = Some(sent.into()),
-                None => {}
             }
-        }
-        let incomplete = || ChunkError::CutShort { what: format!("{} sent no report", server.peer) };
-        Ok(report.ok_or_else(incomplete)?)
-    };
-    match timeout_at(deadline, called).await {
-        Ok(report) => report,
-        Err(_) => Err(to_status(&late(&servers[slowest.or(index)], "look-up"))),
+            let incomplete = || ChunkError::CutShort { what: format!("{} sent no report", server.peer) };
+            Ok(report.ok_or_else(incomplete)?)
+        };
+        span.end(match timeout_at(deadline, called).await {
+            Ok(report) => report,
+            Err(_) => Err(to_status(&late(&servers[slowest.or(index)], "look-up"))),
+        })
     }
 }

@@ -1,12 +1,13 @@
-//! [`MiddlewareService`]: divides every request among the servers and merges their answers.
+//! [`MiddlewareService`]: divides every request among the servers and merges their responses.
 //!
-//! If the caller asks for pooled samples, it pools them, with the kernels of the caller.
+//! If the caller asks for pooled samples, the middleware pools them, with the same kernels as the caller.
 //!
-//! It has no state between two calls and tries each call once, because only the caller knows whether a retry makes
-//! sense. Every server gets every request, even without ids for it, so that each sees all requests of the job.
+//! A middleware keeps no state between calls and tries each call once, because only the caller knows whether a retry
+//! makes sense. Every server gets every request, even if it has none of the ids, so that each server sees all requests
+//! of the job.
 //!
 //! * [`lookup`], [`push`], [`admin`]: requests
-//! * [`pooled`]: pooling and summing for samples
+//! * [`pooled`]: pools rows, and sums gradients, of samples
 //! * [`fanout`]: the queues of one request to the servers
 //! * [`server_pool`]: the known servers
 
@@ -20,13 +21,14 @@ mod server_pool;
 use std::sync::Arc;
 use std::time::Duration;
 
-use persia_types::TablesError;
+use persia_types::{TablesError, Token};
 use persia_wire::auth::{Role, require};
 use persia_wire::csr::receive_csr;
 use persia_wire::error::{FORGOTTEN, from_status, to_status};
 use persia_wire::parts::Split;
 use persia_wire::proto::middleware_server::Middleware;
 use persia_wire::samples::RequestKind;
+use persia_wire::trace::RequestSpan;
 use persia_wire::{proto, receive};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
@@ -39,7 +41,7 @@ pub use server_pool::{Link, ServerClient, ServerPool};
 use crate::metrics::Timer;
 use crate::request_memory::MemoryBudget;
 
-/// The capacity of a queue to one server, and of that to the caller, in messages.
+/// The capacity of the queue to each server and of the queue to the caller, in messages.
 const SERVER_QUEUE: usize = 8;
 const CALLER_QUEUE: usize = 16;
 
@@ -54,7 +56,7 @@ pub struct MiddlewareService {
 }
 
 impl MiddlewareService {
-    /// A middleware for `servers`; `peer` is its name in messages.
+    /// Create a middleware for `servers`. `peer` is its name in messages.
     pub fn new(servers: Arc<ServerPool>, timeout: Duration, peer: String) -> Self {
         Self { servers, timeout, peer, memory: MemoryBudget::new("start more middlewares") }
     }
@@ -64,12 +66,14 @@ impl MiddlewareService {
         request: Request<Streaming<proto::LookupRequest>>,
     ) -> Result<ReceiverStream<Result<proto::LookupReply, Status>>, Status> {
         let timer = Timer::start("lookup");
+        let mut span = RequestSpan::of(request.metadata(), "lookup");
         let started = async {
             require(request.extensions(), "Lookup", &[Role::Trainer])?;
             let deadline = deadline(request.metadata(), self.timeout);
             let servers = self.servers.all().await.map_err(|error| to_status(&error))?;
             let mut incoming = request.into_inner();
             let head = receive::lookup_head(&mut incoming).await?;
+            span.set_token(head.token);
             let split = Split::new(&head.parts, servers.len()).map_err(|error| to_status(&error))?;
             let chunk = |message: proto::LookupRequest| match message.part {
                 Some(proto::lookup_request::Part::Csr(chunk)) => Some(chunk),
@@ -84,14 +88,19 @@ impl MiddlewareService {
         };
         let (lookup, incoming, memory) = match started.await {
             Ok(started) => started,
-            Err(status) => return timer.end(Err(status)),
+            Err(status) => return timer.end(span.end(Err(status))),
         };
+        tracing::debug!(
+            token = shown(lookup.head.token),
+            servers = lookup.servers.len(),
+            "look-up forwarded"
+        );
         let (out, replies) = mpsc::channel(CALLER_QUEUE);
         let servers = Arc::clone(&self.servers);
         let deadline = lookup.deadline;
         tokio::spawn(async move {
             let result = tokio::select! {
-                result = lookup.run(incoming, &out) => timer.end(result),
+                result = lookup.run(incoming, &out, &span) => timer.end(span.end(result)),
                 () = out.closed() => return,
             };
             refresh_after(&servers, result.as_ref().err());
@@ -99,7 +108,7 @@ impl MiddlewareService {
                 part: Some(proto::lookup_reply::Part::Report(report.into())),
             });
             drop(memory);
-            // Nothing is reported to a caller that disconnected or does not read.
+            // A failure to send is ignored: the caller has disconnected or does not read.
             let _ = timeout_at(deadline, out.send(last)).await;
         });
         Ok(ReceiverStream::new(replies))
@@ -108,12 +117,14 @@ impl MiddlewareService {
     async fn serve_push(
         &self,
         request: Request<Streaming<proto::PushRequest>>,
+        span: &mut RequestSpan,
     ) -> Result<proto::PushReply, Status> {
         require(request.extensions(), "Push", &[Role::Trainer])?;
         let deadline = deadline(request.metadata(), self.timeout);
         let servers = self.servers.all().await.map_err(|error| to_status(&error))?;
         let mut incoming = request.into_inner();
         let head = receive::push_head(&mut incoming).await?;
+        span.set_token(head.token);
         let split = Split::new(&head.parts, servers.len()).map_err(|error| to_status(&error))?;
         let chunk = |message: proto::PushRequest| match message.part {
             Some(proto::push_request::Part::Csr(chunk)) => Some(chunk),
@@ -123,13 +134,19 @@ impl MiddlewareService {
             self.memory.take(pooled::kept_bytes(split.parts(), RequestKind::Push), deadline).await?;
         let csr = receive_csr(&mut incoming, RequestKind::Push, split.parts(), chunk);
         let csr = timeout_at(deadline, csr).await.map_err(push::late_caller)??;
+        tracing::debug!(token = shown(head.token), servers = servers.len(), "push forwarded");
         let push = push::Push { servers, head, split: Arc::new(split), csr, deadline };
-        let reply = push.run(incoming).await?;
+        let reply = push.run(incoming, span).await?;
         if push::first_failure(&reply).is_some() {
             self.servers.refresh();
         }
         Ok(reply)
     }
+}
+
+/// Format the token of a request for logs. The result is empty if there is no token.
+fn shown(token: Option<proto::Token>) -> String {
+    token.map(|token| Token::from(token).to_string()).unwrap_or_default()
 }
 
 /// Read the announcements again if a server could not be reached.
@@ -139,7 +156,7 @@ fn refresh_after(servers: &ServerPool, status: Option<&Status>) {
     }
 }
 
-/// The error of a server, with its name, as a status for the caller.
+/// Convert the error of a server to a status for the caller that names the server.
 fn named(server: &ServerClient, status: &Status) -> Status {
     to_status(&error_of(server, status))
 }
@@ -155,30 +172,31 @@ fn error_of(server: &ServerClient, status: &Status) -> TablesError {
     }
 }
 
-/// The error if a server did not answer a call before its deadline.
+/// The error for a server that did not respond to a call before the deadline.
 fn late(server: &ServerClient, what: &str) -> TablesError {
     TablesError::Unreachable {
         peer: server.peer.clone(),
-        what: format!("no answer to a {what} before its deadline"),
+        what: format!("no response to a {what} before its deadline"),
     }
 }
 
-/// A request with a timeout, so that a server serves it before `deadline` or cancels it.
+/// Create a request with a timeout, so that a server serves it before `deadline` or cancels it.
 fn until<T>(deadline: Instant, message: T) -> Request<T> {
     let left = deadline.saturating_duration_since(Instant::now());
     let mut request = Request::new(message);
-    // Slightly longer than the caller's own timeout, because its error names the server and tonic's does not.
+    // The timeout is slightly longer than the caller's wait, because the caller's error names the server and tonic's
+    // error does not.
     request.set_timeout(left + left / 20 + Duration::from_millis(100));
     request
 }
 
-/// The deadline of what a request waits for: the timeout of the caller less a fifth, or `default`. The fifth leaves time
-/// for an error with the reason to reach the caller.
+/// The deadline for everything that a request waits for: the timeout of the caller less a fifth, or `default` if the
+/// caller sets none. The fifth leaves time for an error that states the reason to reach the caller.
 pub(crate) fn deadline(metadata: &MetadataMap, default: Duration) -> Instant {
     Instant::now() + grpc_timeout(metadata).map_or(default, |left| left.mul_f32(0.8))
 }
 
-/// The timeout of the caller in gRPC's header: up to eight digits and a unit.
+/// The timeout of the caller in the gRPC header: up to eight digits and a unit.
 fn grpc_timeout(metadata: &MetadataMap) -> Option<Duration> {
     let text = metadata.get("grpc-timeout")?.to_str().ok()?;
     let (number, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
@@ -217,7 +235,9 @@ impl Middleware for MiddlewareService {
         request: Request<Streaming<proto::PushRequest>>,
     ) -> Result<Response<proto::PushReply>, Status> {
         let timer = Timer::start("push");
-        let reply = self.serve_push(request).await;
+        let mut span = RequestSpan::of(request.metadata(), "push");
+        let reply = self.serve_push(request, &mut span).await;
+        span.note(&reply);
         let reply = match reply.as_ref().ok().and_then(push::first_failure) {
             Some(error) => {
                 timer.end_partly_failed(to_status(&error).code());

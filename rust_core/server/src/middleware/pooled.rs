@@ -1,4 +1,4 @@
-//! Pooling: rows of ids are collected and pooled into vectors of samples; gradients of samples are collected and summed
+//! Pooling: collects rows of ids and pools them into vectors of samples; collects gradients of samples and sums them
 //! for each id. Results are computed chunk by chunk, at the pace of the receiver.
 
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use tonic::Status;
 use super::SERVER_QUEUE;
 use super::fanout::Fanout;
 
-/// The lists of samples of every part of a request; None for parts whose rows are not pooled.
+/// The lists of samples of each part of a request; None for parts whose rows are not pooled.
 pub(super) type AllCsr = Vec<Option<ReceivedCsr>>;
 
 /// Whether `chunk` belongs to a part with vectors of samples.
@@ -27,7 +27,8 @@ pub(super) fn of_samples(split: &Split, chunk: &Chunk) -> bool {
     split.parts().get(chunk.part as usize).is_some_and(|part| part.samples.is_some())
 }
 
-/// The bytes that a middleware holds for a request: rows or gradients of its parts with samples, and their lists.
+/// The memory that a middleware needs for a request, in bytes: the rows or gradients of parts with samples, and
+/// their lists.
 pub(super) fn kept_bytes(parts: &[Part], kind: RequestKind) -> u64 {
     let words = |part: &Part| {
         part.samples.as_ref().map_or(0, |samples| {
@@ -38,14 +39,14 @@ pub(super) fn kept_bytes(parts: &[Part], kind: RequestKind) -> u64 {
     parts.iter().map(words).sum::<usize>() as u64 * 4
 }
 
-/// The collected rows of parts with samples; empty for others.
+/// The collected rows of parts with samples; empty for other parts.
 pub(super) struct CollectedRows {
     rows: Vec<Vec<f32>>,
     whole: Result<(), ChunkError>,
 }
 
 impl CollectedRows {
-    /// Collect `chunks` until all servers have sent theirs.
+    /// Collect `chunks` until all servers have sent their rows.
     pub(super) async fn receive(split: &Split, mut chunks: mpsc::Receiver<Chunk>) -> Result<Self, Status> {
         let pooled = |part: &Part| match part.samples {
             Some(_) => part.clone().with_samples(None),
@@ -53,7 +54,7 @@ impl CollectedRows {
         };
         let parts: Vec<Part> = split.parts().iter().map(pooled).collect();
         let mut rows: Vec<Vec<f32>> = vec![Vec::new(); parts.len()];
-        // Memory is allocated after a server has answered, because it has then checked all its ids.
+        // Allocate memory only after a server has responded, because the server has then checked all its ids.
         let mut next = chunks.recv().await;
         if next.is_some() {
             rows = parts.iter().map(|part| vec![0.0; part.len() * part.format.dim]).collect();
@@ -79,7 +80,7 @@ impl CollectedRows {
         csr: AllCsr,
         out: &mpsc::Sender<Result<proto::LookupReply, Status>>,
     ) -> Result<(), Status> {
-        // The call of the server reports why rows are missing.
+        // If rows are missing, the call to their server reports the reason.
         self.whole?;
         if csr.iter().all(Option::is_none) {
             return Ok(());
@@ -107,19 +108,19 @@ impl CollectedRows {
     }
 }
 
-/// Sum the gradients of samples for each id and send them to the servers. `gradients` are those of all parts with
-/// samples.
+/// Sum the gradients of samples for each id and send the sums to the servers. `gradients` are those of all parts
+/// with samples.
 pub(super) async fn send_sums(
     split: &Split,
     csr: AllCsr,
     gradients: Vec<Vec<f32>>,
     fanout: Fanout<proto::PushRequest>,
 ) -> Result<(), Status> {
-    // Once every server has ended a push, its sums are not needed.
+    // Once every server has ended the push, no sums are needed.
     if csr.iter().all(Option::is_none) || fanout.all_closed() {
         return Ok(());
     }
-    // The channel between them ends the computation when this future is dropped, independent of the servers.
+    // If this future is dropped, the channel closes and the computation ends, whatever the servers do.
     let (computed_chunks, mut sums) = mpsc::channel(SERVER_QUEUE);
     let parts = split.parts().to_vec();
     let work = computed(move || {
@@ -149,7 +150,7 @@ pub(super) async fn send_sums(
     tokio::try_join!(work, forward).map(drop)
 }
 
-/// Run a computation on a thread where it blocks no other request.
+/// Run a computation on a thread on which it blocks no other request.
 async fn computed(work: impl FnOnce() + Send + 'static) -> Result<(), Status> {
     let done = tokio::task::spawn_blocking(work).await;
     done.map_err(|error| Status::internal(format!("pooling failed: {error}")))

@@ -1,5 +1,5 @@
 //! [`Push`]: sends the gradients of one push to the servers and returns the outcome of each. Gradients of samples are
-//! summed for each id first.
+//! first summed for each id.
 
 use std::sync::Arc;
 
@@ -8,6 +8,7 @@ use persia_types::TablesError;
 use persia_wire::collect::Collector;
 use persia_wire::error::{from_failure, to_failure};
 use persia_wire::parts::Split;
+use persia_wire::trace::RequestSpan;
 use persia_wire::{proto, receive};
 use proto::{push_request, server_push};
 use tokio::sync::mpsc;
@@ -19,7 +20,7 @@ use tonic::Status;
 
 use super::fanout::{Fanout, SlowestServer};
 use super::pooled::{AllCsr, of_samples, send_sums};
-use super::{ServerClient, error_of, late, until};
+use super::{ServerClient, error_of, late, shown, until};
 
 type ToServers = Fanout<proto::PushRequest>;
 
@@ -38,10 +39,12 @@ impl Push {
     pub(super) async fn run(
         mut self,
         incoming: impl Stream<Item = Result<proto::PushRequest, Status>> + Unpin,
+        span: &RequestSpan,
     ) -> Result<proto::PushReply, Status> {
         let csr = std::mem::take(&mut self.csr);
         let called = |server: usize| self.head.only.is_empty() || self.head.only.contains(&(server as u32));
-        // Dropped with the future, which cancels the calls that have not ended: they apply nothing.
+        // The calls are dropped together with the future. This cancels calls that have not ended, and these apply
+        // nothing.
         let mut calls = JoinSet::new();
         let mut fanout = ToServers::new(self.deadline);
         for server in 0..self.servers.len() {
@@ -53,7 +56,10 @@ impl Push {
             let head = proto::PushHead { parts, only: Vec::new(), ..self.head.clone() };
             let messages = fanout.open(proto::PushRequest { part: Some(push_request::Part::Head(head)) });
             let (servers, slowest, deadline) = (self.servers.clone(), fanout.slowest(), self.deadline);
-            calls.spawn(async move { (server, call(&servers, server, messages, &slowest, deadline).await) });
+            let called = span.call("push of a server", server);
+            calls.spawn(async move {
+                (server, call(&servers, server, messages, &slowest, deadline, called).await)
+            });
         }
         let outcomes = async {
             let mut servers = Vec::with_capacity(calls.len());
@@ -63,7 +69,7 @@ impl Push {
                 let outcome = Some(match outcome {
                     Ok(report) => server_push::Outcome::Applied(report),
                     Err(error) => {
-                        tracing::warn!(server, "push not applied: {error}");
+                        tracing::warn!(server, token = shown(self.head.token), "push not applied: {error}");
                         server_push::Outcome::Failed(to_failure(&error))
                     }
                 });
@@ -74,7 +80,7 @@ impl Push {
         };
         let feed = async {
             let gradients = self.feed(incoming, &fanout).await?;
-            // Dropping the queues ends the calls.
+            // Dropping the queues lets the calls end.
             send_sums(&self.split, csr, gradients, fanout).await
         };
         let ((), servers) = tokio::try_join!(feed, outcomes)?;
@@ -94,7 +100,7 @@ impl Push {
             }
             let message = match timeout_at(self.deadline, receive::next(&mut incoming)).await {
                 Ok(message) => message?,
-                // The servers delayed the caller, and not the reverse. Their calls report the reason.
+                // The servers delayed the caller, not the reverse. The calls to them report the reason.
                 Err(_) if fanout.any_closed() => return Ok(Vec::new()),
                 Err(late) => return Err(late_caller(late)),
             };
@@ -125,7 +131,7 @@ impl Push {
     }
 }
 
-/// The push of the caller was not complete before its deadline.
+/// The error for a push that the caller did not complete before its deadline.
 pub(super) fn late_caller(_: Elapsed) -> Status {
     Status::deadline_exceeded("the push was not complete before its deadline")
 }
@@ -144,14 +150,17 @@ async fn call(
     messages: mpsc::Receiver<proto::PushRequest>,
     slowest: &SlowestServer,
     deadline: Instant,
+    span: RequestSpan,
 ) -> Result<proto::PushReport, TablesError> {
     let server: &ServerClient = &servers[index];
-    let request = until(deadline, ReceiverStream::new(messages));
+    let mut request = until(deadline, ReceiverStream::new(messages));
+    span.inject(request.metadata_mut());
     let mut rpc = server.data();
-    let Ok(reply) = timeout_at(deadline, rpc.push(request)).await else {
-        return Err(late(&servers[slowest.or(index)], "push"));
+    let reply = match timeout_at(deadline, rpc.push(request)).await {
+        Ok(reply) => reply.map_err(|status| error_of(server, &status)),
+        Err(_) => Err(late(&servers[slowest.or(index)], "push")),
     };
-    let reply = reply.map_err(|status| error_of(server, &status))?;
+    let reply = span.end(reply)?;
     match reply.servers.into_iter().next().and_then(|server| server.outcome) {
         Some(server_push::Outcome::Applied(report)) => Ok(report),
         Some(server_push::Outcome::Failed(failure)) => Err(from_failure(&server.peer, &failure)),

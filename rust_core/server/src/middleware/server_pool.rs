@@ -1,4 +1,4 @@
-//! [`ServerPool`]: the known embedding servers of the job, and connections to them.
+//! [`ServerPool`]: the known embedding servers of the job, and the connections to them.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,20 +18,20 @@ use crate::exit::Exit;
 
 /// The timeout of a search through NATS.
 const FIND_TIMEOUT: Duration = Duration::from_secs(2);
-/// The interval of reading announcements while all servers are known, and while some are missing.
+/// The interval at which announcements are read: while all servers are known, and while some are missing.
 const REFRESH_INTERVAL: Duration = Duration::from_secs(5);
 const SEARCH_INTERVAL: Duration = Duration::from_millis(500);
-/// The shortest time between two searches.
+/// The minimum time between two searches.
 const SEARCH_PAUSE: Duration = Duration::from_millis(200);
-/// The longest wait of a request for missing servers; its caller retries.
+/// The maximum time that a request waits for missing servers. Its caller retries.
 const MISSING_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Credentials for calls to servers.
+/// The credentials for calls to servers.
 #[derive(Debug, Clone, Default)]
 pub struct Link {
     /// The secret of the cluster.
     pub secret: Option<Secret>,
-    /// TLS settings of calls to servers; None is plain text.
+    /// The TLS settings for calls to servers; None means plain text.
     pub tls: Option<ClientTlsConfig>,
 }
 
@@ -55,18 +55,18 @@ impl ServerClient {
         Ok(Self { data: rpc(Role::Middleware), admin: rpc(Role::Admin), peer, endpoint })
     }
 
-    /// The calls for look-ups, pushes and statistics.
+    /// A client for look-ups, pushes and statistics.
     pub fn data(&self) -> Rpc {
         self.data.clone()
     }
 
-    /// The calls for all other methods.
+    /// A client for all other methods.
     pub fn admin(&self) -> Rpc {
         self.admin.clone()
     }
 }
 
-/// The known servers: one entry for each index, and why servers are refused.
+/// The known servers, with one entry for each index, and the reason why servers are refused.
 #[derive(Debug, Clone, Default)]
 struct ServerTable {
     servers: Vec<Option<Arc<ServerClient>>>,
@@ -108,7 +108,7 @@ impl Drop for ServerPool {
 }
 
 impl ServerPool {
-    /// The servers at `endpoints`, in the order of their index.
+    /// Create a pool of the servers at `endpoints`, in the order of their index.
     ///
     /// # Errors
     /// `Usage` for a certificate that cannot be used.
@@ -124,7 +124,7 @@ impl ServerPool {
         Ok(Self { known, refresh: Arc::default(), searched: "--servers".into(), search: None })
     }
 
-    /// The announced servers, kept up to date.
+    /// Create a pool of the announced servers, which is kept up to date.
     pub fn discovered(discovery: Discovery, link: Link) -> Self {
         let (publish, known) = watch::channel(ServerTable::default());
         let refresh = Arc::new(Notify::new());
@@ -134,10 +134,10 @@ impl ServerPool {
         Self { known, refresh, searched, search: Some(task.abort_handle()) }
     }
 
-    /// All servers. Waits a moment for missing ones.
+    /// Return all servers. Waits a short time for missing servers.
     ///
     /// # Errors
-    /// `Unreachable` naming the missing servers; `Incompatible` naming a server that does not match.
+    /// `Unreachable`, with the names of the missing servers; `Incompatible`, with the name of an incompatible server.
     pub async fn all(&self) -> Result<Vec<Arc<ServerClient>>, TablesError> {
         let mut known = self.known.clone();
         let settled = known.wait_for(|known| known.complete().is_some() || known.disagreement.is_some());
@@ -155,17 +155,17 @@ impl ServerPool {
         })
     }
 
-    /// Whether the servers are those of a list, whose order may be wrong.
+    /// Whether the servers were given as a list, whose order may be wrong.
     pub fn is_listed(&self) -> bool {
         self.search.is_none()
     }
 
-    /// The servers in the order of their index; None for an unknown one.
+    /// The servers in the order of their index; None for an unknown server.
     pub fn known(&self) -> Vec<Option<Arc<ServerClient>>> {
         self.known.borrow().servers.clone()
     }
 
-    /// Wait until all servers are known, and return them.
+    /// Wait until all servers are known.
     pub async fn found(&self) {
         let mut known = self.known.clone();
         if known.wait_for(|known| known.complete().is_some()).await.is_err() {
@@ -174,7 +174,7 @@ impl ServerPool {
         }
     }
 
-    /// Read the announcements soon, because a server did not answer.
+    /// Read the announcements soon, because a server did not respond.
     pub fn refresh(&self) {
         self.refresh.notify_one();
     }
@@ -188,24 +188,25 @@ struct Search {
     incumbents: BTreeMap<usize, Incumbent>,
 }
 
-/// The process that holds an index.
+/// The process that currently has an index.
 #[derive(Debug)]
 struct Incumbent {
-    /// The time of its start by its own clock, and its id in NATS.
+    /// The start time, by the clock of its host, and the id in NATS.
     age: (u64, String),
-    /// Consecutive searches that it did not answer.
+    /// The number of consecutive searches to which it did not respond.
     missed: u32,
 }
 
-/// After this many unanswered searches a process counts as ended, and another one can take its index.
+/// The number of unanswered searches after which a process counts as ended, so that another one can take its index.
 const MISSED_WHEN_GONE: u32 = 3;
 
-/// Whether `peer` takes its index. Of two live processes the younger gets it, because the older is about to end.
+/// Decide whether `peer` gets its index. Of two live processes, the newer one gets it, because the older one is about
+/// to end.
 fn succeeds(incumbents: &mut BTreeMap<usize, Incumbent>, peer: &Peer) -> bool {
     let started = peer.metadata.get("started").and_then(|text| text.parse().ok()).unwrap_or(0);
     let age = (started, peer.id.clone());
     let index = peer.index as usize;
-    // The clocks of hosts differ, so the start decides only while both are alive.
+    // The clocks of hosts differ, so the start time decides only while both processes are alive.
     if incumbents
         .get(&index)
         .is_some_and(|incumbent| incumbent.age > age && incumbent.missed < MISSED_WHEN_GONE)
@@ -216,7 +217,7 @@ fn succeeds(incumbents: &mut BTreeMap<usize, Incumbent>, peer: &Peer) -> bool {
     true
 }
 
-/// Count the processes that did not answer this search.
+/// Count the processes that did not respond to this search.
 fn note_missed(incumbents: &mut BTreeMap<usize, Incumbent>, peers: &[Peer]) {
     for incumbent in incumbents.values_mut() {
         let there = peers.iter().any(|peer| peer.id == incumbent.age.1);
@@ -227,7 +228,7 @@ fn note_missed(incumbents: &mut BTreeMap<usize, Incumbent>, peers: &[Peer]) {
 impl Search {
     async fn run(mut self, refresh: Arc<Notify>) {
         loop {
-            // Discovery logs that NATS is unreachable; known servers stay valid.
+            // Discovery logs that NATS is unreachable. Known servers stay valid.
             if let Ok(peers) = self.discovery.find(Service::Server, FIND_TIMEOUT).await {
                 self.update(&peers);
             }
@@ -242,7 +243,7 @@ impl Search {
         let before = self.publish.borrow().clone();
         let mut next = before.clone();
         match disagreement(peers) {
-            // A server that does not match and arrives later does not affect the known ones.
+            // An incompatible server that arrives later does not affect the known ones.
             found @ Some(_) => {
                 next.disagreement = found;
             }
@@ -254,7 +255,7 @@ impl Search {
         if let Some((peer, what)) = &next.disagreement
             && next.disagreement != before.disagreement
         {
-            tracing::error!("{peer} does not match: {what}");
+            tracing::error!("{peer} is incompatible: {what}");
         }
         if next.complete().is_some() && before.complete().is_none() {
             tracing::info!(servers = next.servers.len(), "all servers are known");
@@ -291,7 +292,7 @@ impl Search {
     }
 }
 
-/// The server that is incompatible with the others, and why.
+/// Find a server that is incompatible with the others. Returns the server and the reason.
 fn disagreement(peers: &[Peer]) -> Option<(String, String)> {
     let first = peers.first()?;
     peers.iter().find_map(|peer| {
@@ -350,7 +351,7 @@ mod tests {
             peers.iter().map(|peer| succeeds(&mut incumbents, peer)).collect::<Vec<_>>()
         };
         assert_eq!(look(&[first.clone(), second.clone()]), [true, false]);
-        // The first process has ended; the clock of its successor's host is slow.
+        // The first process has ended. The clock of its successor's host is slow.
         let taken: Vec<bool> = (0..4).map(|_| look(std::slice::from_ref(&second))[0]).collect();
         assert_eq!(taken, [false, false, true, true]);
         assert_eq!(look(&[second, first]), [true, true]);

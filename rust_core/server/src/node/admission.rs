@@ -1,17 +1,18 @@
 //! The path of a training request through a server: throttle → generation → turn → log → token → apply.
 //!
 //! 1. *Throttle*: a push waits while a snapshot in progress has used up its copy budget.
-//! 2. *Generation*: refuse a request of another generation.
-//! 3. *Turn*: in a reproducible run with several ranks, wait for the requests before this one.
-//! 4. *Log*: with `durability: log`, append a push, and the turn of a look-up, for a replay.
+//! 2. *Generation*: a request of another generation is refused.
+//! 3. *Turn*: in a reproducible run with several ranks, the request waits for the requests before it.
+//! 4. *Log*: with `durability: log`, a push, or the turn of a look-up, is appended to the log for a replay.
 //! 5. *Token*: a push whose token was applied before changes nothing.
-//! 6. *Apply*; then the turn advances. A look-up changes nothing.
+//! 6. *Apply*: the request is executed, and the turn advances. A look-up changes nothing.
 //!
-//! This is the admission of requests. The admission of ids, by which an id gets a row, is in the store.
+//! This is the admission of requests. The admission of ids, which decides whether an id gets a row, is up to the
+//! store.
 //!
-//! [`Node::admit`] does the first three and needs no separate thread. [`Node::lookup`] and [`Node::push`] do the rest,
-//! which computes and may wait for a disk. A failed request leaves neither a record nor a token and keeps its turn, so
-//! that its retry takes the same path.
+//! [`Node::admit`] does the first three steps and needs no separate thread. [`Node::lookup`] and [`Node::push`] do the
+//! other steps, which compute and may wait for a disk. A failed request leaves neither a record nor a token, and keeps
+//! its turn, so that its retry takes the same path.
 
 use std::io;
 use std::sync::Arc;
@@ -23,29 +24,32 @@ use super::{Fence, Node, Phase, Turn};
 use crate::wal::WalRecord;
 
 impl Node {
-    /// Wait until a training request may be applied: for the copy budget, and for its turn if the run has turns.
+    /// Wait until a training request may be applied. It waits for the copy budget and, if the requests of the run have
+    /// an order, for its turn.
     ///
     /// # Errors
-    /// `NotBegun`, `StaleGeneration`, `BadShape` for a rank that the run does not have, `Timeout` naming the missing
+    /// `NotBegun`; `StaleGeneration`; `BadShape` for a rank that the run does not have; `Timeout`, with the missing
     /// requests.
     pub async fn admit(&self, token: Token, phase: Phase) -> Result<Option<Turn>, TablesError> {
         if phase == Phase::Push {
             self.throttle().await?;
         }
-        self.check_token(token)?;
+        self.check_fence_of(token)?;
         self.sequencer.turn(token, phase, self.options.turn_timeout, &self.peer).await
     }
 
-    /// Returns when it is the turn of a training request, or its turn has passed; never if requests have no order.
+    /// Wait until it is the turn of a training request, or its turn has passed. Never returns if requests have no
+    /// order.
     pub async fn turn_comes(&self, token: Token, phase: Phase) {
         self.sequencer.comes(token, phase).await;
     }
 
-    /// Read rows. A training look-up must be [admitted](Self::admit); others have no turn and are not logged.
+    /// Read rows. A training look-up must be [admitted](Self::admit) first; other look-ups have no turn and are not
+    /// logged.
     ///
     /// # Errors
-    /// As [`Tables::lookup`]; `Unreachable` if the log cannot be written; `Incompatible` if an infer job serves another
-    /// checkpoint than the caller expects.
+    /// Those of [`Tables::lookup`]; `Unreachable` if the log cannot be written; `Incompatible` if an infer job serves
+    /// a checkpoint that the caller does not expect.
     pub fn lookup(
         &self,
         turn: Option<Turn>,
@@ -56,7 +60,8 @@ impl Node {
             self.check_served(request.token)?;
             return self.store.lookup(request, rows).map_err(|error| self.named(error));
         }
-        // After a restart, pushes of this step do not wait for a look-up that was answered.
+        // The turn is recorded so that, after a restart, pushes of this step do not wait for a look-up that was
+        // answered.
         let record = || WalRecord::lookup(request.token);
         self.log_and_apply(turn, record, || self.store.lookup(request, rows))
     }
@@ -64,13 +69,13 @@ impl Node {
     /// Apply the gradients of a push that was [admitted](Self::admit).
     ///
     /// # Errors
-    /// As [`Tables::push`]; `Unreachable` if the log cannot be written.
+    /// Those of [`Tables::push`]; `Unreachable` if the log cannot be written.
     pub fn push(&self, turn: Option<Turn>, request: &PushRequest<'_>) -> Result<PushReport, TablesError> {
         self.log_and_apply(turn, || WalRecord::push(request), || self.store.push(request))
     }
 
-    /// Wait for the copy budget, for a fraction of the time for a turn. Then the request proceeds in any case: a slow
-    /// disk slows training down but does not stop it.
+    /// Wait for the copy budget, but only for a fraction of the time that a turn may take. The request then proceeds
+    /// in any case, because a slow disk may slow training down but must not stop it.
     async fn throttle(&self) -> Result<(), TablesError> {
         if !self.is_full() {
             return Ok(());
@@ -86,7 +91,7 @@ impl Node {
     }
 
     /// Refuse a training request of another job or generation.
-    pub(super) fn check_token(&self, token: Token) -> Result<(), TablesError> {
+    pub(super) fn check_fence_of(&self, token: Token) -> Result<(), TablesError> {
         self.refuse_change()?;
         let Fence { job, generation } = self.current()?;
         if (job, generation) == (token.job, token.generation) {
@@ -113,7 +118,7 @@ impl Node {
         }
     }
 
-    /// A full log may have space again soon, and callers retry an `Unreachable` request.
+    /// Convert an error of the log. A full log may have space again soon, and callers retry an `Unreachable` request.
     fn not_logged(&self, error: TablesError) -> TablesError {
         match error {
             TablesError::Io { path, source } => TablesError::Unreachable {
@@ -124,7 +129,7 @@ impl Node {
         }
     }
 
-    /// The store does not know the name of its server.
+    /// Add the name of this server to an error, because the store does not know it.
     fn named(&self, error: TablesError) -> TablesError {
         match error {
             TablesError::WrongShard { held, shard, .. } => {

@@ -1,40 +1,50 @@
-//! [`CheckpointRoot`]: the directory below which a server writes and reads checkpoints.
+//! [`CheckpointRoot`]: the directory or URL below which a server writes and reads checkpoints.
 
 use std::path::{Path, PathBuf};
 
-use persia_types::TablesError;
 use persia_types::limits::MAX_NAME_BYTES;
+use persia_types::{TablesError, is_url};
 
-/// The directory for snapshots, if there is one.
+/// The directory or URL for snapshots, if there is one.
 #[derive(Debug, Clone, Default)]
 pub struct CheckpointRoot(Option<PathBuf>);
 
 impl CheckpointRoot {
-    /// The directories below `root`; with None, every snapshot and restore is refused.
+    /// Allow the directories below `root`. With None, every snapshot and restore is refused.
     pub fn new(root: Option<PathBuf>) -> Self {
         Self(root)
     }
 
-    /// The directory with the name `relative`. Requests are not trusted: each component must match
-    /// `[A-Za-z0-9._-]{1,128}`, and must not be `.`, `..` or a symbolic link.
+    /// The directory `relative` below the root. Requests are not trusted: each component must match
+    /// `[A-Za-z0-9._-]{1,128}` and must not be `.`, `..` or a symbolic link.
     ///
     /// # Errors
-    /// `BadShape` for a name that is not allowed, or without a root; `Io` if the directory does not exist.
+    /// `BadShape` for a name that is not allowed, or if there is no root; `Io` if the directory does not exist.
     pub fn resolve(&self, relative: &str) -> Result<PathBuf, TablesError> {
         let bad = |what: String| Err(TablesError::BadShape { what });
+        if is_url(Path::new(relative)) {
+            return self.resolve_url(relative);
+        }
         let Some(root) = &self.0 else {
-            return bad("this server has no directory for checkpoints: start it with PERSIA_CKPT_DIR".into());
+            return bad("this server has no folder for checkpoints: start it with PERSIA_CKPT_DIR".into());
         };
+        if is_url(root) {
+            return bad(format!(
+                "checkpoint directory {relative:?}: this server has PERSIA_CKPT_DIR={}; set the same one for trainers \
+                 and servers",
+                root.display()
+            ));
+        }
         let mut path = root.clone();
         for name in relative.split('/').filter(|_| !relative.is_empty()) {
             if !is_name(name) {
                 return bad(format!(
-                    "checkpoint directory {relative:?}: {name:?} is not of the form [A-Za-z0-9._-]{{1,128}}"
+                    "checkpoint folder {relative:?}: {name:?} is not of the form [A-Za-z0-9._-]{{1,128}}"
                 ));
             }
             path.push(name);
             if is_link(&path)? {
-                return bad(format!("checkpoint directory {relative:?}: {name:?} is a symbolic link"));
+                return bad(format!("checkpoint folder {relative:?}: {name:?} is a symbolic link"));
             }
         }
         if path.is_dir() {
@@ -42,9 +52,24 @@ impl CheckpointRoot {
         }
         let source = std::io::Error::new(
             std::io::ErrorKind::NotFound,
-            "no such directory on the server: PERSIA_CKPT_DIR must be one directory for trainers and servers",
+            "no such folder on the server: PERSIA_CKPT_DIR must be one folder for trainers and servers",
         );
         Err(TablesError::Io { path, source })
+    }
+
+    /// Check the URL of an object store. If the root is a URL, it must be below the root; otherwise any URL is allowed
+    /// that the credentials of this server permit.
+    fn resolve_url(&self, url: &str) -> Result<PathBuf, TablesError> {
+        let path = Path::new(url);
+        let root = self.0.as_deref().filter(|root| is_url(root));
+        let is_plain = url.split('/').skip(3).all(|part| !matches!(part, "" | "." | ".."));
+        if !is_plain || root.is_some_and(|root| !path.starts_with(root)) {
+            let root = root.map_or_else(|| "s3://BUCKET/PREFIX".into(), |root| root.display().to_string());
+            return Err(TablesError::BadShape {
+                what: format!("checkpoint {url:?}: expected a URL below {root}"),
+            });
+        }
+        Ok(path.to_owned())
     }
 }
 
@@ -84,5 +109,21 @@ mod tests {
         let error = root.resolve("run/other").unwrap_err();
         assert!(matches!(error, TablesError::Io { .. }) && error.to_string().contains("PERSIA_CKPT_DIR"));
         assert!(CheckpointRoot::new(None).resolve("run").is_err());
+    }
+
+    #[test]
+    fn a_root_that_is_a_url_is_the_limit_of_urls() {
+        let url = "s3://bucket/runs/a/step-7/.saving-1";
+        for root in [None, Some("/checkpoints".into()), Some("s3://bucket/runs".into())] {
+            assert_eq!(CheckpointRoot::new(root).resolve(url).unwrap(), Path::new(url));
+        }
+        let root = CheckpointRoot::new(Some("s3://bucket/runs".into()));
+        let outside =
+            ["s3://bucket/runs2/a", "s3://other/runs/a", "s3://bucket/runs/../x", "s3://bucket/runs//a", "a"];
+        for name in outside {
+            let error = root.resolve(name).unwrap_err();
+            assert!(matches!(&error, TablesError::BadShape { .. }), "{name}: {error}");
+            assert!(error.to_string().contains("s3://bucket/runs"), "{error}");
+        }
     }
 }

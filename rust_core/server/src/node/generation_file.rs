@@ -1,6 +1,6 @@
-//! [`GenerationFile`]: the highest generation that a server accepted, in a directory that one process owns.
+//! [`GenerationFile`]: the highest generation that a server has accepted, in a directory that one process owns.
 //!
-//! Requests of an older generation are refused in `admission.rs`.
+//! `admission.rs` refuses requests of an older generation.
 
 use std::fs::{self, File};
 use std::io;
@@ -14,25 +14,26 @@ use rustix::fs::{FlockOperation, flock};
 use crate::exit::Exit;
 
 const FILE: &str = "generation";
-/// The file of the first version, which is read if there is no newer one.
+/// The name of the file in the first version. This file is read too.
 const FIRST_FILE: &str = "epoch";
 const LOCK: &str = "lock";
 
-/// The highest generation: in a directory, or in memory only.
+/// The highest generation, in a directory or only in memory.
 #[derive(Debug)]
 pub struct GenerationFile {
     dir: Option<PathBuf>,
     generation: Mutex<u64>,
-    /// An open file holds the lock.
+    /// The lock is held as long as this file is open.
     _lock: Option<File>,
 }
 
 impl GenerationFile {
-    /// Lock the directory, which is created if it is missing, and read the generation, 0 if there is none.
+    /// Lock the directory, which is created if it does not exist, and read the generation, which is 0 if there
+    /// is no file.
     ///
     /// # Errors
-    /// `Again` if another process uses the directory, `Corrupt` for a file without a generation, `Usage` if the
-    /// directory cannot be used.
+    /// `Again` if another process uses the directory; `Corrupt` if a file does not contain a generation;
+    /// `Usage` if the directory cannot be used.
     pub fn open(dir: Option<&Path>) -> Result<Self, Exit> {
         let Some(dir) = dir else {
             return Ok(Self { dir: None, generation: Mutex::new(0), _lock: None });
@@ -49,12 +50,12 @@ impl GenerationFile {
         let lock = lock.map_err(unusable)?;
         flock(&lock, FlockOperation::NonBlockingLockExclusive).map_err(|error| match error {
             rustix::io::Errno::WOULDBLOCK => Exit::Again(format!(
-                "PERSIA_DATA_DIR {} is in use by another server; stop that one, or give each its own directory",
+                "PERSIA_DATA_DIR {} is in use by another server; stop it, or use a separate folder",
                 dir.display()
             )),
             error => unusable(error.into()),
         })?;
-        // An older version may have run here since: the highest of both counts.
+        // An older version may have run here since, so the higher of both files counts.
         let mut highest = 0;
         for path in [FILE, FIRST_FILE].map(|name| dir.join(name)) {
             match fs::read_to_string(&path) {
@@ -81,7 +82,7 @@ impl GenerationFile {
     /// Make `generation` the highest, durably.
     ///
     /// # Errors
-    /// `Io`: the generation is unchanged.
+    /// `Io`, after which the generation is unchanged.
     pub fn set(&self, generation: u64) -> Result<(), TablesError> {
         let mut current = self.generation.lock();
         if let Some(dir) = &self.dir {

@@ -1,11 +1,12 @@
-//! [`Node`]: one embedding server: its rows, its run, and its checks of requests.
+//! [`Node`]: one embedding server, with its rows, its run, and its checks of requests.
 //!
 //! * [`admission`]: the path of a training request
-//! * [`snapshot`]: requests of a checkpoint
+//! * [`snapshot`]: the requests of a checkpoint
 //! * [`sequencer`]: the order of requests in a reproducible run
 //! * [`serving`]: a server of an infer job
-//! * [`request_log`]: the log and its base; [`recovery`]: resuming from it; [`progress`]: the progress of resuming
-//! * [`generation_file`], [`checkpoint_root`]: directories
+//! * [`request_log`]: the log and its base; [`recovery`]: recovers from the log; [`progress`]: the progress of a
+//!   recovery
+//! * [`generation_file`], [`checkpoint_root`]: the directories of a server
 
 mod admission;
 mod checkpoint_root;
@@ -28,6 +29,7 @@ use persia_types::tables::{Run, ServedCheckpoint, Stats};
 use persia_types::{JobId, Schema, Tables, TablesError, Token, server_shards};
 use persia_wire::VERSION;
 
+use self::recovery::Unresumed;
 use self::request_log::{Owner, RequestLog, WalPosition};
 use crate::exit::Exit;
 
@@ -38,31 +40,31 @@ pub use self::request_log::LogOptions;
 pub use self::sequencer::{Phase, RankSequencer, Turn};
 pub use self::serving::{ServableCheckpoint, checkpoint_dir};
 
-/// Settings of a server.
+/// The settings of a server.
 #[derive(Debug, Clone)]
 pub struct NodeOptions {
-    /// The only job it serves.
+    /// The only job that the server serves.
     pub job: String,
-    /// Its index among the job's servers, from 0.
+    /// The index among the job's servers, from 0.
     pub index: u32,
     /// The number of the job's servers.
     pub servers: u32,
     /// Slots and tables.
     pub schema: Schema,
-    /// The capacity of the whole job in rows. Each shard has an equal part, so that evictions do not depend on the
-    /// number of servers.
+    /// The capacity of the whole job, in rows. Each shard gets an equal part, so evictions do not depend on the number
+    /// of servers.
     pub capacity: u64,
     /// The number of threads that write and read a snapshot.
     pub snapshot_threads: usize,
-    /// As [`StoreOptions::max_copy_bytes`].
+    /// See [`StoreOptions::max_copy_bytes`].
     pub max_copy_bytes: u64,
-    /// The directory for snapshots.
+    /// The root directory of checkpoints.
     pub checkpoints: CheckpointRoot,
-    /// The longest time that a request of a reproducible run waits for its turn.
+    /// The maximum time that a request of a reproducible run waits for its turn.
     pub turn_timeout: Duration,
-    /// Its address, for messages.
+    /// The address of the server, for messages.
     pub address: String,
-    /// The log of pushes. Without one the job resumes from its last checkpoint.
+    /// The log of pushes. Without a log, the job resumes from its last checkpoint.
     pub log: Option<LogOptions>,
 }
 
@@ -83,25 +85,26 @@ pub struct Node {
     log: Option<RequestLog>,
     /// The run in progress.
     begun: RwLock<Option<Run>>,
-    /// The oldest generation whose rows were those at the start of the run in progress.
+    /// The oldest generation that had the same rows as the run in progress had when it began.
     oldest: Mutex<u64>,
     /// Locked by an administrative request, so that its checks stay valid until it ends.
     admin: Mutex<()>,
-    /// Locked while the files of a snapshot are written, and by requests that wait for that. Lock it before `admin`.
+    /// Locked while the files of a snapshot are written, and by requests that must wait until they are written. Lock
+    /// it before `admin`.
     writing: Mutex<()>,
     /// The checkpoint of an infer job.
     served: Option<ServedCheckpoint>,
 }
 
-/// The interval at which a begin cancels the transfers of the run before it, until it has `admin`.
+/// The interval at which a begin cancels the transfers of the previous run, until it has locked `admin`.
 const CANCEL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The run that a request claims to belong to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fence {
-    /// Its job.
+    /// The job.
     pub job: JobId,
-    /// Its generation.
+    /// The generation.
     pub generation: u64,
 }
 
@@ -111,7 +114,7 @@ fn empty_store(options: &NodeOptions, serves: bool) -> Result<Arc<Store>, Exit> 
         snapshot_threads: options.snapshot_threads,
         shards: server_shards(options.index as usize, options.servers as usize),
         max_copy_bytes: options.max_copy_bytes,
-        // The server throttles requests before they take a turn.
+        // The server throttles requests itself, before they take a turn.
         throttle: Duration::ZERO,
         serves,
     };
@@ -120,19 +123,20 @@ fn empty_store(options: &NodeOptions, serves: bool) -> Result<Arc<Store>, Exit> 
 }
 
 impl Node {
-    /// A server that resumes from its log, or, without a usable one, starts empty.
+    /// Create a server. It recovers from its log or, without a usable log, starts empty.
     ///
     /// # Errors
     /// `Usage` for an index that is not below the number of servers, for options that [`Store::new`] refuses, and for a
-    /// log directory that cannot be used.
+    /// log directory that cannot be used. `Again` if the checkpoint on which the log is based cannot be read from an
+    /// object store.
     pub fn new(options: NodeOptions, generation: GenerationFile) -> Result<Self, Exit> {
         Self::recovering(options, generation, &RecoveryProgress::default())
     }
 
-    /// Like [`Self::new`]. `progress` shows how much of the log was read.
+    /// Like [`Self::new`]. `progress` shows how much of the log has been read.
     ///
     /// # Errors
-    /// As [`Self::new`].
+    /// Those of [`Self::new`].
     pub fn recovering(
         options: NodeOptions,
         generation: GenerationFile,
@@ -143,17 +147,25 @@ impl Node {
         let timeout = options.turn_timeout;
         let log = options.log.clone().map(|log| RequestLog::open(log, owner, timeout)).transpose()?;
         let mut node = Self::empty(options, generation, log, false)?;
-        if let Err(why) = node.recover(progress) {
-            tracing::warn!("the log cannot be used; the job resumes from its last checkpoint: {why}");
-            node.store = empty_store(&node.options, false)?;
-            node.sequencer = Arc::default();
-            node.begun = RwLock::new(None);
-            node.log.iter().for_each(RequestLog::close);
+        match node.recover(progress) {
+            Ok(()) => {}
+            Err(Unresumed::Unread(why)) => {
+                return Err(Exit::Again(format!(
+                    "the log stays, and is read at the next start; the rows of its checkpoint cannot be read now: {why}"
+                )));
+            }
+            Err(Unresumed::Unusable(why)) => {
+                tracing::warn!("the log cannot be used; the job resumes from its last checkpoint: {why}");
+                node.store = empty_store(&node.options, false)?;
+                node.sequencer = Arc::default();
+                node.begun = RwLock::new(None);
+                node.log.iter().for_each(RequestLog::close);
+            }
         }
         Ok(node)
     }
 
-    /// A server without rows and without a run.
+    /// Create a server without rows and without a run.
     fn empty(
         options: NodeOptions,
         generation: GenerationFile,
@@ -179,24 +191,25 @@ impl Node {
         })
     }
 
-    /// Its settings.
+    /// The settings of the server.
     pub fn options(&self) -> &NodeOptions {
         &self.options
     }
 
-    /// Its name in messages.
+    /// The name of the server in messages.
     pub fn peer(&self) -> &str {
         &self.peer
     }
 
-    /// Begin a run, or with `check_only` report why it cannot begin. The generation is durable before this returns.
+    /// Begin a run or, with `check_only`, only check whether it can begin. The generation is durable before this
+    /// returns.
     ///
-    /// The rank that saved or restored in an earlier run is gone, or it would not begin another: the files that it still
-    /// writes or reads are of no use, and a begin does not wait for them.
+    /// A rank that saved or restored in an earlier run has ended, otherwise no new run would begin. Files that are
+    /// still written or read for that rank are of no use, so a begin does not wait for them.
     ///
     /// # Errors
-    /// `Incompatible` for another job or number of servers, `Io` if the generation cannot be written, `Lost` if the rows
-    /// are not those that the run continues with; otherwise as [`Tables::begin`].
+    /// `Incompatible` if the job or the number of servers differs; `Io` if the generation cannot be written; `Lost` if
+    /// the rows are not those that the run continues to train; those of [`Tables::begin`].
     pub fn begin(&self, servers: u32, run: &Run, check_only: bool) -> Result<(), TablesError> {
         self.refuse_change()?;
         self.check_newer(servers, run)?;
@@ -210,17 +223,18 @@ impl Node {
         }
         let continues_log = !run.fresh && self.log.as_ref().is_some_and(RequestLog::has_base);
         if !continues_log {
-            // First, because a begin that fails here has dropped no row.
+            // Write the generation first, because a begin that fails here has dropped no row.
             self.generation.set(run.generation)?;
         }
         match &self.log {
             None => self.start(run)?,
             Some(log) if continues_log => {
-                // The log first: a server that is killed in between recovers the run.
+                // Write to the log first, so that a server that is killed in between recovers the run.
                 log.begin(run, || self.start(run))?;
                 self.generation.set(run.generation)?;
             }
-            // A log does not contain these rows and would lose them. It stays closed until a restore or a fresh run.
+            // The log does not contain these rows and would lose them, so it stays closed until a restore or a fresh
+            // run.
             Some(_) if !run.fresh && self.holds_rows()? => {
                 tracing::warn!(
                     "the log is closed, because it does not hold the rows: load a checkpoint again"
@@ -243,7 +257,7 @@ impl Node {
         Ok(())
     }
 
-    /// Lock `admin`, with all transfers cancelled that began before.
+    /// Lock `admin`, and cancel all transfers that began before.
     fn lock_for_begin(&self) -> MutexGuard<'_, ()> {
         loop {
             let alone = self.admin.try_lock_for(CANCEL_INTERVAL);
@@ -272,7 +286,7 @@ impl Node {
         Ok(())
     }
 
-    /// Refuse a run that continues with other rows than those of this server.
+    /// Refuse a run that continues to train rows other than those of this server.
     fn check_continues(&self, run: &Run) -> Result<(), TablesError> {
         let (expected, own) = (run.continues, self.generations_of_rows());
         if run.fresh || own.contains(&expected) {
@@ -285,14 +299,14 @@ impl Node {
         Err(TablesError::Lost { peer: self.peer.clone(), what })
     }
 
-    /// The generations that ended, or began, with the current rows. 0 stands for an empty server before its first run.
+    /// The generations that began or ended with the current rows. 0 stands for an empty server before its first run.
     fn generations_of_rows(&self) -> RangeInclusive<u64> {
         let begun = self.begun.read().as_ref().map_or(0, |run| run.generation);
         let unchanged = self.store.progress().is_empty();
         if unchanged { *self.oldest.lock()..=begun } else { begun..=begun }
     }
 
-    /// Begin `run`, whose checks passed.
+    /// Begin `run`, which has passed all checks.
     fn start(&self, run: &Run) -> Result<(), TablesError> {
         let oldest = *self.generations_of_rows().start();
         self.store.begin(run)?;
@@ -307,7 +321,7 @@ impl Node {
         Ok(self.store.stats()?.rows.iter().any(|rows| *rows > 0))
     }
 
-    /// Counters and gauges. The generation is the highest so far, including those before a restart.
+    /// The counters and gauges. The generation is the highest so far, including generations before a restart.
     ///
     /// # Errors
     /// Those of the store.
@@ -318,17 +332,17 @@ impl Node {
         Ok(Stats { generation, begun, served: self.served.clone(), ..stats })
     }
 
-    /// The age of the oldest record of the log that is not durable, if there is a log; zero if all are.
+    /// The age of the oldest record that is not durable, zero if all are; None without a log.
     pub fn log_unsynced(&self) -> Option<Duration> {
         self.log.as_ref().map(RequestLog::unsynced)
     }
 
-    /// The size of the log in bytes, if there is one.
+    /// The size of the log, in bytes, if there is one.
     pub fn log_bytes(&self) -> Option<u64> {
         self.log.as_ref().map(RequestLog::bytes)
     }
 
-    /// The progress of the run. It is called while no request is being applied.
+    /// The progress of the run. Call this while no request is being applied.
     fn position(&self) -> WalPosition {
         WalPosition { progress: self.store.progress(), reached: self.sequencer.reached() }
     }
@@ -341,7 +355,7 @@ impl Node {
 
     /// Refuse an administrative request of another job or generation, as [`admission`] does for training requests.
     fn check_fence(&self, Fence { job, generation }: Fence) -> Result<(), TablesError> {
-        self.check_token(Token { job, generation, rank: 0, seq: 0 })
+        self.check_fence_of(Token { job, generation, rank: 0, seq: 0 })
     }
 
     fn io(&self, kind: io::ErrorKind, what: &str) -> TablesError {

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The bytes of files and of the log that a recovery has read, and all bytes that it reads.
+/// The bytes of files and of the log that a recovery has read, and the total that it will read.
 #[derive(Debug, Default)]
 pub struct RecoveryProgress {
     done: AtomicU64,
@@ -10,12 +10,13 @@ pub struct RecoveryProgress {
 }
 
 impl RecoveryProgress {
-    /// Bytes read, and bytes to read; 0 before the recovery has begun.
+    /// The number of bytes read, and the total number of bytes to read; both are 0 before the recovery has
+    /// begun.
     pub fn bytes(&self) -> (u64, u64) {
         (self.done.load(Ordering::Relaxed), self.total.load(Ordering::Relaxed))
     }
 
-    /// Set the number of bytes that the recovery reads.
+    /// Set the total number of bytes that the recovery will read.
     pub fn expect(&self, bytes: u64) {
         self.total.store(bytes, Ordering::Relaxed);
     }

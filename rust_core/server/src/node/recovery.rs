@@ -1,29 +1,49 @@
-//! Recovery of a [`Node`] from its log: the base, then every request after it, applied by the code that applied it
-//! first.
+//! Recovery of a [`Node`] from its log: loads the base, and then applies every later request with the code that
+//! applied it originally.
 
+use std::path::Path;
 use std::time::Instant;
 
 use persia_kernels::Gradients;
 use persia_types::tables::{PushRequest, Run, TableGradients};
-use persia_types::{ShardedIds, Tables, TablesError, Token};
+use persia_types::{ShardedIds, Tables, TablesError, Token, is_url};
 
 use super::request_log::{Rows, WalBase, WalPosition};
 use super::sequencer::Phase;
 use super::{Node, RecoveryProgress};
 use crate::wal::{ReplayError, ReplayOp};
 
+/// The reason why a server does not recover from its log.
+pub(super) enum Unresumed {
+    /// The log cannot be used, so the job resumes from its last checkpoint.
+    Unusable(String),
+    /// The object store with the rows of the base cannot be read at the moment. The log is kept.
+    Unread(String),
+}
+
+impl From<String> for Unresumed {
+    fn from(why: String) -> Self {
+        Self::Unusable(why)
+    }
+}
+
 impl Node {
-    /// Resume from the log, if there is one. `progress` shows how much was read.
+    /// Recover from the log, if there is one. `progress` shows how much has been read.
     ///
     /// # Errors
-    /// Why the log cannot be used; rows are then undefined.
-    pub(super) fn recover(&self, progress: &RecoveryProgress) -> Result<(), String> {
+    /// The reason why the log is not replayed. The rows are then undefined.
+    pub(super) fn recover(&self, progress: &RecoveryProgress) -> Result<(), Unresumed> {
         let Some(log) = &self.log else { return Ok(()) };
         let started = Instant::now();
         let Some(base) = log.base()? else { return Ok(()) };
         let files = base.rows.iter().flat_map(|rows| self.store.held_files(&rows.files));
         progress.expect(files.map(|file| file.bytes).sum::<u64>() + log.bytes_after(&base));
-        self.resume(&base, progress).map_err(|error| error.to_string())?;
+        self.resume(&base, progress).map_err(|error| match (&error, &base.rows) {
+            (TablesError::Io { .. }, Some(rows)) if is_url(Path::new(&rows.directory)) => {
+                Unresumed::Unread(error.to_string())
+            }
+            _ => Unresumed::Unusable(error.to_string()),
+        })?;
         let replayed = log.replay(&base, |op, bytes| {
             let made = self.replay(op).map_err(replay_error)?;
             progress.advance(bytes);
@@ -32,9 +52,9 @@ impl Node {
         let generation = self.current().map_err(|error| error.to_string())?.generation;
         let highest = self.generation.get();
         if generation < highest {
-            return Err(format!(
-                "it belongs to generation {generation}, but generation {highest} has begun since"
-            ));
+            let why =
+                format!("it belongs to generation {generation}, but generation {highest} has begun since");
+            return Err(why.into());
         }
         if generation > highest {
             // The process was killed after it had logged the begin of this generation.
@@ -68,7 +88,7 @@ impl Node {
         Ok(())
     }
 
-    /// Begin a run of the log. The directory may belong to another job.
+    /// Begin a run from the log, after checking its job, because the directory may belong to another job.
     fn begin_logged(&self, run: &Run) -> Result<(), TablesError> {
         if run.job == self.options.job {
             return self.start(run);
@@ -77,7 +97,7 @@ impl Node {
         Err(TablesError::BadRun { what })
     }
 
-    /// Apply a record. For a cut, returns its number and the progress of the run.
+    /// Apply a record. If the record is a cut, returns its number and the progress of the run.
     fn replay(&self, op: ReplayOp) -> Result<Option<(u64, WalPosition)>, TablesError> {
         match op {
             ReplayOp::Begin(run) => self.begin_logged(&run)?,
@@ -111,7 +131,8 @@ impl Node {
     }
 }
 
-/// Whether a record was refused because its request is invalid, as it was refused when it was made.
+/// Convert the error of a record. A record whose request is invalid is refused now, as the request was refused
+/// originally.
 fn replay_error(error: TablesError) -> ReplayError {
     use TablesError as E;
     match error {
@@ -123,7 +144,7 @@ fn replay_error(error: TablesError) -> ReplayError {
         | E::BadTable { .. }
         | E::TooManyIds { .. }
         | E::WrongShard { .. } => ReplayError::Refused(error.to_string()),
-        // Other errors, such as a lack of memory: the request may have been applied when it was made.
+        // Other errors, such as a lack of memory. The request may have been applied originally.
         other => ReplayError::Failed(other.to_string()),
     }
 }

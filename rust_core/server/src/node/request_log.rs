@@ -1,8 +1,8 @@
-//! [`RequestLog`]: the base of a server's log, and its replacement by a checkpoint.
+//! [`RequestLog`]: a server's log with its base, which checkpoints replace.
 //!
-//! The base is the rows of a checkpoint, or none, and the progress of the run. The cut of a snapshot starts a segment.
-//! Once the snapshot is part of a checkpoint, that checkpoint becomes the base, and the segments before the cut are
-//! removed. A server whose log cannot be used starts empty, and the job resumes from its last checkpoint.
+//! The base consists of the rows of a checkpoint, if any, and the progress of the run. The cut of a snapshot starts a
+//! new segment. Once the snapshot is part of a checkpoint, that checkpoint becomes the base, and the segments before
+//! the cut are removed. A server whose log cannot be used starts empty, and the job resumes from its last checkpoint.
 
 use std::io;
 use std::path::PathBuf;
@@ -19,10 +19,10 @@ use super::sequencer::Reached;
 use crate::exit::Exit;
 use crate::wal::{ReplayError, ReplayOp, Replayed, Wal, WalRecord};
 
-/// The directory of a server's log, and its durability.
+/// The options of a server's log.
 #[derive(Debug, Clone)]
 pub struct LogOptions {
-    /// The directory of the log, which has no other files.
+    /// The directory of the log, which must contain no other files.
     pub dir: PathBuf,
     /// When records become durable.
     pub sync: LogSync,
@@ -32,7 +32,7 @@ pub struct LogOptions {
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct WalPosition {
     pub(super) progress: Progress,
-    /// None if the requests of the run have no order.
+    /// The position in the order of requests; None if the requests have no order.
     pub(super) reached: Option<Reached>,
 }
 
@@ -43,13 +43,13 @@ pub(super) struct WalBase {
     pub(super) run: Run,
     /// The checkpoint with the rows; None means no rows.
     pub(super) rows: Option<Rows>,
-    /// Serialised under its name in the first version.
+    /// The progress, which is serialized under the name that it had in the first version.
     #[serde(rename = "mark")]
     pub(super) position: WalPosition,
     segment: u64,
 }
 
-/// The settings that affect how a request is applied. A log with other settings is not replayed.
+/// The settings that affect how a request is applied. A log with different settings is not replayed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Owner {
     pub(super) version: String,
@@ -58,10 +58,10 @@ pub(super) struct Owner {
     pub(super) capacity: u64,
 }
 
-/// Files of a checkpoint.
+/// The files of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Rows {
-    /// The directory below the checkpoint root.
+    /// The directory, relative to the checkpoint root.
     pub(super) directory: String,
     pub(super) files: Vec<FileEntry>,
 }
@@ -70,7 +70,7 @@ pub(super) struct Rows {
 pub(super) struct RequestLog {
     wal: Wal,
     owner: Owner,
-    /// The last cut, unless its checkpoint is the base. Locked before the log.
+    /// The last cut, unless its checkpoint is the base. Lock it before the log.
     cut: Mutex<Option<Cut>>,
 }
 
@@ -82,10 +82,10 @@ struct Cut {
 }
 
 impl RequestLog {
-    /// Open the log. A request waits at most for `timeout` for a slow disk.
+    /// Open the log. A request waits for a slow disk no longer than `timeout`.
     ///
     /// # Errors
-    /// `Usage` if the directory cannot be used, `Again` if a thread cannot be started.
+    /// `Usage` if the directory cannot be used; `Again` if a thread cannot be started.
     pub(super) fn open(options: LogOptions, owner: Owner, timeout: Duration) -> Result<Self, Exit> {
         let LogOptions { dir, sync } = options;
         let failed = format!("log in {}", dir.display());
@@ -99,7 +99,7 @@ impl RequestLog {
     /// The base of the log that an earlier process left, if any.
     ///
     /// # Errors
-    /// Why it cannot be used.
+    /// The reason why the log cannot be used.
     pub(super) fn base(&self) -> Result<Option<WalBase>, String> {
         let Some(base) = self.wal.base()? else { return Ok(None) };
         let base: WalBase = serde_json::from_slice(&base).map_err(|error| format!("its base: {error}"))?;
@@ -109,16 +109,16 @@ impl RequestLog {
         Ok(Some(base))
     }
 
-    /// Bytes of the records after `base`.
+    /// The size of the records after `base`, in bytes.
     pub(super) fn bytes_after(&self, base: &WalBase) -> u64 {
         self.wal.bytes_from(base.segment)
     }
 
-    /// Pass every record after `base`, with its length, to `apply`, which returns the cut that it made, if any. Then
-    /// the log continues.
+    /// Pass every record after `base`, with its length, to `apply`, which returns the cut that the record made, if
+    /// any. After that, records can be appended.
     ///
     /// # Errors
-    /// Why it cannot be used. The caller must drop what was applied until then.
+    /// The reason why the log cannot be used. The caller must drop what was applied until then.
     pub(super) fn replay(
         &self,
         base: &WalBase,
@@ -141,7 +141,7 @@ impl RequestLog {
         Ok(replayed)
     }
 
-    /// Refuse records until a restart, because the rows are not those of the log.
+    /// Refuse records until the log is [restarted](Self::restart), because the rows are not those of the log.
     pub(super) fn close(&self) {
         *self.cut.lock() = None;
         self.wal.close();
@@ -152,10 +152,11 @@ impl RequestLog {
         self.wal.has_base()
     }
 
-    /// Start another log from the result of `change`: the run, the rows, and the progress of the run.
+    /// Apply `change` and start a new log from its result: the run, the rows, and the progress of the run.
     ///
     /// # Errors
-    /// Those of `change`: the log is unchanged. `Io`: requests are refused until a restart succeeds.
+    /// Those of `change`, after which the log is unchanged; `Io`, after which requests are refused until a restart of
+    /// the log succeeds.
     pub(super) fn restart(
         &self,
         change: impl FnOnce() -> Result<(Run, Option<Rows>, WalPosition), TablesError>,
@@ -168,10 +169,10 @@ impl RequestLog {
         })
     }
 
-    /// Log a training request, then `apply` it. Before that, wait while the disk is too slow.
+    /// Log a training request, and then `apply` it. Before that, wait while the disk is too slow.
     ///
     /// # Errors
-    /// As [`Wal::append`].
+    /// Those of [`Wal::append`].
     pub(super) fn append<T>(
         &self,
         record: &WalRecord,
@@ -181,10 +182,10 @@ impl RequestLog {
         self.wal.append(record, apply)
     }
 
-    /// Log a run that continues with the current rows, then `start` it.
+    /// Log a run that continues with the current rows, and then `start` it.
     ///
     /// # Errors
-    /// As [`Wal::append`].
+    /// Those of [`Wal::append`].
     pub(super) fn begin(
         &self,
         run: &Run,
@@ -192,15 +193,15 @@ impl RequestLog {
     ) -> Result<(), TablesError> {
         let mut cut = self.cut.lock();
         self.wal.append(&WalRecord::begin(run).map_err(encoding)?, start)?;
-        // A cut of another run.
+        // The cut belongs to another run.
         *cut = None;
         Ok(())
     }
 
-    /// Log the cut of a snapshot, then make it.
+    /// Log the cut of a snapshot, and then make the cut.
     ///
     /// # Errors
-    /// As [`Wal::append`].
+    /// Those of [`Wal::append`].
     pub(super) fn prepare_snapshot(
         &self,
         number: u64,
@@ -212,10 +213,10 @@ impl RequestLog {
         Ok(())
     }
 
-    /// Log that a snapshot is aborted, so that a restart need not preserve its rows.
+    /// Log that a snapshot is aborted, so that a recovery need not preserve its rows.
     ///
     /// # Errors
-    /// As [`Wal::append`].
+    /// Those of [`Wal::append`].
     pub(super) fn abort_snapshot(&self, number: u64) -> Result<(), TablesError> {
         if !self.has_base() {
             return Ok(());
@@ -223,11 +224,11 @@ impl RequestLog {
         self.wal.append(&WalRecord::abort_snapshot(number), || Ok(()))
     }
 
-    /// Make the checkpoint that contains this snapshot, with the files `rows`, the base of the log, unless there was a
-    /// later cut.
+    /// Make the checkpoint that contains this snapshot the base of the log, unless there has been a later cut. `rows`
+    /// are the files of the checkpoint.
     ///
     /// # Errors
-    /// `Io`: the old base may still be in place.
+    /// `Io`, after which the old base may still be in place.
     pub(super) fn truncate_to_checkpoint(
         &self,
         number: u64,
@@ -245,12 +246,12 @@ impl RequestLog {
         Ok(())
     }
 
-    /// The age in seconds of the oldest record that is not durable; 0 if all are durable.
+    /// The age of the oldest record that is not durable; zero if all are durable.
     pub(super) fn unsynced(&self) -> Duration {
         self.wal.unsynced()
     }
 
-    /// The size of its segments in bytes.
+    /// The size of the segments, in bytes.
     pub(super) fn bytes(&self) -> u64 {
         self.wal.bytes()
     }
@@ -260,7 +261,7 @@ impl RequestLog {
     }
 }
 
-/// The error if a run cannot be serialized.
+/// The error for a run that cannot be serialized.
 fn encoding(error: std::io::Error) -> TablesError {
     TablesError::BadRun { what: format!("it cannot be logged: {error}") }
 }

@@ -1,7 +1,7 @@
 //! [`RankSequencer`]: the order of requests in a reproducible run with several ranks.
 //!
-//! In each step the look-ups of ranks 0, 1, … come first, then their pushes. A request waits for its turn. The turn
-//! advances once the request was served; after a failure it stays, for the retry.
+//! At each step, the look-ups of ranks 0, 1, … come first, followed by their pushes. A request waits for its turn. The
+//! turn advances when the request has been served; after a failure it stays, for the retry.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -17,16 +17,16 @@ use tokio::time::Instant;
 /// The half of a step to which a request belongs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Phase {
-    /// Look-ups come first.
+    /// The look-ups, which come first.
     Lookup,
-    /// Then pushes.
+    /// The pushes, which follow.
     Push,
 }
 
-/// The largest number of requests that a message names.
+/// The maximum number of requests that a message lists.
 const NAMED: usize = 8;
 
-/// One request in the order.
+/// The position of a request in the order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 struct Position {
     seq: u64,
@@ -55,18 +55,18 @@ impl std::fmt::Display for Position {
     }
 }
 
-/// The progress of a run: its first seq, and the position whose turn it is.
+/// The progress of a run: the first seq, and the position whose turn it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Reached(u64, Position);
 
-/// The order of one run.
+/// The order of requests in one run.
 #[derive(Debug)]
 struct Sequence {
     generation: u64,
     ranks: u32,
-    /// The first seq, which the run's first request sets, and the position whose turn it is.
+    /// The first seq, which the first request of the run sets, and the position whose turn it is.
     turn: Option<(u64, Position)>,
-    /// Whether the request whose turn it is is being served.
+    /// Whether the request at this position is being served.
     serving: bool,
     waiting: BTreeMap<Position, u32>,
 }
@@ -81,20 +81,20 @@ pub struct RankSequencer {
 enum Answer {
     /// It is the turn of the request.
     Proceed,
-    /// The request has no turn: there is no order, or it was served before.
+    /// The request has no turn: requests have no order, or it was served before.
     NoTurn,
     Wait,
 }
 
 impl RankSequencer {
-    /// Begin a run: with several `ranks` its requests have an order, with one they have none.
+    /// Begin a run. With several `ranks` its requests have an order; with one rank they have none.
     pub fn begin(&self, generation: u64, ranks: u32) {
         let sequence = Sequence { generation, ranks, turn: None, serving: false, waiting: BTreeMap::new() };
         *self.sequence.lock() = (ranks > 1).then_some(sequence);
         self.changed.notify_waiters();
     }
 
-    /// The progress of the run, if its requests have an order and the first has arrived.
+    /// The progress of the run, if its requests have an order and the first request has arrived.
     pub(super) fn reached(&self) -> Option<Reached> {
         self.sequence.lock().as_ref()?.turn.map(|(first, turn)| Reached(first, turn))
     }
@@ -111,16 +111,16 @@ impl RankSequencer {
         if let Some(sequence) = self.sequence.lock().as_mut() {
             let position = Position { seq: token.seq, phase, rank: token.rank };
             let (first, turn) = sequence.turn.unwrap_or((token.seq, position));
-            // A repeated request does not move the turn.
+            // A repeated request does not move the turn back.
             sequence.turn = Some((first, turn.max(position.next(sequence.ranks))));
         }
     }
 
-    /// Wait for the turn of a request. None if requests have no order, or the request was served before.
+    /// Wait for the turn of a request. Returns None if requests have no order or the request was served before.
     ///
     /// # Errors
-    /// `Timeout` naming the missing requests; `StaleGeneration` if another run began meanwhile; `BadShape` for a token
-    /// before the run's first, or of a rank that the run does not have.
+    /// `Timeout`, with the missing requests; `StaleGeneration` if another run began in the meantime; `BadShape` for a
+    /// token before the run's first one, or of a rank that the run does not have.
     pub async fn turn(
         self: &Arc<Self>,
         token: Token,
@@ -134,7 +134,7 @@ impl RankSequencer {
         loop {
             let changed = self.changed.notified();
             tokio::pin!(changed);
-            // Registered before the check, so that no change in between is missed.
+            // Register before the check, so that no change in between is missed.
             changed.as_mut().enable();
             match self.ask(token, position)? {
                 Answer::NoTurn => return Ok(None),
@@ -156,8 +156,8 @@ impl RankSequencer {
         }
     }
 
-    /// Returns when it is the turn of a request, or its turn has passed, as that of a retry; never if requests have no
-    /// order.
+    /// Wait until it is the turn of a request, or its turn has passed, as for a retry. Never returns if requests have
+    /// no order.
     pub async fn comes(&self, token: Token, phase: Phase) {
         let position = Position { seq: token.seq, phase, rank: token.rank };
         loop {
@@ -208,7 +208,7 @@ impl RankSequencer {
         })
     }
 
-    /// Describe what the request at `position` waited for.
+    /// Describe the requests for which the request at `position` waited.
     fn missing(&self, position: Position, timeout: Duration) -> String {
         let seconds = timeout.as_secs_f32();
         let mut text = format!("{position} waited {seconds} s for its turn");
@@ -242,7 +242,7 @@ impl RankSequencer {
     }
 }
 
-/// The turn of a request that is being served. If it is dropped without [`Turn::done`], the turn does not advance, so
+/// The turn of a request that is being served. If this is dropped without [`Turn::done`], the turn does not advance, so
 /// that a retry can take it.
 #[derive(Debug)]
 pub struct Turn {
@@ -253,7 +253,7 @@ pub struct Turn {
 }
 
 impl Turn {
-    /// The request was served: the turn advances.
+    /// Record that the request was served, so that the turn advances.
     pub fn done(mut self) {
         self.done = true;
     }
@@ -265,7 +265,7 @@ impl Drop for Turn {
     }
 }
 
-/// Counts a request that waits, so that messages do not call it missing.
+/// Registers a request that waits, so that messages do not call it missing.
 struct Waiting<'a> {
     sequencer: &'a RankSequencer,
     position: Position,
@@ -315,7 +315,8 @@ mod tests {
         sequencer
     }
 
-    /// Every request of `steps` steps at once, in the order of `shuffle`; returns the order they were served in.
+    /// Send all requests of `steps` steps concurrently, in the order of `shuffle`. Returns the order in which they
+    /// were served.
     async fn served(ranks: u32, steps: u64, shuffle: u64) -> Vec<Position> {
         let sequencer = sequencer(ranks);
         let done = Arc::new(Mutex::new(Vec::new()));

@@ -1,15 +1,16 @@
-//! An infer job: a [`Node`] that serves the rows of a checkpoint and refuses every change.
+//! Infer jobs: a [`Node`] that serves the rows of a checkpoint and refuses every change.
 
+use std::io;
 use std::path::{Path, PathBuf};
 
-use persia_store::checkpoint::Manifest;
+use persia_store::checkpoint::{CheckpointError, Manifest};
 use persia_types::tables::{Run, ServedCheckpoint};
 use persia_types::{Schema, Slot, Table, TablesError, Token};
 
 use super::{Fence, GenerationFile, Node, NodeOptions, RecoveryProgress};
 use crate::exit::Exit;
 
-/// The configuration key of the folder, for messages.
+/// The configuration key of the checkpoint's directory, for messages.
 const KEY: &str = "infer_config.embedding_checkpoint";
 
 /// A checkpoint that is about to be served.
@@ -21,13 +22,20 @@ pub struct ServableCheckpoint {
 }
 
 impl ServableCheckpoint {
-    /// The checkpoint in `dir`, of which no row is read yet. Its slots and tables are those that it was saved with, or
-    /// `configured` ones, which must give its rows the same meaning.
+    /// Open the checkpoint in `dir`. No row is read yet. The slots and tables are those with which it was saved, or
+    /// the `configured` ones, which must be compatible with its rows.
     ///
     /// # Errors
-    /// `Corrupt` without a complete checkpoint, `Usage` for slots that differ.
+    /// `Corrupt` if there is no complete checkpoint; `Again` if it cannot be read at the moment; `Usage` for
+    /// incompatible slots and for a URL that cannot be used.
     pub fn open(dir: &Path, configured: Option<Schema>) -> Result<Self, Exit> {
-        let manifest = Manifest::open(dir).map_err(|error| Exit::Corrupt(format!("{KEY}: {error}")))?;
+        let manifest = Manifest::open(dir).map_err(|error| match &error {
+            CheckpointError::Io { source, .. } if source.kind() == io::ErrorKind::InvalidInput => {
+                Exit::Usage(format!("{KEY}: {error}")) // a URL that cannot be used
+            }
+            CheckpointError::Io { .. } => Exit::Again(format!("{KEY}: {error}")),
+            _ => Exit::Corrupt(format!("{KEY}: {error}")),
+        })?;
         let saved = &manifest.head.run.schema;
         let schema = match configured {
             Some(configured) => {
@@ -53,13 +61,13 @@ impl ServableCheckpoint {
         Ok(Self { dir: dir.to_owned(), manifest, schema })
     }
 
-    /// Slots and tables.
+    /// The slots and tables.
     pub fn schema(&self) -> &Schema {
         &self.schema
     }
 }
 
-/// How the rows of a checkpoint would get another meaning: one text for each slot or table.
+/// The differences that would change the meaning of a checkpoint's rows, with one message for each slot or table.
 fn differences(saved: &Schema, configured: &Schema) -> Vec<String> {
     let table = |schema: &Schema, slot: &Slot| schema.tables[slot.table].name.clone();
     let mut wrong = Vec::new();
@@ -88,10 +96,10 @@ fn differences(saved: &Schema, configured: &Schema) -> Vec<String> {
 }
 
 impl Node {
-    /// A server that serves a checkpoint, with its part of the rows. `progress` shows how much was read.
+    /// Create a server that serves its part of a checkpoint's rows. `progress` shows how much has been read.
     ///
     /// # Errors
-    /// `Corrupt` for a damaged checkpoint, `Again` for a disk or memory that fails; as [`Self::new`].
+    /// `Corrupt` for a damaged checkpoint; `Again` if a disk fails or memory runs out; those of [`Self::new`].
     pub fn serving(
         options: NodeOptions,
         checkpoint: &ServableCheckpoint,
@@ -139,7 +147,7 @@ impl Node {
         self.served.is_some()
     }
 
-    /// Refuse whatever would change rows of an infer job.
+    /// Refuse a request that would change rows of an infer job.
     pub(super) fn refuse_change(&self) -> Result<(), TablesError> {
         let Some(served) = &self.served else { return Ok(()) };
         let what = format!(
@@ -150,7 +158,7 @@ impl Node {
         Err(TablesError::Incompatible { peer: self.peer.clone(), what })
     }
 
-    /// Refuse a look-up of an infer job by a client that expects the rows of another checkpoint.
+    /// Refuse a look-up of an infer job by a client that expects the rows of a different checkpoint.
     pub(super) fn check_served(&self, token: Token) -> Result<(), TablesError> {
         let Some(served) = &self.served else { return Ok(()) };
         let Fence { job, generation } = self.current()?;
@@ -158,18 +166,18 @@ impl Node {
             return Ok(());
         }
         let what = format!(
-            "it serves step {} of {}, another checkpoint than when this process connected: load its model, and call \
-             wait_for_serving() again, or restart this process",
+            "it serves step {} of {}, not the checkpoint that it served when this process connected: load its \
+             model, and call wait_for_serving() again, or restart this process",
             served.step, served.path
         );
         Err(TablesError::Incompatible { peer: self.peer.clone(), what })
     }
 }
 
-/// The folder to serve.
+/// The directory of the checkpoint to serve.
 ///
 /// # Errors
-/// `Usage` without one.
+/// `Usage` if none is given.
 pub fn checkpoint_dir(given: Option<&str>) -> Result<&Path, Exit> {
     given.map(Path::new).ok_or_else(|| {
         Exit::Usage(format!(
@@ -203,7 +211,7 @@ mod tests {
             differences(&saved, &configured).join("; ")
         };
         assert_eq!(said(&|_| ()), "");
-        // The order, and settings that concern training only, make no difference.
+        // The order, and settings that concern only training, make no difference.
         let reversed = |schema: &mut Schema| {
             schema.tables.reverse();
             schema.slots.iter_mut().for_each(|slot| slot.table = 1 - slot.table);
@@ -231,5 +239,7 @@ mod tests {
         let Err(Exit::Usage(text)) = checkpoint_dir(None) else { panic!("accepted") };
         assert!(text.contains("infer_config.embedding_checkpoint"), "{text}");
         assert!(matches!(ServableCheckpoint::open(Path::new("/no/such"), None), Err(Exit::Corrupt(_))));
+        let wrong = ServableCheckpoint::open(Path::new("gs://no/such"), None);
+        assert!(matches!(wrong, Err(Exit::Usage(_))), "{wrong:?}");
     }
 }

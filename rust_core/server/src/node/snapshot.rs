@@ -1,4 +1,4 @@
-//! Administrative requests of a checkpoint: cut, files, and the replacement or drop of all rows.
+//! The administrative requests for checkpoints: make a cut, write its files, and replace or drop all rows.
 
 use std::io;
 use std::time::Duration;
@@ -10,14 +10,15 @@ use persia_types::{Tables, TablesError};
 use super::request_log::Rows;
 use super::{Fence, Node};
 
-/// The longest wait of a cut for another administrative request: longer than any request without file access takes.
+/// The maximum time that a cut waits for another administrative request. It is longer than any request without file
+/// access takes.
 const CUT_TIMEOUT: Duration = Duration::from_secs(1);
 
 impl Node {
-    /// Preserve the current rows for the snapshot with this number.
+    /// Hold the current rows for the snapshot with this number.
     ///
     /// # Errors
-    /// `NotBegun`, `StaleGeneration`; as [`Tables::prepare_snapshot`].
+    /// `NotBegun`, `StaleGeneration`; those of [`Tables::prepare_snapshot`].
     pub fn prepare_snapshot(&self, fence: Fence, number: u64) -> Result<(), TablesError> {
         self.check_fence(fence)?;
         // The cut must not wait for a disk, because all ranks wait for the cut.
@@ -35,7 +36,8 @@ impl Node {
         }
     }
 
-    /// Release the rows of this snapshot, if they are held. If it is being written, that is cancelled.
+    /// Release the rows of this snapshot, if they are held. If the snapshot is being written, the transfer is
+    /// cancelled.
     ///
     /// # Errors
     /// `NotBegun`, `StaleGeneration`.
@@ -55,10 +57,10 @@ impl Node {
         Ok(())
     }
 
-    /// Report whether a snapshot can be written into `directory`, below the checkpoint root.
+    /// Check that a snapshot can be written into `directory`, which is relative to the checkpoint root.
     ///
     /// # Errors
-    /// As [`Self::write_snapshot`].
+    /// Those of [`Self::write_snapshot`].
     pub fn check_storage(&self, fence: Fence, directory: &str) -> Result<(), TablesError> {
         self.check_fence(fence)?;
         let probed = self.options.checkpoints.resolve(directory).and_then(|dir| probe_file(&dir));
@@ -71,12 +73,12 @@ impl Node {
         })
     }
 
-    /// Write the rows of the snapshot with this number, or the current ones, into `directory`, below the checkpoint
-    /// root. After an error, the directory has no file of this call.
+    /// Write the rows of the snapshot with this number, or the current rows, into `directory`, which is relative to
+    /// the checkpoint root. After an error, the directory contains no file of this call.
     ///
     /// # Errors
-    /// `NotBegun`, `StaleGeneration`, `BadShape` for a directory that is not allowed; `Io`, also if another run begins
-    /// meanwhile.
+    /// `NotBegun`; `StaleGeneration`; `BadShape` for a directory that is not allowed; `Io`, including if another run
+    /// begins during the call.
     pub fn write_snapshot(
         &self,
         fence: Fence,
@@ -89,7 +91,7 @@ impl Node {
             self.check_fence(fence)?;
             (self.store.start_transfer(), self.options.checkpoints.resolve(directory))
         };
-        // Without the lock, so that another run can begin.
+        // Write without the lock, so that another run can begin.
         let snapshot = dir.and_then(|dir| self.store.write_started(start, &dir, number));
         if let (Err(_), Some(number)) = (&snapshot, number) {
             let _alone = self.admin.lock();
@@ -102,11 +104,11 @@ impl Node {
         Ok(snapshot)
     }
 
-    /// Truncate the log: the checkpoint that contains this snapshot is visible, and its `files` in `directory` become
-    /// the base of the log, unless there was a later cut.
+    /// Truncate the log. The checkpoint that contains this snapshot is visible, and its `files` in `directory` become
+    /// the base of the log, unless there has been a later cut.
     ///
     /// # Errors
-    /// As [`Self::write_snapshot`].
+    /// Those of [`Self::write_snapshot`].
     pub fn commit_snapshot(
         &self,
         fence: Fence,
@@ -122,11 +124,11 @@ impl Node {
         log.truncate_to_checkpoint(number, run, Rows { directory: directory.into(), files: files.to_vec() })
     }
 
-    /// Replace all rows by those of `files` in this server's shards, or with `check_only` report why that is
-    /// impossible.
+    /// Replace all rows by the rows in `files` that belong to this server's shards or, with `check_only`, only check
+    /// whether that is possible.
     ///
     /// # Errors
-    /// As [`Self::write_snapshot`]; `Corrupt` and `Foreign` name the file.
+    /// Those of [`Self::write_snapshot`]; `Corrupt` and `Foreign`, with the name of the file.
     pub fn restore(
         &self,
         fence: Fence,
@@ -160,7 +162,7 @@ impl Node {
         Ok(())
     }
 
-    /// Apply `change`, after which the store has exactly `rows`, and start a new log from them.
+    /// Apply `change`, after which the store contains exactly `rows`, and start a new log from them.
     fn replace(
         &self,
         rows: Option<Rows>,

@@ -2,9 +2,10 @@ use std::path::PathBuf;
 
 use persia_kernels::Gradients;
 use persia_types::config::LogSync;
-use persia_types::tables::{PushRequest, TableGradients};
+use persia_types::tables::{FileEntry, PushRequest, TableGradients};
 use persia_types::{Initializer, Optimizer, ShardedIds, Table};
 
+use super::request_log::Rows;
 use super::*;
 
 fn node(data: &std::path::Path) -> Node {
@@ -40,7 +41,7 @@ fn node_with_log(dir: &std::path::Path) -> Node {
     Node::new(options, GenerationFile::open(Some(&dir.join("data"))).unwrap()).unwrap()
 }
 
-/// A run that continues with the rows of another.
+/// A run that continues to train the rows of another run.
 fn continuing(node: &Node, generation: u64, continues: u64) -> Run {
     Run { fresh: false, continues, ..run(node, generation) }
 }
@@ -87,12 +88,32 @@ fn a_begin_whose_generation_cannot_be_written_changes_nothing() {
 #[test]
 fn a_directory_that_this_server_cannot_write_is_reported() {
     let dir = tempfile::tempdir().unwrap();
-    // Even root cannot create files below it.
+    // Not even root can create files below `/proc`.
     let node = node_with(dir.path(), Some("/proc".into()));
     node.begin(1, &run(&node, 1), false).unwrap();
     let fence = Fence { job: JobId::from_name("job"), generation: 1 };
     let error = node.check_storage(fence, "sys").unwrap_err().to_string();
     assert!(error.contains("/proc/sys: server 0: user ") && error.contains("cannot write here"), "{error}");
+}
+
+#[test]
+fn a_log_stays_while_the_rows_of_its_base_cannot_be_read_from_their_store() {
+    let dir = tempfile::tempdir().unwrap();
+    let node = node_with_log(dir.path());
+    let begun = run(&node, 1);
+    node.begin(1, &begun, false).unwrap();
+    // This URL fails without a request.
+    let entry = FileEntry { name: "shard-000.arrow".into(), bytes: 4, blake3: "0".repeat(64) };
+    let rows = Rows { directory: "gs://bucket/run/step-1".into(), files: vec![entry] };
+    let (options, position) = (node.options.clone(), node.position());
+    node.log.as_ref().unwrap().restart(|| Ok((begun, Some(rows), position))).unwrap();
+    drop(node);
+    let data = dir.path().join("data");
+    for _ in 0..2 {
+        let started = Node::new(options.clone(), GenerationFile::open(Some(&data)).unwrap());
+        let Err(Exit::Again(why)) = started else { panic!("the log was given up") };
+        assert!(why.contains("gs:// is not supported here"), "{why}");
+    }
 }
 
 #[test]
@@ -109,7 +130,7 @@ fn a_run_continues_only_with_the_rows_of_its_generation() {
     assert!(refused(5, 3).contains("its rows belong to generation 4, the run continues generation 3"));
     train(&node, 4, 1);
     node.begin(1, &continuing(&node, 5, 4), false).unwrap();
-    // The rows have not changed since: another server may not have begun generation 5.
+    // The rows have not changed since generation 4: another server may not have begun generation 5.
     node.begin(1, &continuing(&node, 7, 4), false).unwrap();
     node.begin(1, &continuing(&node, 8, 5), false).unwrap();
     train(&node, 8, 1);
@@ -151,7 +172,8 @@ fn a_restarted_server_with_a_log_continues() {
     second.begin(1, &continuing(&second, 3, 1), false).unwrap();
 }
 
-/// The process was killed between the record of a begin and the file of the generation.
+/// This happens if the process is killed after the record of a begin and before the file of the generation is
+/// written.
 #[test]
 fn a_begin_that_is_only_in_the_log_has_begun() {
     let dir = tempfile::tempdir().unwrap();
@@ -187,7 +209,7 @@ fn a_log_of_an_older_generation_is_closed() {
     assert_eq!(node_with_log(dir.path()).stats().unwrap().rows, [3]);
 }
 
-/// The files of the current rows, below the checkpoint root.
+/// Write the current rows below the checkpoint root. Returns the files.
 fn saved(node: &Node, generation: u64, dir: &std::path::Path) -> Vec<persia_types::tables::FileEntry> {
     std::fs::create_dir_all(dir.join("save")).unwrap();
     node.write_snapshot(fence(generation), "save", None).unwrap().files
@@ -220,7 +242,7 @@ fn a_server_whose_log_cannot_be_used_does_not_continue() {
     }
 }
 
-/// The server is killed between a restore and the first loop after it.
+/// The server is killed between a restore and the first training loop after it.
 #[test]
 fn restored_rows_are_continued_only_by_a_server_that_has_them() {
     for has_log in [true, false] {
@@ -247,7 +269,7 @@ fn restored_rows_are_continued_only_by_a_server_that_has_them() {
     }
 }
 
-/// The rows were restored, but their log could not be started.
+/// The rows were restored, but no log could be started from them.
 #[test]
 fn rows_without_a_log_are_not_continued_after_a_restart() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! [`Files`]: the names in the directory of a log.
+//! [`Files`]: the files in the directory of a log.
 
 use std::fs::{self, File};
 use std::io;
@@ -11,7 +11,7 @@ use persia_types::TablesError;
 use super::segment::Segment;
 
 const BASE: &str = "base";
-/// The draft of a base, which a crash may leave in the directory.
+/// The temporary file of a base, which a crash may leave in the directory.
 const BASE_DRAFT: &str = ".base.tmp";
 
 /// The directory of a log.
@@ -20,13 +20,13 @@ pub(super) struct Files {
 }
 
 impl Files {
-    /// Create the directory if it is missing.
+    /// Open the directory. Creates it if it does not exist.
     pub(super) fn open(dir: PathBuf) -> io::Result<Self> {
         fs::create_dir_all(&dir)?;
         Ok(Self { dir })
     }
 
-    /// An error of the directory.
+    /// Add the path of the directory to an error.
     pub(super) fn error(&self, source: io::Error) -> TablesError {
         TablesError::Io { path: self.dir.clone(), source }
     }
@@ -36,13 +36,13 @@ impl Files {
         self.dir.join(number.to_string())
     }
 
-    /// Create an empty segment, which is not durable.
+    /// Create an empty segment. It is not durable yet.
     pub(super) fn create_segment(&self, number: u64) -> Result<Segment, TablesError> {
         let path = self.segment(number);
         Segment::create(path.clone(), number).map_err(|source| TablesError::Io { path, source })
     }
 
-    /// The numbers of the segments in the directory, the highest first.
+    /// The numbers of the segments in the directory, in descending order.
     pub(super) fn segments(&self) -> io::Result<Vec<u64>> {
         let mut numbers = Vec::new();
         for entry in fs::read_dir(&self.dir)? {
@@ -52,7 +52,7 @@ impl Files {
         Ok(numbers)
     }
 
-    /// Remove all segments but those of these numbers, durably, the last one first.
+    /// Remove all segments except those with the given numbers, durably, in descending order.
     pub(super) fn keep_segments(&self, kept: RangeInclusive<u64>) -> io::Result<()> {
         let mut numbers = self.segments()?;
         numbers.retain(|number| !kept.contains(number));
@@ -68,10 +68,10 @@ impl Files {
         remove(&self.segment(number))
     }
 
-    /// The content of the base, if there is one.
+    /// Read the base, if there is one.
     ///
     /// # Errors
-    /// Why it cannot be read, with its path.
+    /// The reason why it cannot be read, with its path.
     pub(super) fn read_base(&self) -> Result<Option<Vec<u8>>, String> {
         let path = self.dir.join(BASE);
         let mut content = match fs::read(&path) {

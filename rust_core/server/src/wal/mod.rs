@@ -1,23 +1,23 @@
-//! [`Wal`]: a write-ahead log of pushes, in its own directory.
+//! [`Wal`]: a write-ahead log of pushes, in a directory of its own.
 //!
 //! ```text
 //! base      where the log starts: crc32c, then the record of the caller, which names the first segment 7, 8, …
 //! segments: MAGIC, then records in the order in which they were applied
 //! ```
 //!
-//! A request is logged, applied, and then acknowledged, one request at a time. The record of a refused request is
-//! removed. A log without a readable base is not valid.
+//! Requests are processed one at a time: each is logged, applied, and then acknowledged. The record of a refused
+//! request is removed. A log without a readable base is invalid.
 //!
-//! Requests never wait for a sync while the end of the log is locked. With a sync every second, they wait before they
-//! are logged while a record of two seconds ago is not durable.
+//! Requests never wait for a sync while they hold the lock on the end of the log. With a sync every second, a request
+//! waits before it is logged as long as a record older than two seconds is not durable.
 //!
-//! * [`record`][]: a request as bytes and back
+//! * [`record`][]: encodes and decodes a request
 //! * [`segment`][]: one file of records
-//! * [`files`][]: the directory
+//! * [`files`][]: the directory of the log
 //! * [`sync`][]: durability
-//! * [`replay`][]: reading the log of an earlier process
+//! * [`replay`][]: reads the log of an earlier process
 //!
-//! The caller defines the meaning of a base, and applies requests.
+//! The caller defines what a base means, and applies requests.
 
 mod files;
 mod record;
@@ -55,7 +55,7 @@ pub(crate) struct Wal {
 struct Shared {
     files: Files,
     sync: LogSync,
-    /// The longest wait of a request for a slow disk.
+    /// The maximum time that a request waits for a slow disk.
     timeout: Duration,
     writer: Mutex<Writer>,
     synced: SyncState,
@@ -64,22 +64,22 @@ struct Shared {
 /// The end of the log.
 #[derive(Default)]
 struct Writer {
-    /// The first segment, if there is a base.
+    /// The first segment; None without a base.
     first: Option<u64>,
-    /// The segment that is appended to. None without a base.
+    /// The segment to which records are appended; None without a base.
     segment: Option<Segment>,
-    /// Earlier segments that may not be durable yet.
+    /// The earlier segments that may not be durable yet.
     rotated: Vec<Arc<File>>,
-    /// The number of bytes written since the process began.
+    /// The number of bytes written since the process started.
     written: u64,
 }
 
 impl Wal {
-    /// Open the log in `dir`, which is created if it is missing. A request waits at most for `timeout` for a slow disk.
-    /// Nothing is read: see [`Self::base`] and [`Self::replay`].
+    /// Open the log in `dir`, which is created if it does not exist. A request waits for a slow disk no longer than
+    /// `timeout`. Nothing is read yet; that is done by [`Self::base`] and [`Self::replay`].
     ///
     /// # Errors
-    /// The directory or a thread could not be created.
+    /// The directory or a thread cannot be created.
     pub(crate) fn open(dir: PathBuf, sync: LogSync, timeout: Duration) -> io::Result<Self> {
         let files = Files::open(dir)?;
         let shared = Shared { files, sync, timeout, writer: Mutex::default(), synced: SyncState::default() };
@@ -100,29 +100,29 @@ impl Wal {
     /// The base that an earlier process left, if any.
     ///
     /// # Errors
-    /// Why it cannot be read, with its path.
+    /// The reason why it cannot be read, with its path.
     pub(crate) fn base(&self) -> Result<Option<Vec<u8>>, String> {
         self.shared.files.read_base()
     }
 
-    /// Whether the log has a base: records can be appended, unless a disk failed.
+    /// Whether the log has a base, so that records can be appended unless a disk has failed.
     pub(crate) fn has_base(&self) -> bool {
         self.shared.writer.lock().first.is_some()
     }
 
-    /// Refuse records until a reset. The files stay.
+    /// Refuse records until a reset. The files are kept.
     pub(crate) fn close(&self) {
         let mut writer = self.shared.writer.lock();
         *writer = Writer::default();
         self.shared.synced.reset(0);
     }
 
-    /// Replace the log by an empty one. `base` gets the number of its first segment; no record is appended meanwhile.
-    /// The old log is removed before anything is written, which frees a full disk; a process that is killed
-    /// in between leaves no log.
+    /// Replace the log by an empty one. `base` is called with the number of the first segment; no record is appended
+    /// during the call. The old log is removed before anything is written, which frees space on a full disk. A process
+    /// that is killed in between leaves no log.
     ///
     /// # Errors
-    /// Those of `base`, before anything is removed; `Io`, and records are refused until a reset succeeds.
+    /// Those of `base`, before anything is removed; `Io`, after which records are refused until a reset succeeds.
     pub(crate) fn reset(
         &self,
         base: impl FnOnce(u64) -> Result<Vec<u8>, TablesError>,
@@ -134,7 +134,7 @@ impl Wal {
         files.remove_all().map_err(|source| files.error(source))?;
         let segment = files.create_segment(FIRST_SEGMENT)?;
         segment.file().sync_all().map_err(|source| files.error(source))?;
-        files.write_base(&base)?; // it syncs the names, too
+        files.write_base(&base)?; // this syncs the names, too
         (writer.first, writer.segment) = (Some(FIRST_SEGMENT), Some(segment));
         synced.reset(writer.written);
         Ok(())
@@ -161,11 +161,11 @@ impl Wal {
         self.shared.synced.unsynced()
     }
 
-    /// Log `record`, then `apply` it, then wait until it is durable if every request must be.
+    /// Log `record`, then `apply` it, and then, if every request must be durable, wait until it is.
     ///
     /// # Errors
-    /// `Io` if the record cannot be logged: nothing was applied, unless the error says that the disk failed to keep
-    /// it. Those of `apply`; the record is then removed.
+    /// `Io` if the record cannot be logged; nothing was applied, unless the error says that the disk failed to keep the
+    /// record. Those of `apply`, after which the record is removed.
     pub(crate) fn append<T>(
         &self,
         record: &WalRecord,
@@ -182,11 +182,11 @@ impl Wal {
         Ok(applied)
     }
 
-    /// As [`Self::append`]; the records after this one are in a new segment, whose number is returned. The caller does
-    /// not call this, or [`Self::reset`], concurrently.
+    /// Like [`Self::append`], but later records go to a new segment, whose number is returned. The caller must not
+    /// call this or [`Self::reset`] concurrently.
     ///
     /// # Errors
-    /// As [`Self::append`].
+    /// Those of [`Self::append`].
     pub(crate) fn append_and_rotate<T>(
         &self,
         record: &WalRecord,
@@ -208,11 +208,11 @@ impl Wal {
         Ok((applied, next))
     }
 
-    /// Replace the base by one that starts with the segment `first`, and remove the segments before it. The caller does
-    /// not call this, or [`Self::reset`], concurrently.
+    /// Replace the base by one that starts at the segment `first`, and remove the segments before it. The caller must
+    /// not call this or [`Self::reset`] concurrently.
     ///
     /// # Errors
-    /// `Io`: the old base may still be in place.
+    /// `Io`, after which the old base may still be in place.
     pub(crate) fn truncate(&self, first: u64, base: &[u8]) -> Result<(), TablesError> {
         let Shared { files, writer, .. } = &*self.shared;
         if !self.has_base() {
@@ -223,7 +223,7 @@ impl Wal {
         files.keep_segments(first..=u64::MAX).map_err(|source| files.error(source))
     }
 
-    /// The size of all segments in bytes.
+    /// The size of all segments, in bytes.
     pub(crate) fn bytes(&self) -> u64 {
         let (first, last, bytes) = {
             let writer = self.shared.writer.lock();
@@ -245,7 +245,7 @@ impl Writer {
     }
 }
 
-/// The files and the position that a sync includes.
+/// The files that a sync includes, and the position up to which it makes the log durable.
 struct Capture {
     rotated: Vec<Arc<File>>,
     segment: Arc<File>,
@@ -256,11 +256,11 @@ struct Capture {
 impl Shared {
     /// The reason why nothing can be appended.
     fn closed(&self) -> TablesError {
-        let why = "the log could not be written; a fresh run or a restore starts another log";
+        let why = "the log could not be written; a new run or a restore starts a new log";
         self.files.error(io::Error::other(why))
     }
 
-    /// Append a complete record, or nothing. Returns its length.
+    /// Append a complete record or nothing. Returns the length of the record.
     fn write(&self, writer: &mut Writer, record: &WalRecord) -> Result<u64, TablesError> {
         self.synced.check().map_err(|source| self.files.error(source))?;
         let segment = writer.segment.as_mut().ok_or_else(|| self.closed())?;
@@ -270,7 +270,8 @@ impl Shared {
         Ok(bytes)
     }
 
-    /// Append `record` to the last segment, `apply` it, and continue with the new `segment`. Returns the position too.
+    /// Append `record` to the last segment, `apply` it, and continue with the new `segment`. Also returns the
+    /// position.
     fn rotate<T>(
         &self,
         record: &WalRecord,
@@ -317,7 +318,7 @@ impl Shared {
         Some(Capture { rotated, segment: segment.file(), number, written: writer.written })
     }
 
-    /// Record in the log that the segments before that of `capture` are durable.
+    /// Record in the log that the segments before the one in `capture` are durable.
     fn note_durable(&self, capture: &Capture) {
         let mut writer = self.writer.lock();
         let captured = capture.rotated.len();
@@ -325,7 +326,7 @@ impl Shared {
         if same.count() < captured {
             return; // another log has begun
         }
-        // Without the record they are synced again.
+        // Without this record, the segments are only synced again.
         match self.write(&mut writer, &WalRecord::durable(capture.number)) {
             Ok(_) => drop(writer.rotated.drain(..captured)),
             Err(error) => tracing::debug!("durable segments are not recorded in the log: {error}"),

@@ -1,4 +1,4 @@
-//! [`WalRecord`] and [`ReplayOp`]: a request that changes rows, as bytes and back.
+//! [`WalRecord`] and [`ReplayOp`]: a request that changes rows, encoded and decoded.
 //!
 //! ```text
 //! record  = length of the payload, u32 | crc32c of that, u32 | crc32c of the payload, u32 | payload
@@ -13,7 +13,7 @@
 //! and a last byte, END
 //! ```
 //!
-//! All numbers are little-endian: job, generation, seq, step and ids have 8 bytes, the others 4.
+//! All numbers are little-endian. Job, generation, seq, step and ids have 8 bytes; all others have 4.
 
 use std::io::{self, Read};
 
@@ -22,7 +22,8 @@ use persia_kernels::Gradients;
 use persia_types::tables::{PushRequest, Run};
 use persia_types::{Id, JobId, ShardedIds, Token};
 
-/// Length and checksums. The length has its own: a damaged length must not look like a torn record.
+/// The size of the frame: the length and the checksums. The length has a separate checksum, because a damaged length
+/// must not look like a torn record.
 const FRAME_BYTES: usize = 12;
 const LOOKUP: u8 = 1;
 const PUSH: u8 = 2;
@@ -31,19 +32,20 @@ const PREPARE_SNAPSHOT: u8 = 4;
 const ABORT_SNAPSHOT: u8 = 5;
 const FOLLOWS: u8 = 6;
 const DURABLE: u8 = 7;
-/// Not 0: zeros at the end of a record were never written.
+/// The last byte of a record. It is not 0, because zeros at the end of a record mean that it was not written
+/// completely.
 const END: u8 = 0xE5;
 
 /// A request, encoded for the log.
 pub(crate) struct WalRecord(Vec<u8>);
 
 impl WalRecord {
-    /// A training look-up that had a turn.
+    /// The record of a training look-up that had a turn.
     pub(crate) fn lookup(token: Token) -> Self {
         Self::framed(LOOKUP, |out| put_token(out, token))
     }
 
-    /// A push.
+    /// The record of a push.
     pub(crate) fn push(request: &PushRequest<'_>) -> Self {
         Self::framed(PUSH, |out| {
             put_token(out, request.token);
@@ -64,18 +66,18 @@ impl WalRecord {
         })
     }
 
-    /// A run that continues with the current rows.
+    /// The record of a run that continues with the current rows.
     pub(crate) fn begin(run: &Run) -> io::Result<Self> {
         let run = serde_json::to_vec(run)?;
         Ok(Self::framed(BEGIN, |out| out.extend_from_slice(&run)))
     }
 
-    /// The cut of a snapshot.
+    /// The record of the cut of a snapshot.
     pub(crate) fn prepare_snapshot(number: u64) -> Self {
         Self::framed(PREPARE_SNAPSHOT, |out| out.extend_from_slice(&number.to_le_bytes()))
     }
 
-    /// An aborted snapshot.
+    /// The record of an aborted snapshot.
     pub(crate) fn abort_snapshot(number: u64) -> Self {
         Self::framed(ABORT_SNAPSHOT, |out| out.extend_from_slice(&number.to_le_bytes()))
     }
@@ -93,7 +95,7 @@ impl WalRecord {
     /// The encoded bytes.
     ///
     /// # Errors
-    /// `InvalidInput` for a payload of 4 GiB or more; no valid request is that large.
+    /// `InvalidInput` for a payload of 4 GiB or more. No valid request is that large.
     pub(super) fn bytes(&self) -> io::Result<&[u8]> {
         if u32::try_from(self.0.len() - FRAME_BYTES).is_ok() {
             Ok(&self.0)
@@ -123,7 +125,7 @@ fn put_token(out: &mut Vec<u8>, token: Token) {
     out.extend_from_slice(&token.seq.to_le_bytes());
 }
 
-/// `count` is below 2^32: [`WalRecord::bytes`] refuses larger payloads.
+/// Append a count, which is below 2^32 because [`WalRecord::bytes`] refuses larger payloads.
 fn put_count(out: &mut Vec<u8>, count: usize) {
     out.extend_from_slice(&(count as u32).to_le_bytes());
 }
@@ -159,21 +161,21 @@ pub(super) enum Entry {
     Durable(u64),
 }
 
-/// The content at one position of a segment.
+/// What was found at a position of a segment.
 #[derive(Debug)]
 pub(super) enum ReadOutcome {
-    /// A complete record, and its length with the frame.
+    /// A complete record, and its length including the frame.
     Entry(Entry, u64),
     /// The end of the segment.
     End,
-    /// The beginning of a record; the rest was not written.
+    /// The beginning of a record, the rest of which was not written.
     Torn,
 }
 
-/// Read the next record of `input`, a file with `left` more bytes.
+/// Read the next record of `input`, which is a file with `left` more bytes.
 ///
 /// # Errors
-/// `InvalidData` for a damaged record; errors of reading.
+/// `InvalidData` for a damaged record; those of reading.
 pub(super) fn read(input: &mut impl Read, left: u64) -> io::Result<ReadOutcome> {
     if left == 0 {
         return Ok(ReadOutcome::End);
@@ -256,7 +258,7 @@ fn get_token(rest: &mut &[u8]) -> Result<Token, Malformed> {
     Ok(Token { job, generation, rank: rest.try_get_u32_le()?, seq: rest.try_get_u64_le()? })
 }
 
-/// A count, then items of `N` bytes.
+/// Read a count, followed by items of `N` bytes each.
 fn get_items<const N: usize, T>(rest: &mut &[u8], item: impl Fn([u8; N]) -> T) -> Result<Vec<T>, Malformed> {
     let requested = (rest.try_get_u32_le()? as usize).saturating_mul(N);
     let available = rest.len();
@@ -267,7 +269,7 @@ fn get_items<const N: usize, T>(rest: &mut &[u8], item: impl Fn([u8; N]) -> T) -
 fn get_ids(rest: &mut &[u8]) -> Result<(usize, ShardedIds), Malformed> {
     let table = rest.try_get_u32_le()? as usize;
     let ids: Vec<Id> = get_items(rest, u64::from_le_bytes)?;
-    // The sort is stable: the ids of a shard keep their order.
+    // Grouping is stable, so the ids of a shard keep their order.
     let ids = ShardedIds::group(&ids).map_err(|error| Malformed::Ids(error.to_string()))?;
     Ok((table, ids))
 }

@@ -1,8 +1,9 @@
-//! Replay: every record of the segments that an earlier process left, in order.
+//! Replay: reads all records of the segments that an earlier process left, in order.
 //!
-//! A segment says how long the one before it was, and a later record says that it is durable. So a segment whose end is
-//! missing is told apart: after a power cut, the log ends there; otherwise it is damaged. Segments that are not part of
-//! the log, as a process that was killed while it removed them leaves, are removed.
+//! A segment states the length of the previous segment, and a later record states that the previous segment is
+//! durable. If the end of a segment is missing and no record states that the segment is durable, the cause is a power
+//! cut, and the log ends there. If a record does state it, the log is damaged. Segments that are not part of the log,
+//! because a process was killed while it removed them, are removed.
 
 use std::io;
 use std::sync::Arc;
@@ -15,36 +16,38 @@ use super::{Wal, Writer};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Replayed {
     pub(crate) records: u64,
-    /// The number of bytes after the last complete record. They belong to requests that were not acknowledged, or not
-    /// yet durable.
+    /// The number of bytes after the last complete record. They belong to requests that were not acknowledged or were
+    /// not durable yet.
     pub(crate) torn: u64,
-    /// Why the last record was refused, and dropped. The process ended before it had removed the record.
+    /// The reason why the last record was refused and dropped, if it was: the process ended before it had removed the
+    /// record.
     pub(crate) refused: Option<String>,
-    /// The segment that is appended to from now on.
+    /// The segment to which records are appended from now on.
     pub(crate) segment: u64,
 }
 
-/// Why a record cannot be applied.
+/// The reason why a record cannot be applied.
 #[derive(Debug)]
 pub(crate) enum ReplayError {
-    /// The request was refused; it was not acknowledged when it was made.
+    /// The request was refused. It was also refused originally, so it was not acknowledged.
     Refused(String),
     /// Any other error.
     Failed(String),
 }
 
 impl Wal {
-    /// The size in bytes of the segments from `first` on.
+    /// The size of the segments from `first` on, in bytes.
     pub(crate) fn bytes_from(&self, first: u64) -> u64 {
         let lengths = (first..u64::MAX).map_while(|number| self.shared.files.segment(number).metadata().ok());
         lengths.map(|metadata| metadata.len()).sum()
     }
 
-    /// Pass every record from segment `first` on to `each`, with the number of the segment after its own, and its
-    /// length. Then records are appended after the last one.
+    /// Pass every record from segment `first` on to `each`, with the number of the segment after the record's, and
+    /// the record's length. After that, records are appended after the last one.
     ///
     /// # Errors
-    /// Why the log cannot be used, with file and position. The caller must drop what was replayed until then.
+    /// The reason why the log cannot be used, with file and position. The caller must drop what was replayed until
+    /// then.
     pub(crate) fn replay(
         &self,
         first: u64,
@@ -76,7 +79,7 @@ impl Wal {
             replayed.torn = torn;
             break Segment::reopen(files.segment(number), number, bytes).map_err(describe)?;
         };
-        // The last process may have ended before a sync.
+        // The previous process may have ended before a sync.
         *self.shared.writer.lock() =
             Writer { first: Some(first), segment: Some(segment), written: 1, rotated };
         self.shared.synced.written();
@@ -96,7 +99,7 @@ impl Wal {
             let Entry::Op(op) = entry else { return Ok(()) };
             match each(op, next, bytes) {
                 Ok(()) => replayed.records += 1,
-                // Nothing was appended after a record that was not removed.
+                // Nothing was appended after a refused record that was not removed.
                 Err(ReplayError::Refused(why)) if ends && is_last => {
                     replayed.refused = Some(why);
                     return Err(Stop::Here);
@@ -107,10 +110,10 @@ impl Wal {
         })
     }
 
-    /// The relation of the next segment to this one, whose complete records have `bytes`.
+    /// Determine how the next segment relates to this one, whose complete records have `bytes` bytes.
     ///
     /// # Errors
-    /// Durable records that came after these are missing.
+    /// Durable records after these are missing.
     fn successor(&self, number: u64, bytes: u64, torn: u64) -> Result<Successor, String> {
         let files = &self.shared.files;
         let path = files.segment(number);
@@ -132,11 +135,11 @@ impl Wal {
 }
 
 enum Successor {
-    /// It continues this segment.
+    /// The next segment continues this one.
     Follows,
     /// There is a next segment, but nothing was appended to it.
     Empty,
-    /// No segment continues this one: it is the last one, or its end was lost in a power cut, so that the records of
+    /// No segment continues this one. It is the last one, or its end was lost in a power cut, so that the records of
     /// later segments cannot be applied.
     None,
 }

@@ -1,4 +1,5 @@
-//! [`Segment`]: the file that records are appended to; [`read`]: the records of one file, up to the last complete one.
+//! [`Segment`]: the file to which records are appended; [`read`]: reads the records of one file, up to the last
+//! complete one.
 
 use std::fs::File;
 use std::io::{self, BufReader, Read, Seek, SeekFrom, Write};
@@ -11,17 +12,17 @@ use super::record::{self, Entry, ReadOutcome, WalRecord};
 
 /// The first bytes of a segment.
 pub(super) const MAGIC: &[u8] = b"persia journal 3";
-/// A disk writes this many bytes atomically.
+/// The number of bytes that a disk writes atomically.
 const SECTOR: u64 = 512;
 
 /// A segment, open for appending.
 pub(super) struct Segment {
     pub(super) number: u64,
-    /// The length of its complete records, including MAGIC.
+    /// The length of the complete records, including MAGIC.
     pub(super) bytes: u64,
     path: PathBuf,
     file: Arc<File>,
-    /// More than `bytes` may be in the file: a part of a record, or a refused one.
+    /// Whether the file may contain more than `bytes`: a part of a record, or a refused record.
     has_rest: bool,
 }
 
@@ -33,7 +34,7 @@ impl Segment {
         Ok(Self { number, bytes: MAGIC.len() as u64, path, file: Arc::new(file), has_rest: false })
     }
 
-    /// Open a segment whose first `bytes` are complete records, and truncate the rest.
+    /// Open a segment whose first `bytes` bytes are complete records, and remove the rest.
     pub(super) fn reopen(path: PathBuf, number: u64, bytes: u64) -> io::Result<Self> {
         let file = Arc::new(File::options().write(true).open(&path)?);
         let mut segment = Self { number, bytes, path, file, has_rest: true };
@@ -41,7 +42,7 @@ impl Segment {
         Ok(segment)
     }
 
-    /// Append a complete record, or nothing. Returns its length.
+    /// Append a complete record or nothing. Returns the length of the record.
     pub(super) fn append(&mut self, record: &WalRecord) -> Result<u64, TablesError> {
         self.try_append(record).map_err(|source| TablesError::Io { path: self.path.clone(), source })
     }
@@ -58,8 +59,8 @@ impl Segment {
         Ok(bytes.len() as u64)
     }
 
-    /// Remove the last record, which has this many bytes. If the file cannot be truncated now, it is truncated before
-    /// the next record, and a replay drops the record.
+    /// Remove the last record, which has `bytes` bytes. If the file cannot be truncated now, it is truncated before
+    /// the next record is appended; until then, a replay drops the record.
     pub(super) fn take_back(&mut self, bytes: u64) {
         self.bytes -= bytes;
         self.has_rest = true;
@@ -70,7 +71,7 @@ impl Segment {
         if let Err(error) = self.truncate() {
             tracing::warn!(
                 path = %self.path.display(),
-                "the end of the log cannot be removed now, and nothing is appended before it is: {error}"
+                "the end of the log cannot be removed now; nothing is appended until it is: {error}"
             );
         }
     }
@@ -85,21 +86,21 @@ impl Segment {
         Ok(())
     }
 
-    /// The file, to sync.
+    /// The file, for syncing.
     pub(super) fn file(&self) -> Arc<File> {
         Arc::clone(&self.file)
     }
 }
 
-/// Whether a segment has less than MAGIC: the process or the power failed before.
+/// Whether a segment is shorter than MAGIC, because the process ended or the power failed before MAGIC was written.
 fn is_headless(path: &Path) -> io::Result<bool> {
     Ok(path.metadata()?.len() < MAGIC.len() as u64)
 }
 
-/// The length of the segment before this one, as its first record says; None if that was not written.
+/// The length of the previous segment, as stated by the first record of this one; None if that record was not written.
 ///
 /// # Errors
-/// The beginning of the segment is damaged.
+/// The reason why the beginning of the segment is damaged.
 pub(super) fn follows(path: &Path) -> Result<Option<u64>, String> {
     if is_headless(path).map_err(|error| format!("{}: {error}", path.display()))? {
         return Ok(None);
@@ -116,7 +117,7 @@ pub(super) fn follows(path: &Path) -> Result<Option<u64>, String> {
     }
 }
 
-/// Whether a segment says that the segments up to this one are durable. A segment that cannot be read does not count.
+/// Whether a segment states that the segments up to this one are durable. A segment that cannot be read does not count.
 pub(super) fn states_durable(path: &Path, number: u64) -> bool {
     let mut found = false;
     let read = read(path, &mut |entry, _, _| {
@@ -127,15 +128,15 @@ pub(super) fn states_durable(path: &Path, number: u64) -> bool {
     found
 }
 
-/// Why the reading of a segment ends at a record.
+/// The reason why reading a segment ends at a record.
 pub(super) enum Stop {
-    /// The record, and all bytes after it, count as not written.
+    /// The record and all bytes after it count as not written.
     Here,
     /// The log cannot be used.
     Failed(String),
 }
 
-/// Pass every record to `each`, with its length and whether it is the last one of the file. Returns the length of the
+/// Pass every record to `each`, with its length and whether it is the last one in the file. Returns the length of the
 /// complete records, and the number of bytes after them.
 pub(super) fn read(
     path: &Path,
@@ -148,7 +149,7 @@ pub(super) fn read(
     let mut magic = [0; MAGIC.len()];
     input.read_exact(&mut magic).map_err(describe)?;
     if magic != *MAGIC {
-        return Err(format!("{}: it is not a segment of a log of this version", path.display()));
+        return Err(format!("{}: not a segment of a log of this version", path.display()));
     }
     let mut at = MAGIC.len() as u64;
     loop {
@@ -172,8 +173,8 @@ pub(super) fn read(
     }
 }
 
-/// The position after `start` from which on the file may never have been written. After a power cut some file systems
-/// show zeros for such bytes: zeros up to the end of the file that begin at `start` or with a sector.
+/// The position after `start` from which the file may never have been written. After a power cut, some file systems
+/// show such bytes as zeros: zeros up to the end of the file that begin at `start` or at the start of a sector.
 fn unwritten_from(file: &mut File, start: u64) -> io::Result<u64> {
     file.seek(SeekFrom::Start(start))?;
     let (mut position, mut written) = (start, start);

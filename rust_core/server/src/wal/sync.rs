@@ -1,4 +1,4 @@
-//! [`SyncState`]: the durable part of the log. [`Ticker`]: a call every second.
+//! [`SyncState`]: the durable part of the log. [`Ticker`]: makes a call every second.
 
 use std::io;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 
 const SECOND: Duration = Duration::from_secs(1);
-/// The greatest age of a record that is not durable before requests wait.
+/// The age of a record that is not durable from which requests wait.
 const LONGEST_UNSYNCED: Duration = Duration::from_secs(2);
 
 /// The durable part of the written bytes.
@@ -20,7 +20,7 @@ pub(super) struct SyncState {
 
 #[derive(Default)]
 struct State {
-    /// How many logs there were before this one. A sync that began with an earlier log has no meaning for this one.
+    /// The number of logs before this one. A sync that began with an earlier log does not count for this one.
     log: u64,
     durable: u64,
     syncing: bool,
@@ -28,7 +28,7 @@ struct State {
     synced_since: Option<Instant>,
     /// The time at which the oldest record that no sync includes yet was written.
     written_since: Option<Instant>,
-    /// After a failed `fsync` the content of the disk is unknown: nothing more is written.
+    /// The error of a failed `fsync`. After it, the content of the disk is unknown, so nothing more is written.
     failed: Option<String>,
 }
 
@@ -44,10 +44,10 @@ impl State {
 }
 
 impl SyncState {
-    /// Whether more may be written.
+    /// Check that more may be written.
     ///
     /// # Errors
-    /// Why a sync failed.
+    /// The error of an earlier sync.
     pub(super) fn check(&self) -> io::Result<()> {
         self.state.lock().check()
     }
@@ -57,7 +57,8 @@ impl SyncState {
         self.state.lock().unsynced()
     }
 
-    /// Wait while a record of [`LONGEST_UNSYNCED`] is not durable, at most for `timeout`. Returns whether it waited.
+    /// Wait while a record older than [`LONGEST_UNSYNCED`] is not durable, but no longer than `timeout`. Returns
+    /// whether it waited.
     ///
     /// # Errors
     /// `TimedOut`.
@@ -76,30 +77,30 @@ impl SyncState {
         Ok(waited)
     }
 
-    /// Note that a record was written. The caller holds the lock of the log's end.
+    /// Note that a record was written. The caller holds the lock on the end of the log.
     pub(super) fn written(&self) {
         self.state.lock().written_since.get_or_insert_with(Instant::now);
     }
 
-    /// Note that a sync includes all records written so far. The caller holds the lock of the log's end.
+    /// Note that a sync includes all records written so far. The caller holds the lock on the end of the log.
     pub(super) fn captured(&self) {
         let mut state = self.state.lock();
         state.synced_since = state.written_since.take();
     }
 
-    /// Start over with an empty log: records that were not durable are dropped, and a failed disk may have recovered.
+    /// Start over with an empty log. Records that were not durable are dropped, and a failed disk may have recovered.
     pub(super) fn reset(&self, durable: u64) {
         let mut state = self.state.lock();
         *state = State { log: state.log + 1, durable, ..State::default() };
         self.changed.notify_all();
     }
 
-    /// Wait until everything up to `position` is durable. One caller calls `sync` for all waiting ones. `sync` returns the
-    /// position that is durable; None if there is no log. If another log begins meanwhile, the records of this one are
-    /// no longer needed.
+    /// Wait until everything up to `position` is durable. One caller calls `sync` for all waiting callers. `sync`
+    /// returns the position up to which the log is durable, or None if there is no log. If another log begins during
+    /// the call, the records of this one are no longer needed.
     ///
     /// # Errors
-    /// Why a sync failed, this one or an earlier one.
+    /// The error of this sync or of an earlier one.
     pub(super) fn sync_to(
         &self,
         position: u64,
@@ -139,16 +140,17 @@ impl SyncState {
     }
 }
 
-/// A thread that makes a call every second, or immediately after a call that took longer, until this is dropped.
+/// A thread that makes a call every second, or immediately after a call that took longer, until the ticker is
+/// dropped.
 pub(super) struct Ticker {
-    /// Dropped to end the thread.
+    /// Dropping this ends the thread.
     stop: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Ticker {
     /// # Errors
-    /// If the thread could not be started.
+    /// The thread cannot be started.
     pub(super) fn start(mut call: impl FnMut() + Send + 'static) -> io::Result<Self> {
         let (stop, stopped) = channel::<()>();
         let run = move || {

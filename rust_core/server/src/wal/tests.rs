@@ -16,7 +16,7 @@ fn started(dir: &Path) -> Wal {
     wal
 }
 
-/// A new log of which nothing is synced.
+/// A new log that is never synced.
 fn without_syncs(dir: &Path) -> Wal {
     let shared = Shared {
         files: Files::open(dir.to_owned()).unwrap(),
@@ -34,7 +34,7 @@ fn append(wal: &Wal, number: u64) -> Result<(), TablesError> {
     wal.append(&WalRecord::abort_snapshot(number), || Ok(()))
 }
 
-/// Append a record and start a segment, whose number is returned.
+/// Append a record and start a new segment. Returns the number of the segment.
 fn rotate(wal: &Wal, number: u64) -> u64 {
     wal.append_and_rotate(&WalRecord::prepare_snapshot(number), || Ok(())).unwrap().1
 }
@@ -74,7 +74,7 @@ fn a_closed_log_refuses_records_and_keeps_its_files() {
     let record = WalRecord::prepare_snapshot(2);
     let refused = [wal.append(&record, not_applied), wal.append_and_rotate(&record, not_applied).map(drop)];
     for error in refused.map(Result::unwrap_err) {
-        assert!(error.to_string().contains("a fresh run or a restore starts another log"), "{error}");
+        assert!(error.to_string().contains("a new run or a restore starts a new log"), "{error}");
     }
     wal.truncate(2, b"another base").unwrap();
     assert_eq!(files(dir.path()), before);
@@ -97,12 +97,14 @@ fn a_record_that_is_not_durable_does_not_outlive_its_log() {
     assert!(wal.unsynced() > Duration::ZERO);
     wal.close();
     assert_eq!(wal.unsynced(), Duration::ZERO);
-    // As in the thread that syncs every second: there is nothing to sync, and that is no failure of the disk.
+    // The thread that syncs every second does the same: there is nothing to sync, and the disk has not
+    // failed.
     wal.shared.sync_to(1).unwrap();
     wal.wait_for_sync().unwrap();
 }
 
-/// The process was killed after it had replaced the base and before it had removed the segments before it.
+/// The process was killed after it had replaced the base and before it had removed the segments before the
+/// base.
 #[test]
 fn segments_before_the_base_are_removed_by_the_next_process() {
     let dir = tempfile::tempdir().unwrap();
@@ -128,7 +130,7 @@ fn segments_that_could_not_be_removed_are_removed_with_the_next_checkpoint() {
     assert_eq!(rotate(&wal, 2), 2);
     let path = dir.path().join("1");
     let first = fs::read(&path).unwrap();
-    // A directory is not removed as a file is.
+    // A directory in its place cannot be removed as a file.
     fs::remove_file(&path).unwrap();
     fs::create_dir(&path).unwrap();
     wal.truncate(2, BASE).unwrap_err();

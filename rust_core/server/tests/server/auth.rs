@@ -1,4 +1,4 @@
-//! Which role may call which method, and TLS.
+//! Tests of the methods that each role may call, and of TLS.
 
 use std::fs;
 use std::path::Path;
@@ -47,7 +47,7 @@ async fn codes(stack: &Stack, credentials: Credentials) -> [Code; 10] {
 fn every_role_may_do_what_it_is_for_and_nothing_else() {
     let good = secret("a secret of at least thirty-two bytes");
     let stack = Stack::start(Plan { secret: Some(good.clone()), middleware: false, ..Plan::new(1) });
-    // The requests are invalid: a caller with the right role gets that error.
+    // The requests are invalid, so a caller with the right role gets that error.
     let data = [Code::InvalidArgument; 2];
     let no = Code::PermissionDenied;
     let admin = [Code::FailedPrecondition; 7];

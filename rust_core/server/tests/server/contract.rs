@@ -1,4 +1,4 @@
-//! The contract of `Tables`, over the network.
+//! Runs the contract of `Tables` over the network.
 
 use std::sync::Arc;
 

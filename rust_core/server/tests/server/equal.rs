@@ -1,4 +1,5 @@
-//! Equal requests give bit-identical results: in memory, on one server, on three, and in any order of arrival.
+//! Tests that equal requests give bit-identical results: in memory, on one server, on three servers, and in
+//! any order of arrival.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,10 +16,10 @@ use crate::stack::{self, Plan, Stack, lookup, push, push_as, run_of, token};
 
 const DIMS: [usize; 3] = [8, 1, 19];
 const STEPS: u64 = 12;
-/// The capacity, so small that rows are evicted constantly.
+/// The capacity. It is so small that rows are evicted constantly.
 const CAPACITY: u64 = 2_000;
 
-/// Tables that together override all settings of the run.
+/// A schema whose tables together override all settings of the run.
 fn schema() -> Schema {
     let mut schema = stack::schema(&DIMS);
     schema.tables[0].settings = TableSettings {
@@ -59,7 +60,7 @@ fn run(plan: &Plan, ranks: u32) -> Run {
     }
 }
 
-/// The ids of a rank in one step: some repeat, some are new, and a table may have none.
+/// The ids of a rank at one step: some repeat, some are new, and a table may have none.
 fn ids(rank: u32, seq: u64) -> Vec<Vec<Id>> {
     let draw = |n: u64, range: u64| {
         let start = seq * 131 + u64::from(rank) * 57;
@@ -149,7 +150,7 @@ fn what_travels_as_sixteen_bits_is_rounded_once_each_way() {
     }
 }
 
-/// Two ranks, each on its own thread, with different delays in every step.
+/// Train with two ranks, each on its own thread, with different delays at every step.
 fn two_ranks(servers: u32, haste: impl Fn(u32, u64) -> Duration + Copy + Send) -> Vec<Vec<Step>> {
     let stack = Stack::start(plan(servers));
     let zero = stack.client();
@@ -200,7 +201,7 @@ fn a_rank_that_does_not_come_is_named_and_may_still_come() {
     assert!(error.to_string().contains("missing: look-up 1 of rank 0"), "{error}");
     lookup(&zero, token(0, 1), Mode::Train, &DIMS, &ids(0, 1)).unwrap();
     lookup(&zero, token(1, 1), Mode::Train, &DIMS, &ids(1, 1)).unwrap();
-    // Neither a retry of a served request nor an evaluation waits.
+    // Neither the retry of a served request nor an evaluation waits.
     lookup(&zero, token(0, 1), Mode::Train, &DIMS, &ids(0, 1)).unwrap();
     lookup(&zero, token(1, 7), Mode::Eval, &DIMS, &ids(1, 7)).unwrap();
     let error = lookup(&zero, token(2, 1), Mode::Train, &DIMS, &ids(0, 1)).unwrap_err();
@@ -212,7 +213,7 @@ fn several_servers_begin_and_restore_all_or_none() {
     let stack = Stack::start(plan(3));
     let client: Arc<WireTables> = Arc::new(stack.client());
     client.begin(&run(&stack.plan, 1)).unwrap();
-    // One id: two of three servers hold no row that another optimizer would not match.
+    // There is one id, so two of three servers hold no row that another optimizer would not fit.
     let one = vec![vec![], vec![], vec![4]];
     push(client.as_ref(), token(0, 1), &DIMS, &one).unwrap();
     let sgd =

@@ -1,4 +1,4 @@
-//! Thousands of malformed requests: servers stay up, memory stays constant, no row changes.
+//! Sends thousands of malformed requests: servers must stay up, memory must stay constant, and no row may change.
 //!
 //! `PERSIA_HOSTILE=1000000 cargo test --release -p persia-embedding-sharded-server --test server hostile -- --nocapture` sends a
 //! million.
@@ -28,13 +28,13 @@ use crate::running::{PATIENCE, Process, Setting, plan};
 use crate::stack::{Plan, lookup, push, run_of, token};
 
 const IDS: u64 = 500;
-/// Concurrent requests, each on its own connection.
+/// The number of concurrent requests, each on its own connection.
 const ATTACKERS: u64 = 16;
 const SECRET: &str = "0123456789abcdef0123456789abcdef";
 const UNKNOWN: i32 = 2;
 const INTERNAL: i32 = 13;
 
-/// A generator of well-mixed numbers.
+/// A generator of pseudorandom numbers.
 struct Random(u64);
 
 impl Random {
@@ -61,13 +61,13 @@ struct Call {
     messages: Vec<Vec<u8>>,
 }
 
-/// A flipped bit never turns it into the generation in progress.
+/// A generation from which no flipped bit makes the generation in progress.
 const OTHER_GENERATION: u64 = 0x5555_5555;
-/// Methods that only the role admin may call.
+/// The methods that only the role admin may call.
 const ADMIN: &[&str] =
     &["Begin", "PrepareSnapshot", "AbortSnapshot", "WriteSnapshot", "CommitSnapshot", "Restore", "Clear"];
 
-/// Calls that are valid except for their generation: none may change a row, however they are damaged.
+/// Calls that are valid except for their generation. None may change a row, however it is damaged.
 fn calls() -> Vec<Call> {
     let ids = ShardedIds::group(&(0..200).collect::<Vec<Id>>()).unwrap();
     let stale: proto::Token = Token { generation: OTHER_GENERATION, ..token(0, 1) }.into();
@@ -176,7 +176,7 @@ fn damage(messages: &[Vec<u8>], random: &mut Random) -> Vec<Vec<u8>> {
                 let to = random.below(messages.len());
                 messages.swap(at, to);
             }
-            // The largest number, at a random position.
+            // Write the largest number at a random position.
             _ => {
                 let from = random.below(len + 1);
                 drop(messages[at].splice(from..from, [0xFF; 9]));
@@ -186,7 +186,7 @@ fn damage(messages: &[Vec<u8>], random: &mut Random) -> Vec<Vec<u8>> {
     messages
 }
 
-/// A message in gRPC's frame, which sometimes claims a greater length or compression.
+/// A message in a gRPC frame, which sometimes claims a greater length or compression.
 fn framed(message: &[u8], random: &mut Random) -> Bytes {
     let (flag, len) = match random.below(20) {
         0 => (0, u32::MAX),
@@ -207,7 +207,7 @@ struct Attacker {
     service: &'static str,
     secret: Secret,
     connection: Option<SendRequest<Bytes>>,
-    /// Answers by gRPC status; -1 for none.
+    /// The number of responses by gRPC status; -1 stands for no response.
     answers: BTreeMap<i32, u64>,
 }
 
@@ -264,7 +264,7 @@ impl Attacker {
         let (answer, mut body) = connection.send_request(request.body(()).unwrap(), false)?;
         self.connection = Some(connection);
         for message in messages {
-            // What exceeds the window is cancelled with the request.
+            // Data that exceeds the window is cancelled together with the request.
             body.send_data(framed(message, &mut self.random), false)?;
         }
         if self.random.below(10) == 0 {
@@ -286,7 +286,7 @@ impl Attacker {
         Ok(status)
     }
 
-    /// Bytes that are not HTTP, or stop being HTTP.
+    /// Send bytes that are not HTTP from the start or from some point on.
     async fn noise(&mut self) {
         let Endpoint::Tcp { host, port } = &self.target else { panic!("a TCP port") };
         let mut stream = TcpStream::connect((host.as_str(), *port)).await.unwrap();
@@ -312,7 +312,7 @@ fn resident_mib(process: &Process) -> u64 {
     line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() >> 10
 }
 
-/// Send this many requests to a server and a middleware, and print how they were answered.
+/// Send `count` requests to a server and a middleware, and print how they were answered.
 fn attack(targets: &[Endpoint; 2], secret: &Secret, seed: u64, count: u64) -> BTreeMap<i32, u64> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     let (calls, sent) = (Arc::new(calls()), Arc::new(AtomicU64::new(0)));
@@ -369,7 +369,7 @@ fn hostile_requests_change_nothing_and_leave_everything_up() {
     let before = rows();
 
     let targets = [server.endpoint(), middleware.endpoint()];
-    attack(&targets, &secret, 1, count / 10); // the server has allocated its memory for connections now
+    attack(&targets, &secret, 1, count / 10); // by now, the server has allocated its memory for connections
     let memory = [&server, &middleware].map(resident_mib);
     let answers = attack(&targets, &secret, 2, count);
     let grown = [&server, &middleware].map(resident_mib);

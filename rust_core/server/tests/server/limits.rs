@@ -1,4 +1,4 @@
-//! Requests that are refused before they cost or change anything.
+//! Tests of requests that are refused before they cost or change anything.
 
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ fn begun(servers: u32) -> (Stack, persia_wire::client::WireTables) {
     (stack, client)
 }
 
-/// Call a server without the checks of the client.
+/// Call a server directly, without the checks of the client.
 fn raw_lookup(stack: &Stack, server: usize, messages: Vec<lookup_request::Part>) -> Result<(), Status> {
     let endpoint = stack.servers[server].clone();
     stack.block_on(async {
@@ -85,7 +85,7 @@ fn claims_cost_nothing() {
     assert!(memory_kib() - before < 200 * 1024, "{} KiB more", memory_kib() - before);
 }
 
-/// A request whose body does not arrive holds its memory; the following requests wait for it, on any connection.
+/// A request whose body does not arrive holds its memory. Later requests wait for the memory, on any connection.
 #[test]
 fn the_memory_of_requests_in_flight_is_bounded() {
     let stack = Stack::start(Plan { request_memory: 3, ..Plan::new(1) });
@@ -120,7 +120,7 @@ fn the_memory_of_requests_in_flight_is_bounded() {
                 Ok::<(), Status>(())
             }
         };
-        // Until the head has arrived, look-ups are answered.
+        // Look-ups are served until the head has arrived.
         let refused = loop {
             if let Err(status) = lookup(Duration::from_secs(1)).await {
                 break status;
@@ -289,7 +289,7 @@ fn another_job_generation_count_or_version_is_refused() {
     let error = begin(&|request| request.version = "0.0.1".into()).unwrap_err();
     assert!(error.contains("0.0.1") && error.contains(VERSION), "{error}");
     let error = begin(&|request| request.run = "{}".into()).unwrap_err();
-    assert!(error.contains("describes no run"), "{error}");
+    assert!(error.contains("the run in the request is invalid"), "{error}");
 }
 
 #[test]

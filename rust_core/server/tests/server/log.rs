@@ -1,4 +1,4 @@
-//! `durability: log`: a killed server resumes with its last state.
+//! Tests of `durability: log`: a killed server recovers its last state.
 
 mod damage;
 mod power_cut;
@@ -82,7 +82,7 @@ fn synced_server(dir: &Path, checkpoints: &Path, sync: LogSync) -> Node {
     Node::new(options(checkpoints, Some(log_options(dir, sync))), owned(dir)).unwrap()
 }
 
-/// A test that starts a process briefly holds our locks too, between fork and exec.
+/// Wait for the lock: a test that starts a process also holds it briefly, between fork and exec.
 fn owned(dir: &Path) -> GenerationFile {
     let mut file = None;
     wait_until("the directory's lock", || {
@@ -92,7 +92,7 @@ fn owned(dir: &Path) -> GenerationFile {
     file.unwrap()
 }
 
-/// A copy of the data that a process killed now would leave.
+/// Copy the data, as a process that is killed now would leave it.
 fn left_behind(dir: &Path) -> tempfile::TempDir {
     let copy = tempfile::tempdir().unwrap();
     fs::create_dir(copy.path().join("journal")).unwrap();
@@ -103,7 +103,7 @@ fn left_behind(dir: &Path) -> tempfile::TempDir {
     copy
 }
 
-/// Rows with their state, as hashes of their files, and the counters.
+/// The rows with their state, as hashes of their files, and the counters.
 fn state(node: &Node, generation: u64, checkpoints: &Path) -> (BTreeMap<String, String>, Stats) {
     let dir = tempfile::tempdir_in(checkpoints).unwrap();
     let name = dir.path().file_name().unwrap().to_str().unwrap().to_owned();
@@ -171,7 +171,7 @@ fn a_killed_server_resumes_where_it_was() {
         }
         twins.kill();
         twins.check(&format!("seed {seed}"));
-        // Acknowledged requests are recognised, so that none counts twice.
+        // Acknowledged requests are recognized, so that none counts twice.
         let (token, parts) = (token(0, twins.seq), vec![(0, ShardedIds::group(&[1, 2]).unwrap())]);
         let token = Token { generation: twins.generation, ..token };
         twins.both("push", |node| push_to(node, token, twins.seq, &parts, 1.0));
@@ -195,7 +195,8 @@ fn a_cut_survives_a_restart() {
     });
     assert_eq!(files[0], files[1]);
     let before = twins.nodes[0].log_bytes().unwrap();
-    // A late commit of an earlier cut does not become the base, because the requests in between would be lost.
+    // The checkpoint of a late commit of an earlier cut does not become the base, because the requests in
+    // between would be lost.
     twins.both("prepare_snapshot", |node| node.prepare_snapshot(fence(1), 10));
     (0..5).for_each(|_| twins.train());
     twins.nodes[0].commit_snapshot(fence(1), 9, "cut-0", &files[0]).unwrap();
@@ -260,7 +261,8 @@ async fn the_order_of_a_reproducible_run_is_resumed() {
     push_to(&node, token(0, 1), 1, &parts, 1.0).unwrap();
     drop(node);
     let node = server(data.path(), checkpoints.path());
-    // The push of rank 0 was served: that of rank 1 is next, and its next look-up comes after that.
+    // The push of rank 0 was served. The push of rank 1 is next, and the next look-up of rank 0 comes after
+    // that.
     assert!(node.admit(token(0, 1), Phase::Push).await.unwrap().is_none());
     let early = node.admit(token(1, 2), Phase::Lookup).await.unwrap_err();
     assert!(early.to_string().contains("push 1 of rank 1"), "{early}");

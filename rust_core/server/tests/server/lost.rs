@@ -1,4 +1,4 @@
-//! Servers that end during a run.
+//! Tests of servers that end during a run.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -22,7 +22,7 @@ fn impatient(endpoint: Endpoint, rpc_timeout_s: u64) -> WireTables {
     WireTables::connect(options).unwrap()
 }
 
-/// Two servers, a middleware, and a run.
+/// Start two servers and a middleware, and begin a run.
 fn begun() -> (Setting, [Process; 2], Process, WireTables) {
     let (setting, servers, middleware, client) = begun_with(Setting::new(), &plan(), 4);
     lookup(&client, token(0, 1), Mode::Train, &[4], &ids()).unwrap();
@@ -83,7 +83,7 @@ struct Stopped<'a>(&'a Process);
 impl<'a> Stopped<'a> {
     fn stop(process: &'a Process) -> Self {
         process.signal("-STOP");
-        // The signal is pending when kill returns; threads may still serve until one of them handles it.
+        // When kill returns, the signal is pending; threads may still serve until one of them handles it.
         wait_until("every thread to stop", || {
             let threads = std::fs::read_dir(format!("/proc/{}/task", process.id())).unwrap();
             let mut stats =
@@ -123,8 +123,8 @@ fn a_server_that_blocks_a_large_push_is_named_and_not_the_one_after_it() {
     const WIDE: &str = "slots_config:\n  a: {dim: 64}\n";
     let (_setting, servers, _middleware, client) = begun_with(Setting::of(WIDE), &plan_of(WIDE), 16);
     let _stopped = Stopped::stop(&servers[0]);
-    // The size of a push: more than fits between the middleware and a server that does not read, and small enough to be
-    // sent within one of four attempts.
+    // A push that is larger than what fits between the middleware and a server that does not read, but small enough to
+    // be sent within one of four attempts.
     let ids = ShardedIds::group(&(0..700_000).collect::<Vec<u64>>()).unwrap();
     let rows = vec![0.5; ids.len() * DIM];
     let of_samples = vec![0.5; 10 * DIM];
@@ -173,7 +173,7 @@ fn fifty_clients_come_back_at_once_and_all_are_served() {
     let setting = Setting::new();
     let servers = [0, 1].map(|index| setting.server(index, 2, &[]));
     let addresses = format!("{},{}", servers[0].endpoint(), servers[1].endpoint());
-    // No port: a connection to a free port can connect to itself, and occupy it.
+    // Use no port, because a connection to a free port can connect to itself and occupy the port.
     let listen = format!("unix:{}", setting.path("middleware.sock"));
     let start = || setting.middleware(&["--servers", &addresses, "--listen", &listen]);
     let mut middleware = start();
@@ -187,7 +187,7 @@ fn fifty_clients_come_back_at_once_and_all_are_served() {
     let ended = AtomicBool::new(false);
     let all_served = |what: &str| {
         let before: Vec<u64> = served.iter().map(|count| count.load(Ordering::Relaxed)).collect();
-        // The look-up in progress may have been answered before.
+        // The look-up in progress may have been answered earlier.
         let further = |(count, before): (&AtomicU64, u64)| count.load(Ordering::Relaxed) >= before + 2;
         wait_until(what, || served.iter().zip(before.iter().copied()).all(further));
     };

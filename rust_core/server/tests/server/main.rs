@@ -1,4 +1,4 @@
-//! Servers and middlewares over sockets: in this process, and as binaries.
+//! Tests of servers and middlewares over sockets, in this process and as binaries.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test panics when it fails")]
 
 mod auth;

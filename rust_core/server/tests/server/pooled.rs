@@ -1,4 +1,5 @@
-//! Features of many ids, pooled by the middleware: bit-identical to a store in memory, in fewer bytes.
+//! Tests that features with many ids that the middleware pools are bit-identical to a store in memory, and
+//! take fewer bytes.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -28,7 +29,7 @@ use crate::stack::{JOB, Plan, Stack, run_of};
 const LONG: Duration = Duration::from_secs(60);
 const STEPS: u64 = 8;
 const SAMPLES: u64 = 64;
-/// The capacity, so small that rows are evicted constantly.
+/// The capacity. It is so small that rows are evicted constantly.
 const CAPACITY: u64 = 3_000;
 
 /// The name, dimension and pooling of each slot. The last two share a table.
@@ -37,7 +38,7 @@ fn slots() -> Vec<(&'static str, usize, Slot)> {
     let root = Slot { sqrt_scaling: true, ..Slot::default() };
     let stacked = Slot { hash_stack: Some(HashStack { rounds: 2, buckets: 500 }), ..root.clone() };
     let raw = Slot { sample_fixed_size: Some(4), ..Slot::default() };
-    // A slot whose batches have more buckets than positions, so that pooled vectors would be fewer bytes.
+    // A slot whose batches have more buckets than positions, so that pooled vectors would take fewer bytes.
     let raw_stacked = Slot { hash_stack: Some(HashStack { rounds: 2, buckets: 1_000_000 }), ..raw.clone() };
     vec![
         ("sum", 8, Slot::default()),
@@ -101,9 +102,9 @@ fn plan(servers: u32) -> Plan {
     Plan { schema: schema(), capacity: CAPACITY, ..Plan::new(servers) }
 }
 
-/// The values of a feature's samples as bits, with the positions and the mask of a raw feature.
+/// The values of a feature's samples as bits, with the number of positions and the mask of a raw feature.
 type Seen = (Vec<u32>, Option<(usize, Vec<bool>)>);
-/// The values of all features in each step, with the counters.
+/// The values of all features at each step, and the counters.
 type Trained = (Vec<Vec<Seen>>, Stats);
 
 fn trained(tables: Arc<dyn Tables>, run: &Run) -> Trained {
@@ -121,7 +122,7 @@ fn trained(tables: Arc<dyn Tables>, run: &Run) -> Trained {
             (bits, output.raw().map(|raw| (raw.places, raw.mask.clone())))
         };
         steps.push(looked.outputs.iter().map(seen).collect());
-        // A different gradient for each number, with both signs.
+        // A different gradient for each float, with both signs.
         let gradient = |out: &&[f32]| {
             let of = |(at, value): (usize, &f32)| value + (hash_id(at as u64) % 100) as f32 / 50.0 - 1.0;
             Some(Box::new(out.iter().enumerate().map(of).collect::<Vec<f32>>()) as Gradient)
@@ -135,11 +136,11 @@ fn trained(tables: Arc<dyn Tables>, run: &Run) -> Trained {
         assert!(matches!(engine.drain(LONG).unwrap(), DrainOutcome::Done));
     }
     let stats = tables.stats().unwrap();
-    // Several servers count these differently.
+    // With several servers, these are counted differently.
     (steps, Stats { memory_bytes: 0, tokens: BTreeMap::new(), tables: Vec::new(), ..stats })
 }
 
-/// Looks up only rows of ids, or counts the other look-ups.
+/// Looks up only rows of ids, or counts the look-ups of other kinds.
 struct Watched {
     tables: WireTables,
     only_rows: bool,
@@ -235,7 +236,7 @@ fn training_on_samples_pooled_elsewhere_gives_the_bits_of_a_store_in_memory() {
         let found = trained(Arc::clone(&tables) as Arc<dyn Tables>, &run(&stack.plan));
         let Plan { servers, middleware, .. } = stack.plan;
         assert!(found == reference, "{servers} servers, middleware: {middleware}");
-        // The first seven features, in each step.
+        // The first seven features are pooled at each step.
         let pooled = if middleware { 7 * STEPS } else { 0 };
         assert_eq!(tables.pooled.load(Ordering::Relaxed), pooled);
     }

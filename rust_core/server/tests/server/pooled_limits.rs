@@ -1,4 +1,4 @@
-//! Samples that a middleware refuses, and 16-bit floats there.
+//! Tests of samples that a middleware refuses, and of 16-bit floats in a middleware.
 
 use persia_kernels::{Bags, Csr, Gradients, Pool, SegmentSum};
 use persia_store::{Store, StoreOptions};
@@ -21,11 +21,11 @@ use crate::limits::memory_kib;
 use crate::stack::{self, Plan, Stack, lookup, push_as, run_of, token};
 
 const DIM: usize = 4;
-/// The dimension, so large that samples are fewer bytes than rows.
+/// The dimension. It is so large that samples take fewer bytes than rows.
 const WIDE: usize = 32;
 const IDS: usize = 3;
 
-/// Two samples: the first two ids, and the third with the first.
+/// Two samples: one with the first two ids, and one with the third id and the first.
 const PLACES: &[u32] = &[0, 1, 2, 0];
 const OFFSETS: &[u32] = &[0, 2, 4];
 const WEIGHTS: &[f32] = &[1.0, 1.0, 1.0, 1.0];
@@ -62,7 +62,7 @@ fn words(list: &[u32], starts: &[u32], weights: &[f32], factors: &[f32]) -> Vec<
     [list, starts, &floats].concat()
 }
 
-/// Call a middleware, or a server, without the checks of the client.
+/// Call a middleware or a server directly, without the checks of the client.
 fn raw_lookup(
     stack: &Stack,
     server: Option<usize>,
@@ -185,7 +185,7 @@ fn malformed_samples_of_a_push_are_refused_by_name_and_change_no_row() {
 
     let scaled = with(|samples| samples.scale = 3.0);
     raw_push(&stack, None, push_messages(scaled, &good, gradients)).unwrap();
-    // In the order of `ids`: two occurrences, one, one.
+    // The ids, in their order, have two occurrences, one, and one.
     assert_eq!(rows(&client), [[-3.0; DIM], [-1.5; DIM], [-1.5; DIM]].concat());
 }
 

@@ -1,4 +1,4 @@
-//! The binaries: processes, signals, and nats-server.
+//! Tests of the binaries: processes, signals, and nats-server.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -85,6 +85,9 @@ fn started_in_reverse_order_everything_finds_everything_and_nats_may_go() {
         "persia_generation 1",
         "persia_connections",
         "persia_memory_bytes",
+        "persia_start_duration_seconds",
+        "persia_process_info{service=\"persia-server\",replica=\"1\",version=",
+        "process_resident_memory_bytes",
     ] {
         assert!(metrics.contains(series), "{series} is missing in\n{metrics}");
     }
@@ -102,7 +105,7 @@ fn sigterm_lets_connections_finish_and_ends_with_zero() {
         process.signal("-TERM");
         process.logged("waiting for open connections");
     }
-    // Open connections continue, new ones are refused.
+    // Open connections continue; new ones are refused.
     let ids = vec![vec![1, 2, 3]];
     crate::stack::lookup(&client, crate::stack::token(0, 1), persia_types::Mode::Train, &[4], &ids).unwrap();
     assert_eq!(probe(&setting, MIDDLEWARE, &middleware.endpoint()), 1);
@@ -231,7 +234,7 @@ fn what_cannot_work_says_so_in_one_line() {
         let (found, line) = setting.start(binary, arguments).fails();
         assert_eq!(found, code, "{arguments:?}: {line}");
         assert!(line.starts_with("error: ") && line.contains(text), "{arguments:?}: {line}");
-        // The options that persia-launcher has too.
+        // The options that persia-launcher also has.
         let known = ["--config", "--embedding-config", "--global-config", "--help"];
         let flags = line
             .split(|c: char| !c.is_ascii_alphanumeric() && c != '-')
@@ -335,7 +338,8 @@ fn a_secret_opens_the_door_and_stands_in_no_log() {
     assert!(!log.contains(secret) && !log.contains(hidden.reveal()), "{log}");
 }
 
-/// The processes are started as by a Procfile: without an address for metrics, and with a configuration of PersiaML.
+/// The processes are started as a Procfile would start them: without an address for metrics, and with a PersiaML
+/// configuration.
 #[test]
 fn servers_of_one_host_share_the_default_port_of_metrics_or_serve_none() {
     let setting = Setting::new();

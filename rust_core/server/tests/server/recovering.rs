@@ -1,4 +1,4 @@
-//! Servers that resume from a log for longer than a request may take.
+//! Tests of servers that take longer to recover from a log than a request may take.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,7 +17,7 @@ fn ids() -> Vec<Vec<u64>> {
     vec![(0..200).collect()]
 }
 
-/// Servers in the middle of a run, which have not resumed, and a client of that run.
+/// Start servers in the middle of a run, which have not recovered, and a client of that run.
 fn resuming() -> (Stack, WireTables) {
     let plan = Plan { starting: true, ..Plan::new(2) };
     let stack = Stack::start(plan.clone());
@@ -65,7 +65,7 @@ fn a_server_that_makes_no_progress_is_lost() {
     let text = error.to_string();
     assert!(matches!(error, TablesError::Lost { .. }), "{text}");
     assert!(text.contains("reads its rows from disk") && text.contains("makes no progress"), "{text}");
-    // A process that waits until the servers are ready gets their state too.
+    // A process that waits until the servers are ready also gets their state.
     let fresh = stack.client();
     let error = fresh.wait_ready(Duration::from_millis(300)).unwrap_err();
     assert!(matches!(error, TablesError::Recovering { .. }), "{error}");

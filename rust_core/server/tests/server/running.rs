@@ -1,4 +1,4 @@
-//! The binaries and nats-server as child processes that end with their test.
+//! Runs the binaries and nats-server as child processes, which end with their test.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -16,11 +16,11 @@ use crate::stack::{JOB, Plan};
 
 pub(crate) const SERVER: &str = env!("CARGO_BIN_EXE_persia-embedding-sharded-server");
 pub(crate) const MIDDLEWARE: &str = env!("CARGO_BIN_EXE_persia-embedding-sharded-middleware");
-/// The longest that a busy machine needs for anything quick.
+/// A time limit longer than anything quick takes on a busy machine.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 const EMBEDDING: &str = "slots_config:\n  a: {dim: 4}\n";
 
-/// Wait for `done`.
+/// Wait until `done` returns true.
 pub(crate) fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
     let start = Instant::now();
     while !done() {
@@ -72,14 +72,14 @@ impl Process {
         self.log.lock().clone()
     }
 
-    /// Wait until the log has a line with `text`; that line.
+    /// Wait until the log has a line with `text`. Returns the line.
     pub(crate) fn logged(&self, text: &str) -> String {
         let line = || self.log().lines().find(|line| line.contains(text)).map(str::to_owned);
         wait_until(&format!("{text:?} in the log:\n{}", self.log()), || line().is_some());
         line().unwrap()
     }
 
-    /// Its address.
+    /// The address of the process.
     pub(crate) fn endpoint(&self) -> Endpoint {
         let line: serde_json::Value = serde_json::from_str(&self.logged("\"listening\"")).unwrap();
         line["endpoint"].as_str().unwrap().parse().unwrap()
@@ -113,7 +113,7 @@ impl Process {
         status.unwrap()
     }
 
-    /// The exit code and the last line of a process that ends on its own.
+    /// Wait for a process that ends on its own. Returns its exit code and its last line.
     pub(crate) fn fails(mut self) -> (i32, String) {
         let code = self.ended().code().unwrap();
         wait_until("its last line", || self.log().contains("error: "));
@@ -121,7 +121,7 @@ impl Process {
     }
 }
 
-/// A directory with the configuration, and the flags of every process.
+/// A directory with the configuration, and the flags that every process gets.
 pub(crate) struct Setting {
     dir: tempfile::TempDir,
 }
@@ -131,7 +131,7 @@ impl Setting {
         Self::of(EMBEDDING)
     }
 
-    /// The directory with another embedding configuration.
+    /// Create a setting with the given embedding configuration.
     pub(crate) fn of(embedding: &str) -> Self {
         let dir = tempfile::tempdir().unwrap();
         fs::write(dir.path().join("embedding_config.yml"), embedding).unwrap();
@@ -167,7 +167,7 @@ impl Setting {
     }
 }
 
-/// A run with the configuration above.
+/// A plan with the configuration above.
 pub(crate) fn plan() -> Plan {
     plan_of(EMBEDDING)
 }

@@ -1,4 +1,4 @@
-//! An infer job: servers that serve a checkpoint and refuse every change.
+//! Tests of infer jobs: servers that serve a checkpoint and refuse every change.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -19,7 +19,8 @@ fn ids() -> Vec<Vec<u64>> {
     vec![(0..500).collect()]
 }
 
-/// Train on two servers, and save the rows in `dir`. Returns the rows of all ids, as an evaluation reads them.
+/// Train on two servers, and save the rows in `dir`. Returns the rows of all ids, as an evaluation look-up
+/// reads them.
 fn trained(dir: &Path, steps: u64) -> Vec<Vec<f32>> {
     let plan = Plan::new(2);
     let stack = Stack::start(plan.clone());
@@ -48,7 +49,7 @@ fn trained(dir: &Path, steps: u64) -> Vec<Vec<f32>> {
     lookup(&client, token(0, steps), Mode::Eval, &[DIM], &ids()).unwrap().1
 }
 
-/// The servers of an infer job, and a client that is connected to them.
+/// Start the servers of an infer job, and a client that is connected to them.
 fn serving(dir: &Path, servers: u32) -> (Stack, WireTables, Token) {
     let stack = Stack::start(Plan { serves: Some(dir.to_owned()), capacity: 1, ..Plan::new(servers) });
     let client = stack.client();
@@ -118,7 +119,7 @@ fn a_client_of_another_checkpoint_is_refused() {
     let (_stack, client, token) = serving(second.path(), 1);
     assert_ne!(before.generation, token.generation);
     let error = lookup(&client, before, Mode::Infer, &[DIM], &ids()).unwrap_err().to_string();
-    assert!(error.contains("another checkpoint") && error.contains("wait_for_serving"), "{error}");
+    assert!(error.contains("not the checkpoint") && error.contains("wait_for_serving"), "{error}");
     lookup(&client, token, Mode::Infer, &[DIM], &ids()).unwrap();
 }
 

@@ -1,4 +1,4 @@
-//! Servers and a middleware in this process, and short functions for requests.
+//! Runs servers and a middleware in this process, with short functions for requests.
 
 use std::future::pending;
 use std::path::{Path, PathBuf};
@@ -46,9 +46,9 @@ pub(crate) struct Plan {
     pub(crate) turn_timeout: Duration,
     /// The memory limit of requests in flight for each server, in mebibytes.
     pub(crate) request_memory: u32,
-    /// Whether the servers have not resumed from their logs: see [`Stack::starting`].
+    /// Whether the servers have not recovered from their logs yet: see [`Stack::starting`].
     pub(crate) starting: bool,
-    /// The checkpoint that the servers serve, of an infer job.
+    /// For an infer job, the checkpoint that the servers serve.
     pub(crate) serves: Option<PathBuf>,
 }
 
@@ -71,14 +71,14 @@ impl Plan {
     }
 }
 
-/// The servers and the middleware of a [`Plan`], running until dropped.
+/// The servers and the middleware of a [`Plan`]. They run until this is dropped.
 pub(crate) struct Stack {
     pub(crate) plan: Plan,
     pub(crate) servers: Vec<Endpoint>,
     pub(crate) front: Endpoint,
-    /// Each server before and after it has resumed.
+    /// Each server, before and after it has recovered.
     pub(crate) starting: Vec<(Arc<StartingNode>, Arc<Node>)>,
-    /// Some until the stack is dropped.
+    /// The runtime; None while the stack is being dropped.
     runtime: Option<Runtime>,
     dir: tempfile::TempDir,
 }
@@ -105,13 +105,13 @@ impl Stack {
         Self { plan, servers, front, starting, runtime: Some(runtime), dir }
     }
 
-    /// A client of rank 0, with the role of an admin.
+    /// The options of a client of rank 0 with the role admin.
     pub(crate) fn options(&self) -> ClientOptions {
         let mut options = ClientOptions::new(Targets::Fixed(vec![self.front.clone()]));
         options.service = if self.plan.middleware { Service::Middleware } else { Service::Server };
         options.secret.clone_from(&self.plan.secret);
         options.tls = self.plan.tls.client().unwrap();
-        // The cases of the contract choose the directories themselves.
+        // The cases of the contract choose their directories themselves.
         options.checkpoint_root = Some(std::env::temp_dir());
         options
     }
@@ -202,7 +202,7 @@ pub(crate) async fn start_middleware(plan: &Plan, servers: &[Endpoint], dir: &Pa
 /// The tables, and the processes that serve them.
 pub(crate) struct Held<T> {
     pub(crate) tables: WireTables,
-    /// Dropped last.
+    /// What the tables need. It is dropped last.
     pub(crate) _below: T,
 }
 
@@ -283,7 +283,7 @@ pub(crate) fn token(rank: u32, seq: u64) -> Token {
     Token { job: JobId::from_name(JOB), generation: 1, rank, seq }
 }
 
-/// Look up ids of some tables; the rows of each are in the order of its groups.
+/// Look up ids of some tables. The rows of each table are in the order of its grouped ids.
 pub(crate) fn lookup(
     tables: &dyn Tables,
     token: Token,
@@ -302,7 +302,7 @@ pub(crate) fn lookup(
     Ok((report, rows))
 }
 
-/// Push a gradient that depends on the id and the step.
+/// Push gradients that depend on the id and the step.
 pub(crate) fn push(
     tables: &dyn Tables,
     token: Token,
@@ -312,7 +312,7 @@ pub(crate) fn push(
     push_as(tables, token, dims, ids, |gradient| gradient)
 }
 
-/// Like [`push`], with each number changed by a function.
+/// Like [`push`], but a function changes each float.
 pub(crate) fn push_as(
     tables: &dyn Tables,
     token: Token,

@@ -1,4 +1,4 @@
-//! Connections that never authenticate do not block other callers for long.
+//! Tests that connections that never authenticate do not block other callers for long.
 
 use std::fs;
 use std::path::Path;
@@ -15,7 +15,7 @@ use tokio::net::{TcpSocket, TcpStream};
 use crate::running::{PATIENCE, Setting};
 
 const SECRET: &str = "0123456789abcdef0123456789abcdef";
-/// HTTP/2's preface, and empty settings.
+/// The HTTP/2 preface, followed by empty settings.
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
 
 /// Connect from a separate address, and send only what an HTTP/2 client must send.

@@ -1,4 +1,4 @@
-//! Ids, and a store with their rows.
+//! Generates ids, and a store with their rows.
 
 use persia_kernels::Gradients;
 use persia_store::{Store, StoreOptions};
@@ -7,10 +7,10 @@ use persia_types::tables::{
 };
 use persia_types::{Id, Initializer, JobId, Mode, Optimizer, Schema, ShardedIds, Table, Tables, Token};
 
-/// Unique ids of one request: 26 features of 4,096 samples.
+/// The number of unique ids of one request: 26 features of 4,096 samples.
 pub(crate) const BATCH: usize = 26 * 4_096;
 
-/// A generator of well-mixed numbers.
+/// A generator of pseudorandom numbers.
 pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
@@ -39,12 +39,12 @@ fn scramble(value: u64) -> u64 {
     value ^ value >> 31
 }
 
-/// The id of row `number`, in an order that helps no index.
+/// The id of row `number`. Consecutive rows have unrelated ids, so that no index benefits from their order.
 pub(crate) fn id(number: u32) -> Id {
     scramble(u64::from(number) + 1)
 }
 
-/// The ids of a request, grouped as the engine groups them.
+/// The ids of the rows with these numbers, grouped as the engine groups them.
 pub(crate) fn group(numbers: &[u32]) -> ShardedIds {
     ShardedIds::group(&numbers.iter().map(|number| id(*number)).collect::<Vec<_>>()).expect("few enough ids")
 }
@@ -57,12 +57,12 @@ pub(crate) struct Bench {
 }
 
 impl Bench {
-    /// With the ids of rows `0..rows`.
+    /// Create a store that contains the rows `0..rows`.
     pub(crate) fn new(dim: usize, rows: usize, optimizer: Optimizer) -> Self {
         Self::of(Table::new("bench", dim), rows, optimizer)
     }
 
-    /// As [`Self::new`], for a table with its own settings.
+    /// Like [`Self::new`], for a given table.
     pub(crate) fn of(table: Table, rows: usize, optimizer: Optimizer) -> Self {
         let dim = table.dim;
         let schema = Schema { slots: vec![], tables: vec![table] };

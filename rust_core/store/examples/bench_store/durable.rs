@@ -1,7 +1,7 @@
-//! B6: saving and loading all rows, against sequential writes and reads of as many bytes; a step during a save, against one
-//! without.
+//! B6: compares saving and loading all rows with sequential writes and reads of the same number of bytes, and a step
+//! during a save with a step without a save.
 //!
-//! Files are synced and dropped from the system's cache before they are read, so that the disk is measured.
+//! Files are synced and dropped from the page cache before they are read, so that the disk is measured.
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
@@ -25,10 +25,10 @@ const ADAGRAD: Optimizer = Optimizer::Adagrad {
     eps: 1e-10,
     vectorwise_shared: false,
 };
-/// The number of bytes of one `write` or `read` of the peer.
+/// The number of bytes of each `write` or `read` of the peer.
 const BLOCK: usize = 1 << 20;
 
-/// Measure wall seconds of the two alternately, in the directory for temporary files.
+/// Measure the wall time of the store and of the peer alternately, in the directory for temporary files.
 pub(crate) fn measure(size: &Size) {
     let rows = (size.rows)(2 * DIM) / 4;
     let bench = Bench::new(DIM, rows, ADAGRAD);
@@ -52,7 +52,7 @@ pub(crate) fn measure(size: &Size) {
     print("B6", &case("save"), "s", save.median(), write.median(), 0.5, save.spread());
     print("B6", &case("load"), "s", load.median(), read.median(), 0.5, load.spread());
     let (alone, meanwhile) = time_steps(&bench, rows, root.path());
-    // The mean: a save may delay a single step.
+    // Use the mean, because a save may delay a single step.
     let case = case("a step of one thread while saving");
     print("B6", &case, "ms", meanwhile.mean(), alone.mean(), 1.0 / 1.2, meanwhile.spread());
 }
@@ -115,11 +115,11 @@ fn restore(bench: &Bench, dir: &Path, files: &[FileEntry]) -> f64 {
     start.elapsed().as_secs_f64()
 }
 
-/// Drop a file from the system's cache.
+/// Drop a file from the page cache.
 #[allow(unsafe_code)]
 fn forget(path: &Path) {
     let file = File::open(path).expect("what was written");
-    // SAFETY: advice about an open file; a length of 0 means the whole file.
+    // SAFETY: the call only gives advice about an open file; a length of 0 means the whole file.
     let refused = unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) };
     assert_eq!(refused, 0, "advice about {}", path.display());
 }

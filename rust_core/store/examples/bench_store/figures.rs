@@ -22,7 +22,7 @@ impl Samples {
         self.0.iter().sum::<f64>() / self.0.len() as f64
     }
 
-    /// Half of the interquartile range, divided by the median.
+    /// Half the interquartile range, divided by the median.
     pub(crate) fn spread(&self) -> f64 {
         (self.quantile(0.75) - self.quantile(0.25)) / 2.0 / self.median()
     }
@@ -41,7 +41,7 @@ pub(crate) struct Figure<'a> {
     pub(crate) unit: &'a str,
     pub(crate) value: f64,
     pub(crate) peer: f64,
-    /// Whether the peer is a limit, which nothing can exceed.
+    /// Whether the peer is a limit that no store can exceed.
     pub(crate) limited: bool,
     pub(crate) target: f64,
     pub(crate) spread: f64,
@@ -74,17 +74,17 @@ impl Figure<'_> {
         self.peer / self.value
     }
 
-    /// Why the figure is not a valid result; None if it is valid.
+    /// The reason why the figure is not a valid result; None if it is valid.
     fn invalid(&self) -> Option<String> {
         let ratio = self.ratio();
         if !(self.value.is_finite() && self.peer.is_finite() && self.value > 0.0 && self.peer > 0.0) {
-            return Some(format!("measured {} against {}, want numbers above 0", self.value, self.peer));
+            return Some(format!("measured {} against {}, expected numbers above 0", self.value, self.peer));
         }
         if !(self.spread.is_finite() && self.spread >= 0.0) {
-            return Some(format!("the spread is {}, want a number of at least 0", self.spread));
+            return Some(format!("the spread is {}, expected a number of at least 0", self.spread));
         }
         (self.limited && ratio >= NOISE).then(|| {
-            format!("{ratio:.2} times as fast as its limit, want below {NOISE}: the machine disturbed one of the two")
+            format!("{ratio:.2} times as fast as its limit, expected below {NOISE}: the machine disturbed one of the two")
         })
     }
 }

@@ -1,7 +1,7 @@
-//! Huge pages, prefetching and the time of a thread, for which Rust has no safe functions.
+//! Huge pages, prefetching and thread time, for which the standard library has no safe functions.
 #![allow(unsafe_code)]
 
-/// CPU time of this thread in nanoseconds.
+/// The CPU time of this thread, in nanoseconds.
 pub(crate) fn cpu_ns() -> f64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the pointer is to a live value of the right type.
@@ -10,13 +10,13 @@ pub(crate) fn cpu_ns() -> f64 {
     time.tv_sec as f64 * 1e9 + time.tv_nsec as f64
 }
 
-/// `len` ones, on huge pages if the system has them.
+/// Create a vector of `len` ones, on huge pages if the system supports them.
 pub(crate) fn on_huge_pages(len: usize) -> Vec<f32> {
     let mut values: Vec<f32> = Vec::with_capacity(len);
     let start = values.as_mut_ptr().cast::<u8>();
     let aligned = start.align_offset(2 << 20);
     let bytes = (len * 4).saturating_sub(aligned);
-    // SAFETY: advice about memory that this vector owns. A refusal does no harm.
+    // SAFETY: the call only gives advice about memory that this vector owns. An error does no harm.
     unsafe { libc::madvise(start.wrapping_add(aligned).cast(), bytes, libc::MADV_HUGEPAGE) };
     values.resize(len, 1.0);
     values
@@ -38,7 +38,8 @@ pub(crate) fn prefetch(values: &[f32], from: usize, len: usize) {
     }
 }
 
-/// Run `work` with the widest registers this processor has. It must be `#[inline(always)]`.
+/// Run `work`, compiled for the widest vector registers of this processor. `work` must be
+/// `#[inline(always)]`.
 pub(crate) fn widest<R>(work: impl FnOnce() -> R) -> R {
     #[cfg(target_arch = "x86_64")]
     {

@@ -1,11 +1,11 @@
-//! The store against the limits of memory and disk: B1, B2, B6 and B7 of the performance goals.
+//! Compares the store with the limits of memory and disk: B1, B2, B6 and B7 of the performance goals.
 //!
-//! `cargo run --release -p persia-store --example bench_store -- [--quick] [B1] [B2] [B6] [B7] [DIM...]` prints one line
-//! of JSON per figure; dimensions select among those of B1 and B2. Times are CPU nanoseconds per row (of all threads
-//! together), medians over many requests. `peer` is the raw operation on as many rows of the same size, measured
-//! alternately with the store. A higher `ratio` is better. `spread` is half of the interquartile range divided by the
-//! median. In B7 `peer` is the limit or the smaller size. A figure with `invalid`, which is the reason, is not a
-//! result.
+//! `cargo run --release -p persia-store --example bench_store -- [--quick] [B1] [B2] [B6] [B7] [DIM...]` prints one
+//! line of JSON per figure. `DIM` selects dimensions of B1 and B2. Times are CPU nanoseconds per row, summed over all
+//! threads; each is the median of many requests. `peer` is the raw operation on the same number of rows of the same
+//! size, measured alternately with the store. A higher `ratio` is better. `spread` is half the interquartile range
+//! divided by the median. In B7, `peer` is the limit or the smaller size. A figure with the key `invalid` is not a
+//! result; the value is the reason.
 #![allow(clippy::print_stdout, clippy::unwrap_used, clippy::expect_used, reason = "a program that measures")]
 
 mod batches;
@@ -18,11 +18,11 @@ mod speed;
 
 /// The size of a measurement.
 pub(crate) struct Size {
-    /// The number of rows that have this many floats.
+    /// The number of rows, given the number of floats per row.
     rows: fn(usize) -> usize,
     /// The number of requests for each figure.
     repetitions: usize,
-    /// The numbers of rows of B7, ascending.
+    /// The numbers of rows of B7, in ascending order.
     scales: &'static [usize],
 }
 

@@ -1,17 +1,17 @@
-//! The memory limit: the same traffic with known positions of rows.
+//! The memory limit: the same memory traffic, with row positions known in advance.
 //!
-//! The limit must be as fast as possible: rows start at a cache line if their length allows it, all their lines are
-//! prefetched, the loops use the widest registers, and the prefetch distance is the best of several.
+//! The limit must be as fast as possible: rows start at a cache line if their length allows it, all their cache
+//! lines are prefetched, the loops use the widest registers, and the best of several prefetch distances is used.
 
 use crate::machine::{cpu_ns, on_huge_pages, prefetch, widest};
 
-/// Prefetch distances to try, in rows.
+/// The prefetch distances to try, in rows.
 const AHEAD: [usize; 7] = [4, 8, 12, 16, 32, 64, 128];
 
-/// Rows in one array.
+/// The rows, in one array.
 pub(crate) struct RawRows {
     values: Vec<f32>,
-    /// The start of the first row, at a cache line.
+    /// The start of the first row, which is aligned to a cache line.
     first: usize,
     stride: usize,
     gather_ahead: usize,
@@ -19,7 +19,7 @@ pub(crate) struct RawRows {
 }
 
 impl RawRows {
-    /// `slots` are the rows with which distances are tried.
+    /// Create the rows. `slots` lists the rows with which prefetch distances are tried.
     pub(crate) fn new(rows: usize, stride: usize, dim: usize, slots: &[Vec<u32>]) -> Self {
         let values = on_huge_pages(rows * stride + 16);
         let first = values.as_ptr().align_offset(64);
@@ -36,7 +36,7 @@ impl RawRows {
         raw
     }
 
-    /// Copy the first `dim` floats of every slot's row.
+    /// Copy the first `dim` floats of the row of every slot.
     pub(crate) fn gather(&self, slots: &[u32], out: &mut [f32], dim: usize) {
         let (rows, stride, ahead) = (&self.values[self.first..], self.stride, self.gather_ahead);
         widest(
@@ -45,7 +45,7 @@ impl RawRows {
         );
     }
 
-    /// Add a gradient to the weights, and to each part of the state.
+    /// Add a gradient to the weights and to each part of the state.
     pub(crate) fn update(&mut self, slots: &[u32], gradients: &[f32], dim: usize) {
         let (rows, stride, ahead) = (&mut self.values[self.first..], self.stride, self.update_ahead);
         widest(
@@ -55,7 +55,7 @@ impl RawRows {
     }
 }
 
-/// The distance with the least time of `work` over all `slots`.
+/// The prefetch distance with which `work` takes the least time over all `slots`.
 fn fastest(slots: &[Vec<u32>], mut work: impl FnMut(&[u32], usize)) -> usize {
     let mut best = (f64::INFINITY, 0);
     for ahead in AHEAD {
@@ -102,7 +102,7 @@ fn update(rows: &mut [f32], stride: usize, ahead: usize, slots: &[u32], gradient
                 at += 16;
             }
         }
-        // The state may be shorter than the weights: a row-wise optimizer has one number.
+        // The state may be shorter than the weights: a row-wise optimizer has one float per row.
         parts.into_remainder().iter_mut().for_each(|value| *value += gradient[0]);
     }
 }

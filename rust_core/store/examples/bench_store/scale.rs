@@ -17,7 +17,8 @@ const ROW_WISE: Optimizer = Optimizer::Adagrad {
     vectorwise_shared: true,
 };
 
-/// Measure overhead, memory (against 8 GiB for 10⁸ rows) and the cost of look-ups at every size.
+/// Measure the overhead, the memory (compared with 8 GiB for 10⁸ rows) and the cost of look-ups at every
+/// size.
 pub(crate) fn measure(size: &Size) {
     let mut at_a_million = None;
     for rows in size.scales {

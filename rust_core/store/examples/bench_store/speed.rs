@@ -1,4 +1,4 @@
-//! B1 and B2: look-ups and updates against raw reads and writes of as many rows.
+//! B1 and B2: compares look-ups and updates with raw reads and writes of the same number of rows.
 
 use persia_types::{Mode, Optimizer};
 
@@ -76,7 +76,8 @@ fn report(id: &str, case: &str, own: &Samples, limit: &Samples, target: f64) {
     Figure { id, case, unit: "CPU ns a row", value, peer, limited: true, target, spread }.print();
 }
 
-/// CPU nanoseconds per row of the store and of the raw gather, measured alternately, on all threads concurrently.
+/// The CPU nanoseconds per row of the store and of the raw gather, measured alternately, with all threads
+/// running.
 fn time_lookups(
     bench: &Bench,
     raw: &RawRows,

@@ -1,8 +1,8 @@
-//! Eviction, admission by count and time to live under load, against a simulation of the same policy.
+//! Compares eviction, admission by count and time to live under load with a simulation of the same policy.
 //!
-//! `cargo run --release -p persia-store --example soak_store -- [LOOK-UPS] [CAPACITY]` (10⁸ look-ups of ids, 10⁶ rows)
-//! trains on drifting ids, ten times as many as the capacity. It compares each report with the simulation's, and all rows
-//! at the end. It prints ten lines of progress, and panics at the first difference.
+//! `cargo run --release -p persia-store --example soak_store -- [LOOK-UPS] [CAPACITY]` (defaults: look-ups of 10⁸ ids,
+//! 10⁶ rows) trains on a drifting set of ids, ten times as many as the capacity. It compares each report with that of
+//! the simulation, and all rows at the end. It prints ten lines of progress, and panics at the first difference.
 #![allow(clippy::print_stdout, clippy::unwrap_used, clippy::expect_used, reason = "a program that measures")]
 
 #[path = "../../tests/policy/simulation.rs"]

@@ -1,12 +1,13 @@
 //! The files of a checkpoint: located, measured, and compared with the manifest.
 
+use std::io;
 use std::path::{Path, PathBuf};
 
 use persia_types::tables::FileEntry;
 
 use super::disk::{self, Input};
 use super::error::{CheckpointError, Result};
-use super::names;
+use super::{names, object};
 
 /// Hex digits of a blake3 hash.
 const HASH_DIGITS: usize = 64;
@@ -16,8 +17,8 @@ pub(super) fn is_hash(text: &str) -> bool {
     text.len() == HASH_DIGITS && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
 
-/// The path of a file of a checkpoint: in the staging directory with which its name may begin or, after the staging
-/// directory was removed, in the directory of the checkpoint.
+/// The path of a checkpoint file. If the name begins with a staging directory that still exists, the file is there;
+/// otherwise it is in the checkpoint's directory.
 pub(super) fn locate(dir: &Path, name: &str) -> Result<PathBuf> {
     let Some((staging, file)) = names::split(name) else {
         return Err(CheckpointError::corrupt(
@@ -27,7 +28,7 @@ pub(super) fn locate(dir: &Path, name: &str) -> Result<PathBuf> {
     };
     if let Some(staging) = staging {
         let staging = dir.join(staging);
-        // A link in place of a directory could refer to any path.
+        // A symbolic link in place of the directory could point anywhere.
         let staged = staging.join(file);
         if disk::kind(&staging)?.is_some_and(|kind| kind.is_dir()) && disk::kind(&staged)?.is_some() {
             return Ok(staged);
@@ -36,25 +37,39 @@ pub(super) fn locate(dir: &Path, name: &str) -> Result<PathBuf> {
     Ok(dir.join(file))
 }
 
-/// Check a file against its entry.
+/// Check the size and hash of a file against its manifest entry.
 pub(super) fn verify(dir: &Path, entry: &FileEntry) -> Result<()> {
+    if let Some(place) = object::place(dir)? {
+        return object::read(&place, entry, |_| Ok(()));
+    }
     let (path, mut input) = open(dir, entry)?;
     check(&path, &mut input, entry, |_| ())
 }
 
-/// Read a file into `content` and check it against its entry. Returns its path. Allocates no more than the file's real size.
+/// Read a file into `content` and check it against its manifest entry. Returns the file's path. Allocates no more than
+/// the file's actual size.
 pub(super) fn read(dir: &Path, entry: &FileEntry, content: &mut Vec<u8>) -> Result<PathBuf> {
-    let (path, mut input) = open(dir, entry)?;
     content.clear();
     let size = usize::try_from(entry.bytes).unwrap_or(usize::MAX);
+    if let Some(place) = object::place(dir)? {
+        object::read(&place, entry, |piece| {
+            if content.is_empty() && content.try_reserve_exact(size).is_err() {
+                return Err(io::ErrorKind::OutOfMemory.into());
+            }
+            content.extend_from_slice(piece);
+            Ok(())
+        })?;
+        return Ok(names::without_staging(&dir.join(&entry.name)));
+    }
+    let (path, mut input) = open(dir, entry)?;
     if content.try_reserve_exact(size).is_err() {
-        return Err(CheckpointError::io(&path, std::io::ErrorKind::OutOfMemory.into()));
+        return Err(CheckpointError::io(&path, io::ErrorKind::OutOfMemory.into()));
     }
     check(&path, &mut input, entry, |piece| content.extend_from_slice(piece))?;
     Ok(path)
 }
 
-/// Measure a file that the caller wrote, and sync it.
+/// Compute the size and hash of a file that the caller wrote, and sync it.
 pub(super) fn adopt(dir: &Path, name: &str) -> Result<FileEntry> {
     let mut input = Input::open(&dir.join(name))?;
     let (bytes, blake3) = measure(&mut input, |_| ())?;
@@ -65,8 +80,8 @@ pub(super) fn adopt(dir: &Path, name: &str) -> Result<FileEntry> {
 fn open(dir: &Path, entry: &FileEntry) -> Result<(PathBuf, Input)> {
     let path = locate(dir, &entry.name)?;
     let input = match Input::open(&path) {
-        Err(CheckpointError::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
-            return Err(CheckpointError::corrupt(&path, "is missing, the manifest names it"));
+        Err(CheckpointError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
+            return Err(CheckpointError::corrupt(&path, "is missing, but the manifest lists it"));
         }
         other => other?,
     };

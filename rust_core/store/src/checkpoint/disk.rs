@@ -1,5 +1,4 @@
-//! All calls of the checkpoint code to the file system. Each error names its path, and tests can make the n-th call
-//! fail.
+//! All file system calls of the checkpoint code. Each error names its path, and tests can make the n-th call fail.
 //!
 //! Fault points, in builds with the feature `failpoints` only, set by `FAILPOINTS` or `fail::cfg`:
 //! * `ckpt.io=7*off->return`: calls after the seventh fail with EIO
@@ -22,7 +21,7 @@ use super::names::MARKER;
 /// Exit status of a process that a crash point ended.
 pub const CRASH_EXIT: i32 = 42;
 
-/// A place where a test may end the process, as `kill -9` would.
+/// A point at which a test may end the process, as `kill -9` would.
 macro_rules! crash_point {
     ($name:literal) => {
         fail::fail_point!($name, |_| std::process::exit($crate::checkpoint::disk::CRASH_EXIT))
@@ -44,8 +43,8 @@ fn portion(bytes: usize) -> usize {
     bytes
 }
 
-/// A file that is being written. Size and hash are those of the bytes passed to the operating system. If it is dropped
-/// before it is finished, it is removed.
+/// A file that is being written. Its size and hash are computed from the bytes passed to the operating system. If it
+/// is dropped before [`Output::finish`], the file is removed.
 pub(super) struct Output {
     file: File,
     path: PathBuf,
@@ -71,7 +70,7 @@ impl Output {
         Ok(Self { file, path: path.into(), hasher: blake3::Hasher::new(), bytes: 0, finished: false })
     }
 
-    /// Sync the content. Returns its size and blake3.
+    /// Sync the content. Returns its size and BLAKE3 hash.
     pub(super) fn finish(mut self) -> Result<(u64, String)> {
         sync(&self.path, &self.file)?;
         self.finished = true;
@@ -100,7 +99,7 @@ pub(super) fn write_new(path: &Path, content: &[u8]) -> Result<()> {
     file.finish().map(drop)
 }
 
-/// Append to a temporary file, which is created if it does not exist. It is not synced.
+/// Append to a temporary file, and create it if it does not exist. The file is not synced.
 pub(super) fn append(path: &Path, content: &[u8]) -> Result<()> {
     let mut options = OpenOptions::new();
     options.append(true).create(true).custom_flags(libc::O_NOFOLLOW);
@@ -155,10 +154,11 @@ impl Input {
         Ok(Self { file, path: path.into() })
     }
 
-    /// Let the system read the whole file ahead.
+    /// Tell the operating system to read the whole file ahead.
     #[allow(unsafe_code)]
     pub(super) fn expect_all(&self) {
-        // SAFETY: advice about an open file; a length of 0 means the whole file. A refusal does no harm.
+        // SAFETY: the call only gives advice about an open file; a length of 0 means the whole file. An error
+        // does no harm.
         unsafe { libc::posix_fadvise(self.file.as_raw_fd(), 0, 0, libc::POSIX_FADV_WILLNEED) };
     }
 
@@ -202,18 +202,19 @@ fn refuse_link(error: CheckpointError) -> CheckpointError {
     }
 }
 
-/// Locks a directory against other savers until it is dropped or the process ends.
+/// A lock that keeps other savers out of a directory until it is dropped or the process ends.
 pub(super) struct Lock(File);
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // Closing the file is not enough, because a process that was forked in the meantime (a worker of a data loader)
-        // has it open too. Unlocking cannot fail for a lock that is held.
+        // Closing the file is not enough: a process that was forked in the meantime, such as a data loader worker, also
+        // has it open. Unlocking a lock that is held cannot fail.
         let _ = self.0.unlock();
     }
 }
 
-/// Lock a directory for a save. On a file system without locks, the caller must ensure that there is one saver.
+/// Lock a directory for a save. On a file system without locks, the caller must ensure that only one saver
+/// runs.
 pub(super) fn lock(dir: &Path) -> Result<Lock> {
     let file = call(dir, || File::open(dir))?;
     match file.try_lock() {
@@ -222,7 +223,7 @@ pub(super) fn lock(dir: &Path) -> Result<Lock> {
     }
 }
 
-/// The type of a path, without following a link; None if it does not exist.
+/// The file type of a path, without following a symbolic link; None if the path does not exist.
 pub(super) fn kind(path: &Path) -> Result<Option<FileType>> {
     let found = call(path, || match fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -242,7 +243,7 @@ pub(super) fn entries(dir: &Path) -> Result<Vec<(OsString, FileType)>> {
     })
 }
 
-/// Sync the names in a directory.
+/// Sync a directory, so that the names in it are durable.
 pub(super) fn sync_dir(dir: &Path) -> Result<()> {
     let file = call(dir, || File::open(dir))?;
     sync(dir, &file)
@@ -276,12 +277,12 @@ pub(super) fn parent(path: &Path) -> PathBuf {
     }
 }
 
-/// Rename a file, over another one if there is one.
+/// Rename a file, and replace an existing file of the new name.
 pub(super) fn rename(from: &Path, to: &Path) -> Result<()> {
     call(to, || fs::rename(from, to))
 }
 
-/// Rename a file that is durable, and sync the directory.
+/// Rename a file that was synced before, and sync the directory.
 pub(super) fn rename_durably(from: &Path, to: &Path) -> Result<()> {
     rename(from, to)?;
     sync_dir(&parent(to))
@@ -295,7 +296,7 @@ pub(super) fn remove_file(path: &Path) -> Result<()> {
     })
 }
 
-/// Remove a directory if it is empty. Returns whether it was.
+/// Remove a directory if it is empty. Returns whether it was removed.
 pub(super) fn remove_empty_dir(path: &Path) -> Result<bool> {
     call(path, || match fs::remove_dir(path) {
         Ok(()) => Ok(true),

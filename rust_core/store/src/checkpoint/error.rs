@@ -3,6 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use persia_objects::Failure;
 use persia_types::TablesError;
 
 use super::names;
@@ -10,8 +11,8 @@ use super::names;
 /// The result type of this module's functions.
 pub(super) type Result<T> = std::result::Result<T, CheckpointError>;
 
-/// The reason why a checkpoint could not be written, found or used. Each error names the path; for a staged file,
-/// without the staging directory.
+/// The reason why a checkpoint could not be written, found or used. Each error names the path; the path of a
+/// staged file omits the staging directory.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
     /// The directory has no manifest.
@@ -19,7 +20,7 @@ pub enum CheckpointError {
     Missing {
         /// The directory.
         path: PathBuf,
-        /// Its content.
+        /// What the directory contains.
         found: String,
     },
     /// A file differs from what its writer wrote.
@@ -40,14 +41,14 @@ pub enum CheckpointError {
         /// The highest format number that this build reads.
         known: u32,
     },
-    /// Another process is saving into the same directory.
-    #[error("{path}: another process is saving here; stop it or save somewhere else")]
+    /// Another process is saving into the same directory, or has saved below the same URL.
+    #[error("{path}: another process is saving here; stop it, or save to a different folder")]
     Busy {
         /// The checkpoint's directory.
         path: PathBuf,
     },
-    /// A file that belongs to no checkpoint has the name of a file of the new checkpoint.
-    #[error("{path}: exists and belongs to no checkpoint; move it away or save somewhere else")]
+    /// A file that belongs to no checkpoint occupies the name of a file of the new checkpoint.
+    #[error("{path}: exists and is not part of a checkpoint; move it, or save to a different folder")]
     Occupied {
         /// The existing file.
         path: PathBuf,
@@ -55,9 +56,9 @@ pub enum CheckpointError {
     /// The caller requested an invalid save.
     #[error("{path}: cannot be saved: {what}")]
     BadSave {
-        /// The path that was being written.
+        /// The path to be written.
         path: PathBuf,
-        /// The problem, and what was expected.
+        /// What is wrong, and what was expected.
         what: String,
     },
     /// The operating system returned an error.
@@ -72,15 +73,24 @@ pub enum CheckpointError {
 
 impl CheckpointError {
     pub(super) fn io(path: &Path, source: io::Error) -> Self {
-        Self::Io { path: names::published(path), source }
+        Self::Io { path: names::without_staging(path), source }
     }
 
     pub(super) fn corrupt(path: &Path, what: impl Into<String>) -> Self {
-        Self::Corrupt { path: names::published(path), what: what.into() }
+        Self::Corrupt { path: names::without_staging(path), what: what.into() }
     }
 
     pub(super) fn bad_save(path: &Path, what: impl Into<String>) -> Self {
-        Self::BadSave { path: names::published(path), what: what.into() }
+        Self::BadSave { path: names::without_staging(path), what: what.into() }
+    }
+}
+
+impl From<Failure> for CheckpointError {
+    fn from(Failure { url, source }: Failure) -> Self {
+        match source.kind() {
+            io::ErrorKind::InvalidData => Self::corrupt(&url, source.to_string()),
+            _ => Self::io(&url, source),
+        }
     }
 }
 

@@ -1,4 +1,4 @@
-//! [`Import`]: a checkpoint of rows that are added in any order.
+//! [`Import`]: writes a checkpoint from rows that arrive in any order.
 
 use std::path::{Path, PathBuf};
 
@@ -11,32 +11,32 @@ use super::rows::{ShardRows, TableRows, check_sizes};
 use super::saver::Saver;
 use super::shard_file::write_shard;
 
-/// The number of bytes of rows in memory before they are moved to files.
+/// The size of the rows in memory, in bytes, at which they are moved to files.
 const MAX_BUFFERED: usize = 64 << 20;
 /// The size of a record without its weights: id and row.
 const RECORD_HEAD: usize = 16;
-/// The number of repeated ids that are reported.
+/// The maximum number of repeated ids that are reported.
 const SHOWN: usize = 5;
-/// The step at which an imported row was last used: that of the first push.
+/// The last use of an imported row, as if the first step had pushed it.
 const FIRST_STEP: u64 = 1;
 
-/// An id that occurs twice.
+/// An id that occurs more than once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Duplicate {
     /// The id.
     pub id: u64,
-    /// The row of its first occurrence, counted from 0.
+    /// The row number of its first occurrence, counted from 0.
     pub first: u64,
-    /// The row of another occurrence.
+    /// The row number of a later occurrence.
     pub again: u64,
 }
 
-/// The ids of a table that occur twice.
+/// The ids of a table that occur more than once.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Duplicates {
     /// The number of rows that have the id of an earlier row.
     pub count: u64,
-    /// The first repeated ids, in the order of rows.
+    /// The first repeated ids, in row order.
     pub shown: Vec<Duplicate>,
 }
 
@@ -49,16 +49,17 @@ impl Duplicates {
     }
 }
 
-/// The rows of one table. Rows that exceed the memory are in files of the staging directory, one for each shard.
+/// The rows of one table. Rows that exceed the memory limit are in files of the staging directory, one for each
+/// shard.
 struct Table {
     name: String,
     dim: usize,
-    /// Records of each shard that are not in its file: id, row and weights, all little-endian.
+    /// The records of each shard that are not yet in its file: id, row number and weights, all little-endian.
     buffers: Vec<Vec<u8>>,
 }
 
-/// A checkpoint in progress, of rows without optimizer state. If it is dropped before [`Import::commit`], it leaves no
-/// files.
+/// A checkpoint that is being written from rows without optimizer state. If it is dropped before [`Import::commit`],
+/// it leaves no files.
 ///
 /// Rows are divided by shard as they are added, in at most 64 MiB of memory and in files of the staging directory. Then
 /// each shard is sorted by id in memory and written.
@@ -66,15 +67,15 @@ pub struct Import {
     saver: Saver,
     tables: Vec<Table>,
     buffered: usize,
-    /// The number of bytes in memory at which rows are moved to files.
+    /// The size of the rows in memory, in bytes, at which they are moved to files.
     limit: usize,
 }
 
 impl Import {
-    /// Begin a checkpoint in `dir` with these tables, by name and dimension.
+    /// Begin a checkpoint in `dir` with these tables, each given as name and dimension.
     ///
     /// # Errors
-    /// `BadSave` for a name or a dimension out of range; as [`Saver::begin`].
+    /// `BadSave` for an invalid name or a dimension out of range; those of [`Saver::begin`].
     pub fn begin(dir: &Path, tables: &[(String, usize)]) -> Result<Self> {
         for (name, dim) in tables {
             check_sizes(name, *dim, 0, 0).map_err(|what| CheckpointError::bad_save(dir, what))?;
@@ -88,10 +89,11 @@ impl Import {
         Ok(Self { saver, tables, buffered: 0, limit: MAX_BUFFERED })
     }
 
-    /// Add rows to a table. `row` is the number of the first, and `weights` are `[ids.len(), dim]`.
+    /// Add rows to a table. `row` is the number of the first row, and `weights` has the shape `[ids.len(),
+    /// dim]`.
     ///
     /// # Errors
-    /// `BadSave` if the lengths differ or there is no such table; `Io`.
+    /// `BadSave` if the lengths do not match or the table does not exist; `Io`.
     pub fn add(&mut self, table: usize, row: u64, ids: &[u64], weights: &[f32]) -> Result<()> {
         let Some(Table { name, dim, buffers }) = self.tables.get_mut(table) else {
             return Err(CheckpointError::bad_save(
@@ -128,11 +130,11 @@ impl Import {
         Ok(())
     }
 
-    /// Write the shards. Returns the number of rows and the repeated ids of each table; with repeated ids, nothing may
-    /// be committed.
+    /// Write the shards. Returns the number of rows and the repeated ids of each table. If any id is repeated, the
+    /// caller must not commit.
     ///
     /// # Errors
-    /// `BadShape` for more rows in a shard than one may have; `Io`.
+    /// `BadShape` if a shard has more rows than allowed; `Io`.
     pub fn stage(&mut self) -> std::result::Result<Vec<(u64, Duplicates)>, TablesError> {
         let mut found: Vec<(u64, Duplicates)> = vec![Default::default(); self.tables.len()];
         for shard in 0..VIRTUAL_SHARDS {
@@ -183,13 +185,13 @@ impl Import {
     /// Publish the checkpoint, after [`Self::stage`].
     ///
     /// # Errors
-    /// As [`Saver::commit`].
+    /// Those of [`Saver::commit`].
     pub fn commit(self, head: Head) -> Result<Manifest> {
         self.saver.commit(head)
     }
 }
 
-/// Id, row and weights of a record.
+/// The id, row number and weights of a record.
 fn split(record: &[u8]) -> Option<(u64, u64, &[u8])> {
     let (id, rest) = record.split_first_chunk()?;
     let (row, weights) = rest.split_first_chunk()?;

@@ -1,8 +1,10 @@
 //! [`Manifest`]: the file that makes a directory a checkpoint.
 
 use std::collections::{BTreeMap, HashSet};
+use std::convert::Infallible;
 use std::path::{Path, PathBuf};
 
+use persia_types::is_url;
 use persia_types::tables::{FileEntry, Run, TableStats};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
@@ -11,60 +13,67 @@ use super::content;
 use super::disk::{self, Input};
 use super::error::{CheckpointError, Result};
 use super::names::{self, MANIFEST};
+use super::object;
+use crate::snapshot::run_jobs;
 
-/// The format of manifests. Raised when an older reader could misread a checkpoint.
+/// The format version of manifests. It is increased when an older reader could misread a checkpoint.
 pub const FORMAT: u32 = 1;
 
-/// The largest size of a manifest: far more than that of 256 shards and 4096 tables.
-const MAX_BYTES: u64 = 64 << 20;
+/// The maximum size of a manifest, in bytes. A manifest of 256 shards and 4096 tables is far smaller.
+pub(super) const MAX_BYTES: u64 = 64 << 20;
 const MAX_REVISION: u64 = 1 << 53;
+/// The number of files of an object store that are verified concurrently.
+const READERS: usize = 8;
 
 /// The caller's part of a manifest: the state of a run at one step.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Head {
     /// The global step.
     pub step: u64,
-    /// Trainer ranks.
+    /// The number of ranks.
     pub world_size: u32,
-    /// The run: job, generation, schema, seed, optimizer, initialiser.
+    /// The run: job, generation, schema, seed, optimizer, initializer.
     pub run: Run,
-    /// Rows per table.
+    /// The number of rows of each table.
     pub rows: BTreeMap<String, u64>,
-    /// The highest applied sequence number of every rank.
+    /// The highest sequence number applied for each rank.
     pub tokens: BTreeMap<u32, u64>,
-    /// The position of each data source. JSON that is kept verbatim, so that no number changes.
+    /// The position of each data source, as JSON. The text is kept verbatim, so that no number changes.
     pub cursors: BTreeMap<String, Box<RawValue>>,
-    /// Versions and features of the writer.
+    /// The versions and features of the writer.
     pub build: BTreeMap<String, String>,
     /// The wall-clock time in RFC 3339. It is informative only and does not order checkpoints.
     pub created_at: String,
-    /// The names of the model's inputs in its order, as JSON.
+    /// The names of the model's inputs in the model's order, as JSON.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub inputs: Option<Box<RawValue>>,
-    /// The vocabulary of each table at the cut, with its counters since the run began; empty if it is not known.
+    /// The vocabulary statistics of each table at the cut, with counters since the run began; empty if they are
+    /// unknown.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub tables: Vec<TableStats>,
 }
 
-/// The table of contents of a checkpoint. In every format the first field is `format`, and the last one is `blake3`, the
-/// hash of the text before it.
+/// The table of contents of a checkpoint. In every format version, the first field is `format` and the last is
+/// `blake3`, the hash of the text before it.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Manifest {
-    /// The format of the checkpoint, at most [`FORMAT`].
+    /// The format version of the checkpoint, at most [`FORMAT`].
     pub format: u32,
-    /// The number of saves into this directory, including this one. The name of the staging directory contains it.
+    /// The number of saves into this directory, including this one; in an object store, a random number. The name of
+    /// the staging directory contains the revision.
     #[serde(rename = "generation")]
     pub revision: u64,
     /// The state of the run.
     pub head: Head,
-    /// All files, sorted by name. Names are without the staging directory.
+    /// All files, sorted by name. Names omit the staging directory.
     pub files: Vec<FileEntry>,
     /// Files of the previous checkpoint in the directory that are not part of this one.
     pub replaces: Vec<String>,
 }
 
 impl Manifest {
-    /// Read the manifest of the checkpoint in `dir`. Reads no other file: see [`Self::verify`].
+    /// Read the manifest of the checkpoint in `dir`, but no other file. To check the files, call
+    /// [`Self::verify`].
     ///
     /// # Errors
     /// `Missing`, with the content of the directory; `Corrupt`, `Future`, `Io`.
@@ -73,9 +82,12 @@ impl Manifest {
             .ok_or_else(|| CheckpointError::Missing { path: dir.into(), found: describe(dir) })
     }
 
-    /// Read the manifest called `name`; None if there is no such file.
+    /// Read the manifest called `name`; None if the file does not exist.
     pub(super) fn find(dir: &Path, name: &str) -> Result<Option<Self>> {
         let path = dir.join(name);
+        if let Some(place) = object::place(dir)? {
+            return place.get(name, MAX_BYTES)?.map(|found| parse(&path, &found.content)).transpose();
+        }
         if !dir.is_dir() || disk::kind(&path)?.is_none() {
             return Ok(None);
         }
@@ -88,8 +100,7 @@ impl Manifest {
         parse(&path, &text).map(Some)
     }
 
-    /// The entry of a file. Readers find the file in the checkpoint's directory, regardless of where the save was
-    /// interrupted.
+    /// The entry of a file. With it, a reader finds the file even if the save was interrupted.
     pub fn entry(&self, name: &str) -> Option<FileEntry> {
         self.files.iter().find(|entry| entry.name == name).map(|entry| self.staged(entry))
     }
@@ -100,7 +111,8 @@ impl Manifest {
         shards.map(|entry| self.staged(entry)).collect()
     }
 
-    /// A number that checkpoints of equal rows at the same step have in common, and others do not; never 0.
+    /// A hash of the step and the rows: equal for checkpoints of equal rows at the same step, different
+    /// otherwise, and never 0.
     pub fn identity(&self) -> u64 {
         let mut hasher = blake3::Hasher::new();
         hasher.update(&self.head.step.to_le_bytes());
@@ -118,25 +130,54 @@ impl Manifest {
     /// The current path of a file.
     ///
     /// # Errors
-    /// `Corrupt` if the manifest does not name it; `Io`.
+    /// `Corrupt` if the manifest does not list the file; `Io`.
     pub fn locate(&self, dir: &Path, name: &str) -> Result<PathBuf> {
-        let entry = self.entry(name).ok_or_else(|| {
-            CheckpointError::corrupt(&dir.join(MANIFEST), format!("names no file {name:?}"))
-        })?;
-        content::locate(dir, &entry.name)
+        content::locate(dir, &self.listed(dir, name)?.name)
     }
 
-    /// Check size and hash of every file.
+    /// Read a file and check it against its entry.
+    ///
+    /// # Errors
+    /// `Corrupt` if the manifest does not list the file or the file differs from its entry; `Io`.
+    pub fn read(&self, dir: &Path, name: &str) -> Result<Vec<u8>> {
+        let mut content = Vec::new();
+        content::read(dir, &self.listed(dir, name)?, &mut content)?;
+        Ok(content)
+    }
+
+    fn listed(&self, dir: &Path, name: &str) -> Result<FileEntry> {
+        self.entry(name).ok_or_else(|| {
+            CheckpointError::corrupt(&dir.join(MANIFEST), format!("does not list a file {name:?}"))
+        })
+    }
+
+    /// The entries of all files.
+    pub(super) fn all(&self) -> Vec<FileEntry> {
+        self.files.iter().map(|entry| self.staged(entry)).collect()
+    }
+
+    /// Check the size and hash of every file.
     ///
     /// # Errors
     /// One error for each file that differs from its entry.
     pub fn verify(&self, dir: &Path) -> std::result::Result<(), Vec<CheckpointError>> {
-        let check = |entry| content::verify(dir, &self.staged(entry)).err();
-        let problems: Vec<_> = self.files.iter().filter_map(check).collect();
+        let check = |entry: &FileEntry| content::verify(dir, &self.staged(entry)).err();
+        let problems: Vec<_> = if is_url(dir) {
+            // Requests to the store take most of the time, so several run concurrently.
+            let Ok(found) = run_jobs(
+                self.files.len(),
+                READERS,
+                || (),
+                |(), at| Ok::<_, Infallible>(self.files.get(at).and_then(check)),
+            );
+            found.into_iter().flatten().collect()
+        } else {
+            self.files.iter().filter_map(check).collect()
+        };
         if problems.is_empty() { Ok(()) } else { Err(problems) }
     }
 
-    /// The total size of all files in bytes. It saturates, because a manifest may claim any sizes.
+    /// The total size of all files, in bytes. The sum saturates, because a manifest may claim any size.
     pub fn bytes(&self) -> u64 {
         self.files.iter().fold(0, |sum, entry| sum.saturating_add(entry.bytes))
     }
@@ -147,7 +188,7 @@ impl Manifest {
             .map_err(|error| CheckpointError::bad_save(path, error.to_string()))?;
         let body = body.strip_suffix("\n}").unwrap_or(&body);
         let text = format!("{body}{HASH_KEY}{}{END}", blake3::hash(body.as_bytes()).to_hex());
-        // A checkpoint must be readable, and an infinite learning rate cannot be read.
+        // The manifest must be readable again; one with an infinite learning rate would not be.
         parse(path, text.as_bytes()).map_err(|error| CheckpointError::bad_save(path, error.to_string()))?;
         Ok(text)
     }
@@ -158,7 +199,7 @@ impl Manifest {
 
     fn check(&self) -> std::result::Result<(), String> {
         if !(1..=MAX_REVISION).contains(&self.revision) {
-            return Err(format!("has revision {}, want 1 to {MAX_REVISION}", self.revision));
+            return Err(format!("has revision {}, expected 1 to {MAX_REVISION}", self.revision));
         }
         let mut seen = HashSet::new();
         for name in self.files.iter().map(|entry| &entry.name).chain(&self.replaces) {
@@ -179,7 +220,7 @@ impl Manifest {
 const HASH_KEY: &str = ",\n  \"blake3\": \"";
 const END: &str = "\"\n}\n";
 
-fn parse(path: &Path, text: &[u8]) -> Result<Manifest> {
+pub(super) fn parse(path: &Path, text: &[u8]) -> Result<Manifest> {
     let corrupt = |what: String| CheckpointError::corrupt(path, what);
     let changed = || corrupt("has changed since it was written: its own blake3 does not match".into());
     let (body, hash) = split_hash(text).ok_or_else(changed)?;
@@ -208,6 +249,9 @@ fn split_hash(text: &[u8]) -> Option<(&[u8], &[u8])> {
 /// Describe the content of a directory without a manifest.
 fn describe(dir: &Path) -> String {
     const SHOWN: usize = 8;
+    if is_url(dir) {
+        return format!("there is no object {MANIFEST}");
+    }
     let found = match disk::entries(dir) {
         Ok(found) => found,
         Err(CheckpointError::Io { source, .. }) => return source.to_string(),
@@ -217,16 +261,13 @@ fn describe(dir: &Path) -> String {
     let inside: Vec<&str> = names().filter(|name| dir.join(name).join(MANIFEST).is_file()).collect();
     if !inside.is_empty() {
         let more = if inside.len() > SHOWN { ", ..." } else { "" };
-        return format!(
-            "its sub-folders {}{more} are checkpoints",
-            inside[..inside.len().min(SHOWN)].join(", ")
-        );
+        return format!("its folders {}{more} are checkpoints", inside[..inside.len().min(SHOWN)].join(", "));
     }
     if names().any(|name| names::revision(name).is_some()) {
         return "only a save that was not finished".into();
     }
     match found.len() {
-        0 => "the directory is empty".into(),
+        0 => "the folder is empty".into(),
         count => format!("no {MANIFEST} among its {count} entries"),
     }
 }

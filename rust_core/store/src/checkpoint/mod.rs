@@ -7,43 +7,51 @@
 //! <dir>/../LATEST           4 a hint: publish_latest
 //! ```
 //!
-//! A reader takes a file from the staging directory of the manifest's revision or, if it is not there, from the directory
-//! itself. It therefore finds the complete old checkpoint or the complete new one at any time. The next save finishes
-//! step 3, or removes files that were staged without a commit.
+//! A reader takes each file from the staging directory of the manifest's revision or, if the file is not there, from
+//! the directory itself. At any time it therefore finds either the complete old checkpoint or the complete new one. The
+//! next save finishes step 3, or removes files that were staged without a commit.
+//!
+//! A URL such as `s3://bucket/run/step-500` stands for a directory everywhere: see [`object`].
 //!
 //! * [`ShardRows`]: the content of a virtual shard; [`write_shard`] and [`read_shard`]: its file
-//! * [`Saver`]: one save; [`recover`]: finishes or undoes an interrupted one; [`Import`]: a save of rows in any order
+//! * [`Destination`]: one save, into a directory ([`Saver`]) or an object store ([`ObjectSaver`]); [`recover`]: finishes or undoes an interrupted one; [`Import`]: a save of rows in any order
 //! * [`Manifest`]: the content of a checkpoint
 //! * [`list`], [`latest`], [`publish_latest`], [`prune`]: the checkpoints of a run
 //! * [`probe`], [`probe_file`]: whether a directory is writable
 //! * [`replace_file`]: replaces a small file durably
 //!
-//! Manifests and shard files have separate format numbers. A change that an older build must not ignore increments
-//! them. A build reads all formats up to its own.
+//! Manifests and shard files have separate format versions. A change that an older build must not ignore
+//! increments the version. A build reads all versions up to its own.
 
 mod content;
+mod destination;
 mod disk;
 mod error;
 mod import;
 mod manifest;
 mod names;
+mod object;
 mod probe;
 mod recover;
 mod rows;
 mod saver;
 mod series;
 mod shard_file;
+mod sink;
 
+pub use destination::Destination;
 pub use disk::{CRASH_EXIT, replace_file};
 pub use error::CheckpointError;
 pub use import::{Duplicate, Duplicates, Import};
 pub use manifest::{FORMAT, Head, Manifest};
-pub(crate) use names::published;
 pub(crate) use names::shard_of_entry;
+pub(crate) use names::without_staging;
+pub use object::ObjectSaver;
 pub use probe::{probe, probe_file};
 pub use recover::recover;
 pub use rows::{ShardRows, TableRows};
 pub use saver::Saver;
-pub use series::{Listed, latest, list, prune, publish_latest};
+pub use series::{Listed, latest, list, prune, publish_latest, remove_object};
 pub use shard_file::{ShardReader, read_shard, write_shard};
 pub(crate) use shard_file::{Values, write_shard_of};
+pub(crate) use sink::{discard, sync_names};

@@ -1,28 +1,34 @@
-//! Names in a checkpoint. Manifests are not trusted: a name is never a path.
+//! The file names in a checkpoint. Manifests are not trusted: a name is never used as a path.
 
 use std::path::{Path, PathBuf};
 
-use persia_types::VIRTUAL_SHARDS;
 use persia_types::limits::MAX_NAME_BYTES;
+use persia_types::{VIRTUAL_SHARDS, is_url};
 
-/// The file that makes a directory a checkpoint.
+/// The manifest: a directory with this file is a checkpoint.
 pub(super) const MANIFEST: &str = "MANIFEST.json";
 /// The manifest of a checkpoint that is being deleted.
 pub(super) const REMOVED: &str = ".REMOVED.json";
-/// Names the last checkpoint of a run, in their common directory.
+/// The file that names the last checkpoint of a run; it is in the parent directory of the checkpoints.
 pub(super) const LATEST: &str = "LATEST";
-/// Marks a staging directory as created by a save.
+/// The file that marks a staging directory as created by a save.
 pub(super) const MARKER: &str = ".persia-save";
 
 const STAGING_PREFIX: &str = ".saving-";
 
-/// Whether a checkpoint may have a file of this name: `[A-Za-z0-9._-]{1,128}`, not hidden, and none of the names above.
+/// Whether a checkpoint may contain a file of this name. The name must match `[A-Za-z0-9._-]{1,128}`, must not be
+/// hidden, and must not be one of the names above.
 pub(super) fn is_file_name(name: &str) -> bool {
     (1..=MAX_NAME_BYTES).contains(&name.len())
         && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte))
         && !name.starts_with('.')
         && name != MANIFEST
         && name != LATEST
+}
+
+/// The message that says why a name is refused.
+pub(super) fn refusal(name: &str) -> String {
+    format!("{name:?} is not a name for a file of a checkpoint: expected [A-Za-z0-9._-]{{1,128}}, not hidden")
 }
 
 /// The staging directory of the `revision`-th save into a directory.
@@ -36,12 +42,15 @@ pub(super) fn revision(name: &str) -> Option<u64> {
     (staging(revision) == name).then_some(revision)
 }
 
-/// The path of a file after its save, without the staging directory, which has been removed by then.
-pub(crate) fn published(path: &Path) -> PathBuf {
+/// The path of a file after the save, when the staging directory has been removed.
+pub(crate) fn without_staging(path: &Path) -> PathBuf {
+    if let Some(url) = path.to_str().filter(|_| is_url(path)) {
+        return url.split('/').filter(|part| revision(part).is_none()).collect::<Vec<_>>().join("/").into();
+    }
     path.iter().filter(|part| part.to_str().and_then(revision).is_none()).collect()
 }
 
-/// Split the name of an entry into its staging directory, if any, and the name of the file.
+/// Split the name of an entry into the staging directory, if any, and the file name.
 pub(super) fn split(name: &str) -> Option<(Option<&str>, &str)> {
     let (staged, file) = match name.split_once('/') {
         Some((dir, file)) => (Some(dir), file),
@@ -56,12 +65,12 @@ pub(super) fn shard_file(shard: usize) -> String {
     format!("shard-{shard:03}.arrow")
 }
 
-/// The virtual shard of an entry; None if it is not a shard file.
+/// The virtual shard of an entry; None if the entry is not a shard file.
 pub(crate) fn shard_of_entry(name: &str) -> Option<usize> {
     split(name).and_then(|(_, file)| shard_of_file(file))
 }
 
-/// The virtual shard of a file; None if it is not a shard file.
+/// The virtual shard of a file; None if the file is not a shard file.
 pub(super) fn shard_of_file(name: &str) -> Option<usize> {
     let shard = name.strip_prefix("shard-")?.strip_suffix(".arrow")?.parse().ok()?;
     (shard < VIRTUAL_SHARDS && shard_file(shard) == name).then_some(shard)
@@ -102,8 +111,9 @@ mod tests {
             ("a/.saving-7", "a"),
             ("/runs/.saving-07/dense.pt", "/runs/.saving-07/dense.pt"),
             ("../a/./b", "../a/b"),
+            ("s3://bucket/runs/.saving-7/dense.pt", "s3://bucket/runs/dense.pt"),
         ] {
-            assert_eq!(published(Path::new(path)), Path::new(named));
+            assert_eq!(without_staging(Path::new(path)), Path::new(named));
         }
     }
 

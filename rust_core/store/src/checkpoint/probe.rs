@@ -8,13 +8,20 @@ use std::path::{Path, PathBuf};
 use std::process;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use persia_types::TablesError;
+use persia_objects::{Patience, Place};
+use persia_types::{TablesError, is_url};
 
-/// Create a directory in `dir`, as a save does; let this process and `others` write into it; and remove it.
+use super::error::CheckpointError;
+
+/// Create a directory in `dir`, as a save does, let this process and `others` write into it, and remove it. In an
+/// object store, each of them puts and deletes an object.
 ///
 /// # Errors
-/// `Io`, with the user and the owner of the directory; the errors of `others`.
+/// `Io`, with the current user and the directory's owner; the errors of `others`.
 pub fn probe(dir: &Path, others: impl FnOnce(&Path) -> Result<(), TablesError>) -> Result<(), TablesError> {
+    if is_url(dir) {
+        return probe_file(dir).and_then(|()| others(dir));
+    }
     let inside = fresh(dir);
     fs::create_dir(&inside).map_err(|source| explained(dir, source))?;
     let found = probe_file(&inside).and_then(|()| others(&inside));
@@ -22,36 +29,41 @@ pub fn probe(dir: &Path, others: impl FnOnce(&Path) -> Result<(), TablesError>) 
     found.and(removed)
 }
 
-/// Create a file in `dir`, and remove it.
+/// Create a file in `dir` and remove it. In an object store, also check that it supports conditional puts.
 ///
 /// # Errors
-/// As [`probe`].
+/// Those of [`probe`].
 pub fn probe_file(dir: &Path) -> Result<(), TablesError> {
     let file = fresh(dir);
+    if let Some(place) = Place::find(dir, Patience::Probe).map_err(CheckpointError::from)? {
+        let name = file.file_name().and_then(|name| name.to_str()).unwrap_or(".probe").to_owned();
+        return Ok(place.probe(&name).map_err(CheckpointError::from)?);
+    }
     let made = OpenOptions::new().write(true).create_new(true).open(&file);
     made.and_then(|_| fs::remove_file(&file)).map_err(|source| explained(dir, source))
 }
 
-/// A unique name: several servers may probe concurrently, and in containers their process ids are equal.
+/// A unique path in `dir`. The process id alone is not unique: several servers may probe concurrently, and in
+/// containers their process ids are equal.
 fn fresh(dir: &Path) -> PathBuf {
     let nanos = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
     let number = RandomState::new().hash_one(nanos);
     dir.join(format!(".probe-{}-{number:x}", process::id()))
 }
 
-/// The error, with the users and permissions needed to fix it.
+/// Add the users and permissions to an error, so that the reader can fix it.
 fn explained(dir: &Path, source: io::Error) -> TablesError {
     let own = fs::metadata("/proc/self").map_or_else(|_| "?".to_owned(), |own| own.uid().to_string());
     let found = match fs::metadata(dir) {
         Ok(found) if found.is_dir() => {
             format!(
-                "the directory belongs to user {}, mode {:o}",
+                "the folder belongs to user {}, mode {:o}",
                 found.uid(),
                 found.permissions().mode() & 0o7777
             )
         }
-        Ok(_) => "it is not a directory".into(),
-        Err(_) => "there is no such directory".into(),
+        Ok(_) => "it is not a folder".into(),
+        Err(_) => "there is no such folder".into(),
     };
     let what = format!("user {own} cannot write here: {source}; {found}");
     TablesError::Io { path: dir.to_owned(), source: io::Error::new(source.kind(), what) }
@@ -71,7 +83,7 @@ mod tests {
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
         let missing = dir.path().join("missing");
         let error = probe(&missing, probe_file).unwrap_err().to_string();
-        assert!(error.contains("missing") && error.contains("no such directory"), "{error}");
+        assert!(error.contains("missing") && error.contains("no such folder"), "{error}");
         // A directory in which no user can create a file.
         let error = probe(Path::new("/proc"), probe_file).unwrap_err().to_string();
         assert!(error.contains("/proc: user ") && error.contains("belongs to user 0, mode 555"), "{error}");

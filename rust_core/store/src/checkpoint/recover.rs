@@ -1,5 +1,5 @@
-//! Finishes or undoes an interrupted save or removal. Each function may be interrupted and called again. It removes files
-//! in marked staging directories and files that a manifest names, and no others.
+//! Finishes or undoes an interrupted save or removal. Each function may be interrupted and called again. Only files
+//! in marked staging directories and files that a manifest lists are removed.
 
 use std::path::Path;
 
@@ -8,16 +8,17 @@ use super::error::{CheckpointError, Result};
 use super::manifest::Manifest;
 use super::names::{self, MANIFEST, MARKER, REMOVED};
 
-/// Finish or undo an interrupted save or removal in `dir`. Returns the manifest of its checkpoint.
+/// Finish or undo an interrupted save or removal in `dir`. Returns the manifest of the checkpoint in `dir`,
+/// if any.
 ///
 /// # Errors
-/// `Busy` while another process saves here; `Corrupt` or `Future` for a manifest that cannot be read; `Io`.
+/// `Busy` while another process saves into `dir`; `Corrupt` or `Future` if the manifest cannot be read; `Io`.
 pub fn recover(dir: &Path) -> Result<Option<Manifest>> {
     let _lock = disk::lock(dir)?;
     Ok(recover_locked(dir)?.0)
 }
 
-/// As [`recover`], for the holder of the lock. Also returns the revision of the next save.
+/// Like [`recover`], for a caller that holds the lock. Also returns the revision of the next save.
 pub(super) fn recover_locked(dir: &Path) -> Result<(Option<Manifest>, u64)> {
     finish_removal(dir)?;
     let manifest = Manifest::find(dir, MANIFEST)?;
@@ -26,7 +27,7 @@ pub(super) fn recover_locked(dir: &Path) -> Result<(Option<Manifest>, u64)> {
     for (name, kind) in disk::entries(dir)? {
         let Some(revision) = name.to_str().and_then(names::revision) else { continue };
         match &manifest {
-            // A save does not create links, and a link could refer to any path.
+            // A save creates no symbolic links, and a link could point anywhere.
             _ if !kind.is_dir() => {}
             Some(manifest) if revision == current => tidy(dir, manifest)?,
             _ => sweep(&dir.join(&name))?,
@@ -42,7 +43,7 @@ pub(super) fn recover_locked(dir: &Path) -> Result<(Option<Manifest>, u64)> {
     Ok((manifest, next))
 }
 
-/// Move the files of a committed checkpoint from its staging directory to `dir`, over those they replace.
+/// Move the files of a committed checkpoint from its staging directory to `dir`, and replace the old files.
 pub(super) fn tidy(dir: &Path, manifest: &Manifest) -> Result<()> {
     let staging = dir.join(names::staging(manifest.revision));
     // The manifest must be durable first: its rename may not be synced yet.
@@ -61,8 +62,8 @@ pub(super) fn tidy(dir: &Path, manifest: &Manifest) -> Result<()> {
     sweep(&staging)
 }
 
-/// Remove a staging directory. Without the marker it is not that of a save, unless it is empty: a crash just after its
-/// creation, or just before its removal, leaves an empty directory.
+/// Remove a staging directory if it is marked or empty. A crash just after its creation or just before its removal
+/// leaves it empty and without the marker. Any other directory without the marker was not created by a save.
 pub(super) fn sweep(staging: &Path) -> Result<()> {
     let entries = disk::entries(staging)?;
     let marked = entries.iter().any(|(name, kind)| name == MARKER && kind.is_file());
@@ -72,7 +73,7 @@ pub(super) fn sweep(staging: &Path) -> Result<()> {
         }
         disk::sync_dir(staging)?;
         if disk::entries(staging)?.iter().any(|(name, _)| name != MARKER) {
-            return Ok(()); // a server still writes for an abandoned save; the marker stays for the next save
+            return Ok(()); // a server still writes for an abandoned save; the next save needs the marker
         }
         disk::remove_file(&staging.join(MARKER))?;
     }
@@ -94,7 +95,7 @@ pub(super) fn remove(dir: &Path) -> Result<()> {
     if disk::remove_empty_dir(dir)? { disk::sync_dir(&disk::parent(dir)) } else { Ok(()) }
 }
 
-/// Delete the files of a checkpoint whose manifest was renamed.
+/// Delete the files of a checkpoint whose manifest has been renamed.
 pub(super) fn finish_removal(dir: &Path) -> Result<()> {
     let Some(removed) = Manifest::find(dir, REMOVED)? else { return Ok(()) };
     // The checkpoint may have been restored from a replica in the meantime.

@@ -1,14 +1,14 @@
-//! The content of one virtual shard, between memory and a file.
+//! The content of one virtual shard, as it is written to and read from a file.
 
 use std::collections::HashSet;
 
 use persia_types::limits::{COUNTED_IDS_PER_SHARD, MAX_DIM, MAX_NAME_BYTES, MAX_ROWS_PER_SLAB, MAX_SLOTS};
 use persia_types::{VIRTUAL_SHARDS, shard_of};
 
-/// The most floats of optimizer state per row: Adam has two per weight.
+/// The maximum number of floats of optimizer state per row: Adam has two floats per weight.
 const MAX_STATE_LEN: usize = 2 * MAX_DIM;
 
-/// The rows of one table in one shard, sorted by id so that equal content gives equal files.
+/// The rows of one table in one shard, sorted by id so that equal content produces equal files.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct TableRows {
     /// The table's name.
@@ -17,38 +17,38 @@ pub struct TableRows {
     pub dim: usize,
     /// The number of floats of optimizer state per row.
     pub state_len: usize,
-    /// Ascending.
+    /// The ids, in ascending order.
     pub ids: Vec<u64>,
     /// The step of the last push of each row.
     pub last_used: Vec<u64>,
-    /// `[ids.len(), dim]`.
+    /// The weights, with the shape `[ids.len(), dim]`.
     pub weights: Vec<f32>,
-    /// `[ids.len(), state_len]`.
+    /// The optimizer state, with the shape `[ids.len(), state_len]`.
     pub state: Vec<f32>,
-    /// Ids without a row, ascending, and the number of pushes of each, at least 1.
+    /// The ids without a row, in ascending order, each with its number of pushes, which is at least 1.
     pub admission_counts: Vec<(u64, u32)>,
 }
 
 /// All content of one virtual shard.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct ShardRows {
-    /// Its number.
+    /// The number of the shard.
     pub shard: usize,
-    /// The tables, in the order of the schema. Empty tables may be omitted.
+    /// The tables, in schema order. Empty tables may be omitted.
     pub tables: Vec<TableRows>,
 }
 
 impl ShardRows {
-    /// Check the content, before it is written and after it is read.
+    /// Check the content. This is done before it is written and after it is read.
     ///
     /// # Errors
-    /// What is wrong, and where.
+    /// A message that says what is wrong, and where.
     pub fn check(&self) -> Result<(), String> {
         self.check_ids()?;
         self.tables.iter().try_for_each(TableRows::check_values)
     }
 
-    /// Like [`Self::check`], without weights and state.
+    /// Like [`Self::check`], but without weights and state.
     pub(super) fn check_ids(&self) -> Result<(), String> {
         if self.shard >= VIRTUAL_SHARDS {
             return Err(format!("shard {} of {VIRTUAL_SHARDS}", self.shard));
@@ -77,7 +77,7 @@ impl TableRows {
 
     fn check_length(&self, column: &str, length: usize, expected: usize) -> Result<(), String> {
         if length != expected {
-            return Err(format!("table {:?}: {length} numbers in {column}, want {expected}", self.name));
+            return Err(format!("table {:?}: {length} numbers in {column}, expected {expected}", self.name));
         }
         Ok(())
     }
@@ -102,7 +102,7 @@ impl TableRows {
         if let Some((id, count)) = self.admission_counts.iter().find(|(id, count)| *count == 0 || has_row(id))
         {
             return Err(format!(
-                "table {:?}: id {id} has count {count}, want at least 1 and no row",
+                "table {:?}: id {id} has count {count}, expected at least 1 and no row",
                 self.name
             ));
         }
@@ -113,10 +113,10 @@ impl TableRows {
 /// Check the sizes of a table against the limits, before anything of that size is allocated.
 pub(super) fn check_sizes(name: &str, dim: usize, state_len: usize, rows: usize) -> Result<(), String> {
     if !(1..=MAX_NAME_BYTES).contains(&name.len()) {
-        return Err(format!("table name of {} bytes, want 1 to {MAX_NAME_BYTES}", name.len()));
+        return Err(format!("table name of {} bytes, expected 1 to {MAX_NAME_BYTES}", name.len()));
     }
     if !(1..=MAX_DIM).contains(&dim) {
-        return Err(format!("table {name:?}: dim {dim}, want 1 to {MAX_DIM}"));
+        return Err(format!("table {name:?}: dim {dim}, expected 1 to {MAX_DIM}"));
     }
     if state_len > MAX_STATE_LEN {
         return Err(format!("table {name:?}: {state_len} floats of state, the limit is {MAX_STATE_LEN}"));

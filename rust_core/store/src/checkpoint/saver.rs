@@ -1,8 +1,10 @@
-//! [`Saver`]: files are staged and synced, then the manifest is published, then the staging directory is removed.
+//! [`Saver`]: stages and syncs files, publishes the manifest, and then removes the staging directory.
 
 use std::collections::BTreeSet;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
+use persia_types::is_url;
 use persia_types::tables::FileEntry;
 
 use super::content;
@@ -18,11 +20,11 @@ pub struct Saver {
     staging: PathBuf,
     revision: u64,
     files: Vec<FileEntry>,
-    /// The files of the checkpoint that is replaced.
+    /// The files of the checkpoint to be replaced.
     previous: BTreeSet<String>,
-    /// Whether the manifest may be in place: the staged files then belong to the checkpoint.
+    /// Whether the manifest may have been published. If so, the staged files belong to the checkpoint.
     published: bool,
-    /// Whether the staged files are kept.
+    /// Whether the staged files are kept when this is dropped.
     abandoned: bool,
     /// Whether this save created the directory.
     made: bool,
@@ -30,12 +32,16 @@ pub struct Saver {
 }
 
 impl Saver {
-    /// Begin a save into `dir`, which is created if it does not exist. First [recovers](recover::recover) it.
+    /// Begin a save into `dir`. Creates the directory if it does not exist, and [recovers](recover::recover)
+    /// it first.
     ///
     /// # Errors
-    /// `Busy` while another process saves here; `Corrupt` or `Future` if the checkpoint in `dir` cannot be read, so that its
-    /// files are unknown; `Io`.
+    /// `Busy` while another process saves into `dir`; `Corrupt` or `Future` if the manifest in `dir` cannot be read,
+    /// because its files are then unknown; `Io`.
     pub fn begin(dir: &Path) -> Result<Self> {
+        if is_url(dir) {
+            return Err(CheckpointError::bad_save(dir, "expected a folder, not a URL"));
+        }
         let made = !dir.is_dir();
         disk::create_dirs(dir)?;
         let lock = disk::lock(dir)?;
@@ -58,25 +64,25 @@ impl Saver {
         Ok(saver)
     }
 
-    /// The directory for files that are to be added.
+    /// The directory in which the caller creates the files to add.
     pub fn staging(&self) -> &Path {
         &self.staging
     }
 
-    /// The path of a file that is to be added.
+    /// The path of a file to add.
     ///
     /// # Errors
-    /// `BadSave` and `Occupied` as in [`Self::add`].
+    /// `BadSave` and `Occupied`, as for [`Self::add`].
     pub fn staged(&self, name: &str) -> Result<PathBuf> {
         self.check_name(name)?;
         Ok(self.staging.join(name))
     }
 
-    /// Add a file to the checkpoint. It is in the staging directory and synced.
+    /// Add a file to the checkpoint. The caller has written it to the staging directory and synced it.
     ///
     /// # Errors
-    /// `BadSave` for an invalid name, one that was added before, or a file of another size; `Occupied` if the checkpoint's
-    /// directory has a foreign file of that name; `Io`.
+    /// `BadSave` for an invalid name, a name that was added before, or a file of a different size; `Occupied` if the
+    /// checkpoint's directory contains a file of that name that belongs to no checkpoint; `Io`.
     pub fn add(&mut self, entry: FileEntry) -> Result<()> {
         let path = self.staging.join(&entry.name);
         self.check_name(&entry.name)?;
@@ -92,10 +98,11 @@ impl Saver {
         Ok(())
     }
 
-    /// Like [`Self::add`], for a file without a hash (`torch.save`). Computes size and hash, and syncs the file.
+    /// Like [`Self::add`], for a file whose hash is unknown, such as one that `torch.save` wrote. Computes the
+    /// size and hash, and syncs the file.
     ///
     /// # Errors
-    /// As [`Self::add`].
+    /// Those of [`Self::add`].
     pub fn add_file(&mut self, name: &str) -> Result<()> {
         self.check_name(name)?;
         let entry = content::adopt(&self.staging, name)?;
@@ -104,11 +111,26 @@ impl Saver {
         Ok(())
     }
 
-    /// Publish the checkpoint: from now on the directory contains the complete checkpoint.
+    /// Write a file and add it to the checkpoint.
     ///
     /// # Errors
-    /// `BadSave` if a staged file was not added; `Io`. After an `Io` the directory contains the previous checkpoint or
-    /// this one, and the next save removes the remaining files.
+    /// Those of [`Self::add`].
+    pub fn add_content(&mut self, name: &str, content: &[u8]) -> Result<()> {
+        self.check_name(name)?;
+        let path = self.staging.join(name);
+        let mut file = disk::Output::create(&path)?;
+        file.write_all(content).map_err(|error| CheckpointError::io(&path, error))?;
+        let (bytes, blake3) = file.finish()?;
+        crash_point!("ckpt.mid_dense");
+        self.files.push(FileEntry { name: name.into(), bytes, blake3 });
+        Ok(())
+    }
+
+    /// Publish the checkpoint. After that, the directory contains the complete checkpoint.
+    ///
+    /// # Errors
+    /// `BadSave` if a staged file was not added; `Io`. After `Io`, the directory contains either the previous
+    /// checkpoint or this one, and the next save removes the remaining files.
     pub fn commit(mut self, head: Head) -> Result<Manifest> {
         self.check_staging()?;
         self.files.sort_by(|a, b| a.name.cmp(&b.name));
@@ -127,8 +149,8 @@ impl Saver {
         Ok(manifest)
     }
 
-    /// Abandon the save without removing staged files, because another process may still write there. The next save removes
-    /// them, and uses another staging directory.
+    /// Abandon the save without removing staged files, because another process may still write there. The next save
+    /// removes the files and uses another staging directory.
     pub fn abandon(mut self) {
         self.abandoned = true;
     }
@@ -144,12 +166,7 @@ impl Saver {
     fn check_name(&self, name: &str) -> Result<()> {
         let path = self.dir.join(name);
         if !names::is_file_name(name) {
-            return Err(CheckpointError::bad_save(
-                &self.dir,
-                format!(
-                    "{name:?} is not a name for a file of a checkpoint: want [A-Za-z0-9._-]{{1,128}}, not hidden"
-                ),
-            ));
+            return Err(CheckpointError::bad_save(&self.dir, names::refusal(name)));
         }
         if self.files.iter().any(|entry| entry.name == name) {
             return Err(CheckpointError::bad_save(&path, "was added before"));
@@ -160,7 +177,7 @@ impl Saver {
         Ok(())
     }
 
-    /// A staged file that was not added would be lost silently.
+    /// Check that every staged file was added. Otherwise it would be lost silently.
     fn check_staging(&self) -> Result<()> {
         for (name, _) in disk::entries(&self.staging)? {
             let added = self.files.iter().any(|entry| name == entry.name.as_str());

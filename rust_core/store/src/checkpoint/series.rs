@@ -1,4 +1,4 @@
-//! The checkpoints of a run: sub-folders of one parent directory.
+//! The checkpoints of a run: subdirectories of one parent directory, or prefixes below one URL.
 
 use std::ffi::OsString;
 use std::io::ErrorKind;
@@ -9,32 +9,41 @@ use super::disk::{self, Input};
 use super::error::{CheckpointError, Result};
 use super::manifest::Manifest;
 use super::names::{self, LATEST, MANIFEST, REMOVED};
-use super::recover;
+use super::{object, recover};
 
-/// The longest name of a directory that [`LATEST`] may contain.
-const MAX_HINT_BYTES: u64 = 255;
+/// The maximum length of the directory name in [`LATEST`], in bytes.
+pub(super) const MAX_HINT_BYTES: u64 = 255;
 
-/// A sub-folder with a checkpoint or an unfinished save.
+/// A subdirectory with a checkpoint or an unfinished save.
 #[derive(Debug)]
 pub struct Listed {
-    /// The sub-folder.
+    /// The subdirectory.
     pub path: PathBuf,
-    /// Its manifest, or the reason why it cannot be used. Files are not checked: see [`Manifest::verify`].
+    /// The manifest, or the reason why it cannot be used. To check the files too, call [`Manifest::verify`].
     pub manifest: Result<Manifest>,
 }
 
 impl Listed {
-    /// Checkpoints of a later generation, then of a later step, are newer.
+    /// The key by which checkpoints are ordered by age: generation, then step.
     fn age(&self) -> Option<(u64, u64)> {
         self.manifest.as_ref().ok().map(|manifest| (manifest.head.run.generation, manifest.head.step))
     }
 }
 
-/// The checkpoints below `parent`, newest first. Those that cannot be used are last.
+/// The checkpoints below `parent`, newest first. Checkpoints that cannot be used come last.
 ///
 /// # Errors
-/// `Io` if `parent`, or a folder in it, cannot be listed. Folders without permission are skipped.
+/// `Io` if `parent`, or a directory in it, cannot be listed. Directories without permission are skipped.
 pub fn list(parent: &Path) -> Result<Vec<Listed>> {
+    let mut listed = match object::place(parent)? {
+        Some(place) => object::series::list(&place)?,
+        None => list_folders(parent)?,
+    };
+    listed.sort_by_key(|one| std::cmp::Reverse(one.age()));
+    Ok(listed)
+}
+
+fn list_folders(parent: &Path) -> Result<Vec<Listed>> {
     let mut listed = Vec::new();
     for (name, kind) in disk::entries(parent)? {
         let path = parent.join(name);
@@ -42,18 +51,17 @@ pub fn list(parent: &Path) -> Result<Vec<Listed>> {
             listed.push(Listed { manifest: Manifest::open(&path), path });
         }
     }
-    listed.sort_by_key(|one| std::cmp::Reverse(one.age()));
     Ok(listed)
 }
 
-/// As [`list`], but fails if a manifest could not be read: it may be that of the newest checkpoint.
+/// Like [`list`], but fails if a manifest could not be read, because it may belong to the newest checkpoint.
 fn list_readable(parent: &Path) -> Result<Vec<Listed>> {
     let mut listed = list(parent)?;
     fail_on(&mut listed, |one| matches!(one.manifest, Err(CheckpointError::Io { .. })))?;
     Ok(listed)
 }
 
-/// Return the first error of an entry whose manifest could not be read.
+/// Return the error of the first entry for which `fatal` is true.
 fn fail_on(listed: &mut Vec<Listed>, fatal: impl Fn(&Listed) -> bool) -> Result<()> {
     match listed.iter().position(fatal).map(|index| listed.swap_remove(index).manifest) {
         Some(Err(error)) => Err(error),
@@ -64,8 +72,8 @@ fn fail_on(listed: &mut Vec<Listed>, fatal: impl Fn(&Listed) -> bool) -> Result<
 /// The newest checkpoint below `parent`. If several are equally new, it is the one that `LATEST` names.
 ///
 /// # Errors
-/// The error of the checkpoint that `LATEST` names, or of one that may be newer, if that checkpoint cannot be used: an
-/// older one is never returned silently. `Missing` if there is none. `Io`, also for an unreadable manifest.
+/// If the checkpoint that `LATEST` names, or one that may be newer, cannot be used, its error: an older checkpoint is
+/// never returned silently. `Missing` if there is no checkpoint. `Io`, including for an unreadable manifest.
 pub fn latest(parent: &Path) -> Result<(PathBuf, Manifest)> {
     let hint = read_hint(parent)?;
     let hinted = |one: &Listed| one.path.file_name().and_then(|name| name.to_str()) == hint.as_deref();
@@ -85,7 +93,7 @@ pub fn latest(parent: &Path) -> Result<(PathBuf, Manifest)> {
     }
 }
 
-/// Whether a checkpoint whose manifest is damaged is older than that of step `newest`, by its name, `step-N`.
+/// Whether a checkpoint with a damaged manifest is older than step `newest`, judging by its name, `step-N`.
 fn is_older(one: &Listed, newest: Option<u64>) -> bool {
     let name = one.path.file_name().and_then(|name| name.to_str());
     let step = name.and_then(|name| name.strip_prefix("step-")?.parse::<u64>().ok());
@@ -95,8 +103,12 @@ fn is_older(one: &Listed, newest: Option<u64>) -> bool {
 /// Write the name of `dir` to `LATEST` in its parent directory: a hint for people and for [`latest`]. Call it after the commit.
 ///
 /// # Errors
-/// `BadSave` if the name of `dir` does not fit into a line; `Occupied` if `LATEST` is something else; `Io`.
+/// `BadSave` if the name of `dir` does not fit on one line; `Occupied` if `LATEST` exists but was not written
+/// by a save; `Io`.
 pub fn publish_latest(dir: &Path) -> Result<()> {
+    if let Some(place) = object::place(dir)? {
+        return object::series::publish_latest(&place);
+    }
     let parent = disk::parent(dir);
     let name = dir.file_name().and_then(|name| name.to_str()).filter(|name| !name.contains('\n'));
     let name = name.ok_or_else(|| CheckpointError::bad_save(dir, "has a name that LATEST cannot contain"))?;
@@ -107,13 +119,17 @@ pub fn publish_latest(dir: &Path) -> Result<()> {
     disk::replace_file(&hint, format!("{name}\n").as_bytes())
 }
 
-/// Delete all but the `keep_last` newest checkpoints below `parent`, and the files of abandoned saves. Never deletes the
-/// newest checkpoint that passes verification, a checkpoint that cannot be read, or a foreign file. Returns the deleted
-/// checkpoints.
+/// Delete all but the `keep_last` newest checkpoints below `parent`, and the files of abandoned saves. Never deletes
+/// the newest checkpoint that passes verification, a checkpoint that cannot be read, or a file that belongs to no
+/// checkpoint. Returns the deleted checkpoints.
 ///
 /// # Errors
-/// `Busy` if another process saves into one; `Io`. Some checkpoints may be deleted by then.
+/// `Busy` if another process saves into one of the checkpoints; `Io`. Some checkpoints may already have been
+/// deleted.
 pub fn prune(parent: &Path, keep_last: NonZeroUsize) -> Result<Vec<PathBuf>> {
+    if let Some(place) = object::place(parent)? {
+        return object::series::prune(&place, keep_last);
+    }
     finish_removals(parent)?;
     let mut listed = list_readable(parent)?;
     sweep_unfinished(&listed)?;
@@ -132,12 +148,24 @@ pub fn prune(parent: &Path, keep_last: NonZeroUsize) -> Result<Vec<PathBuf>> {
     Ok(removed)
 }
 
-/// Remove the staged files of folders without a checkpoint, unless a process saves there.
+/// Delete the checkpoint at a URL: its manifest, then its files.
+///
+/// # Errors
+/// `Corrupt` or `Future` if its manifest cannot be read; `BadSave` for a folder; `Io`.
+pub fn remove_object(dir: &Path) -> Result<()> {
+    match object::place(dir)? {
+        Some(place) => object::series::remove(&place),
+        None => Err(CheckpointError::bad_save(dir, "expected the URL of an object store")),
+    }
+}
+
+/// Remove the staged files of directories without a checkpoint, unless a process saves there.
 fn sweep_unfinished(listed: &[Listed]) -> Result<()> {
     let unfinished = |one: &&Listed| matches!(one.manifest, Err(CheckpointError::Missing { .. }));
     for Listed { path, .. } in listed.iter().filter(unfinished) {
         match sweep_one(path) {
-            // A process saves there, or the folder belongs to another user. It contains no checkpoint.
+            // Skip the directory: another process saves there, or it belongs to another user. It contains no
+            // checkpoint.
             Err(CheckpointError::Busy { .. } | CheckpointError::Io { .. }) => {}
             other => other?,
         }
@@ -177,7 +205,7 @@ fn has_save(dir: &Path) -> Result<bool> {
     unless_forbidden(found)
 }
 
-/// A folder without permission, such as `lost+found`, has no checkpoint.
+/// Treat a directory that may not be read, such as `lost+found`, as one without a checkpoint.
 fn unless_forbidden(found: Result<bool>) -> Result<bool> {
     match found {
         Err(CheckpointError::Io { source, .. }) if source.kind() == ErrorKind::PermissionDenied => Ok(false),
@@ -198,8 +226,11 @@ fn finish_removals(parent: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The name in `LATEST`; None if there is none, or it is not the name of a sub-folder.
+/// The name in `LATEST`; None if `LATEST` does not exist or does not contain the name of a subdirectory.
 fn read_hint(parent: &Path) -> Result<Option<String>> {
+    if let Some(place) = object::place(parent)? {
+        return object::series::hint(&place);
+    }
     let path = parent.join(LATEST);
     if !disk::kind(&path)?.is_some_and(|kind| kind.is_file()) {
         return Ok(None);
@@ -209,7 +240,11 @@ fn read_hint(parent: &Path) -> Result<Option<String>> {
     if input.len()? <= MAX_HINT_BYTES + 1 {
         input.read_pieces(|piece| text.extend_from_slice(piece))?;
     }
+    Ok(hint_of(text))
+}
+
+/// The name of a subdirectory in the content of [`LATEST`].
+pub(super) fn hint_of(text: Vec<u8>) -> Option<String> {
     let name = String::from_utf8(text).ok().and_then(|text| text.strip_suffix('\n').map(str::to_owned));
-    Ok(name
-        .filter(|name| !name.is_empty() && !name.contains(['/', '\n', '\0']) && name != "." && name != ".."))
+    name.filter(|name| !name.is_empty() && !name.contains(['/', '\n', '\0']) && name != "." && name != "..")
 }

@@ -1,4 +1,4 @@
-//! [`MappedFile`]: a file in memory, as the system caches it.
+//! [`MappedFile`]: a memory-mapped file.
 
 #![allow(unsafe_code)]
 
@@ -15,10 +15,11 @@ use persia_types::TablesError;
 #[repr(align(64))]
 struct CacheLine;
 
-/// A file that is mapped into memory and only read.
+/// A memory-mapped file, which is only read.
 ///
-/// Its pages are those of the system's cache, so that processes with the same file share them. The file must not be
-/// changed or truncated while it is mapped; a file that is replaced by a rename keeps its content here.
+/// Its pages are those of the operating system's page cache, so processes that map the same file share them. The
+/// file must not be changed or truncated while it is mapped. If it is replaced by a rename, the mapping keeps the
+/// old content.
 #[derive(Debug)]
 pub struct MappedFile {
     path: PathBuf,
@@ -26,7 +27,7 @@ pub struct MappedFile {
     bytes: usize,
 }
 
-// SAFETY: the mapping is never written, and owned by this value alone.
+// SAFETY: the mapping is never written, and only this value owns it.
 unsafe impl Send for MappedFile {}
 // SAFETY: as above.
 unsafe impl Sync for MappedFile {}
@@ -54,10 +55,10 @@ impl MappedFile {
         &self.path
     }
 
-    /// The content. It begins at a page, so that numbers in it are aligned.
+    /// The content. It begins at a page boundary, so the numbers in it are aligned.
     pub fn content(&self) -> &[u8] {
-        // SAFETY: `bytes` bytes from `start` are mapped as long as `self` lives; of an empty file the pointer dangles and
-        // the length is 0.
+        // SAFETY: `bytes` bytes from `start` are mapped as long as `self` lives; for an empty file, the pointer dangles
+        // and the length is 0.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.bytes) }
     }
 
@@ -86,7 +87,7 @@ impl MappedFile {
 impl Drop for MappedFile {
     fn drop(&mut self) {
         if self.bytes > 0 {
-            // SAFETY: the mapping is ours, and nothing refers to it any more.
+            // SAFETY: this value owns the mapping, and nothing refers to it any more.
             let unmapped = unsafe { libc::munmap(self.start.as_ptr().cast(), self.bytes) };
             debug_assert_eq!(unmapped, 0);
         }
@@ -95,7 +96,7 @@ impl Drop for MappedFile {
 
 fn map(file: &File, bytes: usize) -> std::io::Result<NonNull<u8>> {
     let (access, kind) = (libc::PROT_READ, libc::MAP_SHARED);
-    // SAFETY: a new mapping at an address of the system's choice touches no existing memory.
+    // SAFETY: a new mapping at an address that the system chooses touches no existing memory.
     let start = unsafe { libc::mmap(std::ptr::null_mut(), bytes, access, kind, file.as_raw_fd(), 0) };
     if start == libc::MAP_FAILED {
         return Err(std::io::Error::last_os_error());
@@ -103,7 +104,7 @@ fn map(file: &File, bytes: usize) -> std::io::Result<NonNull<u8>> {
     NonNull::new(start.cast()).ok_or_else(|| std::io::ErrorKind::OutOfMemory.into())
 }
 
-/// The blake3 hash of some bytes, in hexadecimal.
+/// The BLAKE3 hash of some bytes, in hexadecimal.
 pub fn hash(bytes: &[u8]) -> String {
     blake3::hash(bytes).to_hex().to_string()
 }

@@ -1,29 +1,30 @@
-//! [`RowFormat`]: the bytes of a row.
+//! [`RowFormat`]: how the weights of a row are encoded.
 
 use persia_kernels::copy;
 use persia_kernels::half::{F16, narrow, widen};
 
 use crate::simd::{InstructionSet, Lanes, SimdLoop};
 
-/// The largest magnitude of a number of an int8 row.
+/// The largest magnitude of a value in an int8 row.
 const INT8_MAX: f32 = 127.0;
-/// The bytes of the scale before the numbers of an int8 row.
+/// The size of the scale that precedes the values of an int8 row.
 const SCALE: usize = size_of::<f32>();
 
-/// The form of a table's rows in a file. All numbers are little-endian.
+/// The encoding of a table's rows in a file. All numbers are little-endian.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RowFormat {
-    /// `dim` f32: the exact weights.
+    /// `dim` f32 values: the exact weights.
     F32,
-    /// `dim` IEEE 754 binary16, rounded to nearest.
+    /// `dim` IEEE 754 binary16 values, rounded to nearest.
     F16,
-    /// An f32 scale `s`, the largest magnitude of the row divided by 127; `dim` int8 `q`, each weight divided by `s` and
-    /// rounded to nearest; and padding to a multiple of 4 bytes. The weight is `s * q`, at most `s / 2` from the exact one.
+    /// An f32 scale `s`, which is the largest magnitude in the row divided by 127; `dim` int8 values `q`, each a weight
+    /// divided by `s` and rounded to nearest; and padding to a multiple of 4 bytes. A weight is read as `s * q`, which
+    /// differs from the exact weight by at most `s / 2`.
     Int8,
 }
 
 impl RowFormat {
-    /// The format of this name: `f32`, `f16` or `int8`.
+    /// The format with this name: `f32`, `f16` or `int8`.
     pub fn of_name(name: &str) -> Option<Self> {
         match name {
             "f32" => Some(Self::F32),
@@ -51,7 +52,7 @@ impl RowFormat {
                 let largest = row.iter().fold(0.0f32, |largest, weight| largest.max(weight.abs()));
                 let scale = largest / INT8_MAX;
                 out.extend_from_slice(&scale.to_le_bytes());
-                // A row of zeros has the scale 0, by which nothing can be divided.
+                // A row of zeros has the scale 0, which must not be a divisor.
                 let number = |weight: &f32| if scale == 0.0 { 0.0 } else { (weight / scale).round() };
                 out.extend(row.iter().map(|weight| (number(weight) as i8).to_le_bytes()[0]));
                 out.resize(out.len().next_multiple_of(4), 0);

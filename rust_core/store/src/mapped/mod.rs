@@ -1,11 +1,13 @@
-//! Rows of a serving bundle: files that are mapped into memory and never change.
+//! The rows of a serving bundle, in memory-mapped files that never change.
 //!
-//! A table has two files: its ids, 8 bytes each, little-endian, in ascending order of (hash, id); and its rows in the same
-//! order, in a [`RowFormat`]. The first bits of the hash of an id give the few places at which the id can be.
+//! Each table has two files. One contains its ids, 8 bytes each, little-endian, in ascending order of (hash, id). The
+//! other contains its rows in the same order, in a [`RowFormat`]. The first bits of an id's hash determine the few
+//! positions at which the id can be.
 //!
-//! * [`write_tables`]: the rows of a checkpoint as such files
-//! * [`MappedFile`]: a file in memory, and the hashes of its chunks
-//! * [`MappedTable`], [`MappedTables`]: look-ups in these files; implements [`persia_types::Tables`], read-only
+//! * [`write_tables`]: writes the rows of a checkpoint to such files
+//! * [`MappedFile`]: a memory-mapped file, and the hashes of its chunks
+//! * [`MappedTable`], [`MappedTables`]: look up rows in these files; [`MappedTables`] implements
+//!   [`persia_types::Tables`], read-only
 
 mod file;
 mod format;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use persia_kernels::Csr;
-use persia_kernels::simd::{prefetch, prefetch_from};
+use persia_kernels::simd::{prefetch, prefetch_row};
 use persia_types::Id;
 use persia_types::TablesError;
 use persia_types::id::hash_id;
@@ -13,11 +13,12 @@ use super::file::MappedFile;
 use super::format::RowFormat;
 use crate::simd::{Lanes, SimdLoop};
 
-/// The ids that are processed together: enough to hide the latency of memory, few enough for the first-level cache.
+/// The number of ids that are processed together: enough to hide memory latency, but few enough for the first-level
+/// cache.
 const BLOCK: usize = 32;
-/// The number of rows that share the first bits of their hash, on average.
+/// The average number of rows in a bucket, whose ids share the first bits of their hash.
 const PER_BUCKET: usize = 4;
-/// The place of an id without a row.
+/// The position that stands for an id without a row.
 const NO_ROW: u32 = u32::MAX;
 
 /// The rows of one table in mapped files.
@@ -27,17 +28,17 @@ pub struct MappedTable {
     format: RowFormat,
     ids: Arc<MappedFile>,
     rows: Arc<MappedFile>,
-    /// The number of bits of a hash that are the number of its bucket.
+    /// The number of leading bits of a hash that select its bucket.
     bits: u32,
-    /// The place of the first row of each bucket, and the number of rows.
+    /// The position of the first row of each bucket, followed by the number of rows.
     starts: Vec<u32>,
 }
 
 impl MappedTable {
-    /// A table of rows of `dim` weights. All ids are read and their order is checked.
+    /// Create a table whose rows have `dim` weights. Reads all ids and checks their order.
     ///
     /// # Errors
-    /// `Corrupt`, with the file, for sizes that do not fit together and for ids that are not in ascending order.
+    /// `Corrupt`, with the file's path, if the file sizes do not match or the ids are not in ascending order.
     pub fn new(
         dim: usize,
         format: RowFormat,
@@ -50,13 +51,16 @@ impl MappedTable {
         if !ids.content().len().is_multiple_of(size_of::<Id>()) || count >= NO_ROW as usize {
             return Err(corrupt(
                 &ids,
-                format!("has {} bytes, which is no number of ids", ids.content().len()),
+                format!("has {} bytes: not a multiple of 8, or too many ids", ids.content().len()),
             ));
         }
         let bytes = format.row_bytes(dim).checked_mul(count);
         if bytes != Some(rows.content().len()) {
-            let what =
-                format!("has {} bytes, want {count} rows of {}", rows.content().len(), format.row_bytes(dim));
+            let what = format!(
+                "has {} bytes, expected {count} rows of {} bytes",
+                rows.content().len(),
+                format.row_bytes(dim)
+            );
             return Err(corrupt(&rows, what));
         }
         let bits = (count / PER_BUCKET).max(1).ilog2();
@@ -70,7 +74,7 @@ impl MappedTable {
         self.ids.content().len() / size_of::<Id>()
     }
 
-    /// Whether it has no rows.
+    /// Whether the table has no rows.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -80,7 +84,7 @@ impl MappedTable {
         self.dim
     }
 
-    /// The bytes of its files and of the places of its buckets.
+    /// The size of the table's files and of its bucket positions, in bytes.
     pub fn memory_bytes(&self) -> usize {
         self.ids.content().len() + self.rows.content().len() + size_of_val(&self.starts[..])
     }
@@ -92,11 +96,12 @@ fn numbers(file: &MappedFile) -> &[Id] {
 
 #[inline(always)]
 fn bucket(hash: u64, bits: u32) -> usize {
-    // In two steps, because a shift by all 64 bits is not defined.
+    // Shift in two steps, because a shift by all 64 bits would overflow.
     (hash >> 1 >> (63 - bits)) as usize
 }
 
-/// The place of the first id of each bucket, and the number of ids; None if the ids do not ascend by (hash, id).
+/// The position of the first id of each bucket, followed by the number of ids; None if the ids are not in ascending
+/// order of (hash, id).
 fn starts(ids: &[Id], bits: u32) -> Option<Vec<u32>> {
     let mut starts = Vec::with_capacity((1 << bits) + 1);
     let mut last = None;
@@ -115,8 +120,8 @@ fn starts(ids: &[Id], bits: u32) -> Option<Vec<u32>> {
     Some(starts)
 }
 
-/// Reads the rows of the ids of a part into `out`: a row for each id, or for each sample. Rows of ids without one are zeros.
-/// Returns the number of ids that have a row.
+/// Reads the rows for the ids of a part into `out`: one row for each id, or one for each sample. An id without a row
+/// reads as zeros. Returns the number of ids that have a row.
 pub(super) struct ReadRows<'a> {
     pub(super) table: &'a MappedTable,
     pub(super) part: &'a TableIds<'a>,
@@ -138,8 +143,8 @@ impl SimdLoop for ReadRows<'_> {
     }
 }
 
-/// Find and read some ids, of which the first one is at position `first` of its part. Each of the three accesses to memory
-/// is prefetched for all ids before it is made.
+/// Find and read the rows of some ids. The first id is at position `first` of its part. Each of the three memory
+/// accesses is prefetched for all ids before it is made.
 #[inline(always)]
 fn read_block<L: Lanes>(
     table: &MappedTable,
@@ -163,7 +168,7 @@ fn read_block<L: Lanes>(
         let candidates = &all[start as usize..end as usize];
         if let Some((at, _)) = (start..).zip(candidates).find(|(_, candidate)| *candidate == id) {
             *place = at;
-            prefetch_from(rows.as_ptr().wrapping_add(at as usize * width), width);
+            prefetch_row(rows.as_ptr().wrapping_add(at as usize * width), width);
         }
     }
     for (at, &place) in (first..).zip(&places[..ids.len()]) {
@@ -181,7 +186,7 @@ fn read_block<L: Lanes>(
     hits
 }
 
-/// Write the weights of a row, or zeros.
+/// Write the weights of a row, or zeros if there is no row.
 #[inline(always)]
 fn write<L: Lanes>(format: RowFormat, row: Option<&[u8]>, out: &mut [f32]) {
     match row {

@@ -11,7 +11,8 @@ use super::table::{MappedTable, ReadRows};
 use crate::request::check::{check_buffer, check_tables, malformed};
 use crate::simd::InstructionSet;
 
-/// Rows in mapped files. Look-ups of [`Mode::Eval`] and [`Mode::Infer`] are served; everything else is refused.
+/// Tables in memory-mapped files. Look-ups in [`Mode::Eval`] and [`Mode::Infer`] are served; all other requests
+/// are refused.
 #[derive(Debug)]
 pub struct MappedTables {
     schema: Schema,
@@ -20,10 +21,10 @@ pub struct MappedTables {
 }
 
 impl MappedTables {
-    /// The tables of a schema, in its order.
+    /// Create the tables of a schema, given in schema order.
     ///
     /// # Errors
-    /// `BadShape` for another number of tables, or another dimension.
+    /// `BadShape` if the number of tables or a dimension differs from the schema.
     pub fn new(schema: Schema, tables: Vec<MappedTable>) -> Result<Self, TablesError> {
         let (wanted, given): (Vec<usize>, Vec<usize>) = (
             schema.tables.iter().map(|table| table.dim).collect(),

@@ -1,4 +1,4 @@
-//! The rows of a checkpoint as the files of a bundle.
+//! Writes the rows of a checkpoint to the files of a bundle.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -12,19 +12,19 @@ use persia_types::tables::FileEntry;
 use super::format::RowFormat;
 use crate::checkpoint::{ShardReader, TableRows, shard_of_entry};
 
-/// The bytes that are collected before they are written.
+/// The number of bytes that are buffered before they are written.
 const BUFFER: usize = 1 << 20;
 
-/// A table to write, and its files.
+/// A table to be written, and its files.
 #[derive(Debug, Clone)]
 pub struct Target {
     /// The name of the table.
     pub name: String,
     /// The number of weights of a row.
     pub dim: usize,
-    /// Rows last used before this step are expired, and not written; 0 if rows never expire.
+    /// Rows last used before this step are expired and are not written; 0 if rows never expire.
     pub oldest_alive: u64,
-    /// The form of the rows.
+    /// The encoding of the rows.
     pub format: RowFormat,
     /// The file of ids.
     pub ids: PathBuf,
@@ -32,11 +32,11 @@ pub struct Target {
     pub rows: PathBuf,
 }
 
-/// Write the rows of a checkpoint, shard after shard, and return the number of rows of each table. The files are synced.
-/// Memory is bounded by the size of a shard.
+/// Write the rows of a checkpoint, shard by shard, and sync the files. Returns the number of rows of each table. Memory
+/// use is bounded by the size of the largest shard.
 ///
 /// # Errors
-/// `Corrupt` for a damaged file of the checkpoint, and for a weight that is not finite; `Foreign` for a table of another
+/// `Corrupt` for a damaged checkpoint file or a weight that is not finite; `Foreign` for a table of a different
 /// dimension; `Io`.
 pub fn write_tables(
     checkpoint: &Path,
@@ -47,7 +47,8 @@ pub fn write_tables(
     let place: HashMap<&str, usize> =
         targets.iter().enumerate().map(|(at, target)| (target.name.as_str(), at)).collect();
     let mut shards: Vec<&FileEntry> = shards.iter().collect();
-    // The shard is the first part of a hash, so the rows of all shards ascend by their hashes.
+    // The shard number is the first byte of the hash, so the rows of all shards, taken in order, ascend by
+    // hash.
     shards.sort_by_key(|entry| shard_of_entry(&entry.name));
     let mut reader = ShardReader::default();
     for entry in shards {
@@ -80,7 +81,7 @@ impl<'a> TableFiles<'a> {
     fn append(&mut self, checkpoint: &Path, table: &TableRows) -> Result<(), TablesError> {
         let Target { dim, oldest_alive, format, .. } = *self.target;
         if table.dim != dim {
-            let what = format!("table {:?} has dim {}, want {dim}", table.name, table.dim);
+            let what = format!("table {:?} has dim {}, expected {dim}", table.name, table.dim);
             return Err(TablesError::Foreign { path: checkpoint.into(), what });
         }
         let mut order: Vec<(u64, u64, usize)> =

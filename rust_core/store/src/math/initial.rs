@@ -17,7 +17,8 @@ impl InitialWeights {
         Self { initializer, key: table_key(seed, table) }
     }
 
-    /// Write the weights of `id`, all finite. Element `i` depends on its position and on no other element.
+    /// Write the weights of `id`, all of them finite. Each weight depends on its position but on no other
+    /// weight.
     pub(crate) fn write(&self, id: Id, weights: &mut [f32]) {
         let key = mix(self.key ^ mix(id));
         let mut each = |draw: &dyn Fn(u64) -> f64| {
@@ -51,12 +52,12 @@ fn uniform(key: u64, low: f32, high: f32, weights: &mut [f32]) {
     }
 }
 
-/// Whether a missing id gets a row at this step, by its probability.
+/// Whether a missing id gets a row at this step, drawn with the given probability.
 pub(crate) fn draws_admission(seed: u64, id: Id, step: u64, probability: f32) -> bool {
     probability >= 1.0 || unit(mix(mix(seed ^ ADMISSION) ^ mix(id)), step) < f64::from(probability)
 }
 
-/// A constant that makes the draws of admission independent of those of weights.
+/// A constant that makes the draws for admission independent of those for weights.
 const ADMISSION: u64 = 0x61_64_6d_69_74;
 
 #[cfg(test)]
@@ -140,7 +141,7 @@ mod tests {
         }
     }
 
-    /// Servers must agree on these bits, and checkpoints depend on them.
+    /// All servers must compute these bits, and checkpoints depend on them.
     #[test]
     fn the_first_draws_are_pinned() {
         let mut weights = [0.0; 2];

@@ -1,4 +1,5 @@
-//! Optimizers, initialisers and random numbers: pure functions whose results are bit-identical on every machine.
+//! Optimizers, initializers and random numbers, as pure functions whose results are bit-identical on every
+//! machine.
 
 pub(crate) mod initial;
 pub(crate) mod optimizer;

@@ -1,21 +1,21 @@
 //! Optimizers: the formulas by which a gradient changes a row, in one pass over it.
 //!
-//! `lr` is the learning rate times the factor of the push, `g` the summed gradient. Every operation is rounded to f32, in
-//! the order written:
+//! `lr` is the learning rate times the factor of the push, and `g` is the summed gradient. Operations are done in the
+//! order written, each rounded to f32:
 //!
 //! * SGD: `w -= lr * (g + wd * w)`; with momentum `v = momentum * v + g; w -= lr * (v + wd * w)`
 //! * Adagrad: `g += wd * w; w -= (lr * g) / sqrt(s + eps); s = s * g_square_momentum + g * g`
-//! * Adagrad by row: the same with one `s`, which grows by `sum(g * g) / dim`. The sum is folded in halves from 16 partial
-//!   sums; element `i` belongs to partial sum `i % 16`
+//! * Adagrad by row: the same with one `s` per row, to which `sum(g * g) / dim` is added. Element `i` belongs to
+//!   partial sum `i % 16`; the 16 partial sums are folded in halves
 //! * Adam: `g += wd * w; m = beta1 * m + (1 - beta1) * g; v = beta2 * v + (1 - beta2) * (g * g);`
 //!   `w -= (a * m) / (sqrt(v * b) + eps)` where `a = lr / (1 - beta1^t)` and `b = 1 / (1 - beta2^t)` are
 //!   computed in f64 and rounded once
 //!
-//! Finally, `w` is clamped to ± `weight_bound`, or without a bound to the largest finite number.
+//! Finally, `w` is clamped to ± `weight_bound` or, without a bound, to ± the largest finite number.
 //!
 //! A row stays finite: a push skips a row whose `g` or `wd * w` is too large ([`is_within_limit`]), learning rates are
-//! clamped to the largest finite number, and [`Optimizer::check`] bounds the rest. So Adam's `v` is below 2^103, and
-//! `v * b` is finite.
+//! clamped to the largest finite number, and [`Optimizer::check`] bounds the rest. Adam's `v` is therefore below
+//! 2^103, and `v * b` is finite.
 
 use persia_types::Optimizer;
 use persia_types::limits::{MAX_GRADIENT, MAX_GRADIENT_EXPONENT};
@@ -24,13 +24,13 @@ use crate::simd::{LANES, Lanes};
 
 /// Updates one row.
 pub(crate) trait RowRule: Copy {
-    /// `weights` and `gradient` are equally long; the length of `state` is [`Optimizer::state_len`].
+    /// `weights` and `gradient` have the same length; the length of `state` is [`Optimizer::state_len`].
     fn update_row<L: Lanes>(&self, weights: &mut [f32], state: &mut [f32], gradient: &[f32]);
 
     /// The weight decay.
     fn decay(&self) -> f32;
 
-    /// Whether the weight decay of all weights is within the limit of a gradient.
+    /// Whether the weight decay of every weight is within the limit for gradients.
     #[inline(always)]
     fn decays_within_limit(&self, weights: &[f32]) -> bool {
         let decay = self.decay();
@@ -98,11 +98,11 @@ fn power(base: f32, mut exponent: u32) -> f64 {
     result
 }
 
-/// Whether a gradient may be applied: no number is NaN, infinite, or [`MAX_GRADIENT`] or larger.
+/// Whether a gradient may be applied: every element is finite and its magnitude is below [`MAX_GRADIENT`].
 #[inline(always)]
 pub(crate) fn is_within_limit<L: Lanes>(gradient: &[f32]) -> bool {
     let (blocks, rest) = gradient.as_chunks::<LANES>();
-    // A loop instead of `all`, whose closure would be compiled without the instruction set of `L`.
+    // This is a loop and not `all`, because a closure would be compiled without the instruction set of `L`.
     for block in blocks {
         if !L::all_below(block, MAX_GRADIENT_EXPONENT) {
             return false;
@@ -111,7 +111,7 @@ pub(crate) fn is_within_limit<L: Lanes>(gradient: &[f32]) -> bool {
     rest.iter().all(|value| value.abs() < MAX_GRADIENT)
 }
 
-/// A rule that updates each element independently, with `S` numbers of state per weight.
+/// A rule that updates each element independently, with `S` floats of state per weight.
 trait ElementRule<const S: usize> {
     /// The new weight and state.
     fn element(&self, weight: f32, state: [f32; S], gradient: f32) -> (f32, [f32; S]);
@@ -273,7 +273,7 @@ impl RowRule for Adagrad {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RowAdagrad(Adagrad);
 
-/// The element-wise part of [`RowAdagrad`], with the root computed.
+/// The element-wise part of [`RowAdagrad`], with the square root already computed.
 struct Rooted {
     rule: Adagrad,
     root: f32,
@@ -302,7 +302,7 @@ impl RowRule for RowAdagrad {
     }
 }
 
-/// Mean of `(g + decay * w)²`, by [`LANES`] partial sums.
+/// The mean of `(g + decay * w)²`, computed with [`LANES`] partial sums.
 #[inline(always)]
 fn mean_square<L: Lanes>(weights: &[f32], gradient: &[f32], decay: f32) -> f32 {
     let mut sums = [0.0f32; LANES];

@@ -1,4 +1,4 @@
-//! Each rule against its formula in plain code, and every instruction set against every other.
+//! Compares each rule with its formula in plain code, and the instruction sets with each other.
 
 use persia_types::Optimizer;
 use proptest::prelude::*;
@@ -50,7 +50,7 @@ fn all(weight_decay: f32) -> [Optimizer; 6] {
     ]
 }
 
-/// The formula of the documentation, in f32, one element after the other, with the mean of a row in f64.
+/// The documented formula, computed in f32, element by element, with the mean of a row in f64.
 fn reference(optimizer: &Optimizer, step: u32, weights: &mut [f32], state: &mut [f32], gradient: &[f32]) {
     let dim = weights.len();
     let old = weights.to_vec();
@@ -219,7 +219,7 @@ fn one_bad_value_anywhere_is_seen_on_every_level() {
     }
 }
 
-/// The limits of the ranges of [`Optimizer::check`].
+/// Optimizers with the limits of the ranges that [`Optimizer::check`] allows.
 fn extremes() -> Vec<Optimizer> {
     let mut optimizers = all(f32::MAX).to_vec();
     for (lr, weight_decay) in [(f32::MAX, 0.0), (f32::MAX, f32::MAX), (0.0, 1.0), (1.0, 1e-3)] {
@@ -299,7 +299,8 @@ proptest! {
         decay in prop_oneof![Just(0.0f32), Just(0.01)],
     ) {
         let optimizer = all(decay)[which];
-        // Weights of at least 1, so that an update's own rounding is not magnified by cancellation.
+        // Weights have a magnitude of at least 1, so that cancellation does not magnify the rounding of the
+        // update.
         let mut weights: Vec<f32> = values(dim, seed).iter().map(|w| w + w.signum()).collect();
         let mut state: Vec<f32> = values(optimizer.state_len(dim), !seed).iter().map(|s| s.abs() + 0.1).collect();
         let gradient = values(dim, seed ^ 1);

@@ -1,11 +1,12 @@
-//! Counter-based random numbers that are bit-identical on every machine: they use integers, f64 operations that are not
-//! fused, and `libm` in place of the platform's library.
+//! Counter-based random numbers that are bit-identical on every machine, because they use only integers, f64 operations
+//! that are not fused, and `libm` instead of the platform's library.
 
 use persia_types::Id;
 
 /// 2⁻⁵³, the resolution of [`unit`].
 const UNIT: f64 = 1.0 / (1u64 << 53) as f64;
-/// 2⁶⁴ divided by the golden ratio: odd and without pattern, so that consecutive counters become distant keys.
+/// 2⁶⁴ divided by the golden ratio, rounded to an odd integer, so that consecutive counters become distant
+/// keys.
 const STRIDE: u64 = 0x9E37_79B9_7F4A_7C15;
 
 /// The key of a table in a run.
@@ -13,12 +14,12 @@ pub(crate) fn table_key(seed: u64, table: &str) -> u64 {
     table.bytes().fold(mix(seed), |key, byte| mix(key ^ u64::from(byte)))
 }
 
-/// Draw number `counter` of `key`.
+/// The draw of `key` with the number `counter`.
 pub(crate) fn draw(key: u64, counter: u64) -> u64 {
     mix(key.wrapping_add(counter.wrapping_mul(STRIDE)))
 }
 
-/// The finaliser of SplitMix64: a bijection whose every output bit depends on every input bit.
+/// The finalizer of SplitMix64: a bijection whose every output bit depends on every input bit.
 pub(crate) fn mix(value: u64) -> u64 {
     let value = value.wrapping_add(STRIDE);
     let value = (value ^ value >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -26,21 +27,21 @@ pub(crate) fn mix(value: u64) -> u64 {
     value ^ value >> 31
 }
 
-/// Uniform in `[0, 1)`.
+/// A draw from the uniform distribution over `[0, 1)`.
 pub(crate) fn unit(key: u64, counter: u64) -> f64 {
     (draw(key, counter) >> 11) as f64 * UNIT
 }
 
-/// Standard normal, by the transform of Box and Muller.
+/// A draw from the standard normal distribution, by the Box–Muller transform.
 pub(crate) fn normal(key: u64, counter: u64) -> f64 {
     let (radius, angle) = (unit(key, 2 * counter), unit(key, 2 * counter + 1));
     // 1 - radius lies in (0, 1], where the logarithm is finite.
     libm::sqrt(-2.0 * libm::log(1.0 - radius)) * libm::cos(2.0 * std::f64::consts::PI * angle)
 }
 
-/// Gamma distribution of scale 1: a transformed normal number, accepted with more than 95 % (Marsaglia and Tsang 2000, "A
-/// Simple Method for Generating Gamma Variables"). A shape below 1 is drawn as `shape + 1` and multiplied by
-/// `u^(1 / shape)` (section 6 there).
+/// A draw from the gamma distribution of scale 1: a transformed normal draw, accepted with a probability of more than
+/// 95 % (Marsaglia and Tsang 2000, "A Simple Method for Generating Gamma Variables"). For a shape below 1, a draw for
+/// `shape + 1` is multiplied by `u^(1 / shape)` (section 6 of that paper).
 pub(crate) fn gamma(key: u64, counter: u64, shape: f64) -> f64 {
     let key = draw(key, counter);
     let uniform = mix(key);
@@ -61,8 +62,9 @@ pub(crate) fn gamma(key: u64, counter: u64, shape: f64) -> f64 {
     if boosted { drawn * libm::pow(unit(mix(uniform), 0), 1.0 / shape) } else { drawn }
 }
 
-/// Poisson distribution: one less than the number of uniform factors until their product is at most `exp(-mean)` (Knuth,
-/// "The Art of Computer Programming" 2, 3.4.1). Takes `mean + 1` draws on average.
+/// A draw from the Poisson distribution: one less than the number of uniform factors whose product first reaches
+/// `exp(-mean)` or less (Knuth, "The Art of Computer Programming" 2, 3.4.1). It takes `mean + 1` uniform draws on
+/// average.
 pub(crate) fn poisson(key: u64, counter: u64, mean: f64) -> f64 {
     let key = draw(key, counter);
     let limit = libm::exp(-mean);
@@ -77,13 +79,13 @@ pub(crate) fn poisson(key: u64, counter: u64, mean: f64) -> f64 {
     }
 }
 
-/// Draws for the stochastic rounding of a table.
+/// The random draws for the stochastic rounding of a table.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Rounder {
     key: u64,
 }
 
-/// Draws for one row at one step.
+/// The random draws for one row at one step.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RowDraws {
     key: u32,
@@ -91,13 +93,13 @@ pub(crate) struct RowDraws {
 
 impl Rounder {
     pub(crate) fn new(seed: u64, table: &str) -> Self {
-        /// A constant that makes these draws independent of those of weights.
+        /// A constant that makes these draws independent of those for weights.
         const ROUNDING: u64 = 0x0072_6F75_6E64;
         Self { key: mix(table_key(seed, table) ^ ROUNDING) }
     }
 
-    /// The draws for pushes of `rank`: several ranks push in one step, and must round independently. [`Self::new`] is
-    /// for rank 0.
+    /// The draws for pushes of `rank`. Several ranks push in one step and must round independently. [`Self::new`]
+    /// returns the draws for rank 0.
     pub(crate) fn of_rank(self, rank: u32) -> Self {
         Self { key: self.key.wrapping_add(u64::from(rank).wrapping_mul(0x9E37_79B9_7F4A_7C15)) }
     }
@@ -110,8 +112,8 @@ impl Rounder {
 }
 
 impl RowDraws {
-    /// 32 bits for element `i`: `h(key + i * 0x9E3779B9)`, where `h` is `lowbias32` of Wellons's "Prospecting for Hash
-    /// Functions". Unlike a 64-bit hash it can be vectorised.
+    /// 32 bits for element `i`: `h(key + i * 0x9E3779B9)`, where `h` is `lowbias32` from Wellons's "Prospecting for
+    /// Hash Functions". Unlike a 64-bit hash it can be vectorized.
     #[inline(always)]
     pub(crate) fn draw(self, i: u32) -> u32 {
         let value = self.key.wrapping_add(i.wrapping_mul(0x9E37_79B9));
@@ -141,7 +143,7 @@ mod tests {
             assert!((mean - shape).abs() < error, "mean of shape {shape}: {mean}");
             assert!((variance / shape - 1.0).abs() < 0.06, "variance of shape {shape}: {variance}");
         }
-        // With shape 1 it is the exponential distribution.
+        // With shape 1, the gamma distribution is the exponential distribution.
         let beyond = (0..DRAWS).filter(|counter| gamma(4, *counter, 1.0) > 2.0).count() as f64;
         assert!((beyond / DRAWS as f64 - (-2.0f64).exp()).abs() < 0.004, "{beyond}");
     }

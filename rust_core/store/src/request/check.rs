@@ -1,4 +1,4 @@
-//! Checks of a request, before it has any effect.
+//! Checks of a request, which are made before it has any effect.
 
 use persia_types::limits::MAX_IDS_PER_REQUEST;
 use persia_types::tables::{PerSample, TableIds};
@@ -8,7 +8,7 @@ pub(crate) fn malformed<T>(what: String) -> Result<T, TablesError> {
     Err(TablesError::BadShape { what })
 }
 
-/// Name the table in the error of a malformed part.
+/// Add the name of the table to the error of a malformed part.
 pub(crate) fn of_table(name: &str, error: TablesError) -> TablesError {
     match error {
         TablesError::BadShape { what } => TablesError::BadShape { what: format!("table {name}: {what}") },
@@ -16,7 +16,7 @@ pub(crate) fn of_table(name: &str, error: TablesError) -> TablesError {
     }
 }
 
-/// Check the tables of a request and the number of ids: `(table, ids)` of each part.
+/// Check the tables of a request and their numbers of ids, given as `(table, ids)` for each part.
 pub(crate) fn check_tables(
     schema: &Schema,
     parts: impl Iterator<Item = (usize, usize)>,
@@ -59,7 +59,7 @@ pub(crate) fn check_buffer(table: &Table, part: &TableIds<'_>, floats: usize) ->
     }
 }
 
-/// Check a step. Rows store it in 32 bits.
+/// Check a step. Rows store steps in 32 bits.
 pub(crate) fn check_step(step: u64) -> Result<u32, TablesError> {
     match u32::try_from(step) {
         Ok(step) if step > 0 => Ok(step),

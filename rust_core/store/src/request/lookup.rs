@@ -13,7 +13,7 @@ use crate::run::ActiveRun;
 use crate::shard::{Layout, NO_ROW, Shard};
 use crate::simd::{InstructionSet, Lanes, Portable, SimdLoop};
 
-/// A look-up whose request was checked.
+/// A look-up whose request has been checked.
 pub(crate) struct CheckedLookup<'a> {
     pub(crate) schema: &'a Schema,
     pub(crate) run: &'a ActiveRun,
@@ -97,7 +97,8 @@ impl CheckedLookup<'_> {
         }
     }
 
-    /// Read an id without a row into `out`.
+    /// Read an id without a row into `out`: its initial weights if a push of this step would admit it,
+    /// otherwise zeros.
     fn read_missing(
         &self,
         shard: &Shard,
@@ -121,13 +122,13 @@ impl CheckedLookup<'_> {
     }
 }
 
-/// The destination of one table's rows.
+/// The destination of the rows of one table.
 trait Output {
-    /// Write the row of the id at position `at` to every place that uses it.
+    /// Write the row of the id at position `at` to every position that uses it.
     fn write<L: Lanes>(&mut self, at: usize, row: impl StoredRow);
 }
 
-/// `[ids, dim]`: one row per id.
+/// A destination of the shape `[ids, dim]`: one row per id.
 struct InOrder<'a> {
     dim: usize,
     out: &'a mut [f32],
@@ -140,7 +141,7 @@ impl Output for InOrder<'_> {
     }
 }
 
-/// `[samples, dim]`: one row per sample, that of its id.
+/// A destination of the shape `[samples, dim]`: for each sample, the row of its id.
 struct BySample<'a> {
     dim: usize,
     csr: Csr<'a>,
@@ -156,13 +157,13 @@ impl Output for BySample<'_> {
     }
 }
 
-/// A row in its stored form.
+/// A row in its storage format.
 trait StoredRow: Copy {
     /// Write its weights to `out`, which has `dim` floats.
     fn write<L: Lanes>(self, out: &mut [f32]);
 }
 
-/// A row that begins with weights of f32.
+/// A row whose weights are f32.
 #[derive(Clone, Copy)]
 struct F32Row<'a>(&'a [f32]);
 
@@ -184,9 +185,10 @@ impl StoredRow for AnyRow<'_> {
     }
 }
 
-/// The first pass over a batch: find and copy existing rows. Returns the number of ids that have one.
+/// The first pass over a batch: find and copy existing rows. Returns the number of ids that have a row.
 ///
-/// It is compiled for each type of output and row, because a branch inside the loop costs more than a short row.
+/// It is compiled for each type of output and row, because a branch in the loop costs more than copying a short
+/// row.
 struct ReadBatch<'a, 'b, 'm, 's, O> {
     batch: ShardBatch<'b, 's>,
     part: &'a TableIds<'a>,

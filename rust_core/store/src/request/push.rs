@@ -16,7 +16,7 @@ use crate::run::ActiveRun;
 use crate::shard::{Layout, NO_ROW, Shard, ShardTable, no_memory};
 use crate::simd::{InstructionSet, Lanes, SimdLoop};
 
-/// A push whose request was checked.
+/// A push whose request has been checked.
 pub(crate) struct CheckedPush<'a> {
     pub(crate) schema: &'a Schema,
     pub(crate) run: &'a ActiveRun,
@@ -35,7 +35,7 @@ pub(crate) struct TableUpdate {
 }
 
 impl TableUpdate {
-    /// The optimizer; None if there is none.
+    /// The update of `table`; None if the table has no optimizer.
     pub(crate) fn new(run: &ActiveRun, table: usize, lr_factor: f32, step: u32, rank: u32) -> Option<Self> {
         let table = run.table(table);
         let rule = Rule::new(table.optimizer.as_ref()?, lr_factor, run.weight_bound, step);
@@ -48,7 +48,7 @@ impl TableUpdate {
 #[derive(Default)]
 struct Outcome {
     report: PushReport,
-    /// The first row for which memory was missing.
+    /// The error of the first row for which memory was missing.
     failed: Option<TablesError>,
 }
 
@@ -57,8 +57,8 @@ struct Outcome {
 enum Pass {
     /// The ids that have a row.
     Existing,
-    /// The other ids. They follow after all existing rows of the request, so that those are not the first to be
-    /// evicted.
+    /// The other ids. They are admitted after all existing rows of the request are updated, so that the existing rows
+    /// are not the first to be evicted.
     Missing,
 }
 
@@ -66,8 +66,9 @@ impl CheckedPush<'_> {
     /// Apply the push, after [`Self::reserve`].
     ///
     /// # Errors
-    /// `OutOfMemory` if an admitted id got no row, because another push has used the memory. The rest of the push was
-    /// applied: it must not be repeated. With a log, pushes are applied one after another, and this does not happen.
+    /// `OutOfMemory` if an admitted id got no row because another push took the memory. The rest of the push was
+    /// applied, so the push must not be repeated. With a log, pushes are applied one after another, so this error
+    /// does not occur.
     pub(crate) fn apply(
         &self,
         shards: &[Mutex<Shard>],
@@ -96,15 +97,16 @@ impl CheckedPush<'_> {
         outcome.failed.map_or(Ok(outcome.report), Err)
     }
 
-    /// Remove the expired rows of the shard that is due at this step, if the request has ids there.
+    /// Remove the expired rows of the shard whose sweep is due at this step, if the request has ids in that
+    /// shard.
     fn sweep(&self, shards: &[Mutex<Shard>]) -> u64 {
         let due = self.step as usize % shards.len();
         let asked = self.tables.iter().any(|part| !part.ids.range(due).is_empty());
         if asked { shards[due].lock().sweep_once(self.step) } else { 0 }
     }
 
-    /// The row index of an id that had no row when the first pass looked for it, after inserting its row if it is admitted.
-    /// None if it is not. `scratch` has `2 * dim` floats.
+    /// Insert the row of an id that the first pass did not find, if the id is admitted. Returns the row index; None if
+    /// the id is not admitted. `scratch` has `2 * dim` floats.
     fn admit(
         &self,
         shard: &mut Shard,
@@ -141,10 +143,10 @@ impl CheckedPush<'_> {
 /// One part of a push.
 struct PartPush<'a> {
     push: &'a CheckedPush<'a>,
-    /// The index in the tables of the push.
+    /// The index among the tables of the push.
     index: usize,
-    /// The row indices of all ids of the part; after the first pass [`NO_ROW`] for ids without a row. Its scratch memory is
-    /// for a gradient, and for the f32 weights of a 16-bit row.
+    /// The row indices of all ids of the part; after the first pass, [`NO_ROW`] for ids without a row. The scratch
+    /// memory holds a gradient and the f32 weights of a 16-bit row.
     found: PartRows<'a>,
     outcome: &'a mut Outcome,
 }
@@ -166,10 +168,11 @@ impl PartPush<'_> {
     }
 }
 
-/// Applies the gradients of one batch to existing rows. As in a look-up, each loop prefetches for the next one.
+/// Applies the gradients of one batch to existing rows. As in a look-up, each loop prefetches what the next one
+/// needs.
 ///
-/// `DECAYS` is true if there is weight decay. A test in the loop would slow down updates without weight decay by up to
-/// a fifth.
+/// `DECAYS` is true if there is weight decay. It is a type parameter because a test in the loop would slow down
+/// updates without weight decay by up to a fifth.
 struct ApplyBatch<'a, 'b, 's, 'p, R, const DECAYS: bool> {
     batch: ShardBatch<'b, 's>,
     part: &'a mut PartPush<'p>,
@@ -187,7 +190,7 @@ impl<R: RowRule, const DECAYS: bool> SimdLoop for ApplyBatch<'_, '_, '_, '_, R, 
         let (part, update) = (&push.tables[index], &push.updates[index]);
         let (ids, number) = (part.ids.ids(), part.table);
         let (stride, oldest) = (update.layout.stride(), update.layout.oldest_alive(push.step));
-        // If rows have left the shard since the row indices were found, these need a check.
+        // If rows have left the shard since the row indices were found, the indices must be checked.
         let is_stale =
             |shard: usize| found.is_stale(batch.numbers[shard], batch.shards[shard].eviction_count());
         let prefetcher = batch.prefetcher(number, found.row_indices, true, is_stale);
@@ -262,7 +265,7 @@ impl<R: RowRule, const DECAYS: bool> SimdLoop for AdmitBatch<'_, '_, '_, '_, R, 
 struct RowPush<'a> {
     table: &'a mut ShardTable,
     row_index: u32,
-    /// The position of its id in the part.
+    /// The position of the row's id in the part.
     at: usize,
     part: &'a TableGradients<'a>,
     update: &'a TableUpdate,
@@ -270,7 +273,8 @@ struct RowPush<'a> {
 }
 
 impl RowPush<'_> {
-    /// Record the use of the row, and apply its gradient if that is within the limit. `scratch` has `2 * dim` floats.
+    /// Record the use of the row, and apply its gradient if the gradient is within the limit. `scratch` has `2 * dim`
+    /// floats.
     #[inline(always)]
     fn apply<L: Lanes, R: RowRule, const DECAYS: bool>(
         self,
@@ -313,7 +317,8 @@ impl RowPush<'_> {
     }
 }
 
-/// Update a row, unless the weight decay is beyond the limit of a gradient. Return whether it was updated.
+/// Update a row, unless the weight decay exceeds the limit for gradients. Returns whether the row was
+/// updated.
 #[inline(always)]
 fn update_floats<L: Lanes, R: RowRule, const DECAYS: bool>(
     rule: R,
@@ -328,7 +333,7 @@ fn update_floats<L: Lanes, R: RowRule, const DECAYS: bool>(
     updates
 }
 
-/// Like [`update_floats`], for a row with 16-bit weights, on an f32 copy of them.
+/// Like [`update_floats`], for a row with 16-bit weights. The update is made to an f32 copy of the weights.
 #[inline(always)]
 fn update_halves<L: Lanes, R: RowRule, const DECAYS: bool>(
     rule: R,

@@ -1,4 +1,4 @@
-//! [`CheckedPush::reserve`]: the row indices of a push's ids, and memory for the rows of those without one.
+//! [`CheckedPush::reserve`]: finds the row indices of a push's ids, and reserves memory for the missing rows.
 
 use std::convert::Infallible;
 
@@ -13,13 +13,14 @@ use crate::shard::{NO_ROW, Shard, no_memory};
 use crate::simd::{Lanes, SimdLoop};
 
 impl CheckedPush<'_> {
-    /// Find the row indices of all ids, and reserve memory for the rows of ids without one, so that [`Self::apply`] needs
-    /// no memory. No row changes. `found` has the row indices of the look-up, or is empty.
+    /// Find the row indices of all ids and reserve memory for the missing rows, so that [`Self::apply`] needs no
+    /// memory. No row changes. `found` contains the row indices of the look-up, or is empty.
     ///
     /// # Errors
-    /// `OutOfMemory`
+    /// `OutOfMemory`.
     pub(crate) fn reserve(&self, shards: &[Mutex<Shard>], found: &mut LookupRows) -> Result<(), TablesError> {
-        // A push has the parts of its look-up: either all row indices are cached or all are searched.
+        // A push has the same parts as its look-up, so either all row indices are cached or all must be
+        // searched.
         let cached =
             found.step() == self.step && self.tables.iter().all(|part| part_of(found, part).is_some());
         if !cached {
@@ -62,7 +63,7 @@ impl CheckedPush<'_> {
     }
 }
 
-/// The part of the look-up that has the row indices of a push's part.
+/// The part of the look-up that contains the row indices for a part of a push.
 pub(super) fn part_of(found: &LookupRows, part: &TableGradients<'_>) -> Option<usize> {
     found.part_of(part.table, part.ids.len())
 }

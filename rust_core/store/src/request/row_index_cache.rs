@@ -1,7 +1,7 @@
-//! [`RowIndexCache`]: the row indices that a look-up found, for the push of the same token.
+//! [`RowIndexCache`]: keeps the row indices that a look-up found for the push with the same token.
 //!
-//! By then another look-up may have evicted a row. If rows have left a shard since, the push checks the id at each index,
-//! and searches where it differs.
+//! Another push may evict rows between the look-up and its push. If rows have left a shard since the look-up, the push
+//! checks the id at each index, and searches for the ids that are no longer there.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -13,10 +13,10 @@ use persia_types::{Id, Token, VIRTUAL_SHARDS};
 use crate::request::shard_batch::ShardBatch;
 use crate::simd::Lanes;
 
-/// The number of buffers that are kept for later look-ups.
+/// The maximum number of buffers that are kept for later look-ups.
 const MAX_SPARE: usize = 8;
 
-/// The row indices of one look-up, table after table in the order of the request.
+/// The row indices of one look-up, table by table, in the order of the request.
 #[derive(Debug, Default)]
 pub(crate) struct LookupRows {
     /// The step that determines whether rows are expired; 0 if no row index was found.
@@ -24,13 +24,14 @@ pub(crate) struct LookupRows {
     row_indices: Vec<u32>,
     /// `(table, row_indices)` for each table of the request.
     parts: Vec<(usize, Range<usize>)>,
-    /// Scratch memory for single rows; it is reused with the other memory of a request.
+    /// Scratch memory for single rows. It is kept here so that it is reused like the other buffers of a
+    /// request.
     scratch: Vec<f32>,
     /// The [`eviction_count`](crate::shard::Shard::eviction_count) of each shard when its first row index was found.
     eviction_counts: Vec<u64>,
 }
 
-/// Stands for the eviction count of a shard in which no row index was found.
+/// The eviction count recorded for a shard in which no row index was found.
 const NEVER: u64 = u64::MAX;
 
 /// The row indices of one part of a request, with scratch memory.
@@ -43,7 +44,7 @@ pub(super) struct PartRows<'a> {
 }
 
 impl PartRows<'_> {
-    /// Find the row indices of a batch of `ids`, which are those of the part.
+    /// Find the row indices of a batch of `ids`, the ids of the part.
     #[inline(always)]
     pub(super) fn find<L: Lanes>(&mut self, batch: &ShardBatch<'_, '_>, table: usize, ids: &[Id]) {
         for (number, shard) in batch.numbers.iter().zip(&*batch.shards) {
@@ -59,7 +60,7 @@ impl PartRows<'_> {
         *first = eviction_count.min(*first);
     }
 
-    /// Whether a row found in a shard may have left it.
+    /// Whether a row that was found in a shard may have left it since.
     #[inline(always)]
     pub(super) fn is_stale(&self, shard: usize, eviction_count: u64) -> bool {
         self.eviction_counts[shard] != eviction_count
@@ -76,7 +77,7 @@ impl LookupRows {
             self.parts.push((table, end..end + ids));
             end += ids;
         }
-        // The old content is not cleared, because every row index is written before it is read.
+        // The old content need not be cleared, because every row index is written before it is read.
         if self.row_indices.len() < end {
             self.row_indices.resize(end, 0);
         }
@@ -89,7 +90,7 @@ impl LookupRows {
         self.step
     }
 
-    /// A part of the request, with `scratch` floats of scratch memory.
+    /// The row indices of a part, with `scratch` floats of scratch memory.
     pub(super) fn part(&mut self, part: usize, scratch: usize) -> PartRows<'_> {
         if self.scratch.len() < scratch {
             self.scratch.resize(scratch, 0.0);
@@ -101,7 +102,8 @@ impl LookupRows {
         }
     }
 
-    /// The part of `table`, if the look-up had the same number of ids. A push of fewer ids has to search.
+    /// The part of `table`, if the look-up had the same number of ids. A push of fewer ids must search for
+    /// its rows.
     pub(super) fn part_of(&self, table: usize, ids: usize) -> Option<usize> {
         self.parts.iter().position(|(candidate, range)| *candidate == table && range.len() == ids)
     }
@@ -114,7 +116,7 @@ struct State {
     spare: Vec<LookupRows>,
 }
 
-/// The row indices of at most [`MAX_STALENESS`] look-ups per rank, the latest ones.
+/// The row indices of the latest look-ups, at most [`MAX_STALENESS`] per rank.
 #[derive(Default)]
 pub(crate) struct RowIndexCache(Mutex<State>);
 
@@ -124,7 +126,7 @@ impl RowIndexCache {
         self.0.lock().spare.pop().unwrap_or_default()
     }
 
-    /// Keep the row indices of a look-up until its push. Returns false if the token had row indices, which are replaced.
+    /// Keep the row indices of a look-up until its push. Returns false if this replaces row indices of the same token.
     pub(crate) fn insert(&self, token: Token, row_indices: LookupRows) -> bool {
         let mut state = self.0.lock();
         let of_rank = state.by_rank.entry(token.rank).or_default();
@@ -136,7 +138,7 @@ impl RowIndexCache {
         is_new
     }
 
-    /// Remove the row indices of a look-up.
+    /// Remove and return the row indices of a look-up.
     pub(crate) fn take(&self, token: Token) -> Option<LookupRows> {
         self.0.lock().by_rank.get_mut(&token.rank)?.remove(&token.seq)
     }

@@ -1,8 +1,8 @@
 //! [`ShardBatch`]: the ids of one table that are processed together, with their shards.
 //!
-//! Neighbouring shards are locked together, so that even a request with few ids per shard has many cache misses in flight.
-//! A request is processed table by table and not shard by shard: the vectors of a feature's samples then stay in the
-//! core's own cache, and few pages are in use at a time.
+//! Neighbouring shards are locked together, so that even a request with few ids per shard has many cache misses in
+//! flight. A request is processed table by table, not shard by shard, so that the vectors of a feature's samples stay
+//! in the core's private cache and few pages are in use at a time.
 
 use std::ops::Range;
 
@@ -12,18 +12,18 @@ use persia_types::id::hash_id;
 use persia_types::{Id, ShardedIds};
 
 use crate::shard::{NO_ROW, Shard};
-use crate::simd::{Lanes, prefetch, prefetch_from};
+use crate::simd::{Lanes, prefetch, prefetch_row};
 
 /// The number of ids of a batch. Their buckets stay in the first-level cache from prefetch to use.
 pub(super) const BATCH_IDS: usize = 256;
 
-/// The ids of a batch in one table, with their shards locked.
+/// The ids of a batch of one table, whose shards are locked.
 pub(super) struct ShardBatch<'a, 's> {
     /// The locked shards.
     pub(super) shards: &'a mut [MutexGuard<'s, Shard>],
     /// The number of each locked shard.
     pub(super) numbers: &'a [usize],
-    /// The positions of each shard's ids among those of the table. They are contiguous.
+    /// The positions of each shard's ids among the ids of the table. The ranges are contiguous.
     pub(super) ranges: &'a [Range<usize>],
 }
 
@@ -55,8 +55,8 @@ impl<'s> ShardBatch<'_, 's> {
         }
     }
 
-    /// A prefetcher for the rows at these indices. Prefetches their `recency`, and the ids where a row may have left:
-    /// `is_stale` takes an index into [`Self::shards`].
+    /// A prefetcher for the rows at these indices. Prefetches their `recency` and, in shards for which `is_stale` is
+    /// true, their ids. `is_stale` takes an index into [`Self::shards`].
     #[inline(always)]
     pub(super) fn prefetcher(
         &self,
@@ -87,8 +87,8 @@ impl<'s> ShardBatch<'_, 's> {
     }
 }
 
-/// The addresses of a batch's rows, prefetched some ids before their use: the cache does not hold all of them at once.
-/// An address is null if there is no row, and is never dereferenced.
+/// The addresses of a batch's rows. Each row is prefetched a few ids before its use, because the cache does not hold
+/// all rows at once. The address of a missing row is null. Addresses are never dereferenced.
 pub(super) struct Prefetcher {
     first: usize,
     rows: [*const f32; BATCH_IDS],
@@ -99,22 +99,22 @@ impl Prefetcher {
     #[inline(always)]
     pub(super) fn start(&self, len: usize) {
         let first = self.rows[..rows_ahead(len)].iter();
-        first.filter(|row| !row.is_null()).for_each(|row| prefetch_from(*row, len));
+        first.filter(|row| !row.is_null()).for_each(|row| prefetch_row(*row, len));
     }
 
     /// Prefetch the first `len` floats of the row some ids after position `at`.
     #[inline(always)]
     pub(super) fn advance(&self, at: usize, len: usize) {
         if let Some(row) = self.rows.get(at - self.first + rows_ahead(len)).filter(|row| !row.is_null()) {
-            prefetch_from(*row, len);
+            prefetch_row(*row, len);
         }
     }
 }
 
-/// Call `work` with every batch of `table`, in the order of `ids`. A batch has [`BATCH_IDS`] ids; the last one has the
-/// remaining ids.
+/// Call `work` with every batch of `table`, in the order of `ids`. Each batch has [`BATCH_IDS`] ids, except that the
+/// last one has the remaining ids.
 ///
-/// Every caller locks shards in ascending order, so two requests cannot deadlock. A shard without ids is not locked.
+/// Shards are always locked in ascending order, so two requests cannot deadlock. A shard without ids is not locked.
 pub(super) fn for_each_batch<E>(
     shards: &[Mutex<Shard>],
     table: usize,
@@ -130,8 +130,8 @@ pub(super) fn for_each_batch<E>(
         while !range.is_empty() {
             let cut = range.end.min(end);
             let shard = shard.lock();
-            // The table is not in the cache lines of its shard: prefetch the tables of the whole batch before reading
-            // one.
+            // The table is not in the same cache lines as its shard. Prefetch it for all shards of the batch before
+            // reading one.
             prefetch(&shard.tables, table, 1);
             locked.push(shard);
             numbers.push(number);

@@ -1,5 +1,5 @@
-//! [`Claims`]: which pushes were applied, and which are in flight. [`SeenTokens`] refuses those of another generation or
-//! of a rank that the run does not have.
+//! [`Claims`]: records which pushes were applied and which are in flight. [`SeenTokens`] refuses tokens of another
+//! generation or of a rank that the run does not have.
 
 use std::collections::BTreeMap;
 
@@ -21,8 +21,8 @@ pub(crate) struct Claims {
 }
 
 impl Claims {
-    /// Drop all tokens, and accept only those of `job`, `generation` and ranks below `world_size` from now on. Nothing is
-    /// in flight.
+    /// Drop all tokens, and from now on accept only those of `job`, `generation` and ranks below `world_size`. The
+    /// caller ensures that no push is in flight.
     pub(crate) fn begin(&self, job: JobId, generation: u64, world_size: u32) {
         let mut state = self.state.lock();
         debug_assert!(state.in_flight.is_empty());
@@ -34,8 +34,8 @@ impl Claims {
         self.state.lock().applied.contains(token).map(drop)
     }
 
-    /// A claim to apply `token`; None if it was applied before. A duplicate of a request in flight waits until that
-    /// request ends.
+    /// Claim the right to apply `token`; None if it was already applied. A duplicate of a request in flight waits
+    /// until that request ends.
     pub(crate) fn claim(&self, token: Token) -> Result<Option<Claim<'_>>, TablesError> {
         let mut state = self.state.lock();
         loop {
@@ -50,7 +50,7 @@ impl Claims {
         }
     }
 
-    /// The applied pushes. It is called while no push is in flight.
+    /// The applied pushes. Call this while no push is in flight.
     pub(crate) fn applied(&self) -> SeenTokens {
         self.state.lock().applied.clone()
     }
@@ -60,7 +60,7 @@ impl Claims {
         self.state.lock().applied = applied;
     }
 
-    /// The highest push of every rank.
+    /// The highest applied sequence number of every rank.
     pub(crate) fn highest(&self) -> BTreeMap<u32, u64> {
         self.state.lock().applied.highest()
     }

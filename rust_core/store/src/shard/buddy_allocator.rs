@@ -1,23 +1,23 @@
 //! [`BuddyAllocator`]: the free blocks of the chunks that all tables share.
 //!
-//! The size of a free block is a power of two, in units of [`GRAIN`], and its address is a multiple of its size. A block
-//! merges with its neighbour of the same size when both are free. All shards of a table grow at about the same time, so
-//! that one reuses the blocks that another has freed, and little memory is unused. The allocator never calls the
-//! system: its owner adds chunks, and removes chunks that are completely free.
+//! The size of a free block is a power of two, in units of [`GRAIN`], and its address is a multiple of its size. A
+//! block merges with its neighbour of the same size when both are free. All shards of a table grow at about the same
+//! time, so one shard reuses the blocks that another has freed, and little memory stays unused. The allocator never
+//! requests memory itself: its owner adds chunks, and removes chunks that are completely free.
 
 use std::collections::BTreeSet;
 use std::ptr::NonNull;
 
-/// The smallest block. Sizes are multiples of it.
+/// The size of the smallest block, in bytes. All sizes are multiples of it.
 pub(super) const GRAIN: usize = 1 << 10;
-/// The largest block: a huge page, aligned to its size.
+/// The size of the largest block, in bytes: a huge page, aligned to its size.
 pub(super) const CHUNK: usize = GRAIN << LARGEST;
 const LARGEST: usize = 11;
 
 /// The free blocks, by size.
 pub(super) struct BuddyAllocator {
-    /// Indexed by the power of two. The block with the lowest address is used first, so that chunks with high addresses
-    /// become free.
+    /// The free blocks of each size, indexed by the power of two. The block with the lowest address is used first,
+    /// so that chunks with high addresses become free.
     free: [BTreeSet<NonNull<u8>>; LARGEST + 1],
 }
 
@@ -26,12 +26,13 @@ pub(super) struct BuddyAllocator {
 unsafe impl Send for BuddyAllocator {}
 
 impl BuddyAllocator {
-    /// Without memory.
+    /// An allocator without memory.
     pub(super) const fn new() -> Self {
         Self { free: [const { BTreeSet::new() }; LARGEST + 1] }
     }
 
-    /// A block of `bytes`, a multiple of [`GRAIN`] and at most [`CHUNK`]. `None`: add a chunk first.
+    /// Take a block of `bytes`, which is a multiple of [`GRAIN`] and at most [`CHUNK`]. None means that the
+    /// owner must add a chunk first.
     pub(super) fn take(&mut self, bytes: usize) -> Option<NonNull<u8>> {
         let fitting = (bytes / GRAIN).next_power_of_two().trailing_zeros() as usize;
         let larger = self.free.get_mut(fitting..)?.iter_mut().enumerate();
@@ -41,7 +42,8 @@ impl BuddyAllocator {
         Some(start)
     }
 
-    /// Free `bytes` at `start`, both multiples of [`GRAIN`]: a new chunk, a block or a part of one.
+    /// Add `bytes` at `start`, both multiples of [`GRAIN`], to the free memory: a new chunk, a block, or a
+    /// part of a block.
     pub(super) fn give(&mut self, mut start: NonNull<u8>, mut bytes: usize) {
         while bytes > 0 {
             let aligned = (start.addr().get() / GRAIN).trailing_zeros() as usize;
@@ -84,7 +86,7 @@ mod tests {
 
     use super::*;
 
-    /// An address without memory, because the allocator must not access it.
+    /// An address without memory behind it, because the allocator must not access it.
     fn chunk(number: usize) -> NonNull<u8> {
         NonNull::new(std::ptr::without_provenance_mut((number + 1) * CHUNK)).unwrap()
     }

@@ -1,11 +1,11 @@
-//! [`CopyBudget`]: limits the copies of snapshots, and makes training wait at the limit.
+//! [`CopyBudget`]: limits the memory for copies of rows, and makes training wait at the limit.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-/// Bytes of rows that were copied because they changed before their snapshot was written.
+/// The bytes of rows that were copied because they were about to change before the snapshot was written.
 pub(crate) struct CopyBudget {
     limit: u64,
     bytes: AtomicU64,
@@ -24,7 +24,7 @@ impl CopyBudget {
 
     pub(super) fn release(&self, bytes: u64) {
         self.bytes.fetch_sub(bytes, Ordering::Relaxed);
-        // Take the lock, because a waiter between its check and its wait must not miss this.
+        // Take the lock, so that a waiter between its check and its wait does not miss the notification.
         let _waiters_wait = self.lock.lock();
         self.released.notify_all();
     }
@@ -33,7 +33,8 @@ impl CopyBudget {
         self.bytes.load(Ordering::Relaxed) >= self.limit
     }
 
-    /// Wait until the budget has space, at most for `timeout`: a stalled disk slows training down but does not stop it.
+    /// Wait until the budget has space, but no longer than `timeout`, so that a stalled disk slows training down but
+    /// does not stop it.
     pub(crate) fn wait(&self, timeout: Duration) {
         if !self.is_full() {
             return;

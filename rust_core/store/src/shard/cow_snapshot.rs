@@ -1,7 +1,8 @@
 //! [`CowSnapshot`]: the rows of one table of a shard at one point in time, by copy-on-write.
 //!
-//! The start of a snapshot copies recency only. From then on a row is copied before it first changes or leaves, unless
-//! it was written to the file already. Unchanged and later rows are never copied.
+//! The start of a snapshot copies only the recency of rows. From then on, a row is copied before its first change or
+//! removal, unless it has already been written to the file. Rows that do not change, and rows inserted later, are
+//! never copied.
 
 use std::sync::Arc;
 
@@ -11,22 +12,22 @@ use crate::shard::export::{RowList, RowRef};
 use crate::shard::index::Index;
 use crate::shard::row::{FREE, Layout};
 
-/// A value in [`CowSnapshot::copies`]: the row is still at its index, unchanged.
+/// A value in [`CowSnapshot::copies`]: the row is unchanged at its index.
 const UNTOUCHED: u32 = 0;
-/// A value in [`CowSnapshot::copies`]: the row was already exported to its file.
+/// A value in [`CowSnapshot::copies`]: the row has been written to the file.
 const WRITTEN: u32 = u32::MAX;
 
-/// The part of a snapshot in one table.
+/// The snapshot of one table of a shard.
 pub(crate) struct CowSnapshot {
     layout: Layout,
     len: usize,
-    /// The recency at each row index at the start of the snapshot; [`FREE`] for one without a row.
+    /// The recency at each row index at the start of the snapshot; [`FREE`] for an index without a row.
     last_used: Vec<u32>,
-    /// For each of those row indices [`UNTOUCHED`], [`WRITTEN`], or 1 + the position of the copy in `ids` and `rows`.
+    /// For each row index: [`UNTOUCHED`], [`WRITTEN`], or 1 + the position of the copy in `ids` and `rows`.
     copies: Vec<u32>,
     ids: Vec<u64>,
     rows: Vec<f32>,
-    /// A copy of the admission counts, from the first change of the table's counts on.
+    /// A copy of the admission counts, made before their first change; None until then.
     admission_counts: Option<Vec<(u64, u32)>>,
     budget: Arc<CopyBudget>,
     copied_bytes: u64,
@@ -39,7 +40,7 @@ impl Drop for CowSnapshot {
 }
 
 impl CowSnapshot {
-    /// A snapshot of a table with `len` rows, whose used row indices have this recency.
+    /// Begin a snapshot of a table with `len` rows. `last_used` is the recency at each row index.
     pub(super) fn begin(layout: Layout, len: usize, last_used: &[u32], budget: &Arc<CopyBudget>) -> Self {
         Self {
             layout,
@@ -54,7 +55,7 @@ impl CowSnapshot {
         }
     }
 
-    /// Bytes allocated.
+    /// The number of bytes allocated.
     pub(super) fn memory_bytes(&self) -> usize {
         let counts = self.admission_counts.as_ref().map_or(0, Vec::capacity);
         (self.last_used.capacity() + self.copies.capacity() + self.rows.capacity()) * size_of::<u32>()
@@ -62,7 +63,7 @@ impl CowSnapshot {
             + counts * size_of::<(u64, u32)>()
     }
 
-    /// Copy the row in `row_index` if the snapshot needs it: it is about to change or leave.
+    /// Copy the row at `row_index`, which is about to change or be removed, if the snapshot needs it.
     pub(super) fn preserve(&mut self, row_index: u32, id: u64, row: &[f32]) {
         let at = row_index as usize;
         if self.copies.get(at) == Some(&UNTOUCHED) && self.last_used[at] != FREE {
@@ -73,7 +74,7 @@ impl CowSnapshot {
         }
     }
 
-    /// Copy the admission counts if the snapshot needs them: they are about to change.
+    /// Copy the admission counts, which are about to change, if the snapshot needs them.
     pub(super) fn preserve_counts(&mut self, counts: &Index) {
         if self.admission_counts.is_none() {
             let copy: Vec<_> = counts.entries().collect();
@@ -94,7 +95,8 @@ impl CowSnapshot {
         RowList { layout: self.layout, rows, admission_counts }
     }
 
-    /// The values of these rows, which may change from now on. `current` returns the current row at an index.
+    /// Take the values of these rows, which may change from then on. `current` returns the current row at an
+    /// index.
     pub(super) fn take<'a>(&mut self, rows: &[RowRef], current: impl Fn(u32) -> &'a [f32]) -> Values {
         let mut values = Values::with_capacity(self.layout, rows.len());
         let stride = self.layout.stride();

@@ -4,7 +4,7 @@ use crate::checkpoint::{TableRows, Values};
 use crate::shard::row::Layout;
 use crate::simd::Portable;
 
-/// The id, recency and row index of a row. It sorts by id.
+/// The id, recency and row index of a row. The order is that of ids.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct RowRef {
     pub(super) id: u64,
@@ -12,7 +12,7 @@ pub(crate) struct RowRef {
     pub(super) last_used: u32,
 }
 
-/// The rows of a table and its admission counts, not sorted.
+/// The rows of a table and its admission counts, in no particular order.
 pub(crate) struct RowList {
     pub(super) layout: Layout,
     pub(super) rows: Vec<RowRef>,
@@ -20,7 +20,7 @@ pub(crate) struct RowList {
 }
 
 impl RowList {
-    /// Sort by id. The [`TableRows`] are complete except for weights and state.
+    /// Sort by id. The returned [`TableRows`] are complete except for weights and state.
     pub(crate) fn sorted(self, name: &str) -> (Vec<RowRef>, TableRows) {
         let Self { layout: Layout { dim, state_len, .. }, mut rows, mut admission_counts } = self;
         rows.sort_unstable();
@@ -34,7 +34,7 @@ impl RowList {
 }
 
 impl Values {
-    /// Empty, with capacity for this many rows.
+    /// Create empty values with capacity for `rows` rows.
     pub(super) fn with_capacity(layout: Layout, rows: usize) -> Self {
         let Layout { dim, state_len, .. } = layout;
         Self { weights: Vec::with_capacity(rows * dim), state: Vec::with_capacity(rows * state_len) }

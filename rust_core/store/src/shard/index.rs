@@ -1,32 +1,33 @@
 //! [`Index`]: a hash table from ids to row indices, in buckets of one cache line.
 //!
-//! A bucket holds five ids with their row indices. An id is in its home bucket or, if that was full, in one of the next. Each
-//! bucket counts the ids that *passed* it because it was full; a search ends at the first bucket with a count of 0.
-//! Insertions raise the counts and removals lower them, so that searches do not slow down as rows are evicted.
+//! A bucket holds five ids with their row indices. An id is in its home bucket or, if that was full, in one of the
+//! following buckets. Each bucket counts the ids that *passed* it because it was full; a search ends at the first
+//! bucket with a count of 0. Insertions increment the counts and removals decrement them, so searches do not slow
+//! down as rows are evicted.
 
 use persia_types::id::hash_id;
 
 use crate::shard::region::{OutOfMemory, Plain, Region};
 use crate::simd::{Lanes, Portable};
 
-/// Stands for no row index. A table never has this many rows.
+/// The value that means "no row index". A table never has this many rows.
 pub(crate) const NO_ROW: u32 = u32::MAX;
 
 /// The number of ids in a bucket.
 const WIDTH: usize = 5;
-/// The fewest buckets of a non-empty index.
+/// The minimum number of buckets of a non-empty index.
 const MIN_BUCKETS: usize = 8;
-/// From this many buckets on, an index grows by an eighth instead of doubling, so that an id costs at most 22 bytes.
-/// (An id is then moved eight times on average, but in order, which is cheap.)
+/// The number of buckets from which an index grows by an eighth instead of doubling, so that an id costs at most 22
+/// bytes. (An id is then moved eight times on average, but sequentially, which is cheap.)
 const GENTLE_FROM: usize = 256;
 
-/// Words 0 to 4 are ids. Five row indices of 32 bits, the number of ids (3 bits) and the number of ids that passed (29
-/// bits) follow. One array of words, so that one comparison covers all ids.
+/// Words 0 to 4 are ids. They are followed by five row indices of 32 bits, the number of ids (3 bits) and the number
+/// of ids that passed (29 bits). It is one array of words, so that one vector comparison covers all ids.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 pub(crate) struct Bucket([u64; 8]);
 
-// SAFETY: every bit pattern is an array of integers, and the alignment is that of a cache line.
+// SAFETY: every bit pattern is a valid array of integers, and the alignment is that of a cache line.
 #[allow(unsafe_code)]
 unsafe impl Plain for Bucket {}
 
@@ -81,7 +82,8 @@ impl Bucket {
     }
 }
 
-/// A row index, or another number below [`NO_ROW`], for each id. Hashes are those of [`persia_types::id::hash_id`].
+/// Maps each id to a row index or another value below [`NO_ROW`]. Callers pass hashes computed by
+/// [`persia_types::id::hash_id`].
 pub(crate) struct Index {
     buckets: Region<Bucket>,
     len: usize,
@@ -93,12 +95,12 @@ impl Index {
         Self { buckets: Region::new(), len: 0 }
     }
 
-    /// Ids held.
+    /// The number of ids.
     pub(crate) fn len(&self) -> usize {
         self.len
     }
 
-    /// Ids and their row indices, in no particular order.
+    /// The ids and their row indices, in no particular order.
     pub(crate) fn entries(&self) -> impl Iterator<Item = (u64, u32)> {
         self.buckets.iter().copied().flat_map(move |bucket| {
             (0..bucket.count()).map(move |lane| (bucket.0[lane], bucket.row_index(lane)))
@@ -116,13 +118,14 @@ impl Index {
         &self.buckets
     }
 
-    /// Where the search for a hash begins: by its low bits, because the top eight choose the shard.
+    /// The bucket at which the search for a hash starts. It is chosen by the low bits of the hash, because
+    /// the top eight bits choose the shard.
     #[inline(always)]
     pub(crate) fn home(&self, hash: u64) -> usize {
         home(hash, self.buckets.len())
     }
 
-    /// The row index of `id`, else [`NO_ROW`].
+    /// The row index of `id`, or [`NO_ROW`].
     #[inline(always)]
     pub(crate) fn find<L: Lanes>(&self, id: u64, hash: u64) -> u32 {
         let buckets = self.buckets();
@@ -152,7 +155,7 @@ impl Index {
         self.move_to(larger(buckets))
     }
 
-    /// Reserve space for `ids` in total, as [`Index::reserve`] does for one more.
+    /// Reserve space for `ids` ids in total, as [`Index::reserve`] does for one more id.
     pub(crate) fn reserve_for(&mut self, ids: usize) -> Result<(), OutOfMemory> {
         if ids <= capacity(self.buckets.len()) {
             return Ok(());
@@ -162,7 +165,7 @@ impl Index {
 
     fn move_to(&mut self, buckets: usize) -> Result<(), OutOfMemory> {
         let mut grown = Region::zeroed(buckets.max(MIN_BUCKETS))?;
-        // Ids are moved in the order of their home buckets, so that both arrays are accessed sequentially.
+        // Ids are moved in the order of their home buckets, so both arrays are accessed sequentially.
         for bucket in self.buckets.iter() {
             for lane in 0..bucket.count() {
                 place(&mut grown, bucket.0[lane], hash_id(bucket.0[lane]), bucket.row_index(lane));
@@ -172,13 +175,13 @@ impl Index {
         Ok(())
     }
 
-    /// Add an id that is not there, after [`Index::reserve`].
+    /// Add an id that is not in the index, after [`Index::reserve`].
     pub(crate) fn insert(&mut self, id: u64, hash: u64, row_index: u32) {
         place(&mut self.buckets, id, hash, row_index);
         self.len += 1;
     }
 
-    /// Remove an id. Returns its row index, else [`NO_ROW`].
+    /// Remove an id. Returns its row index, or [`NO_ROW`].
     pub(crate) fn remove(&mut self, id: u64, hash: u64) -> u32 {
         let start = self.home(hash);
         let buckets = &mut self.buckets[..];
@@ -206,12 +209,13 @@ impl Index {
     }
 }
 
-/// The number of buckets after `buckets`. It grows by a factor, so that the cost of moving is constant per id.
+/// The number of buckets to which an index of `buckets` grows. It grows by a factor, so the cost of moving is
+/// constant per id.
 fn larger(buckets: usize) -> usize {
     if buckets < GENTLE_FROM { buckets * 2 } else { buckets + buckets / 8 }
 }
 
-/// The number of ids that `buckets` hold at a load of 0.66.
+/// The number of ids that `buckets` buckets hold at a load factor of 0.66.
 fn capacity(buckets: usize) -> usize {
     buckets * 33 / 10
 }
@@ -261,14 +265,14 @@ mod tests {
                 );
             }
         }
-        // The counts are exact: those of an empty index are 0.
+        // The counts of passed ids are exact: in an empty index, all are 0.
         for &id in model.keys() {
             index.remove(id, hash_id(id));
         }
         assert!(index.buckets.iter().all(|bucket| bucket.count() == 0 && bucket.passed() == 0));
     }
 
-    /// Ids whose home is the last bucket, so that long runs pass full ones and wrap around the end.
+    /// Ids whose home is the last bucket, so that long runs of ids pass full buckets and wrap around the end.
     fn crowd() -> Vec<u64> {
         (0..).filter(|id| hash_id(*id) as u32 >= u32::MAX / 64 * 63).take(60).collect()
     }

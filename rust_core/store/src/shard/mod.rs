@@ -3,9 +3,9 @@
 //! From the outside in:
 //!
 //! * [`table`]: the rows of one table; [`row`]: how a row is stored
-//! * [`index`]: from ids to row indices
-//! * [`region`]: growable memory; [`buddy_allocator`]: its small blocks
-//! * [`cow_snapshot`]: rows at one point in time; [`copy_budget`]: the limit of their copies
+//! * [`index`]: maps ids to row indices
+//! * [`region`]: growable arrays; [`buddy_allocator`]: the memory of small ones
+//! * [`cow_snapshot`]: the rows at one point in time; [`copy_budget`]: the limit for copies of rows
 //! * [`export`]: rows on their way to a checkpoint
 
 mod buddy_allocator;
@@ -30,35 +30,37 @@ pub(crate) use region::refusal;
 pub(crate) use row::Layout;
 pub(crate) use table::{RowChanges, ShardTable};
 
-/// An eviction frees the budget divided by this number of rows, so that many insertions share the cost of its scan.
+/// An eviction removes as many rows as the budget divided by this value, so that many insertions share the cost
+/// of its scan.
 const EVICTED_PART: usize = 16;
 
-/// One virtual shard: the unit of locking, budget and checkpoint files. The alignment keeps its lock and content out of
-/// the cache lines of other shards.
+/// One virtual shard: the unit of locking, of the row budget and of checkpoint files. The alignment keeps its lock and
+/// content out of the cache lines of other shards.
 ///
 /// # Eviction and time to live
 ///
 /// A shard holds at most `budget = max(1, ceil(capacity / 256))` rows over *all* its tables. An insertion into a full
 /// shard first removes all expired rows. If these are fewer than `max(1, budget / 16)`, it evicts the rows with the
-/// smallest `(last_used, table, id)` until that many have left. `last_used` is the highest step of a push of the row,
-/// `table` the index in the schema. The row that is inserted is not a candidate.
+/// smallest `(last_used, table, id)` until that many rows have been removed. `last_used` is the highest step at which
+/// the row was pushed, and `table` is the index in the schema. The row being inserted is not a candidate.
 ///
-/// A row of a table with a time to live is expired at step `t` if `last_used + ttl < t`. Look-ups and pushes of such a
-/// step treat its id as one without a row. Its memory is freed when a push has the id, when rows have to leave, or by
-/// a sweep: a push of step `t` with ids in shard `t % 256` first removes the expired rows of that shard.
+/// A row of a table with a time to live is expired at step `t` if `last_used + ttl < t`. Look-ups and pushes of step
+/// `t` treat its id as one without a row. Its memory is freed when a push contains the id, when an insertion needs
+/// space, or by a sweep: a push of step `t` with ids in shard `t % 256` first removes the expired rows of that shard.
 ///
-/// A push makes two passes over the request, tables and ids in its order. The first records the use of every id that
-/// has a row, and updates the row; the second inserts every other id that is admitted, and updates its row. (An id that
-/// the second pass evicts and the request names again is inserted again.)
+/// A push makes two passes over the request, in the order of its tables and ids. The first pass records the use of
+/// every existing row and updates the row. The second pass inserts a row for every other id that is admitted, and
+/// updates that row. (If the second pass evicts the row of an id that occurs later in the request, the row is inserted
+/// again.)
 ///
 /// # Admission by count
 ///
-/// If a table requires `min_count` pushes before an id gets a row, each push that finds an id without a row adds one to
-/// its count, up to `min_count`. The insertion of the row removes the count. A shard counts
-/// `2 * budget` ids, within [`COUNTED_IDS_PER_SHARD`]. To make room for one more, all counts are halved, and ids whose
-/// count reaches 0 are dropped, as often as needed.
+/// If a table requires `min_count` pushes before an id gets a row, each push of an id without a row adds one to the
+/// id's count, up to `min_count`. The insertion of the row removes the count. A shard counts at most `2 * budget` ids,
+/// clamped to [`COUNTED_IDS_PER_SHARD`]. To make room for one more id, all counts are halved and ids whose count
+/// reaches 0 are dropped, as often as needed.
 ///
-/// All of this is independent of row indices, of time, and of the assignment of shards to servers.
+/// None of this depends on row indices, on time, or on the assignment of shards to servers.
 #[repr(align(64))]
 pub(crate) struct Shard {
     pub(crate) tables: Vec<ShardTable>,
@@ -69,11 +71,11 @@ pub(crate) struct Shard {
     counted: usize,
     /// The step of the last sweep.
     swept: u32,
-    /// Incremented when rows are removed. While it is unchanged, no row has left its index.
+    /// Incremented when rows are removed. As long as it is unchanged, every row is still at its index.
     eviction_count: u64,
 }
 
-/// The numbers of removed rows, by reason.
+/// The numbers of removed rows, by the reason of their removal.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct EvictionCounts {
     pub(crate) evicted: u64,
@@ -89,7 +91,7 @@ struct Candidate {
 }
 
 impl Shard {
-    /// Empty tables with these layouts.
+    /// Create empty tables with these layouts.
     pub(crate) fn new(layouts: &[Layout], budget: usize) -> Self {
         let tables = layouts.iter().map(|layout| ShardTable::new(*layout)).collect();
         Self { tables, rows: 0, budget, counted: 0, swept: 0, eviction_count: 0 }
@@ -101,12 +103,12 @@ impl Shard {
         *self = Self::new(&layouts, self.budget);
     }
 
-    /// Count changes of rows from 0.
+    /// Reset the counts of row changes to 0.
     pub(crate) fn reset_changes(&mut self) {
         self.tables.iter_mut().for_each(|table| table.changes = RowChanges::default());
     }
 
-    /// Set the layouts of the tables. Tables with rows already have these layouts.
+    /// Set the layouts of the tables. The caller ensures that tables with rows already have these layouts.
     pub(crate) fn set_layouts(&mut self, layouts: &[Layout]) {
         for (table, layout) in self.tables.iter_mut().zip(layouts) {
             if table.layout() != *layout {
@@ -115,8 +117,8 @@ impl Shard {
         }
     }
 
-    /// Insert the row of an id without one. If the shard is full, rows are evicted before. Returns `(row_index, removed
-    /// rows)`.
+    /// Insert the row of an id that has none. If the shard is full, rows are removed first. Returns `(row_index,
+    /// removed rows)`.
     pub(crate) fn insert(
         &mut self,
         table: usize,
@@ -146,7 +148,7 @@ impl Shard {
         Ok((row_index, left))
     }
 
-    /// Remove the expired row of `id`, which must have one.
+    /// Remove the expired row of `id`. The row must exist.
     pub(crate) fn remove_expired(&mut self, table: usize, id: u64) {
         self.tables[table].remove(id);
         self.tables[table].changes.expired += 1;
@@ -154,13 +156,14 @@ impl Shard {
         self.eviction_count += 1;
     }
 
-    /// While this number is unchanged, no row of the shard has left its index.
+    /// The number of removals so far. As long as it is unchanged, every row of the shard is still at its
+    /// index.
     #[inline(always)]
     pub(crate) fn eviction_count(&self) -> u64 {
         self.eviction_count
     }
 
-    /// Like [`Self::sweep`], but only once per step, regardless of the number of ranks.
+    /// Like [`Self::sweep`], but only once per step, however many ranks push.
     pub(crate) fn sweep_once(&mut self, step: u32) -> u64 {
         if self.swept >= step {
             return 0;
@@ -169,7 +172,7 @@ impl Shard {
         self.sweep(step)
     }
 
-    /// Remove all rows that are expired at `step`. Returns their number.
+    /// Remove all rows that are expired at `step`. Returns the number of removed rows.
     fn sweep(&mut self, step: u32) -> u64 {
         let before = self.rows;
         for table in &mut self.tables {
@@ -187,7 +190,7 @@ impl Shard {
         (before - self.rows) as u64
     }
 
-    /// Reserve memory for the rows of `ids` more ids, and for their admission counts, so that [`Self::count`] and
+    /// Reserve memory for the rows and admission counts of `ids` more ids, so that [`Self::count`] and
     /// [`Self::insert`] need no memory for them.
     pub(crate) fn reserve_admissions(
         &mut self,
@@ -207,7 +210,7 @@ impl Shard {
         table.reserve_rows(ids, budget)
     }
 
-    /// Count a push of an id without a row. Returns whether this was the `min_count`-th, or a later one.
+    /// Count a push of an id without a row. Returns whether this was at least the `min_count`-th push.
     pub(crate) fn count(&mut self, table: usize, id: u64, min_count: u32) -> Result<bool, OutOfMemory> {
         let hash = hash_id(id);
         let before = self.tables[table].admission_counts.find::<Portable>(id, hash);
@@ -234,7 +237,7 @@ impl Shard {
         Ok(count >= min_count)
     }
 
-    /// The count that [`Self::count`] would reach, if it has no `min_count`.
+    /// The count that [`Self::count`] would reach if `min_count` did not limit it.
     pub(crate) fn would_count(&self, table: usize, id: u64) -> u32 {
         match self.tables[table].admission_counts.find::<Portable>(id, hash_id(id)) {
             NO_ROW => 1,
@@ -242,7 +245,7 @@ impl Shard {
         }
     }
 
-    /// Add the admission count of a checkpoint.
+    /// Add an admission count from a checkpoint.
     pub(crate) fn load_count(&mut self, table: usize, id: u64, count: u32) -> Result<(), OutOfMemory> {
         let table = &mut self.tables[table];
         table.admission_counts.reserve()?;
@@ -257,7 +260,8 @@ impl Shard {
         self.budget.saturating_mul(2).clamp(least, most)
     }
 
-    /// Halve all counts until at most `most` ids have one. This is done in place, so that the index needs no memory.
+    /// Halve all counts until at most `most` ids have a count. This is done in place, so that it needs no
+    /// memory.
     fn halve_counts_to(&mut self, most: usize) {
         while self.counted > most {
             for table in &mut self.tables {
@@ -278,7 +282,7 @@ impl Shard {
         }
     }
 
-    /// Evict rows down to the budget: a checkpoint may have a larger capacity.
+    /// Evict rows until the budget is met, because a checkpoint may come from a job with a larger capacity.
     pub(crate) fn fit_budget(&mut self) {
         if self.rows > self.budget {
             self.evict(self.rows - self.budget);
@@ -286,12 +290,12 @@ impl Shard {
         self.halve_counts_to(self.counted_limit());
     }
 
-    /// Reserve memory for `rows` more rows of a checkpoint.
+    /// Reserve memory for `rows` more rows from a checkpoint.
     pub(crate) fn reserve(&mut self, table: usize, rows: usize) -> Result<(), OutOfMemory> {
         self.tables[table].reserve(rows)
     }
 
-    /// Insert a row of a checkpoint, even above the budget.
+    /// Insert a row from a checkpoint, even above the budget.
     pub(crate) fn load(
         &mut self,
         table: usize,
@@ -304,7 +308,7 @@ impl Shard {
         Ok(())
     }
 
-    /// Evict the `count` least recently used rows. Returns their number.
+    /// Evict the `count` least recently used rows. Returns the number of evicted rows.
     #[cold]
     fn evict(&mut self, count: usize) -> u64 {
         if count == 0 {

@@ -1,10 +1,10 @@
-//! [`Region`]: a growable array of zeros that takes memory from the system only as it is written.
+//! [`Region`]: a growable array of zeros, which uses physical memory only where it has been written.
 //!
-//! Each table has regions for rows, ids, recency and its indexes in every shard, so that hundreds of thousands of regions
-//! may exist. Small ones are blocks of one [`BuddyAllocator`] on huge pages, so that the addresses of small tables fit
-//! the translation look-aside buffer. A large region is a separate mapping, aligned to a huge page: its untouched part
-//! costs nothing, and it grows by moving page tables, not bytes. Its pages are collapsed into huge ones only where
-//! these are already full, so that a huge page is never half empty.
+//! Each table has regions for rows, ids, recency and its indexes in every shard, so hundreds of thousands of regions
+//! may exist. Small regions are blocks of one [`BuddyAllocator`] on huge pages, so that the translation look-aside
+//! buffer covers the addresses of small tables. A large region is a separate mapping, aligned to a huge page. Its
+//! untouched part uses no physical memory, and it grows by moving page tables, not bytes. Its pages are collapsed
+//! into a huge page only when all of them have been written, so that a huge page is never half empty.
 
 #![allow(unsafe_code)]
 
@@ -22,7 +22,7 @@ use crate::shard::buddy_allocator::{BuddyAllocator, CHUNK, GRAIN};
 const BLOCK_MAX: usize = 64 << 10;
 /// The size of a huge page, for which one entry of the translation look-aside buffer suffices.
 const HUGE_PAGE: usize = CHUNK;
-/// The size of a page, which the system allocates at the first write.
+/// The size of a page, which the operating system allocates at the first write.
 const PAGE: usize = 4 << 10;
 
 /// The alignment of every region, including an empty one.
@@ -32,37 +32,38 @@ struct CacheLine;
 /// The address of an empty region.
 const NOWHERE: NonNull<u8> = NonNull::<CacheLine>::dangling().cast();
 
-/// Types for which any bit pattern, zeros included, is a value.
+/// Types for which every bit pattern, including all zeros, is a valid value.
 ///
 /// # Safety
-/// Implementors hold no references, have no invalid bit patterns and need no more alignment than a cache line.
+/// Implementing types must contain no references, have no invalid bit patterns, and need no more alignment
+/// than a cache line.
 pub(super) unsafe trait Plain: Copy + Send + Sync + 'static {}
 
-// SAFETY: every bit pattern is a float.
+// SAFETY: every bit pattern is a valid float.
 unsafe impl Plain for f32 {}
-// SAFETY: every bit pattern is an integer.
+// SAFETY: every bit pattern is a valid integer.
 unsafe impl Plain for u64 {}
-// SAFETY: every bit pattern is an integer.
+// SAFETY: every bit pattern is a valid integer.
 unsafe impl Plain for u32 {}
 
-/// The system has no more memory. The region is unchanged.
+/// The error that the operating system refused memory. The region is unchanged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct OutOfMemory {
-    /// The requested size.
+    /// The requested size, in bytes.
     pub(crate) bytes: usize,
 }
 
 /// A growable array. Dereferences to a slice over its whole capacity.
 pub(super) struct Region<T: Plain> {
     start: NonNull<u8>,
-    /// Size of the block or mapping; 0 before the first growth.
+    /// The size of the block or mapping; 0 before the first growth.
     bytes: usize,
     elements: PhantomData<T>,
 }
 
 // SAFETY: a region owns its memory and `T` is plain data.
 unsafe impl<T: Plain> Send for Region<T> {}
-// SAFETY: shared references only read.
+// SAFETY: shared references are only used to read.
 unsafe impl<T: Plain> Sync for Region<T> {}
 
 impl<T: Plain> Region<T> {
@@ -71,7 +72,8 @@ impl<T: Plain> Region<T> {
         Self { start: NOWHERE, bytes: 0, elements: PhantomData }
     }
 
-    /// Exactly `len` zeros that will all be written: whole huge pages are allocated immediately.
+    /// Create a region of exactly `len` zeros, all of which will be written. Whole huge pages are allocated
+    /// immediately.
     pub(crate) fn zeroed(len: usize) -> Result<Self, OutOfMemory> {
         let need = len * size_of::<T>();
         let bytes = need.next_multiple_of(if need > BLOCK_MAX { PAGE } else { GRAIN });
@@ -82,8 +84,8 @@ impl<T: Plain> Region<T> {
         Ok(Self { start, bytes, elements: PhantomData })
     }
 
-    /// Grow to at least `len` elements; new ones are zero. A block, which is resident as a whole, grows by about a
-    /// quarter; a mapping, of which only what is written is resident, doubles.
+    /// Grow to at least `len` elements; new elements are zero. A block is resident as a whole, so it grows by about a
+    /// quarter. Only the written pages of a mapping are resident, so it doubles.
     pub(crate) fn grow(&mut self, len: usize) -> Result<(), OutOfMemory> {
         let need = len.checked_mul(size_of::<T>()).ok_or(OutOfMemory { bytes: usize::MAX })?;
         if need <= self.bytes {
@@ -96,7 +98,7 @@ impl<T: Plain> Region<T> {
         } else if self.bytes <= BLOCK_MAX {
             let bytes = doubled.max(HUGE_PAGE);
             *self = self.copied_into(map(bytes)?, bytes);
-            // By default some systems back every mapping with huge pages.
+            // Some systems back every mapping with huge pages by default.
             advise(self.start, self.bytes, libc::MADV_NOHUGEPAGE);
         } else {
             self.start = remap(self.start, self.bytes, doubled)?;
@@ -105,16 +107,16 @@ impl<T: Plain> Region<T> {
         Ok(())
     }
 
-    /// Grow to `len` elements that will all be written now, on huge pages if these will be full. This is far cheaper
-    /// than collapsing small pages later.
+    /// Grow to `len` elements, all of which the caller is about to write, and use huge pages where these will be
+    /// full. This is far cheaper than collapsing small pages later.
     pub(crate) fn grow_filled(&mut self, len: usize) -> Result<(), OutOfMemory> {
         self.grow(len)?;
         let full = len * size_of::<T>() / HUGE_PAGE;
         if self.bytes > BLOCK_MAX && full > 0 {
             advise(self.start, self.bytes, libc::MADV_HUGEPAGE);
             for page in 0..full {
-                // A write that does not change the content. A read would first map the shared page of zeros. SAFETY:
-                // inside the mapping, which `self` owns alone.
+                // Allocate the page by a write that does not change the content; a read would map the shared page of
+                // zeros. SAFETY: the address is inside the mapping, which only `self` owns.
                 let byte = unsafe { AtomicU8::from_ptr(self.start.as_ptr().add(page * HUGE_PAGE)) };
                 byte.fetch_or(0, Ordering::Relaxed);
             }
@@ -123,7 +125,7 @@ impl<T: Plain> Region<T> {
         Ok(())
     }
 
-    /// The resident bytes if only the first `len` elements were ever written.
+    /// The number of resident bytes if only the first `len` elements have ever been written.
     pub(crate) fn resident_bytes(&self, len: usize) -> usize {
         if self.bytes <= BLOCK_MAX { self.bytes } else { (len * size_of::<T>()).next_multiple_of(PAGE) }
     }
@@ -141,10 +143,10 @@ impl<T: Plain> Region<T> {
     fn collapse(&self, offset: usize, bytes: usize) {
         debug_assert!(offset + bytes <= self.bytes);
         advise(self.start, self.bytes, libc::MADV_HUGEPAGE);
-        // SAFETY: the range lies inside this mapping; the call changes page sizes, never content.
+        // SAFETY: the range is inside this mapping; the call changes page sizes but never the content.
         let collapsed =
             unsafe { libc::madvise(self.start.as_ptr().add(offset).cast(), bytes, libc::MADV_COLLAPSE) };
-        // Kernels before 6.1 collapse pages only in the background, which requires that the advice remains set.
+        // Kernels before 6.1 collapse pages only in the background, and only while the advice is set.
         if collapsed == 0 {
             advise(self.start, self.bytes, libc::MADV_NOHUGEPAGE);
         }
@@ -162,8 +164,8 @@ impl<T: Plain> Deref for Region<T> {
 
     #[inline(always)]
     fn deref(&self) -> &[T] {
-        // SAFETY: `bytes` bytes from `start` are initialised (zeroed at first), aligned, and owned by `self`;
-        // for an empty region the pointer dangles and the length is 0.
+        // SAFETY: `bytes` bytes from `start` are initialized (to zero at first), aligned, and owned by
+        // `self`; for an empty region, the pointer dangles and the length is 0.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr().cast::<T>(), self.bytes / size_of::<T>()) }
     }
 }
@@ -188,10 +190,10 @@ impl<T: Plain> Drop for Region<T> {
     }
 }
 
-/// The free memory for the small regions of all tables.
+/// The free blocks for the small regions of all tables.
 static BLOCKS: Mutex<BuddyAllocator> = Mutex::new(BuddyAllocator::new());
 
-/// A block of zeros; `bytes` is a multiple of [`GRAIN`] and at most [`BLOCK_MAX`].
+/// Allocate a block of zeros. `bytes` is a multiple of [`GRAIN`] and at most [`BLOCK_MAX`].
 fn allocate(bytes: usize) -> Result<NonNull<u8>, OutOfMemory> {
     if bytes == 0 {
         return Ok(NOWHERE);
@@ -211,12 +213,12 @@ fn allocate(bytes: usize) -> Result<NonNull<u8>, OutOfMemory> {
             blocks.take(bytes).ok_or(OutOfMemory { bytes })?
         }
     };
-    // SAFETY: these bytes are part of a live mapping and no other region has them.
+    // SAFETY: these bytes are part of a live mapping, and no other region uses them.
     unsafe { start.write_bytes(0, bytes) };
     Ok(start)
 }
 
-/// Free a block, and return a chunk that is no longer needed to the system.
+/// Free a block. If a chunk is no longer needed, return it to the operating system.
 fn release(start: NonNull<u8>, bytes: usize) {
     let spare = {
         let mut blocks = BLOCKS.lock();
@@ -228,7 +230,7 @@ fn release(start: NonNull<u8>, bytes: usize) {
     }
 }
 
-/// Map `bytes` (a multiple of `PAGE`) of untouched zeros at a multiple of `HUGE_PAGE`.
+/// Map `bytes` of untouched zeros, a multiple of `PAGE`, at a multiple of `HUGE_PAGE`.
 fn map(bytes: usize) -> Result<NonNull<u8>, OutOfMemory> {
     let refused = OutOfMemory { bytes };
     #[cfg(test)]
@@ -238,7 +240,7 @@ fn map(bytes: usize) -> Result<NonNull<u8>, OutOfMemory> {
     let padded = bytes.checked_add(HUGE_PAGE).ok_or(refused)?;
     let (access, kind) =
         (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE);
-    // SAFETY: a new anonymous mapping at an address of the system's choice touches no existing memory.
+    // SAFETY: a new anonymous mapping at an address that the system chooses touches no existing memory.
     let whole = unsafe { libc::mmap(std::ptr::null_mut(), padded, access, kind, -1, 0) };
     if whole == libc::MAP_FAILED {
         return Err(refused);
@@ -263,7 +265,8 @@ fn unmap(start: *mut u8, bytes: usize) {
 fn remap(old: NonNull<u8>, old_bytes: usize, bytes: usize) -> Result<NonNull<u8>, OutOfMemory> {
     let target = map(bytes)?;
     let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
-    // SAFETY: `old` is a mapping of ours of that size; `target` is another, which the call replaces.
+    // SAFETY: this module owns `old`, a mapping of that size, and `target`, another mapping, which the call
+    // replaces.
     let moved =
         unsafe { libc::mremap(old.as_ptr().cast(), old_bytes, bytes, flags, target.as_ptr().cast::<u8>()) };
     if moved == libc::MAP_FAILED {
@@ -273,13 +276,13 @@ fn remap(old: NonNull<u8>, old_bytes: usize, bytes: usize) -> Result<NonNull<u8>
     Ok(target)
 }
 
-/// Advise the system about page sizes. A refusal does no harm.
+/// Advise the operating system about page sizes. An error does no harm.
 fn advise(start: NonNull<u8>, bytes: usize, advice: libc::c_int) {
-    // SAFETY: callers pass a mapping of ours, and advice about pages that changes no content.
+    // SAFETY: callers pass a mapping that this module owns, and advice that does not change its content.
     unsafe { libc::madvise(start.as_ptr().cast(), bytes, advice) };
 }
 
-/// Refuses allocations of a thread, for tests.
+/// Makes allocations of the current thread fail, for tests.
 #[cfg(test)]
 pub(crate) mod refusal {
     use std::cell::Cell;
@@ -288,12 +291,12 @@ pub(crate) mod refusal {
         static LEFT: Cell<u32> = const { Cell::new(u32::MAX) };
     }
 
-    /// Grant this many further requests for memory, and refuse the one after them.
+    /// Grant this many further requests for memory, and refuse the next one.
     pub(crate) fn after(requests: u32) {
         LEFT.set(requests);
     }
 
-    /// Refuse nothing from now on. Returns whether a request was refused.
+    /// Stop refusing requests. Returns whether a request was refused.
     pub(crate) fn end() -> bool {
         LEFT.replace(u32::MAX) == u32::MAX
     }
@@ -317,7 +320,7 @@ mod tests {
         let mut region = Region::<f32>::new();
         assert!(region.is_empty());
         let mut written = 0;
-        // Growth from a block to the first mapping, which is moved twice.
+        // The region grows from a block to a mapping, which is then moved twice.
         for len in [1, 100, 5_000, 16_384, 16_385, 600_000, 3_000_000] {
             region.grow(len).unwrap();
             assert!(region.len() >= len);

@@ -1,7 +1,7 @@
-//! [`Layout`]: the storage of a table's rows, and the reading and writing of their weights.
+//! [`Layout`]: how a table's rows are stored, and how their weights are read and written.
 //!
-//! A row is `[weights | optimizer state]` in words of 32 bits. A weight of f32 is a word. Two weights of 16 bits share a
-//! word; if their number is odd, the last half is unused. State is always f32.
+//! A row is `[weights | optimizer state]` in words of 32 bits. An f32 weight occupies one word. Two 16-bit weights
+//! share a word; if the number of weights is odd, half of the last word is unused. The state is always f32.
 
 use persia_kernels::copy;
 use persia_kernels::half::{Bf16, F16, narrow, round_stochastic, widen};
@@ -10,7 +10,8 @@ use persia_types::{Dtype, Table};
 use crate::math::random::RowDraws;
 use crate::simd::{Lanes, Portable};
 
-/// The recency at a row index without a row. Steps count from 1, so 0 is free; every id is valid, so no id could mark it.
+/// The recency that marks a row index without a row. Steps are counted from 1, so 0 is available. No id could be the
+/// mark, because every id is valid.
 pub(crate) const FREE: u32 = 0;
 
 /// The layout of a table's rows.
@@ -18,7 +19,7 @@ pub(crate) const FREE: u32 = 0;
 pub(crate) struct Layout {
     /// The number of weights per row.
     pub(crate) dim: usize,
-    /// The stored type of a weight.
+    /// The type in which weights are stored.
     pub(crate) dtype: Dtype,
     /// The number of floats of optimizer state per row.
     pub(crate) state_len: usize,
@@ -32,13 +33,13 @@ impl Layout {
         Self { dim: table.dim, dtype: table.settings.dtype, state_len: 0, ttl: table.settings.ttl }
     }
 
-    /// The number of words from one row to the next.
+    /// The distance from one row to the next, in words.
     #[inline(always)]
     pub(crate) fn stride(self) -> usize {
         self.weight_words() + self.state_len
     }
 
-    /// The number of words of the weights.
+    /// The number of words that the weights occupy.
     #[inline(always)]
     pub(crate) fn weight_words(self) -> usize {
         match self.dtype {
@@ -47,13 +48,13 @@ impl Layout {
         }
     }
 
-    /// The number of bytes of weights and state, without padding.
+    /// The size of weights and state in bytes, without padding.
     pub(crate) fn payload_bytes(self) -> usize {
         let weight = if self.dtype == Dtype::F32 { 4 } else { 2 };
         self.dim * weight + self.state_len * 4
     }
 
-    /// At `step`, rows last used before the returned step are expired. 0 if rows never expire.
+    /// The earliest last use of a row that is not expired at `step`; 0 if rows never expire.
     #[inline(always)]
     pub(crate) fn oldest_alive(self, step: u32) -> u32 {
         self.ttl.map_or(0, |ttl| step.saturating_sub(ttl))

@@ -1,7 +1,8 @@
 //! [`ShardTable`]: the rows of one table in one shard.
 //!
-//! Each row has an index in its table, and starts at `row_index * stride` of one region. Ids and recency have separate
-//! regions. A row therefore occupies as few cache lines as possible, and a cache line has the recency of sixteen rows.
+//! Each row has an index in its table. The row starts at word `row_index * stride` of one region; ids and recency are
+//! in separate regions. A row therefore occupies as few cache lines as possible, and a cache line contains the recency
+//! of sixteen rows.
 
 use std::sync::Arc;
 
@@ -18,7 +19,7 @@ use crate::shard::region::{OutOfMemory, Region};
 use crate::shard::row::{FREE, Layout};
 use crate::simd::Lanes;
 
-/// The numbers of rows that came and went.
+/// The numbers of inserted and removed rows.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct RowChanges {
     pub(crate) inserted: u64,
@@ -26,7 +27,7 @@ pub(crate) struct RowChanges {
     pub(crate) expired: u64,
 }
 
-/// The rows of a table, their ids, recency and admission counts, and a snapshot while one is held.
+/// The rows of a table with their ids, recency and admission counts, and the snapshot that is held, if any.
 pub(crate) struct ShardTable {
     layout: Layout,
     pub(crate) index: Index,
@@ -35,15 +36,15 @@ pub(crate) struct ShardTable {
     ids: Region<u64>,
     /// The step of the last push to the row at each index, from 1; [`FREE`] marks a free index.
     last_used: Region<u32>,
-    /// The number of row indices that were ever used. The free ones among them are chained.
+    /// The number of row indices that have ever been used. The free ones among them form a linked list.
     used: u32,
     first_free: u32,
-    /// [`Region::grow_filled`] has set the page size of rows below this index.
+    /// The row index below which [`Region::grow_filled`] has set the page size.
     collapsed: u32,
     len: usize,
-    /// Ids without a row, each with its number of pushes in place of a row index.
+    /// The admission counts: ids without a row, each with its number of pushes in place of a row index.
     pub(crate) admission_counts: Index,
-    /// The number of those ids that were pushed once.
+    /// The number of ids whose admission count is 1.
     pub(super) seen_once: usize,
     /// The changes of rows since the run began.
     pub(crate) changes: RowChanges,
@@ -51,7 +52,7 @@ pub(crate) struct ShardTable {
 }
 
 impl ShardTable {
-    /// An empty table without memory.
+    /// Create an empty table without memory.
     pub(crate) fn new(layout: Layout) -> Self {
         Self {
             layout,
@@ -85,12 +86,12 @@ impl ShardTable {
         self.layout
     }
 
-    /// Rows held.
+    /// The number of rows.
     pub(crate) fn len(&self) -> usize {
         self.len
     }
 
-    /// The numbers of this part of the table, without its name and look-ups.
+    /// The statistics of this shard of the table, without its name and look-ups.
     pub(crate) fn stats(&self) -> TableStats {
         let RowChanges { inserted, evicted, expired } = self.changes;
         TableStats {
@@ -106,12 +107,12 @@ impl ShardTable {
         }
     }
 
-    /// The number of bytes of weights and state in the table.
+    /// The size of all weights and state in the table, in bytes.
     pub(crate) fn payload_bytes(&self) -> usize {
         self.len * self.layout.payload_bytes()
     }
 
-    /// The resident bytes of this table.
+    /// The resident memory of this table, in bytes.
     pub(crate) fn memory_bytes(&self) -> usize {
         let used = self.used as usize;
         size_of::<Self>()
@@ -148,20 +149,20 @@ impl ShardTable {
         &self.rows[row_index as usize * stride..][..stride]
     }
 
-    /// The row at a row index, for a change. If a snapshot is held, call [`Self::preserve`] before.
+    /// The row at a row index, for a change. If a snapshot is held, call [`Self::preserve`] first.
     #[inline(always)]
     pub(crate) fn row_mut(&mut self, row_index: u32) -> &mut [f32] {
         let stride = self.layout.stride();
         &mut self.rows[row_index as usize * stride..][..stride]
     }
 
-    /// Whether `row_index`, which an earlier look-up found, still holds the row of `id`.
+    /// Whether the row at `row_index`, which an earlier look-up found, is still that of `id`.
     #[inline(always)]
     pub(crate) fn holds(&self, row_index: u32, id: u64) -> bool {
         self.ids.get(row_index as usize) == Some(&id) && self.last_used[row_index as usize] != FREE
     }
 
-    /// The row index of `id`, else [`NO_ROW`].
+    /// The row index of `id`, or [`NO_ROW`].
     #[inline(always)]
     pub(crate) fn find<L: Lanes>(&self, id: u64) -> u32 {
         self.index.find::<L>(id, hash_id(id))
@@ -173,14 +174,15 @@ impl ShardTable {
         oldest == 0 || self.last_used[row_index as usize] >= oldest
     }
 
-    /// Record a use of `row_index`. Steps of several ranks may arrive out of order, so the highest counts.
+    /// Record a use of the row at `row_index`. Steps of several ranks may arrive out of order, so the highest
+    /// step is kept.
     #[inline(always)]
     pub(crate) fn touch(&mut self, row_index: u32, step: u32) {
         let last_used = &mut self.last_used[row_index as usize];
         *last_used = step.max(*last_used);
     }
 
-    /// Reserve memory for `rows` more rows in a shard of `budget` rows; some of them may be inserted.
+    /// Reserve memory for up to `rows` more rows in a shard of `budget` rows.
     pub(super) fn reserve_rows(&mut self, rows: usize, budget: usize) -> Result<(), OutOfMemory> {
         let used = self.used as usize;
         let most = |held: usize| budget.max(held);
@@ -195,7 +197,7 @@ impl ShardTable {
         self.last_used.grow(row_indices)
     }
 
-    /// Reserve memory for `rows` more rows, all of which will be inserted now.
+    /// Reserve memory for `rows` more rows, all of which the caller is about to insert.
     pub(super) fn reserve(&mut self, rows: usize) -> Result<(), OutOfMemory> {
         let row_indices = self.used as usize + rows;
         self.index.reserve_for(self.len + rows)?;
@@ -206,7 +208,7 @@ impl ShardTable {
         Ok(())
     }
 
-    /// Insert the row of an id without one, written by `fill`. A failure changes nothing.
+    /// Insert the row of an id that has none; `fill` writes the row. A failure changes nothing.
     pub(super) fn insert(
         &mut self,
         id: u64,
@@ -223,7 +225,7 @@ impl ShardTable {
         Ok(row_index)
     }
 
-    /// Remove the row of `id`, which must have one.
+    /// Remove the row of `id`. The row must exist.
     pub(super) fn remove(&mut self, id: u64) {
         let row_index = self.index.remove(id, hash_id(id));
         debug_assert!(self.holds(row_index, id));
@@ -236,7 +238,7 @@ impl ShardTable {
         self.len -= 1;
     }
 
-    /// Every row's `(row_index, id, last_used)`, in the order of row indices.
+    /// The `(row_index, id, last_used)` of every row, in the order of row indices.
     pub(crate) fn entries(&self) -> impl Iterator<Item = (u32, u64, u32)> {
         let used = self.ids[..self.used as usize].iter().zip(self.last_used.iter());
         (0..)
@@ -306,13 +308,13 @@ impl ShardTable {
         }
     }
 
-    /// The content of the snapshot; None if it is empty.
+    /// The rows and counts of the snapshot; None if it is empty.
     pub(crate) fn list_snapshot(&self) -> Option<RowList> {
         let snapshot = self.snapshot.as_deref()?;
         Some(snapshot.list(&self.ids, &self.admission_counts))
     }
 
-    /// The values of rows of the snapshot, which may change from now on.
+    /// Take the values of rows of the snapshot. The rows may change from then on.
     pub(crate) fn take_from_snapshot(&mut self, rows: &[RowRef]) -> Values {
         let (stride, current) = (self.layout.stride(), &self.rows);
         self.snapshot.as_mut().map_or_else(
@@ -321,7 +323,7 @@ impl ShardTable {
         )
     }
 
-    /// All current rows and counts; None if there are neither.
+    /// All current rows and counts; None if there are none.
     pub(crate) fn export(&self, name: &str) -> Option<TableRows> {
         if self.is_empty() {
             return None;
@@ -336,7 +338,7 @@ impl ShardTable {
         Some(TableRows { weights, state, ..table })
     }
 
-    /// Whether there are neither rows nor counts.
+    /// Whether the table has neither rows nor counts.
     fn is_empty(&self) -> bool {
         self.len + self.admission_counts.len() == 0
     }

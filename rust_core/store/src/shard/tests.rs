@@ -59,7 +59,7 @@ fn fitting_the_budget_keeps_the_newest() {
     assert_eq!(ids(&shard, 0), [7, 8, 9]);
 }
 
-/// Ten rows of each table, last used at steps 1 to 10. Those of the first table never expire.
+/// Ten rows of each table, last used at steps 1 to 10. The rows of the first table never expire.
 fn aged() -> Shard {
     let mut shard = Shard::new(&[PLAIN, Layout { ttl: Some(5), ..PLAIN }], 20);
     for id in 0..10 {
@@ -82,7 +82,7 @@ fn a_sweep_removes_expired_rows_and_no_others() {
 
 #[test]
 fn expired_rows_leave_before_rows_that_do_not_expire() {
-    // The rows of the first table are equally old, and are kept.
+    // The rows of the first table are equally old, but are kept.
     let mut shard = aged();
     assert_eq!(insert(&mut shard, 0, 100, 9), EvictionCounts { evicted: 0, expired: 3 });
     assert_eq!((ids(&shard, 0).len(), ids(&shard, 1)), (11, (3..10).collect()));
@@ -106,7 +106,7 @@ fn an_id_is_admitted_at_its_min_count_and_counted_again_once_its_row_left() {
     assert!(!shard.count(0, 7, 3).unwrap());
 }
 
-/// The limit of a small shard.
+/// The maximum number of counted ids in a small shard.
 const LIMIT: usize = *COUNTED_IDS_PER_SHARD.start();
 
 #[test]
@@ -128,7 +128,7 @@ fn at_the_limit_counts_are_halved_and_those_of_1_forgotten() {
 }
 
 proptest! {
-    /// Compared with a plain map, with more ids than are counted.
+    /// Compares the counts with a plain map, with more ids than a shard counts.
     #[test]
     fn counting_is_as_documented(seed in any::<u64>(), min_count in 1u32..5) {
         let mut shard = Shard::new(&[PLAIN], 1);
@@ -136,7 +136,7 @@ proptest! {
         let mut random = seed | 1;
         for _ in 0..6 * LIMIT {
             random = random.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(1);
-            // Half of the look-ups are for one of a few ids.
+            // Half of the pushes are of one of a few ids.
             let id = if random >> 63 == 1 { random >> 40 & 0x7F } else { random >> 40 & 0xFFF };
             let admitted = shard.count(0, id, min_count).unwrap();
             if min_count > 1 {

@@ -1,11 +1,10 @@
-//! Snapshots: all shards to files and back, by several threads.
+//! Snapshots: several threads write all shards to files, or read them.
 
 mod parallel;
 mod rows;
 mod throttle;
 
 use std::collections::BTreeMap;
-use std::fs::{self, File};
 use std::ops::Range;
 use std::path::Path;
 
@@ -13,16 +12,15 @@ use parking_lot::Mutex;
 use persia_types::TablesError;
 use persia_types::tables::{FileEntry, Snapshot};
 
-use crate::checkpoint::{ShardReader, ShardRows, published};
-pub(crate) use parallel::for_each_job;
-use parallel::run_jobs;
+use crate::checkpoint::{ShardReader, ShardRows, discard, sync_names, without_staging};
+pub(crate) use parallel::{for_each_job, run_jobs};
 use rows::ShardFile;
 pub(crate) use rows::{export, import, write_shard_snapshot};
 use throttle::WriteThrottle;
 
-/// Write `shards` to files in `dir`, each by `write`. `tables` is the number of tables. Writing is throttled while
-/// `trained` returns growing numbers; None lifts the throttle. After an error, also one of `accept`, which is called when
-/// all files are written, the files of this call are removed.
+/// Write `shards` to files in `dir`, a directory or a URL, and call `write` for each. `tables` is the number of
+/// tables. Writing is throttled while `trained` returns a growing count; None lifts the throttle. `accept` is called
+/// when all files are written. After an error, including one from `accept`, the files of this call are removed.
 pub(crate) fn save(
     dir: &Path,
     tables: usize,
@@ -42,17 +40,12 @@ pub(crate) fn save(
         written.lock().extend(file.iter().map(|(file, _)| file.name.clone()));
         Ok::<_, TablesError>(file)
     });
-    // The files are durable. Make their names durable too.
+    // The content of the files is durable. Make their names durable too.
     let synced = files.and_then(|files| {
-        let io = |source| TablesError::Io { path: published(dir), source };
-        File::open(dir).and_then(|dir| dir.sync_all()).map_err(io)?;
+        sync_names(dir).map_err(|source| TablesError::Io { path: without_staging(dir), source })?;
         accept().map(|()| files)
     });
-    let files = synced.inspect_err(|_| {
-        for name in written.lock().iter() {
-            let _ = fs::remove_file(dir.join(name)); // the next save removes what remains
-        }
-    })?;
+    let files = synced.inspect_err(|_| discard(dir, &written.lock()))?;
     let mut snapshot = Snapshot { files: Vec::new(), rows: vec![0; tables] };
     for (file, counts) in files.into_iter().flatten() {
         snapshot.files.push(file);
@@ -61,7 +54,7 @@ pub(crate) fn save(
     Ok(snapshot)
 }
 
-/// Read and check all files, and import each. Returns the results by shard.
+/// Read, check and import all files. Returns the results by shard.
 pub(crate) fn load<T: Send>(
     dir: &Path,
     files: &[FileEntry],
@@ -70,12 +63,15 @@ pub(crate) fn load<T: Send>(
 ) -> Result<BTreeMap<usize, T>, TablesError> {
     let loaded = run_jobs(files.len(), threads, ShardReader::default, |reader, at| {
         let rows = reader.read(dir, &files[at])?;
-        Ok::<_, TablesError>((rows.shard, import(rows, &files[at], &published(&dir.join(&files[at].name)))?))
+        Ok::<_, TablesError>((
+            rows.shard,
+            import(rows, &files[at], &without_staging(&dir.join(&files[at].name)))?,
+        ))
     })?;
     let mut shards = BTreeMap::new();
     for (at, (shard, content)) in loaded.into_iter().enumerate() {
         if shards.insert(shard, content).is_some() {
-            let path = published(&dir.join(&files[at].name));
+            let path = without_staging(&dir.join(&files[at].name));
             return Err(TablesError::Corrupt { path, what: format!("shard {shard} is named twice") });
         }
     }
@@ -84,11 +80,12 @@ pub(crate) fn load<T: Send>(
 
 #[cfg(test)]
 mod tests {
-    use std::io;
+    use std::{fs, io};
 
     use super::*;
 
-    /// Another run may have begun while the last file was written, so that its rows may be lost.
+    /// Another run may have begun while the last file was written and dropped rows that the files should
+    /// contain.
     #[test]
     fn a_snapshot_that_is_not_accepted_leaves_no_file() {
         let dir = tempfile::tempdir().unwrap();

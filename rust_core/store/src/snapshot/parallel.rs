@@ -18,9 +18,9 @@ pub(crate) fn for_each_job(jobs: usize, threads: usize, work: impl Fn(usize) + S
     );
 }
 
-/// Run `work` for each of `0..jobs`, passing the state of its thread. Returns the results in the order of jobs, or the
-/// first error, which ends the work.
-pub(super) fn run_jobs<S, T: Send, E: Send>(
+/// Run `work` for each of `0..jobs`, and pass it the state of its thread. Returns the results in the order of jobs, or
+/// the first error, after which no more jobs are started.
+pub(crate) fn run_jobs<S, T: Send, E: Send>(
     jobs: usize,
     threads: usize,
     thread_state: impl Fn() -> S + Sync,
@@ -42,7 +42,7 @@ pub(super) fn run_jobs<S, T: Send, E: Send>(
             }
         }
     };
-    // This is never done on the caller's thread: `thread_state` may change the priority of its thread.
+    // The caller's thread runs no job, because `thread_state` may change the priority of the thread.
     std::thread::scope(|scope| {
         for _ in 0..threads.min(jobs) {
             scope.spawn(worker);

@@ -1,4 +1,4 @@
-//! Conversion between a shard in memory and its rows in a checkpoint.
+//! Converts between a shard in memory and its rows in a checkpoint.
 
 use std::io;
 use std::path::Path;
@@ -23,11 +23,11 @@ pub(crate) fn export(number: usize, shard: &Shard, schema: &Schema) -> ShardRows
     }
 }
 
-/// Write the snapshot that a shard holds to its file in `dir`, and end it. The shard is locked for some rows at a time;
-/// before each lock, `check` may end the work.
+/// Write the snapshot that a shard holds to its file in `dir`, and end the snapshot. The shard is locked for a few rows
+/// at a time; before each lock, an error from `check` ends the writing.
 ///
 /// # Errors
-/// As [`write_shard`](crate::checkpoint::write_shard).
+/// Those of [`write_shard`](crate::checkpoint::write_shard), and those of `check`.
 pub(crate) fn write_shard_snapshot(
     dir: &Path,
     number: usize,
@@ -60,10 +60,12 @@ pub(crate) fn write_shard_snapshot(
     Ok(Some((file, held.into_iter().map(|(table, rows)| (table, rows.len())).collect())))
 }
 
-/// A shard with `rows`, evicted down to its budget. `path` is their file, for errors.
+/// Create a shard from `rows`, and evict rows until its budget is met. `path` is the file of the rows, for
+/// errors.
 ///
-/// Weights are rounded to the nearest of the table's dtype, which changes nothing if they were saved from the same dtype.
-/// State is dropped unless `keep_state`. Rows without state get `initial_state`, a number for each table.
+/// Weights are rounded to nearest in the table's dtype, which changes nothing if they were saved from the same dtype.
+/// State is dropped unless `keep_state` is set. Rows without state get `initial_state`, which has one value for each
+/// table.
 pub(crate) fn import(
     rows: &ShardRows,
     path: &Path,
@@ -96,7 +98,7 @@ fn import_table(
         let step = u32::try_from(*last_used).ok().filter(|step| *step > 0);
         let Some(step) = step else {
             return Err(corrupt(format!(
-                "table {}: id {id} was last used at step {last_used}, want 1 to {}",
+                "table {}: id {id} was last used at step {last_used}, expected 1 to {}",
                 table.name,
                 u32::MAX
             )));
@@ -129,11 +131,11 @@ fn import_table(
 }
 
 fn all_finite(numbers: &[f32]) -> bool {
-    // Written without a branch for each number, so that it is compiled to vector instructions.
+    // There is no branch for each number, so that this is compiled to vector instructions.
     numbers.iter().fold(true, |finite, number| finite & number.is_finite())
 }
 
-/// The number of the table that `rows` belong to.
+/// The number of the table to which `rows` belong.
 fn table_number(
     rows: &TableRows,
     path: &Path,

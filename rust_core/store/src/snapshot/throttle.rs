@@ -5,9 +5,10 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-/// While training makes progress, each writing thread pauses after its work, for a multiple of that work's processor
-/// time. The multiple is such that all threads together use half of one processor in four. A snapshot takes memory
-/// bandwidth from training, in proportion to the processor time it uses and not to the time it waits for a disk.
+/// While training makes progress, each writing thread pauses after its work for a multiple of the processor time
+/// that the work took. The multiple is chosen such that all writing threads together use half a processor for every
+/// four processors. A snapshot takes memory bandwidth from training in proportion to the processor time that it
+/// uses, not to the time that it waits for a disk.
 pub(super) struct WriteThrottle<T> {
     trained: T,
     pauses_per_work: u32,
@@ -23,7 +24,7 @@ struct State {
 }
 
 impl<T: Fn() -> Option<u64>> WriteThrottle<T> {
-    /// A throttle. `trained` returns a number that grows with training; None lifts the throttle.
+    /// Create a throttle. `trained` returns a number that grows with training; None lifts the throttle.
     pub(super) fn new(threads: usize, trained: T) -> Self {
         let state = State { trained: trained(), progress: None, is_lifted: false };
         Self {
@@ -34,13 +35,13 @@ impl<T: Fn() -> Option<u64>> WriteThrottle<T> {
         }
     }
 
-    /// End all pauses, now and later.
+    /// End the current pauses and prevent later ones.
     pub(super) fn lift(&self) {
         self.state.lock().is_lifted = true;
         self.lifted.notify_all();
     }
 
-    /// Run `work`, and pause after it.
+    /// Run `work`, and pause afterwards.
     pub(super) fn run<R>(&self, work: impl FnOnce() -> R) -> R {
         let before = processor_time();
         let result = work();
@@ -48,9 +49,9 @@ impl<T: Fn() -> Option<u64>> WriteThrottle<T> {
         result
     }
 
-    /// Return after `longest`, when training makes no progress, or when the throttle is lifted.
+    /// Wait until `longest` has passed, training makes no progress, or the throttle is lifted.
     fn pause(&self, longest: Duration) {
-        /// The time without progress after which training counts as idle: longer than a request takes.
+        /// The time without progress after which training counts as idle. It is longer than a request takes.
         const IDLE: Duration = Duration::from_millis(100);
         let began = Instant::now();
         let mut state = self.state.lock();
@@ -71,7 +72,7 @@ impl<T: Fn() -> Option<u64>> WriteThrottle<T> {
     }
 }
 
-/// The pause of each of `threads`, in units of its processor time.
+/// The pause of each of `threads` threads, as a multiple of its processor time.
 fn pauses_per_work(threads: usize) -> u32 {
     const PROCESSORS_PER_HALF: usize = 4;
     let processors = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
@@ -83,7 +84,7 @@ fn pauses_per_work(threads: usize) -> u32 {
 #[allow(unsafe_code)]
 fn processor_time() -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: `time` is a variable of this function. If the clock cannot be read it stays 0, and nothing is throttled.
+    // SAFETY: `time` is a local variable. If the clock cannot be read, it stays 0 and nothing is throttled.
     unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
@@ -92,8 +93,8 @@ fn processor_time() -> Duration {
 #[allow(unsafe_code)]
 pub(super) fn yield_to_training() {
     const NICE: libc::c_int = 10;
-    // SAFETY: sets a number for the scheduling of the calling thread. If it is refused, writing competes with training
-    // on equal terms.
+    // SAFETY: the call only sets the scheduling priority of the calling thread. If it fails, writing competes with
+    // training on equal terms.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
 }
 

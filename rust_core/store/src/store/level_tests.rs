@@ -1,4 +1,4 @@
-//! Complete requests, by rows and by samples, give bit-identical results on every instruction set.
+//! Tests that complete requests, by rows and by samples, give bit-identical results on every instruction set.
 
 use persia_kernels::{Csr, Gradients, SegmentSum};
 use persia_types::tables::{LookupRequest, PerSample, PushRequest, Run, TableGradients, TableIds};
@@ -49,7 +49,7 @@ fn number(of: u64) -> f32 {
     (persia_types::id::hash_id(of) >> 40) as f32 / 1e5 - 80.0
 }
 
-/// The ids of a step, a quarter of which occur more than once, and the samples that use each.
+/// The ids of a step, a quarter of which occur more than once, and the samples that use each id.
 fn used(step: u64) -> (ShardedIds, Vec<u32>, Vec<u32>) {
     let of_samples: Vec<Id> = (0..SAMPLES as u64).map(|i| i * 3 % 1_499 + step * 400).collect();
     let mut unique = of_samples.clone();
@@ -64,7 +64,8 @@ fn used(step: u64) -> (ShardedIds, Vec<u32>, Vec<u32>) {
     (ids, starts, samples)
 }
 
-/// Run three steps. Returns the bits that each sample got, and at the end those of all rows and their states.
+/// Run three steps. Returns the bits that each sample read, followed by the final bits of all rows and their
+/// states.
 fn trained(level: InstructionSet, optimizer: Optimizer, by_sample: bool) -> Vec<u32> {
     let store = begun(level, optimizer);
     let mut bits = Vec::new();
@@ -115,7 +116,7 @@ fn trained(level: InstructionSet, optimizer: Optimizer, by_sample: bool) -> Vec<
     bits
 }
 
-/// A row for each sample.
+/// Copy `rows` so that each sample has its row.
 fn spread(rows: &[f32], dim: usize, csr: Csr<'_>) -> Vec<f32> {
     let mut of_samples = vec![0.0; SAMPLES * dim];
     for (unique, row) in rows.chunks(dim).enumerate() {
@@ -126,7 +127,7 @@ fn spread(rows: &[f32], dim: usize, csr: Csr<'_>) -> Vec<f32> {
     of_samples
 }
 
-/// The sums, computed by the formula.
+/// The sums, computed with the plain formula.
 fn plainly(sum: &SegmentSum<'_>, ids: usize) -> Vec<f32> {
     let factor = |sample: usize| sum.factors.map_or(1.0, |factors| factors[sample]);
     let of = |unique: usize, column: usize| {

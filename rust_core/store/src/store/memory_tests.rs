@@ -1,4 +1,4 @@
-//! A push for which there is no memory changes nothing, regardless of which of its allocations is refused.
+//! Tests that a push without enough memory changes nothing, whichever of its allocations is refused.
 
 use persia_kernels::Gradients;
 use persia_types::tables::{PushReport, PushRequest, Run, TableGradients};
@@ -13,7 +13,8 @@ use crate::store::{Store, StoreOptions};
 
 const DIMS: [usize; 2] = [1, 64];
 
-/// The second table admits ids at their second push. Its rows are so large that its regions are mappings.
+/// A store whose second table admits ids at their second push. The rows of that table are so large that its
+/// regions are mappings.
 fn begun() -> Store {
     let mut tables = DIMS.map(|dim| Table::new(format!("dim_{dim}"), dim)).to_vec();
     tables[1].settings.admission = Some(Admission { probability: 1.0, min_count: 2 });
@@ -38,7 +39,7 @@ fn begun() -> Store {
     store
 }
 
-/// The ids of a step: those of the previous step, and as many new ones, all in two shards.
+/// The ids of a step: the ids of the previous step and as many new ones, all in two shards.
 fn ids(step: u64) -> ShardedIds {
     let all = (0..).filter(|id| [3, 200].contains(&shard_of(*id)));
     let ids: Vec<Id> = all.skip(40 * step as usize).take(80).collect();

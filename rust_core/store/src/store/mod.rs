@@ -3,7 +3,7 @@
 //! * `run`: begin and resume a run
 //! * `requests`: look-ups and pushes
 //! * `snapshots`: save and restore all rows
-//! * `progress`, `prepared`: the applied requests, and the snapshot that holds the rows
+//! * `progress`, `prepared`: the applied pushes, and the snapshot for which rows are held
 //! * `transfer`: cancellation of reading and writing files
 
 mod prepared;
@@ -42,19 +42,20 @@ pub use transfer::TransferStart;
 /// Limits of a [`Store`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StoreOptions {
-    /// The number of rows over all tables, at least 1. Memory is allocated as rows are inserted.
+    /// The maximum number of rows over all tables, at least 1. Memory is allocated as rows are inserted.
     pub capacity: u64,
-    /// The number of threads that write and read a snapshot, at least 1.
+    /// The number of threads that write or read a snapshot, at least 1.
     pub snapshot_threads: usize,
-    /// The virtual shards held. Requests with ids of others are refused, files of others are skipped.
+    /// The virtual shards that the store holds. Requests with ids of other shards are refused; files of other
+    /// shards are skipped.
     pub shards: Range<usize>,
-    /// Bytes of rows that may be copied because they change before their snapshot is written. Above this limit,
-    /// training requests wait. One request may exceed it.
+    /// The limit, in bytes, for copies of rows that change before the snapshot is written. Above it, training
+    /// requests wait. One request may exceed it.
     pub max_copy_bytes: u64,
-    /// How long a training request waits for the copy budget. It is zero if the caller waits before: see
-    /// [`Store::wait_for_room`].
+    /// How long a training request waits for the copy budget. It is zero if the caller waits before the
+    /// request, with [`Store::wait_for_room`].
     pub throttle: Duration,
-    /// Whether the store serves: it counts all look-ups, not only those of training.
+    /// Whether the store serves a trained model. It then counts all look-ups, not only those of training.
     pub serves: bool,
 }
 
@@ -73,41 +74,43 @@ impl Default for StoreOptions {
 
 /// Embedding tables in memory, in [`VIRTUAL_SHARDS`] shards.
 ///
-/// * A *look-up* changes nothing. It passes over its tables with some neighbouring shards locked at a time, and passes
-///   again if ids had no row. In training, an id that a push of the same step would admit reads as its new row. A
-///   batch that is looked up but not trained on has no effect.
+/// * A *look-up* changes nothing. It makes a pass over its tables, with some neighbouring shards locked at a time, and
+///   a second pass if ids had no row. In training, an id that a push of the same step would admit reads as its new
+///   row. A batch that is looked up but not trained on has no effect.
 /// * A *push* is checked as a whole and then applied, once per token. It records the use of rows, admits ids without a
-///   row, and updates rows. An id that is not admitted, or whose gradient is not finite, is skipped, without an effect
-///   on other rows. If memory for a new row is missing, the rest of the push is applied, the token counts as applied,
+///   row, and updates rows. An id that is not admitted, or whose gradient is not finite, is skipped without an effect
+///   on other rows. If there is no memory for a new row, the rest of the push is applied, the token counts as applied,
 ///   and the error names the table.
-/// * Beginning a run or a snapshot, restoring and clearing wait for the requests in flight and block new ones. Statistics
-///   do not. Requests continue while a snapshot is written; rows are copied before they change. An operation that
-///   replaces or drops all rows waits for the snapshot, unless its [transfer is cancelled](Self::cancel_transfers).
+/// * Beginning a run or a snapshot, restoring and clearing wait for the requests in flight and block new ones; reading
+///   statistics does not. Requests continue while a snapshot is written; rows are copied before they change. An
+///   operation that replaces or drops all rows waits for the end of a snapshot, unless the snapshot's [transfer is
+///   cancelled](Self::cancel_transfers).
 pub struct Store {
     schema: Schema,
     options: StoreOptions,
     level: InstructionSet,
     shards: Vec<Mutex<Shard>>,
-    /// Every request holds the read lock for its whole duration, so that none outlives its run.
+    /// Every request holds the read lock for its whole duration, so no request outlives its run.
     run: RwLock<Option<ActiveRun>>,
     claims: Claims,
     row_index_cache: RowIndexCache,
     counters: Mutex<Counters>,
-    /// The generation of `run`, for readers that must not wait for its lock.
+    /// The generation of `run`, for readers that must not wait for the lock of `run`.
     generation: AtomicU64,
-    /// Locked while a snapshot is written. Lock it before `run`.
+    /// The snapshot for which rows are held. It is locked while a snapshot is written. Lock it before `run`.
     prepared: Mutex<PreparedSnapshot>,
-    /// The snapshot that is being written: its number, if it has one, and its start.
+    /// The snapshot that is being written: its number, if any, and the start of its transfer.
     writing: Mutex<Option<(Option<u64>, TransferStart)>>,
     cancellations: Cancellations,
     copy_budget: Arc<CopyBudget>,
 }
 
 impl Store {
-    /// An empty store.
+    /// Create an empty store.
     ///
     /// # Errors
-    /// `BadRun` for an option of 0, a dimension out of range, an invalid range of shards, or two tables of one name.
+    /// `BadRun` for an option of 0, a dimension out of range, an invalid range of shards, or two tables with the
+    /// same name.
     pub fn new(schema: Schema, options: StoreOptions) -> Result<Self, TablesError> {
         if options.capacity == 0 || options.snapshot_threads == 0 {
             return bad(format!("capacity and snapshot_threads must be at least 1: {options:?}"));
@@ -117,7 +120,7 @@ impl Store {
         }
         for (number, table) in schema.tables.iter().enumerate() {
             if !(1..=MAX_DIM).contains(&table.dim) {
-                return bad(format!("table {} has dim {}, want 1 to {MAX_DIM}", table.name, table.dim));
+                return bad(format!("table {} has dim {}, expected 1 to {MAX_DIM}", table.name, table.dim));
             }
             if schema.tables[..number].iter().any(|other| other.name == table.name) {
                 return bad(format!("two tables are called {}", table.name));
@@ -151,7 +154,7 @@ impl Store {
     /// All content of a shard, sorted by id.
     ///
     /// # Panics
-    /// When `shard` is not below [`VIRTUAL_SHARDS`].
+    /// If `shard` is not below [`VIRTUAL_SHARDS`].
     pub fn export_shard(&self, shard: usize) -> ShardRows {
         snapshot::export(shard, &self.shards[shard].lock(), &self.schema)
     }

@@ -1,23 +1,23 @@
-//! [`PreparedSnapshot`]: the snapshot that holds the rows.
+//! [`PreparedSnapshot`]: the snapshot for which rows are held.
 
 use persia_types::TablesError;
 
 use crate::request::check::malformed;
 
-/// The snapshot that was prepared last. Numbers ascend within a generation.
+/// The snapshot that was prepared last. The numbers of snapshots ascend within a generation.
 #[derive(Default)]
 pub(super) struct PreparedSnapshot {
     generation: u64,
     number: u64,
-    /// Whether its rows are held, because it is neither written nor aborted.
+    /// Whether its rows are held, because it has been neither written nor aborted.
     held: bool,
 }
 
 impl PreparedSnapshot {
-    /// Record that this snapshot is prepared. Returns false if it was prepared before, and its rows are held.
+    /// Record that this snapshot is prepared. Returns false if it was already prepared and its rows are held.
     ///
     /// # Errors
-    /// `BadShape` if it is not newer than the last snapshot that was released.
+    /// `BadShape` if the snapshot is not newer than the last one that was released.
     pub(super) fn prepare(&mut self, generation: u64, number: u64) -> Result<bool, TablesError> {
         if self.generation != generation {
             *self = Self { generation, number: 0, held: false };
@@ -31,20 +31,20 @@ impl PreparedSnapshot {
         Ok(is_new)
     }
 
-    /// Record that rows are no longer held. Returns whether they were.
+    /// Record that rows are no longer held. Returns whether they were held.
     pub(super) fn release(&mut self) -> bool {
         std::mem::take(&mut self.held)
     }
 
-    /// Calls [`Self::release`] if the last snapshot has this number.
+    /// Call [`Self::release`] if the last snapshot has this number.
     pub(super) fn release_number(&mut self, number: u64) -> bool {
         self.number == number && self.release()
     }
 
-    /// Calls [`Self::release`] for this snapshot.
+    /// Call [`Self::release`] for this snapshot, or return an error.
     ///
     /// # Errors
-    /// `BadShape` if the rows of another snapshot were held, or none.
+    /// `BadShape` if the rows of this snapshot are not held.
     pub(super) fn release_for_write(&mut self, generation: u64, number: u64) -> Result<(), TablesError> {
         let (held, last) = (self.release(), self.number);
         if held && (self.generation, last) == (generation, number) {

@@ -4,17 +4,17 @@ use persia_types::tables::{LookupReport, PushReport, TableIds};
 use persia_types::token::SeenTokens;
 use serde::{Deserialize, Serialize};
 
-/// The sums over all training look-ups and pushes.
+/// The totals of all training look-ups and pushes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Counters {
     pub(super) lookups: LookupReport,
     pub(super) pushes: PushReport,
-    /// The look-ups of each table; those without any may be omitted at the end.
+    /// The look-ups of each table. Tables at the end that had no look-up may be omitted.
     pub(super) by_table: Vec<LookupReport>,
 }
 
 impl Counters {
-    /// Count a look-up, which has one report for each of its tables.
+    /// Count a look-up. `reports` has one report for each of its tables.
     pub(super) fn add_lookup(&mut self, tables: &[TableIds<'_>], reports: &[LookupReport]) {
         for (part, report) in tables.iter().zip(reports) {
             self.lookups += *report;
@@ -32,7 +32,8 @@ impl Counters {
     }
 }
 
-/// The state of a run without its rows: the applied pushes, and their sum in [`Stats`](persia_types::tables::Stats).
+/// The state of a run without its rows: the applied pushes, and their totals in
+/// [`Stats`](persia_types::tables::Stats).
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Progress {
     pub(super) pushes: SeenTokens,
@@ -40,7 +41,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Whether no push was applied since the run began: the rows are those of its start.
+    /// Whether no push has been applied since the run began, so that the rows are those of its start.
     pub fn is_empty(&self) -> bool {
         self.pushes.is_empty()
     }

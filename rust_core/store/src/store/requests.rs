@@ -17,8 +17,8 @@ impl Store {
         self.copy_budget.is_full()
     }
 
-    /// Wait until the copy budget has space, at most for `timeout`. Call this before a training request takes anything
-    /// that other requests wait for.
+    /// Wait until the copy budget has space, but no longer than `timeout`. Call this before a training request takes
+    /// anything that other requests wait for.
     pub fn wait_for_room(&self, timeout: Duration) {
         self.copy_budget.wait(timeout);
     }

@@ -11,11 +11,11 @@ use crate::store::Store;
 use crate::store::progress::{Counters, Progress};
 
 impl Store {
-    /// The result of [`Tables::begin`](persia_types::Tables::begin) without its effect, so that several stores all
-    /// begin, or none.
+    /// Return what [`Tables::begin`](persia_types::Tables::begin) would return, but change nothing, so that either
+    /// all of several stores begin a run or none does.
     ///
     /// # Errors
-    /// As `begin`.
+    /// Those of `begin`.
     pub fn check_begin(&self, run: &Run) -> Result<(), TablesError> {
         let active = self.run.read();
         let checked = check_run(active.as_ref(), run, &self.schema)?;
@@ -26,7 +26,7 @@ impl Store {
     }
 
     pub(super) fn begin_run(&self, run: &Run) -> Result<(), TablesError> {
-        // None: a snapshot is being written, and its writer releases it.
+        // None means that a snapshot is being written. Its writer releases the rows.
         let prepared = if run.fresh { self.lock_unless_cancelled() } else { self.prepared.try_lock() };
         let mut active = self.run.write();
         let checked = check_run(active.as_ref(), run, &self.schema)?;
@@ -35,7 +35,7 @@ impl Store {
         }
         let layouts = self.resolve_layouts(&checked)?;
         if prepared.is_some_and(|mut prepared| prepared.release()) {
-            self.end_snapshot(); // it belongs to the previous generation, and will not be written
+            self.end_snapshot(); // it belongs to the previous generation and will not be written
         }
         for shard in &self.shards {
             let mut shard = shard.lock();
@@ -50,12 +50,13 @@ impl Store {
         Ok(())
     }
 
-    /// The pushes applied since the run began. They are consistent with the rows while no push is in flight.
+    /// The pushes applied since the run began. The result is consistent with the rows if no push is in
+    /// flight.
     pub fn progress(&self) -> Progress {
         Progress { pushes: self.claims.applied(), counted: self.counters.lock().pushes }
     }
 
-    /// Restore the result of [`Self::progress`]. The rows must be those of the same point in time.
+    /// Restore the result of [`Self::progress`]. The rows must be from the same point in time.
     pub fn resume(&self, progress: Progress) {
         self.claims.resume(progress.pushes);
         self.counters.lock().pushes = progress.counted;
@@ -66,7 +67,7 @@ impl Store {
         let mut layouts = run.layouts();
         for (number, table) in self.schema.tables.iter().enumerate() {
             let (rows, held) = self.rows_and_layout(number);
-            // Without an optimizer nothing reads the state of rows, so they may keep it.
+            // Without an optimizer nothing reads the optimizer state, so the rows may keep it.
             if rows > 0 && held != layouts[number] && run.trains {
                 let (held, asked) = (held.state_len, layouts[number].state_len);
                 return bad(format!(

@@ -16,7 +16,8 @@ use crate::snapshot;
 use crate::store::prepared::PreparedSnapshot;
 use crate::store::{Store, TransferStart, shard_budget};
 
-/// The interval at which a wait for a writer checks whether its transfer was cancelled.
+/// The interval at which an operation that waits for a writer checks whether the writer's transfer was
+/// cancelled.
 const POLL: Duration = Duration::from_millis(20);
 
 impl Store {
@@ -45,7 +46,8 @@ impl Store {
         }
     }
 
-    /// The lock of the prepared snapshot; None while one is written whose transfer was cancelled.
+    /// Lock the prepared snapshot. Returns None while a snapshot whose transfer was cancelled is being
+    /// written.
     pub(super) fn lock_unless_cancelled(&self) -> Option<MutexGuard<'_, PreparedSnapshot>> {
         loop {
             if let prepared @ Some(_) = self.prepared.try_lock_for(POLL) {
@@ -57,11 +59,11 @@ impl Store {
         }
     }
 
-    /// Write the rows of a prepared snapshot, or the current ones, to files in `dir`. Afterwards no rows are held. After
-    /// an error, also that of a cancellation since `start`, `dir` has no file of this call.
+    /// Write the rows of a prepared snapshot, or the current rows, to files in `dir`. Afterwards no rows are held.
+    /// After an error, including a cancellation since `start`, `dir` contains no file of this call.
     ///
     /// # Errors
-    /// As [`Tables::write_snapshot`](persia_types::Tables::write_snapshot).
+    /// Those of [`Tables::write_snapshot`](persia_types::Tables::write_snapshot).
     pub fn write_started(
         &self,
         start: TransferStart,
@@ -102,31 +104,33 @@ impl Store {
             check().map_err(|source| Self::cancelled_at(dir, source))?;
             snapshot::write_shard_snapshot(dir, shard, &self.shards[shard], &self.schema, &check)
         };
-        // After a begin that drops rows, shards appear to be empty.
+        // If a run began in the meantime and dropped the rows, the shards appeared to be empty.
         let accept = || check().map_err(|source| Self::cancelled_at(dir, source));
         let saved = snapshot::save(dir, tables, shards, threads, trained, write, accept);
         if saved.is_err() {
             self.end_snapshot();
         }
-        // Rows that were dropped in the meantime cause other errors.
+        // If rows were dropped in the meantime, the error may be a different one. Report the cancellation
+        // instead.
         let cancelled = |error| check().map_or_else(|source| Self::cancelled_at(dir, source), |()| error);
         saved.map_err(cancelled)
     }
 
-    /// The result of [`Tables::restore`](persia_types::Tables::restore) without its effect, so that several stores all
-    /// restore, or none.
+    /// Return what [`Tables::restore`](persia_types::Tables::restore) would return, but change nothing, so that either
+    /// all of several stores restore or none does.
     ///
     /// # Errors
-    /// As `restore`.
+    /// Those of `restore`.
     pub fn check_restore(&self, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError> {
         let active = self.run.read();
         self.load(active.as_ref().ok_or(TablesError::NotBegun)?, dir, files, &|_| (), drop).map(drop)
     }
 
-    /// As [`Tables::restore`](persia_types::Tables::restore); `read` gets the size of each file that was read.
+    /// Like [`Tables::restore`](persia_types::Tables::restore); `read` is called with the size of each file
+    /// that was read.
     ///
     /// # Errors
-    /// As `restore`; `Io` if it was cancelled.
+    /// Those of `restore`; `Io` if the transfer was cancelled.
     pub fn restore_rows(
         &self,
         dir: &Path,
@@ -168,7 +172,8 @@ impl Store {
         })
     }
 
-    /// The files of the held shards. A file that is not of a shard is among them, because its reader refuses it.
+    /// The files of the shards that this store holds. A file that belongs to no shard is included, so that
+    /// reading it reports the error.
     pub fn held_files(&self, files: &[FileEntry]) -> Vec<FileEntry> {
         let may_hold = |file: &&FileEntry| {
             shard_of_entry(&file.name).is_none_or(|shard| self.options.shards.contains(&shard))

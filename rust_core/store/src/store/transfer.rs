@@ -1,4 +1,4 @@
-//! Cancellation of transfers: writing a snapshot to files, and reading files into rows.
+//! Cancellation of transfers. A transfer writes a snapshot to files or reads files into rows.
 
 use std::io;
 use std::path::Path;
@@ -8,22 +8,22 @@ use persia_types::TablesError;
 
 use crate::store::Store;
 
-/// Counts the cancellations so far.
+/// The number of cancellations so far.
 #[derive(Default)]
 pub(super) struct Cancellations(AtomicU64);
 
-/// The start of a transfer. Each later cancellation ends the transfer.
+/// Identifies the start of a transfer. Any later cancellation ends the transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TransferStart(u64);
 
 impl Store {
-    /// The start of a transfer that begins now.
+    /// Start a transfer.
     pub fn start_transfer(&self) -> TransferStart {
         TransferStart(self.cancellations.0.load(Ordering::SeqCst))
     }
 
-    /// End the transfers that have started. They end with an error as soon as they check, because no process needs
-    /// their result any more. This does not wait for them.
+    /// Cancel the transfers that have started, because no process needs their results any more. Each ends with an
+    /// error at its next check. This call does not wait for them.
     pub fn cancel_transfers(&self) {
         self.cancellations.0.fetch_add(1, Ordering::SeqCst);
     }
@@ -33,7 +33,7 @@ impl Store {
     }
 
     /// # Errors
-    /// The transfer was cancelled.
+    /// The transfer has been cancelled.
     pub(super) fn check_transfer(&self, start: TransferStart) -> io::Result<()> {
         if self.is_cancelled(start) {
             return Err(io::Error::other(

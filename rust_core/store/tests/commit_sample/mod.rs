@@ -1,4 +1,4 @@
-//! A small checkpoint, all content of which is a function of its step.
+//! A small checkpoint whose content is a function of its step.
 
 #![allow(dead_code, reason = "each test binary uses its part")]
 
@@ -12,7 +12,7 @@ use persia_store::checkpoint::{
 use persia_types::tables::Run;
 use persia_types::{Initializer, Optimizer, Schema, shard_of};
 
-/// The ids of a shard, ascending.
+/// The first `count` ids of a shard, in ascending order.
 pub(crate) fn ids_of(shard: usize, count: usize) -> Vec<u64> {
     (0..).filter(|id| shard_of(*id) == shard).take(count).collect()
 }
@@ -38,7 +38,7 @@ pub(crate) fn table(
     }
 }
 
-/// Two shards are the same in each step; the third one differs.
+/// The shards of a step. Two shards are the same at every step; the third differs.
 pub(crate) fn shards(step: u64) -> Vec<ShardRows> {
     [3, 10 + (step % 5) as usize, 200]
         .into_iter()
@@ -99,7 +99,8 @@ pub(crate) fn save(dir: &Path, step: u64) -> Result<Manifest, CheckpointError> {
     saver.commit(head(step))
 }
 
-/// Load the checkpoint in `dir` and compare every byte with the function of its step. Returns the step.
+/// Load the checkpoint in `dir` and compare every byte with the content expected for its step. Returns the
+/// step.
 pub(crate) fn load(dir: &Path) -> Result<u64, CheckpointError> {
     let manifest = Manifest::open(dir)?;
     manifest.verify(dir).unwrap();
@@ -114,7 +115,8 @@ pub(crate) fn load(dir: &Path) -> Result<u64, CheckpointError> {
     Ok(step)
 }
 
-/// A directory in memory, if possible: these tests sync ten thousand times, and their results do not depend on the disk.
+/// A temporary directory, in memory if possible: these tests sync ten thousand times, and their results do not depend
+/// on the disk.
 pub(crate) fn scratch() -> tempfile::TempDir {
     let memory = Path::new("/dev/shm");
     if memory.is_dir() { tempfile::tempdir_in(memory).unwrap() } else { tempfile::tempdir().unwrap() }
@@ -128,7 +130,7 @@ pub(crate) fn names(dir: &Path) -> Vec<String> {
     names
 }
 
-/// The names in the directory of a checkpoint after it was tidied up.
+/// The names in the directory of a checkpoint after cleanup.
 pub(crate) fn tidy_names(step: u64) -> Vec<String> {
     let mut names: Vec<String> =
         shards(step).iter().map(|rows| format!("shard-{:03}.arrow", rows.shard)).collect();

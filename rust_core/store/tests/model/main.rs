@@ -1,4 +1,4 @@
-//! The store against a plain map, for any sequence of requests.
+//! Compares the store with a plain map, for random sequences of requests.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test may panic")]
 
@@ -16,19 +16,20 @@ use reference::{AdmissionCounts, DECAY, DIMS, Drawn, Initial, MOMENTUM, Model, P
 use sample::{Ids, all_rows, export, grouped, run, store_of, token, try_lookup, try_push};
 
 const STEPS: usize = 40;
-/// The step before the first: shard 200 is swept within the test.
+/// The step before the first one. It is chosen so that shard 200 is swept during the test.
 const BEFORE: u64 = 180;
 
 #[derive(Debug, Clone)]
 enum Op {
-    /// Ids as positions in the universe, per table; tables possibly in reverse order; the step possibly an older one.
+    /// A look-up of ids, given per table as positions in the universe. Tables may be in reverse order, and the step
+    /// may be an older one.
     Lookup {
         ids: [Vec<usize>; 2],
         reversed: bool,
         mode: Mode,
         back: u64,
     },
-    /// Push gradients for the look-up `ago` requests before, for every `keep`-th id; `bad` is the position of a NaN.
+    /// Push gradients for the look-up `ago` requests earlier, for every `keep`-th id; `bad` is the position of a NaN.
     Push {
         ago: usize,
         keep: usize,
@@ -56,7 +57,7 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// Ids of a few shards, so that these fill up, and the smallest and largest id.
+/// The ids of the test: those of a few shards, so that these shards fill up, and the smallest and largest id.
 fn universe() -> Vec<Id> {
     let mut ids: Vec<Id> = (0u64..).filter(|id| [3, 200].contains(&shard_of(*id))).take(27).collect();
     ids.extend([0, u64::MAX, u64::MAX - 1]);

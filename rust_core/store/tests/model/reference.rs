@@ -1,4 +1,4 @@
-//! The documentation of the store, executed literally on plain maps.
+//! A model of the store that follows its documentation literally, on plain maps.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,7 +11,7 @@ pub(crate) const DIMS: [usize; 2] = [3, 21];
 pub(crate) const MOMENTUM: f32 = 0.5;
 pub(crate) const DECAY: f32 = 0.125;
 
-/// `(step, table, id)` of ids that are admitted by their probability.
+/// The `(step, table, id)` of the ids that are admitted by probability.
 pub(crate) type Drawn = BTreeSet<(u64, usize, Id)>;
 /// The weights of new rows by `(table, id)`.
 pub(crate) type Initial = BTreeMap<(usize, Id), Vec<f32>>;
@@ -39,11 +39,11 @@ pub(crate) struct Policy {
     pub(crate) budget: usize,
     pub(crate) admit_probability: f32,
     pub(crate) min_count: u32,
-    /// The time to live of the second table; rows of the first do not expire.
+    /// The time to live of the second table. Rows of the first table do not expire.
     pub(crate) ttl: Option<u32>,
 }
 
-/// A store with two tables.
+/// A model of a store with two tables.
 pub(crate) struct Model {
     pub(crate) policy: Policy,
     pub(crate) rows: Rows,
@@ -59,7 +59,7 @@ pub(crate) struct Model {
 }
 
 impl Model {
-    /// The report and the rows of a look-up, which changes nothing.
+    /// The report and the rows of a look-up. A look-up changes nothing.
     pub(crate) fn lookup(&self, sent: &Sent, mode: Mode) -> (LookupReport, Vec<Vec<f32>>) {
         let mut report = LookupReport::default();
         let mut read = |table: usize, id: Id| {
@@ -98,7 +98,7 @@ impl Model {
         expired.len() as u64
     }
 
-    /// Count a push of a missing id.
+    /// Count a push of a missing id. Returns whether the id has reached the minimum count.
     fn has_min_count(&mut self, key: (usize, Id)) -> bool {
         if self.policy.min_count == 1 {
             return true;
@@ -155,7 +155,7 @@ impl Model {
         }
         for ((table, id), gradient) in missing {
             if self.is_alive((table, id), step) {
-                self.update((table, id), step, gradient, &mut report); // the request has the id twice
+                self.update((table, id), step, gradient, &mut report); // the request contains the id twice
                 continue;
             }
             report.rows_expired += u64::from(self.rows.remove(&(table, id)).is_some());

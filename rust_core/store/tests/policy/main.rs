@@ -1,5 +1,5 @@
-//! Eviction, admission by count and time to live together, against a simulation of the same policy: equal reports, hit
-//! rates and rows. `examples/soak_store` runs the same comparison for any time.
+//! Compares eviction, admission by count and time to live together with a simulation of the same policy: reports, hit
+//! rates and rows must be equal. `examples/soak_store` runs the same comparison for any length of time.
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -24,7 +24,8 @@ fn store(policy: Policy, dtype: Dtype) -> Store {
     store_of(&Run { schema, admit_min_count: policy.min_count, ..run(&[DIM]) }, policy.capacity as u64)
 }
 
-/// Train both for `steps` steps, and compare every report and value, then all rows. Returns the sums of reports.
+/// Train the store and the simulation for `steps` steps, and compare every report and value, then all rows.
+/// Returns the totals of the reports.
 fn compare(policy: Policy, traffic: Traffic, steps: u64, dtype: Dtype) -> (LookupReport, PushReport) {
     let (store, mut simulation) = (store(policy, dtype), Simulation::new(policy));
     let (mut looked_up, mut pushed) = (LookupReport::default(), PushReport::default());
@@ -55,7 +56,7 @@ fn compare(policy: Policy, traffic: Traffic, steps: u64, dtype: Dtype) -> (Looku
     (looked_up, pushed)
 }
 
-/// Ten times as many ids as rows, with a stream of new ids.
+/// The traffic has ten times as many ids as the store has rows, and a stream of new ids.
 const TRAFFIC: Traffic = Traffic { ids: 40_960, batch: 3_000, drift: 60 };
 
 fn hit_rate(all: &LookupReport) -> f64 {
@@ -69,7 +70,7 @@ fn the_least_recently_used_rows_are_evicted() {
     assert!((0.1..0.9).contains(&hit_rate(&all)), "{}", hit_rate(&all));
 }
 
-/// 16 bits represent small whole numbers exactly.
+/// 16-bit floats represent small integers exactly.
 #[test]
 fn expired_rows_leave_first() {
     let (all, pushed) = compare(Policy { capacity: 4_096, min_count: 2, ttl: 3 }, TRAFFIC, 100, Dtype::F16);

@@ -1,5 +1,5 @@
-//! Eviction, admission and time to live as documented, on plain maps: one table, in which each row is minus the number
-//! of its updates.
+//! Simulates eviction, admission and time to live of one table as documented, on plain maps. The value of each row
+//! is minus the number of its updates.
 
 use std::collections::HashMap;
 
@@ -17,12 +17,12 @@ pub(crate) struct Policy {
 
 #[derive(Default)]
 struct Shard {
-    /// `(last_used, value)`.
+    /// The `(last_used, value)` of each row.
     rows: HashMap<Id, (u32, f32)>,
     admission_counts: HashMap<Id, u32>,
 }
 
-/// A table with a policy.
+/// Simulates a table with a policy.
 pub(crate) struct Simulation {
     policy: Policy,
     budget: usize,
@@ -35,7 +35,7 @@ impl Simulation {
         Self { policy, budget: policy.capacity.div_ceil(VIRTUAL_SHARDS), shards }
     }
 
-    /// A training look-up, and the values it reads: new rows read as zeros.
+    /// A training look-up. Returns the report and the values read; new rows read as zeros.
     pub(crate) fn lookup(&self, step: u32, ids: &ShardedIds) -> (LookupReport, Vec<f32>) {
         let oldest = step.saturating_sub(self.policy.ttl);
         let (mut report, mut values) = (LookupReport::default(), vec![0.0; ids.len()]);
@@ -153,7 +153,7 @@ pub(crate) struct Traffic {
     pub(crate) ids: u64,
     /// The number of draws per request; equal draws count once.
     pub(crate) batch: usize,
-    /// The number of ids that are replaced by new ones in each step.
+    /// The number of ids that are replaced by new ids at each step.
     pub(crate) drift: u64,
 }
 
@@ -164,7 +164,7 @@ impl Traffic {
             .map(|_| {
                 random = random.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(0x1405_7B7E_F767_814F);
                 let unit = (random >> 11) as f64 / (1u64 << 53) as f64;
-                // The cube of a uniform number: a tenth of all draws are in a thousandth of the ids.
+                // The cube of a uniform number makes a tenth of all draws fall on a thousandth of the ids.
                 let rank = (unit * unit * unit * self.ids as f64) as u64;
                 (rank + step * self.drift).wrapping_mul(0xD6E8_FEB8_6659_FD93)
             })

@@ -1,4 +1,4 @@
-//! Shared code of the store's tests: a small schema, a run, and short functions for requests.
+//! Code shared by the store's tests: a small schema, a run, and short functions for requests.
 #![allow(dead_code, reason = "each test program uses its own part")]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -57,10 +57,10 @@ pub(crate) fn grouped(ids: &[Id]) -> ShardedIds {
     ShardedIds::group(ids).unwrap()
 }
 
-/// Ids of one table as a request.
+/// The ids of one table in a request.
 pub(crate) type Ids = (usize, ShardedIds);
 
-/// Look up ids. Rows are in the order of the ids in their groups.
+/// Look up ids. The rows returned are in the order of the grouped ids.
 pub(crate) fn try_lookup(
     store: &Store,
     token: Token,
@@ -78,14 +78,14 @@ pub(crate) fn try_lookup(
     Ok((report, rows))
 }
 
-/// A training look-up of one table that must succeed.
+/// A training look-up of one table, which must succeed.
 pub(crate) fn train(store: &Store, seq: u64, table: usize, ids: &[Id]) -> (LookupReport, Vec<f32>) {
     let (report, mut rows) =
         try_lookup(store, token(0, seq), seq, Mode::Train, &[(table, grouped(ids))]).unwrap();
     (report, rows.remove(0))
 }
 
-/// The row of one id, as an evaluation reads it.
+/// The row of one id, as an evaluation look-up reads it.
 pub(crate) fn read(store: &Store, table: usize, id: Id) -> Vec<f32> {
     try_lookup(store, token(0, 1), 1, Mode::Eval, &[(table, grouped(&[id]))]).unwrap().1.remove(0)
 }
@@ -110,21 +110,21 @@ pub(crate) fn try_push(
     store.push(&PushRequest { token, step, lr_factor: 1.0, tables: &tables })
 }
 
-/// A push of the same number in every gradient of one table, which must succeed.
+/// A push to one table that must succeed. Every element of every gradient is `value`.
 pub(crate) fn push(store: &Store, seq: u64, table: usize, ids: &[Id], value: f32) -> PushReport {
     let ids = grouped(ids);
     let gradients = vec![vec![value; ids.len() * store.schema().tables[table].dim]];
     try_push(store, token(0, seq), seq, &[(table, ids)], &gradients).unwrap()
 }
 
-/// Insert rows as a separate rank, with gradients of 0.
+/// Insert rows by a push of another rank, with gradients of 0.
 pub(crate) fn insert(store: &Store, seq: u64, table: usize, ids: &[Id]) -> PushReport {
     let ids = grouped(ids);
     let gradients = vec![vec![0.0; ids.len() * store.schema().tables[table].dim]];
     try_push(store, token(RANKS - 1, seq), seq, &[(table, ids)], &gradients).unwrap()
 }
 
-/// All shards with rows.
+/// The content of all shards that have rows.
 pub(crate) fn export(store: &Store) -> Vec<ShardRows> {
     (0..VIRTUAL_SHARDS)
         .map(|shard| store.export_shard(shard))
@@ -137,7 +137,7 @@ pub(crate) fn ids_of_shard(shard: usize, count: usize) -> Vec<Id> {
     (0..).filter(|id| persia_types::shard_of(*id) == shard).take(count).collect()
 }
 
-/// `(last_used, weights, state)` of a row.
+/// The `(last_used, weights, state)` of a row.
 pub(crate) type RowParts = (u64, Vec<f32>, Vec<f32>);
 
 /// All rows, by table and id.

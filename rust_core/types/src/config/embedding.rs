@@ -11,11 +11,11 @@ use super::tree::Node;
 use crate::limits::{MAX_DIM, MAX_HASH_STACK_ROUNDS, MAX_SAMPLE_FIXED_SIZE, MAX_SLOTS};
 use crate::schema::{HashStack, Pooling, Schema};
 
-/// The number of bits of an id that PersiaML uses for its feature group.
+/// The default number of id bits that PersiaML uses for the feature group.
 const DEFAULT_PREFIX_BITS: u64 = 8;
-/// The largest number of bits of a prefix; at least one bit must be left for the id.
+/// The maximum number of prefix bits; at least one bit must be left for the id.
 const MAX_PREFIX_BITS: u64 = 63;
-/// The default of PersiaML.
+/// PersiaML's default.
 const DEFAULT_SAMPLE_FIXED_SIZE: u32 = 10;
 
 const ROOT_KEYS: &[&str] = &["feature_index_prefix_bit", "slots_config", "feature_groups"];
@@ -39,10 +39,10 @@ const POOLINGS: &[(&str, Pooling)] = &[("sum", Pooling::Sum), ("mean", Pooling::
 /// A valid `embedding_config.yml`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct EmbeddingConfig {
-    /// The number of bits that PersiaML uses for a group's index. Ids keep all their bits here; only the number of
-    /// groups is checked against it.
+    /// The number of bits that PersiaML uses for the index of a group. Persia keeps all bits of an id, and only
+    /// checks that the number of groups fits.
     pub feature_index_prefix_bit: u32,
-    /// Slots in the order of the file, and their tables.
+    /// The slots, in the order of the file, and their tables.
     pub schema: Schema,
 }
 
@@ -50,7 +50,7 @@ impl EmbeddingConfig {
     /// Read and validate the text of `file`.
     ///
     /// # Errors
-    /// All mistakes of the file.
+    /// All errors in the file.
     pub fn parse(text: &str, file: &str) -> Result<Parsed<Self>, ConfigErrors> {
         Reader::read(text, file, read)
     }
@@ -123,7 +123,7 @@ fn read_slot<'a>(reader: &mut Reader, name: &'a str, node: &Node, path: &str) ->
     SlotEntry { name, dim, pooling, sqrt_scaling, settings, sample_fixed_size, hash_stack }
 }
 
-/// The number of positions of a raw feature; `None` for a feature that is pooled. The value is checked in both cases.
+/// The number of positions of a raw feature; None for a pooled feature. The value is checked in both cases.
 fn read_sample_fixed_size(reader: &mut Reader, section: &Section<'_>, path: &str) -> Option<u32> {
     let at = |key: &str| format!("{path}.{key}");
     let size = reader.integer(section, &at("sample_fixed_size"), 1..=MAX_SAMPLE_FIXED_SIZE as u64);

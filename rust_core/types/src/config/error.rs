@@ -1,8 +1,8 @@
-//! Mistakes in a configuration file, and their positions.
+//! Errors in a configuration file, and their positions.
 
 use std::fmt;
 
-/// One mistake, or one warning, and its position.
+/// One error, or one warning, and its position.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
     /// The line, counted from 1.
@@ -11,7 +11,7 @@ pub struct Finding {
     pub column: usize,
     /// The path of the key, such as `slots_config.age.dim`; empty if the text is not YAML.
     pub path: String,
-    /// The value that was found, the allowed values, and the next step.
+    /// The value that was found, the allowed values, and what to do next.
     pub message: String,
 }
 
@@ -19,19 +19,19 @@ impl fmt::Display for Finding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "line {}, column {}: ", self.line, self.column)?;
         if !self.path.is_empty() {
-            // A key in quotes may hold any character.
+            // A quoted key may contain any character.
             write!(f, "{}: ", self.path.escape_debug())?;
         }
         f.write_str(&self.message)
     }
 }
 
-/// All mistakes of one file, in the order of its lines. The list is never empty.
+/// All errors of one file, in the order of its lines. The list is never empty.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub struct ConfigErrors {
     /// The file's name, as the caller gave it.
     pub file: String,
-    /// The mistakes.
+    /// The errors.
     pub errors: Vec<Finding>,
 }
 

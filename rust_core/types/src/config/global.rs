@@ -46,7 +46,7 @@ const METRICS_UNUSED: &[(&str, &str)] = &[("push_interval_sec", NO_PUSH), ("push
 const INFER_UNUSED: &[(&str, &str)] = &[("servers", NO_SERVING), ("embedding_checkpoint", NO_SERVING)];
 const WORKER_UNUSED: &[(&str, &str)] =
     &[("forward_buffer_size", NO_WORKER), ("buffered_data_expired_sec", NO_WORKER)];
-const LOG_UNUSED: &[(&str, &str)] = &[("log_sync", "only with `durability: log` is there a log")];
+const LOG_UNUSED: &[(&str, &str)] = &[("log_sync", "there is a log only with `durability: log`")];
 const SERVES_UNUSED: &[(&str, &str)] = &[
     ("capacity", "an infer job holds all rows of its checkpoint"),
     ("durability", SERVES),
@@ -64,50 +64,53 @@ const SERVER_UNUSED: &[(&str, &str)] = &[
 const DURABILITIES: &[(&str, bool)] = &[("checkpoint", false), ("log", true)];
 const LOG_SYNCS: &[(&str, LogSync)] = &[("every_second", LogSync::EverySecond), ("always", LogSync::Always)];
 
-/// What the servers of a job do.
+/// The task of the servers of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum JobType {
     Train,
     Infer,
 }
 
-/// An infer job: its servers load a checkpoint when they start, and refuse updates. It does without NATS.
+/// An infer job: its servers load a checkpoint when they start, and refuse updates. It does not use NATS.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct InferConfig {
-    /// `common_config.infer_config.servers`: the addresses of all servers in the order of their index.
+    /// `common_config.infer_config.servers`: the addresses of all servers, in the order of their replica
+    /// index.
     pub servers: Vec<String>,
-    /// `common_config.infer_config.embedding_checkpoint`: the folder of the checkpoint, on each server.
+    /// `common_config.infer_config.embedding_checkpoint`: the directory of the checkpoint, on each server.
     pub checkpoint: Option<String>,
 }
 
-/// The durability of a server's log against a power cut.
+/// When the records of a server's log become durable, that is, survive a power cut.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub enum LogSync {
-    /// Records are durable within a second.
+    /// Records become durable within a second.
     #[default]
     EverySecond,
-    /// A record is durable before its request is acknowledged.
+    /// A record becomes durable before its request is acknowledged.
     Always,
 }
 
-/// A valid `global_config.yml`. The default has the values of absent keys.
+/// A valid `global_config.yml`. The default value has the defaults of all keys.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct GlobalConfig {
     /// `common_config.metrics_config.enable_metrics`: whether servers and middlewares serve metrics if no address for
     /// metrics is given.
     pub enable_metrics: bool,
-    /// `common_config.metrics_config.job_name`: two jobs never share rows.
+    /// `common_config.metrics_config.job_name`: the job's name. Jobs with different names never share rows.
     pub job_name: String,
-    /// `common_config.checkpointing_config.num_workers`: threads that write and read a checkpoint.
+    /// `common_config.checkpointing_config.num_workers`: the number of threads that write and read a
+    /// checkpoint.
     pub checkpoint_workers: usize,
-    /// `embedding_parameter_server_config.capacity`: the number of rows that the whole job holds before it evicts. No
-    /// memory is allocated in advance.
+    /// `embedding_parameter_server_config.capacity`: the number of rows that the whole job holds before it evicts
+    /// rows. No memory is allocated in advance.
     pub capacity: u64,
-    /// `embedding_parameter_server_config.durability` and `.log_sync`: whether a killed server recovers
-    /// alone from the last checkpoint and its log (`log`), or the whole job restarts from the last checkpoint (`checkpoint`, None).
+    /// `embedding_parameter_server_config.durability` and `.log_sync`. With `log`, a killed server recovers on its own
+    /// from the last checkpoint and its log. With `checkpoint` (None), the whole job restarts from the last checkpoint.
     pub log: Option<LogSync>,
-    /// `embedding_parameter_server_config.max_copy_bytes`: the most bytes of changed rows that each server copies while
-    /// a checkpoint is written; None means no limit, so up to the size of all rows.
+    /// `embedding_parameter_server_config.max_copy_bytes`: the maximum number of bytes of changed rows that each server
+    /// copies while a checkpoint is written. With None there is no limit, so the copies may become as large as all
+    /// rows.
     pub max_copy_bytes: Option<u64>,
     /// `common_config.job_type: Infer` and `.infer_config`; None for a job that trains or evaluates.
     pub infer: Option<InferConfig>,
@@ -134,7 +137,7 @@ impl GlobalConfig {
     /// Read and validate the text of `file`. Unknown keys are warnings, because PersiaML ignores them.
     ///
     /// # Errors
-    /// All mistakes of the file.
+    /// All errors of the file.
     pub fn parse(text: &str, file: &str) -> Result<Parsed<Self>, ConfigErrors> {
         Reader::read(text, file, |reader, root| {
             reader.accepts_unknown_keys = true;

@@ -1,4 +1,4 @@
-//! Feature groups: which slots share a table.
+//! Reads feature groups: the slots that share a table.
 
 use std::collections::HashMap;
 
@@ -9,21 +9,21 @@ use crate::schema::{HashStack, Pooling, Schema, Slot, Table, TableSettings};
 
 const PATH: &str = "feature_groups";
 
-/// A slot of the file before it has a table.
+/// A slot from the file, before a table is assigned to it.
 #[derive(Debug)]
 pub(super) struct SlotEntry<'a> {
     pub(super) name: &'a str,
-    /// None if it is missing in the file, which was reported.
+    /// None if it is missing from the file; that error has been reported.
     pub(super) dim: Option<usize>,
     pub(super) pooling: Pooling,
     pub(super) sqrt_scaling: bool,
-    /// None if they could not be read, which was reported.
+    /// None if they could not be read; the error has been reported.
     pub(super) settings: Option<TableSettings>,
     pub(super) sample_fixed_size: Option<u32>,
     pub(super) hash_stack: Option<HashStack>,
 }
 
-/// Reads `feature_groups` against the slots that were read before.
+/// Reads `feature_groups` and assigns the slots, which have been read before.
 #[derive(Debug)]
 pub(super) struct GroupReader<'a> {
     reader: &'a mut Reader,
@@ -122,14 +122,15 @@ impl<'a> GroupReader<'a> {
         {
             let message = format!(
                 "the slot `{}` has {key} {found} and `{}` has {key} {expected}; slots of one group share a table: \
-                 give both the same",
+                 set both to the same value",
                 other.name, one.name
             );
             self.reader.error(place, path, message);
         }
     }
 
-    /// Buckets are numbered from 0, so buckets of another stack, or plain ids, would share their rows.
+    /// Check that two slots of a group have the same hash stack, or both have none. Buckets are numbered from
+    /// 0, so buckets of another stack, or plain ids, would share their rows.
     fn check_hash_stack(&mut self, one: usize, other: usize, place: Place, path: &str) {
         let (one, other) = (&self.slots[one], &self.slots[other]);
         if one.hash_stack != other.hash_stack {
@@ -142,7 +143,7 @@ impl<'a> GroupReader<'a> {
         }
     }
 
-    /// Tables in the order of their first slot.
+    /// Build the schema. Tables are in the order of their first slots.
     pub(super) fn finish(mut self, bits: u64, bits_place: Place) -> Schema {
         self.check_names();
         let mut schema = Schema::default();
@@ -173,7 +174,8 @@ impl<'a> GroupReader<'a> {
         schema
     }
 
-    /// A group may have the name of one of its own slots, but not of a slot that has its own table.
+    /// Check the names of groups. A group may have the name of one of its slots, but not the name of a slot
+    /// outside all groups.
     fn check_names(&mut self) {
         for (name, place) in &self.names {
             if let Some(&slot) = self.by_name.get(name.as_str())
@@ -188,7 +190,8 @@ impl<'a> GroupReader<'a> {
         }
     }
 
-    /// PersiaML numbers tables from 1 in the prefix bits, and silently wraps around if there are more.
+    /// Check the number of tables. PersiaML numbers tables from 1 in the prefix bits, and silently wraps
+    /// around if there are more tables than numbers.
     fn check_prefix(&mut self, bits: u64, place: Place, tables: usize) {
         let most = (1u64 << bits) - 1;
         if bits == 0 || tables as u64 <= most {

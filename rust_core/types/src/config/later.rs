@@ -1,19 +1,19 @@
-//! Settings of PersiaML that this version does not support yet. The commit that adds a feature removes its line.
+//! PersiaML settings that this version does not support yet. The commit that adds a feature removes its line.
 
 use super::tree::{Node, Value};
 
-/// A key of which only some values, or none, are supported yet.
+/// A key for which only some values, or none, are supported yet.
 #[derive(Debug)]
 pub(super) struct Later {
     /// The key.
     pub(super) key: &'static str,
-    /// The accepted values; empty when the key itself is refused.
+    /// The accepted values; empty if the key itself is refused.
     pub(super) accepted: &'static [&'static str],
     /// The feature that is missing in this version.
     pub(super) feature: &'static str,
 }
 
-/// Of `embedding_parameter_server_config`.
+/// The unsupported settings of `embedding_parameter_server_config`.
 pub(super) const SERVER: &[Later] = &[Later {
     key: "enable_incremental_update",
     accepted: &["false"],
@@ -21,7 +21,7 @@ pub(super) const SERVER: &[Later] = &[Later {
 }];
 
 impl Later {
-    /// Whether this version accepts `node`. A number or a boolean in quotes is a string, and is not accepted.
+    /// Whether this version accepts `node`. A quoted number or boolean is a string, and is not accepted.
     pub(super) fn accepts(&self, node: &Node) -> bool {
         let Value::Scalar { text, quoted } = &node.value else { return false };
         let word = !matches!(text.as_str(), "0" | "true" | "false");

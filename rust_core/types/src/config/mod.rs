@@ -1,12 +1,12 @@
 //! `embedding_config.yml`, `global_config.yml` and the features of `persia.yml`: parsed to a tree, then validated.
 //!
-//! All mistakes of a file are reported together, with their positions, the values that were found and what is allowed.
-//! No I/O: the caller reads the file and passes its text and its name.
+//! All errors in a file are reported together, each with its position, the value that was found and the allowed values.
+//! This module does no I/O: the caller reads the file and passes its text and name.
 //!
-//! * [`EmbeddingConfig`]: slots and the tables they share
+//! * [`EmbeddingConfig`]: slots and their tables
 //! * [`GlobalConfig`]: the job and its limits
-//! * [`features`]: features and labels, and the embedding configuration that they imply
-//! * [`ConfigErrors`]: all mistakes of one file
+//! * [`features`]: features, labels, and the embedding configuration that the features imply
+//! * [`ConfigErrors`]: all errors in one file
 //!
 //! `later.rs` lists the settings of PersiaML's files that this version does not support yet.
 
@@ -35,6 +35,6 @@ pub use tree::{MAX_CONFIG_BYTES, MAX_CONFIG_DEPTH, MAX_CONFIG_NODES};
 pub struct Parsed<T> {
     /// The configuration.
     pub config: T,
-    /// The keys that are accepted without effect, one entry each.
+    /// One entry for each key that is accepted but has no effect.
     pub warnings: Vec<Finding>,
 }

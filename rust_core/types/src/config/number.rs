@@ -1,10 +1,10 @@
-//! Numbers in the notations that are usual in YAML.
+//! Numbers in the notations that are common in YAML.
 
-/// Above this number an `f64` does not represent every whole number.
+/// The number above which an `f64` does not represent every integer.
 const EXACT_F64: f64 = 9_007_199_254_740_992.0;
 
-/// Read `1000000`, `1_000_000`, `1e6`, `0x10`, `0o17` or `0b1`. None for anything else, also for `010`: YAML 1.1 reads
-/// it as 8 and YAML 1.2 as 10.
+/// Read `1000000`, `1_000_000`, `1e6`, `0x10`, `0o17` or `0b1`. None for anything else, including `010`, which YAML 1.1
+/// reads as 8 and YAML 1.2 as 10.
 pub(super) fn whole_number(text: &str) -> Option<u64> {
     let digits = separated(text.strip_prefix('+').unwrap_or(text))?;
     for (prefix, radix) in [("0x", 16), ("0o", 8), ("0b", 2)] {
@@ -24,8 +24,8 @@ pub(super) fn whole_number(text: &str) -> Option<u64> {
     })
 }
 
-/// Read `0.5`, `-1`, `.5`, `1e-3` or `1_000.0` as the nearest f32. None for anything else, also for infinities, NaN and
-/// numbers beyond the range of f32.
+/// Read `0.5`, `-1`, `.5`, `1e-3` or `1_000.0` as the nearest f32. None for anything else, including infinities, NaN
+/// and numbers beyond the range of f32.
 pub(super) fn number(text: &str) -> Option<f32> {
     let digits = separated(text)?;
     let unsigned = digits.strip_prefix(['+', '-']).unwrap_or(&digits);
@@ -35,7 +35,7 @@ pub(super) fn number(text: &str) -> Option<f32> {
     digits.parse().ok().filter(|number: &f32| number.is_finite())
 }
 
-/// The text without `_`, each of which must be between two digits.
+/// Remove every `_` from the text. Each must be between two digits.
 fn separated(text: &str) -> Option<String> {
     let bytes = text.as_bytes();
     let digit = |place: Option<&u8>| place.is_some_and(u8::is_ascii_hexdigit);

@@ -1,4 +1,4 @@
-//! Reads values from the tree, and collects every mistake instead of stopping at the first.
+//! Reads values from the tree, and collects all errors instead of stopping at the first one.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::RangeInclusive;
@@ -22,12 +22,12 @@ impl<'a> Section<'a> {
         Self { place, entries: &[] }
     }
 
-    /// The value of `key`. If the key appears twice, it is the first value.
+    /// The value of `key`. If the key occurs twice, this is the first value.
     pub(super) fn get(&self, key: &str) -> Option<&'a Node> {
         self.entries.iter().find(|(known, _)| known.text == key).map(|(_, node)| node)
     }
 
-    /// Keys and values, each key once.
+    /// The keys and their values. Each key occurs once.
     pub(super) fn entries(&self) -> impl Iterator<Item = (&'a Key, &'a Node)> {
         let mut seen = HashSet::new();
         self.entries.iter().filter(move |(key, _)| seen.insert(&key.text)).map(|(key, node)| (key, node))
@@ -66,12 +66,12 @@ impl Reader {
         self.errors.push(Finding { path: path.into(), ..place.error(message) });
     }
 
-    /// The number of mistakes so far.
+    /// The number of errors so far.
     pub(super) fn error_count(&self) -> usize {
         self.errors.len()
     }
 
-    /// `node` as a mapping with any keys; empty if it is not a mapping.
+    /// Read `node` as a mapping with any keys. The result is empty if it is not a mapping.
     pub(super) fn mapping<'a>(&mut self, node: &'a Node, path: &str) -> Section<'a> {
         let Value::Mapping(entries) = &node.value else {
             if !node.is_mapping() {
@@ -91,7 +91,8 @@ impl Reader {
         Section { place: node.place, entries }
     }
 
-    /// `node` as a mapping with no other keys than `known`; with `accepts_unknown_keys`, other keys are warnings.
+    /// Read `node` as a mapping with no keys except `known`. With `accepts_unknown_keys`, other keys are
+    /// warnings.
     pub(super) fn section<'a>(&mut self, node: &'a Node, path: &str, known: &[&str]) -> Section<'a> {
         let section = self.mapping(node, path);
         for (key, _) in section.entries().filter(|(key, _)| !known.contains(&key.text.as_str())) {
@@ -117,7 +118,7 @@ impl Reader {
         }
     }
 
-    /// The whole number under the last key of `path`; None when the key is missing or the number is not in `range`.
+    /// The integer under the last key of `path`; None when the key is missing or the number is not in `range`.
     pub(super) fn integer(
         &mut self,
         section: &Section<'_>,
@@ -159,8 +160,8 @@ impl Reader {
         allowed
     }
 
-    /// Reads the mapping `node`, whose key `name` selects one of `kinds`, each with its other keys. Returns the kind
-    /// and the section.
+    /// Read the mapping `node`. Its key `name` selects one of `kinds`, which lists the other keys of each kind.
+    /// Returns the kind and the section.
     pub(super) fn named<'a, T: Copy>(
         &mut self,
         node: &'a Node,
@@ -170,8 +171,8 @@ impl Reader {
         self.tagged(node, path, "name", kinds)
     }
 
-    /// Reads the mapping `node`, whose key `tag` selects one of `kinds`, each with its other keys. Returns the kind and
-    /// the section.
+    /// Read the mapping `node`. Its key `tag` selects one of `kinds`, which lists the other keys of each kind. Returns
+    /// the kind and the section.
     pub(super) fn tagged<'a, T: Copy>(
         &mut self,
         node: &'a Node,
@@ -261,7 +262,8 @@ impl Reader {
         }
     }
 
-    /// A list of strings under the last key of `path`; None when the key is missing or has another value.
+    /// A list of strings under the last key of `path`; None when the key is missing or its value is not such
+    /// a list.
     pub(super) fn texts(&mut self, section: &Section<'_>, path: &str) -> Option<Vec<String>> {
         let node = section.get(last(path))?;
         let texts: Option<Vec<String>> = match &node.value {
@@ -274,7 +276,7 @@ impl Reader {
         texts
     }
 
-    /// Report a name that is not allowed in messages, metrics or checkpoints.
+    /// Check that a name may be used in messages, metrics and checkpoints, and report it if not.
     pub(super) fn check_name(&mut self, name: &str, place: Place, path: &str) {
         let printable = name.bytes().all(|byte| byte == b' ' || byte.is_ascii_graphic());
         if printable && name.trim() == name && (1..=MAX_NAME_BYTES).contains(&name.len()) {
@@ -289,7 +291,8 @@ impl Reader {
         self.error(place, path, message);
     }
 
-    /// Warn about those of `keys` that are set and have no effect: PersiaML reads them, Persia does not.
+    /// Warn about each of `keys` that is set but has no effect, because PersiaML reads it but Persia does
+    /// not.
     pub(super) fn without_effect(&mut self, section: &Section<'_>, path: &str, keys: &[(&str, &str)]) {
         for (key, why) in keys {
             if let Some(node) = section.get(key) {
@@ -299,7 +302,7 @@ impl Reader {
         }
     }
 
-    /// Refuse those of `keys` that need a feature that this version does not have yet.
+    /// Report each of `keys` that needs a feature that this version does not have yet.
     pub(super) fn later(&mut self, section: &Section<'_>, path: &str, keys: &[Later]) {
         for later in keys {
             let Some(node) = section.get(later.key).filter(|node| !later.accepts(node)) else { continue };
@@ -325,9 +328,9 @@ fn last(path: &str) -> &str {
     path.rsplit('.').next().unwrap_or(path)
 }
 
-/// The most similar of `known`, if at most a third of the letters differ.
+/// The most similar word in `known`, if at most a third of the letters differ.
 pub fn nearest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
-    // The comparison is quadratic, and a longer word is not a typing error.
+    // The comparison takes quadratic time, and a longer word is not a typing error.
     if word.len() > MAX_NAME_BYTES {
         return None;
     }

@@ -1,4 +1,4 @@
-//! Reads the settings of a table in a slot: dtype, optimizer, initialiser, admission, time to live.
+//! Reads the settings of a table in a slot: dtype, optimizer, initializer, admission, time to live.
 
 use std::ops::RangeInclusive;
 
@@ -54,7 +54,7 @@ const INITIALIZERS: &[(&str, InitializerName, &[&str])] = &[
     ("inverse_sqrt_dim", InitializerName::InverseSqrtDim, &[]),
 ];
 
-/// The settings in a slot's section. None if one of them is wrong, which was reported.
+/// Read the settings in the section of a slot. Returns None after reporting a wrong setting.
 pub(super) fn read_settings(reader: &mut Reader, section: &Section<'_>, path: &str) -> Option<TableSettings> {
     let at = |key: &str| format!("{path}.{key}");
     let before = reader.error_count();
@@ -93,7 +93,7 @@ pub(super) fn first_difference(
     pairs.find(|((_, one), (_, other))| one != other).map(|((key, one), (_, other))| (key, one, other))
 }
 
-/// Every setting by its key in the file.
+/// All settings, with their keys in the file.
 fn described(settings: &TableSettings) -> [(&'static str, String); 6] {
     fn or_none<T>(value: Option<T>, text: impl Fn(&T) -> String) -> String {
         value.as_ref().map_or("none".into(), text)
@@ -118,7 +118,7 @@ impl TableSettings {
     }
 }
 
-/// A key of a slot whose value is a mapping of numbers.
+/// A key of a slot whose value is a mapping to numbers.
 struct Entry<'r> {
     reader: &'r mut Reader,
     path: String,
@@ -127,7 +127,7 @@ struct Entry<'r> {
 impl Entry<'_> {
     fn optimizer(&mut self, node: &Node) -> Option<Optimizer> {
         let (name, section) = self.reader.named(node, &self.path, OPTIMIZERS)?;
-        // NaN, which is in no range, replaces a missing or malformed number, so that `check` can report all mistakes
+        // NaN, which is in no range, replaces a missing or malformed number, so that `check` reports all errors
         // together.
         let number = |key: &str, default: f32| match section.get(key) {
             None => default,
@@ -169,7 +169,7 @@ impl Entry<'_> {
         }
     }
 
-    /// Report the numbers of an optimizer that are missing or out of range.
+    /// Report the parameters of an optimizer that are missing or out of range.
     fn report(&mut self, section: &Section<'_>, invalid: &[InvalidNumber]) {
         let mut keys: Vec<(&str, String)> = invalid.iter().map(key_and_range).collect();
         keys.dedup();
@@ -225,7 +225,7 @@ impl Entry<'_> {
         Some(Admission { probability: probability?, min_count: min_count? })
     }
 
-    /// The number under `key`, else `default`.
+    /// The number under `key`, or `default`.
     fn number(
         &mut self,
         section: &Section<'_>,
@@ -250,7 +250,7 @@ impl Entry<'_> {
     }
 }
 
-/// The key of an optimizer's number in the file, and its allowed values.
+/// The key of an optimizer parameter in the file, and its allowed values.
 fn key_and_range(invalid: &InvalidNumber) -> (&'static str, String) {
     let InvalidNumber { name, allowed, .. } = invalid;
     match *name {
@@ -259,7 +259,7 @@ fn key_and_range(invalid: &InvalidNumber) -> (&'static str, String) {
     }
 }
 
-/// `[beta1, beta2]`. NaN if the value is anything else.
+/// Read `[beta1, beta2]`. Both are NaN if the value is anything else.
 fn betas(section: &Section<'_>) -> (f32, f32) {
     let Some(node) = section.get("betas") else { return (0.9, 0.999) };
     let numbers = match &node.value {

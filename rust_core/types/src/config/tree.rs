@@ -1,7 +1,7 @@
-//! YAML text as a tree whose nodes have positions.
+//! Parses YAML text into a tree whose nodes have positions.
 //!
-//! It is built from parser events in a loop, without recursion. Text that is nested a hundred thousand levels deep, or
-//! that multiplies through aliases, therefore reaches a limit instead of exhausting the stack or the memory.
+//! The tree is built from parser events in a loop, without recursion. Text that is nested a hundred thousand levels
+//! deep, or that is multiplied by aliases, therefore reaches a limit instead of exhausting the stack or the memory.
 
 use std::collections::HashMap;
 
@@ -10,14 +10,14 @@ use saphyr_parser::{Event, Marker, Parser, ScalarStyle, ScanError};
 use super::error::Finding;
 use super::number::number;
 
-/// The largest size of a configuration file in bytes.
+/// The maximum size of a configuration file, in bytes.
 pub const MAX_CONFIG_BYTES: usize = 4 << 20;
-/// The largest number of nested levels in a configuration file.
+/// The maximum number of nested levels in a configuration file.
 pub const MAX_CONFIG_DEPTH: usize = 32;
-/// The largest number of keys and values in a configuration file. Each alias counts for the nodes that it repeats.
+/// The maximum number of keys and values in a configuration file. An alias counts as many nodes as it repeats.
 pub const MAX_CONFIG_NODES: usize = 500_000;
 
-/// Line and column, both from 1.
+/// A line and a column, both counted from 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Place {
     pub(super) line: usize,
@@ -46,13 +46,13 @@ pub(super) struct Node {
 
 #[derive(Debug, Clone)]
 pub(super) enum Value {
-    /// A scalar as it is written, without quotes. A number or a boolean is never quoted.
+    /// A scalar as written, without its quotes. A quoted scalar is never a number or a boolean.
     Scalar {
         text: String,
         quoted: bool,
     },
     Sequence(Vec<Node>),
-    /// A mapping in the order of the file; a repeated key occurs repeatedly.
+    /// A mapping in the order of the file. A repeated key has several entries.
     Mapping(Vec<(Key, Node)>),
 }
 
@@ -63,7 +63,7 @@ pub(super) struct Key {
 }
 
 impl Node {
-    /// `key:` without a value, `~` or `null`.
+    /// Whether this is null: `key:` without a value, `~` or `null`.
     pub(super) fn is_null(&self) -> bool {
         matches!(&self.value, Value::Scalar { text, quoted: false } if matches!(text.as_str(), "" | "~" | "null"))
     }
@@ -90,7 +90,7 @@ impl Node {
         }
     }
 
-    /// The value in an error message.
+    /// The value as text for an error message.
     pub(super) fn found(&self) -> String {
         match &self.value {
             _ if self.is_null() => "nothing".into(),
@@ -101,7 +101,7 @@ impl Node {
         }
     }
 
-    /// The number of nodes in this tree, and the number of its levels.
+    /// The number of nodes of this tree and the number of its levels.
     fn extent(&self) -> (usize, usize) {
         let join = |sum: (usize, usize), node: &Self| {
             let (nodes, depth) = node.extent();
@@ -118,7 +118,7 @@ impl Node {
     }
 }
 
-/// At most 60 characters of `text`.
+/// Shorten `text` to at most 60 characters.
 pub(super) fn shorten(text: &str) -> String {
     match text.char_indices().nth(60) {
         Some((end, _)) => format!("{}...", &text[..end]),
@@ -126,7 +126,7 @@ pub(super) fn shorten(text: &str) -> String {
     }
 }
 
-/// Parse `text`, which must hold exactly one document.
+/// Parse `text`, which must contain exactly one document.
 pub(super) fn parse(text: &str) -> Result<Node, Finding> {
     let start = Place { line: 1, column: 1 };
     if text.len() > MAX_CONFIG_BYTES {
@@ -134,7 +134,7 @@ pub(super) fn parse(text: &str) -> Result<Node, Finding> {
             start.error(format!("the file has {} bytes, the limit is {MAX_CONFIG_BYTES}", text.len()))
         );
     }
-    // Editors on Windows begin a file with a byte-order mark.
+    // Some editors on Windows begin a file with a byte-order mark.
     let mut parser = Parser::new_from_str(text.strip_prefix('\u{feff}').unwrap_or(text));
     let mut builder = Builder::default();
     while let Some(event) = parser.next_event() {
@@ -151,15 +151,15 @@ fn syntax_error(error: &ScanError) -> Finding {
     Place::from(*error.marker()).error(format!("not valid YAML: {}", error.info()))
 }
 
-/// A collection whose end was not parsed yet.
+/// A collection whose end has not been parsed yet.
 struct Open {
     node: Node,
-    /// The key whose value follows.
+    /// The key whose value comes next.
     key: Option<Key>,
     anchor: usize,
 }
 
-/// Assembles nodes. Anchor 0 means none.
+/// Assembles nodes. Anchor 0 means that there is no anchor.
 #[derive(Default)]
 struct Builder {
     open: Vec<Open>,
@@ -174,10 +174,10 @@ impl Builder {
             Event::Scalar(_, _, _, Some(tag))
             | Event::SequenceStart(_, Some(tag))
             | Event::MappingStart(_, Some(tag)) => {
-                // A tag may escape any character by its number.
+                // A tag may contain any character, escaped by its code.
                 let tag = tag.to_string();
                 let tag = shorten(&tag).escape_debug().to_string();
-                Err(place.error(format!("the tag `{tag}` is not understood here: remove it")))
+                Err(place.error(format!("the tag `{tag}` is not supported: remove it")))
             }
             Event::Scalar(text, style, anchor, None) => {
                 let quoted = style != ScalarStyle::Plain;
@@ -211,7 +211,7 @@ impl Builder {
         Ok(())
     }
 
-    /// An alias: a copy of the value of its anchor.
+    /// Add an alias, as a copy of the value of its anchor.
     fn repeat(&mut self, anchor: usize, place: Place) -> Result<(), Finding> {
         let Some(node) = self.anchors.get(&anchor) else {
             return Err(place.error("this alias is inside the value it refers to"));

@@ -25,7 +25,8 @@ impl Caller {
             })
             .await;
         match begun {
-            // The run may have begun before the connection failed; a second begin of the same generation is refused.
+            // The run may have begun before the connection failed; a repeated begin of the same generation is
+            // refused.
             Err(error @ TablesError::BadRun { .. }) if lost_a_reply => {
                 self.check_begun(run.generation, error).await?;
             }
@@ -35,8 +36,9 @@ impl Caller {
         Ok(())
     }
 
-    /// After a refused begin, whether the generation has begun on all servers. If it has on none, returns the
-    /// `refusal`. If it has on some, the run is lost, and the next one uses a higher generation.
+    /// After a refused begin, check whether the generation has begun on all servers. If it has begun on no
+    /// server, return `refusal`. If it has begun on some servers only, the run is lost, and the next run uses a
+    /// higher generation.
     async fn check_begun(&self, generation: u64, refusal: TablesError) -> Result<(), TablesError> {
         let all = self.stats_by_server().await?;
         let without: Vec<usize> = (0..all.len()).filter(|server| all[*server].begun != generation).collect();

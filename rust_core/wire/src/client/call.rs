@@ -1,4 +1,4 @@
-//! [`Caller`]: one call, retried until it succeeds, is refused, or times out.
+//! [`Caller`]: makes a call, and retries it until it succeeds, is refused, or times out.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -21,9 +21,9 @@ use crate::rpc::Unary;
 /// The failure of an attempt.
 #[derive(Debug)]
 pub(super) enum CallError {
-    /// A retry may succeed, because the peer was not reached, or did not reach a server.
+    /// A retry may succeed: the peer was not reached, or did not reach a server.
     Transient(TablesError),
-    /// A retry fails as well.
+    /// A retry would fail as well.
     Permanent(TablesError),
 }
 
@@ -38,7 +38,7 @@ impl CallError {
         if is_transient_failure(failure) { Self::Transient(error) } else { Self::Permanent(error) }
     }
 
-    /// An error in a reply.
+    /// The error of a chunk in a reply.
     pub(super) fn of_chunk(remote: &Remote, error: ChunkError) -> Self {
         match error {
             ChunkError::Malformed(error) => Self::incompatible(remote, format!("its reply is {error}")),
@@ -58,19 +58,20 @@ impl CallError {
 /// The time limits of a call.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CallTimeouts {
-    /// The limit of all attempts together; zero means one attempt.
+    /// The time limit for all attempts together; zero means one attempt.
     pub(super) total: Duration,
-    /// The limit of one attempt. If it is longer than `total`, it applies in full to an attempt that started in time.
+    /// The time limit for one attempt. If it is longer than `total`, it still applies in full to an attempt that
+    /// started in time.
     pub(super) attempt: Duration,
-    /// Whether the time of a server that resumes from its log, and makes progress, does not count.
+    /// Whether time in which a server recovers from its log and makes progress is not counted.
     pub(super) patient: bool,
 }
 
-/// The interval of log lines about a server that resumes from its log.
+/// The interval between log lines about a server that recovers from its log.
 const REMIND_INTERVAL: Duration = Duration::from_secs(30);
 
 impl CallTimeouts {
-    /// The time limit of an attempt that starts after `elapsed`.
+    /// The time limit for an attempt that starts after `elapsed`.
     fn limit(&self, elapsed: Duration) -> Duration {
         if self.attempt > self.total {
             self.attempt
@@ -84,17 +85,17 @@ impl CallTimeouts {
 #[derive(Debug)]
 pub(super) struct Caller {
     pub(super) options: ClientOptions,
-    /// Credentials of the role that looks up, pushes and reads statistics.
+    /// The credentials of the role that looks up, pushes and reads statistics.
     pub(super) trainer: Credentials,
     admin: Credentials,
-    /// Number of servers; 0 until it is known.
+    /// The number of servers; 0 until it is known.
     pub(super) servers: AtomicU32,
     pool: Pool,
     /// The run in progress.
     fence: Mutex<Option<Fence>>,
     /// Whether this process only reads rows of that run, so that an outage loses nothing.
     observes: AtomicBool,
-    /// The last log line about a server that resumes from its log.
+    /// The time of the last log line about a server that recovers from its log.
     reminded: Mutex<Option<Instant>>,
 }
 
@@ -134,7 +135,7 @@ impl Caller {
         }
     }
 
-    /// The time limits of long operations, which are retried only if they did not start.
+    /// The time limits of long operations, which are retried only if the previous attempt did not start.
     pub(super) fn admin_timeouts(&self) -> CallTimeouts {
         CallTimeouts { total: self.options.rpc_timeout, attempt: self.options.admin_timeout, patient: true }
     }
@@ -144,8 +145,8 @@ impl Caller {
         CallTimeouts { total: Duration::ZERO, patient: false, ..self.timeouts() }
     }
 
-    /// The time limits of long operations that two peers must not run concurrently: an attempt whose reply was lost may
-    /// still be running.
+    /// The time limits of long operations that must not run twice concurrently. They get one attempt, because an
+    /// attempt whose reply was lost may still be running.
     pub(super) fn one_admin_attempt(&self) -> CallTimeouts {
         CallTimeouts { total: Duration::ZERO, patient: false, ..self.admin_timeouts() }
     }
@@ -160,7 +161,7 @@ impl Caller {
         self.call(what, timeouts, async |remote, limit| self.attempt(remote, limit, request).await).await
     }
 
-    /// One attempt of an administrative method.
+    /// Make one attempt to call an administrative method.
     pub(super) async fn attempt<R: Unary + Clone>(
         &self,
         remote: &Remote,
@@ -171,7 +172,8 @@ impl Caller {
         reply.map_err(|status| CallError::of_status(remote, &status))
     }
 
-    /// Run `attempt` with one peer after another, within its time limit. `what` names the call in messages.
+    /// Run `attempt` with one peer after another, each within its time limit. `what` names the call in
+    /// messages.
     pub(super) async fn call<T>(
         &self,
         what: &str,
@@ -181,7 +183,7 @@ impl Caller {
         let mut start = Instant::now();
         let mut attempts = 0;
         let mut recovered = BTreeMap::new();
-        // The last report of a middleware about a server.
+        // The last error that a middleware reported about a server.
         let mut of_server = None;
         loop {
             let error = match self.pool.pick(&self.options).await {
@@ -196,7 +198,7 @@ impl Caller {
                         Err(CallError::Transient(error)) => {
                             if let TablesError::Recovering { peer, done, .. } = &error {
                                 self.remind(&error);
-                                // A server that starts again and again makes no progress.
+                                // A server that restarts repeatedly makes no progress.
                                 let before = recovered.get(peer).copied();
                                 let grows = before.is_none_or(|before| before < *done);
                                 if grows {
@@ -209,7 +211,8 @@ impl Caller {
                                 remote.note_failure(&error);
                                 self.pool.refresh(&self.options);
                             }
-                            // A shortened attempt may end before the middleware names the server.
+                            // An attempt with a shortened limit may end before the middleware names the
+                            // server.
                             let shortened = limit < timeouts.attempt && !is_of_server(&error);
                             if shortened { of_server.take().unwrap_or(error) } else { error }
                         }
@@ -237,7 +240,8 @@ impl Caller {
         }
     }
 
-    /// The meaning of an error once a run has begun, and of [`FORGOTTEN`] before.
+    /// Translate an error: to [`TablesError::Lost`] once a run has begun, and [`FORGOTTEN`] to
+    /// [`TablesError::NotBegun`] before.
     fn judge(&self, error: TablesError) -> TablesError {
         if self.fence.lock().is_none() {
             let forgotten = matches!(&error, TablesError::Lost { what, .. } if what == FORGOTTEN);
@@ -261,7 +265,8 @@ impl Caller {
 /// A message whose receiver gives up after `limit`.
 pub(super) fn with_deadline<T>(limit: Duration, message: T) -> Request<T> {
     let mut request = Request::new(message);
-    // Slightly longer than the wait of `within`, because tonic's timeout error has no duration.
+    // The timeout is slightly longer than the wait of `within`, because tonic's timeout error does not state
+    // a duration.
     request.set_timeout(limit + limit / 20);
     request
 }
@@ -274,7 +279,7 @@ async fn within<T>(
 ) -> Result<T, CallError> {
     let timed_out = || {
         let what = format!(
-            "no answer within {:.1} s: it is busy or stopped, or a firewall drops packets to this port",
+            "no response within {:.1} s: it is busy or stopped, or a firewall drops packets to this port",
             limit.as_secs_f32()
         );
         Err(CallError::unreachable(remote, what))
@@ -282,7 +287,7 @@ async fn within<T>(
     let start = Instant::now();
     match timeout(limit, attempt).await {
         Err(_) => timed_out(),
-        // On a busy machine, tonic's timeout may fire first.
+        // On a busy machine, tonic's timeout may expire first.
         Ok(Err(CallError::Transient(error))) if start.elapsed() >= limit && !is_of_server(&error) => {
             timed_out()
         }
@@ -290,8 +295,8 @@ async fn within<T>(
     }
 }
 
-/// Whether a middleware could not reach a server. It names the server as [`crate::discovery::Peer::describe`] does:
-/// "server 1 of 2 at host:8888".
+/// Whether the error says that a middleware could not reach a server. The middleware names the server as
+/// [`crate::discovery::Peer::describe`] does: "server 1 of 2 at host:8888".
 fn is_of_server(error: &TablesError) -> bool {
     matches!(error, TablesError::Recovering { .. })
         || matches!(error, TablesError::Unreachable { peer, .. } if peer.starts_with("server"))

@@ -1,10 +1,11 @@
-//! Looking up rows.
+//! Look-ups.
 
 use std::time::Duration;
 
 use persia_kernels::Bags;
 use persia_types::TablesError;
-use persia_types::tables::{LookupReport, LookupRequest, PerSample, TableIds};
+use persia_types::tables::{LookupReport, LookupRequest, Mode, PerSample, TableIds};
+use persia_types::trace::Stage;
 use tonic::Status;
 
 use super::call::{CallError, Caller, with_deadline};
@@ -19,6 +20,7 @@ use crate::proto::{self, lookup_reply, lookup_request};
 use crate::samples::{RequestKind, Samples};
 use crate::scatter::Scatter;
 use crate::send::{id_chunks, word_chunks};
+use crate::trace;
 
 impl Caller {
     /// Whether a middleware pools `bags`: see [`persia_types::Tables::pools`].
@@ -37,7 +39,7 @@ impl Caller {
         let samples = Samples::of_bags(bags).filter(|_| self.options.service == Service::Middleware);
         if samples.is_none() || table.ids.is_empty() {
             let what = format!(
-                "table {}: a middleware pools samples of several ids; ask Tables::pools first",
+                "table {}: a middleware pools samples of several ids; call Tables::pools first",
                 table.table
             );
             return Err(TablesError::BadShape { what });
@@ -81,8 +83,11 @@ impl Caller {
         let failed = |status: Status| CallError::of_status(remote, &status);
         let invalid = |error: ChunkError| CallError::of_chunk(remote, error);
         while_sending(messages(request, parts), async |messages| {
-            let request = with_deadline(limit, messages);
-            let mut replies = remote.rpc(&self.trainer).lookup(request).await.map_err(failed)?;
+            let mut call = with_deadline(limit, messages);
+            if request.mode == Mode::Train {
+                trace::inject_step(call.metadata_mut(), request.token, Stage::LookUp);
+            }
+            let mut replies = remote.rpc(&self.trainer).lookup(call).await.map_err(failed)?;
             let mut report = None;
             while let Some(reply) = replies.message().await.map_err(failed)? {
                 match reply.part {
@@ -98,7 +103,7 @@ impl Caller {
     }
 }
 
-/// The head, the lists of pooled samples, and the ids.
+/// The messages of a look-up: the head, the lists of pooled samples, and the ids.
 fn messages<'a>(
     request: &'a LookupRequest<'a>,
     parts: &[Part],

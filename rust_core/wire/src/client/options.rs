@@ -1,10 +1,10 @@
-//! [`ClientOptions`]: addresses of peers, time limits, credentials.
+//! [`ClientOptions`]: the addresses of peers, time limits and credentials.
 
 use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 use std::{fmt, io};
 
-use persia_types::{Dtype, TablesError};
+use persia_types::{Dtype, TablesError, is_url};
 use tonic::transport::ClientTlsConfig;
 
 use crate::auth::Secret;
@@ -16,7 +16,7 @@ use crate::settings::Endpoint;
 pub enum Targets {
     /// Peers at these endpoints.
     Fixed(Vec<Endpoint>),
-    /// The connection that finds their announcements.
+    /// The peers that are announced over this connection.
     Discovered(Discovery),
 }
 
@@ -41,24 +41,24 @@ pub struct ClientOptions {
     pub targets: Targets,
     /// [`Service::Middleware`], or [`Service::Server`] for a job's only server.
     pub service: Service,
-    /// The trainer's rank. It prefers middleware `rank mod n`.
+    /// The rank of this trainer, which prefers middleware `rank mod n`.
     pub rank: u32,
-    /// The cluster's secret. Without one, only processes in protected mode answer.
+    /// The cluster's secret. Without one, only processes in protected mode respond.
     pub secret: Option<Secret>,
     /// TLS for TCP connections.
     pub tls: Option<ClientTlsConfig>,
-    /// Time limit of a look-up, push or read of statistics with its retries (`PERSIA_RPC_TIMEOUT`).
+    /// The time limit for a look-up, a push or reading statistics, including retries (`PERSIA_RPC_TIMEOUT`).
     pub rpc_timeout: Duration,
-    /// Time limit of the servers to begin, save, restore or clear.
+    /// The time limit for the servers to begin, save, restore or clear.
     pub admin_timeout: Duration,
     /// The format of rows and gradients on the wire.
     pub wire_dtype: Dtype,
-    /// The servers' `PERSIA_CKPT_DIR`. Checkpoints are below it.
+    /// The servers' `PERSIA_CKPT_DIR`. Checkpoints are below this directory, or at a URL.
     pub checkpoint_root: Option<PathBuf>,
 }
 
 impl ClientOptions {
-    /// Middlewares at `targets`, rank 0, and defaults.
+    /// Options for middlewares at `targets`, with rank 0 and default values.
     pub fn new(targets: Targets) -> Self {
         Self {
             targets,
@@ -73,7 +73,8 @@ impl ClientOptions {
         }
     }
 
-    /// The time limit of one attempt. Then another peer is tried, so that a hanging one leaves time for it.
+    /// The time limit for one attempt, after which another peer is tried. It leaves time for the other peer if the
+    /// first one hangs.
     pub(super) fn attempt_timeout(&self) -> Duration {
         self.rpc_timeout / 4
     }
@@ -82,12 +83,22 @@ impl ClientOptions {
         self.service.name().trim_start_matches("persia-")
     }
 
-    /// `dir` relative to the checkpoint root, below which servers and this process see the same files.
+    /// `dir` relative to the checkpoint root, below which the servers and this process see the same files. A URL is
+    /// returned unchanged.
     pub(super) fn checkpoint_directory(&self, dir: &Path) -> Result<String, TablesError> {
         let bad = |what: String| TablesError::Io {
             path: dir.to_owned(),
             source: io::Error::new(io::ErrorKind::InvalidInput, what),
         };
+        if is_url(dir) {
+            let url = dir.to_str().ok_or_else(|| bad("its name is not UTF-8".into()))?;
+            return match self.checkpoint_root.as_deref().filter(|root| is_url(root)) {
+                Some(root) if !dir.starts_with(root) => {
+                    Err(bad(format!("it is not below PERSIA_CKPT_DIR={}", root.display())))
+                }
+                _ => Ok(url.to_owned()),
+            };
+        }
         let Some(root) = &self.checkpoint_root else {
             return Err(bad(
                 "servers write checkpoints; set PERSIA_CKPT_DIR for them and for the trainers".into()
@@ -110,7 +121,7 @@ impl ClientOptions {
     }
 }
 
-/// The path with all links resolved. Its last components need not exist.
+/// The path with all symbolic links resolved. Its last components need not exist.
 fn without_links(path: &Path) -> io::Result<PathBuf> {
     match path.canonicalize() {
         Err(error) if error.kind() == io::ErrorKind::NotFound => match (path.parent(), path.file_name()) {

@@ -14,11 +14,11 @@ use crate::rpc::Rpc;
 use crate::settings::Endpoint;
 use crate::{PROTOCOL, VERSION};
 
-/// The time for which a failed peer is skipped while there is another.
+/// The time for which a failed peer is skipped while another peer is available.
 const PASSED_OVER: Duration = Duration::from_secs(5);
-/// Shortest time between two refreshes in the background.
+/// The minimum time between two refreshes in the background.
 const REFRESH_PAUSE: Duration = Duration::from_secs(2);
-/// Time limit of discovery.
+/// The time limit for discovery.
 const FIND_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A middleware, or the only server.
@@ -33,12 +33,12 @@ pub(super) struct Remote {
 }
 
 impl Remote {
-    /// The client that calls it with these credentials.
+    /// A client that calls this peer with the given credentials.
     pub(super) fn rpc(&self, credentials: &Credentials) -> Rpc {
         Rpc::new(self.service, self.channel.clone(), credentials.clone())
     }
 
-    /// Log the first failure, and prefer other peers for a while.
+    /// Record a failure: log it if it is the first, and prefer other peers for a while.
     pub(super) fn note_failure(&self, what: &dyn std::fmt::Display) {
         if self.failed.lock().replace(Instant::now()).is_none() {
             tracing::warn!(peer = self.name, %what, "a peer failed; retrying");
@@ -47,7 +47,7 @@ impl Remote {
 
     pub(super) fn note_success(&self) {
         if self.failed.lock().take().is_some() {
-            tracing::info!(peer = self.name, "the peer answers again");
+            tracing::info!(peer = self.name, "the peer responds again");
         }
     }
 
@@ -68,8 +68,9 @@ impl Pool {
         Self { remotes: Arc::default(), rank: options.rank as usize, refreshed: Mutex::default() }
     }
 
-    /// The rank's own peer, else the next one that has not failed recently, else the one that failed first. If all have
-    /// failed, or none is known, discovery is queried first.
+    /// The rank's preferred peer or, if that has failed recently, the next one that has not. If all have failed
+    /// recently, it is the one whose failure is the oldest. If all have failed, or no peer is known, discovery is
+    /// queried first.
     pub(super) async fn pick(&self, options: &ClientOptions) -> Result<Arc<Remote>, TablesError> {
         let fine = |remote: &Remote| remote.failed_at().is_none_or(|at| at.elapsed() >= PASSED_OVER);
         if !self.remotes.lock().iter().any(|remote| fine(remote)) {
@@ -112,7 +113,7 @@ async fn resolve(remotes: &Mutex<Vec<Arc<Remote>>>, options: &ClientOptions) -> 
         Targets::Fixed(endpoints) => endpoints.clone(),
         Targets::Discovered(discovery) => match discovery.find(options.service, FIND_TIMEOUT).await {
             Ok(peers) => endpoints_of(&peers)?,
-            // The known peers may still answer.
+            // The known peers may still respond.
             Err(_) if !remotes.lock().is_empty() => return Ok(()),
             Err(error) => return Err(of_discovery(&error)),
         },

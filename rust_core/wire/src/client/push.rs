@@ -1,4 +1,4 @@
-//! Push gradients.
+//! Pushes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -6,6 +6,7 @@ use std::time::Duration;
 use persia_kernels::Gradients;
 use persia_types::id::server_shards;
 use persia_types::tables::{PushReport, PushRequest, TableGradients};
+use persia_types::trace::Stage;
 use persia_types::{Dtype, TablesError};
 
 use super::call::{CallError, Caller, with_deadline};
@@ -18,9 +19,11 @@ use crate::parts::Part;
 use crate::proto::{self, push_request, server_push};
 use crate::samples::{RequestKind, Samples};
 use crate::send::{gradient_chunks, id_chunks, word_chunks};
+use crate::trace;
 
 impl Caller {
-    /// Gradients of samples, which a middleware sums, if they have fewer bytes than those of ids.
+    /// The part for a table. It has gradients of samples, which a middleware sums, if these take fewer bytes
+    /// than gradients of ids.
     fn push_part(&self, table: &TableGradients<'_>) -> Result<Part, TablesError> {
         let (ids, dtype) = (table.ids, self.options.wire_dtype);
         let dim = match &table.gradients {
@@ -31,7 +34,7 @@ impl Caller {
         let part = Part::new(table.table, RowFormat { dim, dtype }, ids);
         let samples = match &table.gradients {
             Gradients::Samples(sum) if self.options.service == Service::Middleware => {
-                // Gradients of 16 bits are scaled before they are sent.
+                // 16-bit gradients are scaled before they are sent.
                 let scale = if dtype == Dtype::F32 { sum.scale } else { 1.0 };
                 Some(Samples { scale, ..Samples::of_sum(sum) })
             }
@@ -73,7 +76,9 @@ impl Caller {
         progress: &mut Progress,
     ) -> Result<(), CallError> {
         let reply = while_sending(messages(request, parts, progress.only.clone()), async |messages| {
-            remote.rpc(&self.trainer).push(with_deadline(limit, messages)).await
+            let mut call = with_deadline(limit, messages);
+            trace::inject_step(call.metadata_mut(), request.token, Stage::Push);
+            remote.rpc(&self.trainer).push(call).await
         })
         .await
         .map_err(|status| CallError::of_status(remote, &status))?;
@@ -81,7 +86,7 @@ impl Caller {
     }
 }
 
-/// The head, the lists of samples, and each part's ids and gradients.
+/// The messages of a push: the head, the lists of samples, and the ids and gradients of each part.
 fn messages<'a>(
     request: &'a PushRequest<'a>,
     parts: &'a [Part],
@@ -114,7 +119,7 @@ fn messages<'a>(
 struct Progress {
     acknowledged: BTreeMap<u32, PushReport>,
     missing: BTreeSet<u32>,
-    /// The servers that the next attempt asks for; empty for all.
+    /// The servers to which the next attempt is sent; empty for all.
     only: Vec<u32>,
 }
 
@@ -125,7 +130,7 @@ impl Progress {
             match outcome {
                 Some(server_push::Outcome::Applied(report)) => {
                     self.missing.remove(&server);
-                    // A second report of one server would count its rows twice.
+                    // Keep the first report, because a second report of a server would count its rows twice.
                     self.acknowledged.entry(server).or_insert_with(|| report.into());
                 }
                 Some(server_push::Outcome::Failed(failure)) => {

@@ -24,8 +24,8 @@ impl Caller {
     pub(super) async fn clear(&self) -> Result<(), TablesError> {
         let request = proto::ClearRequest { fence: self.fence() };
         self.stats_by_server().await?; // as above
-        // A repeated request may arrive after later pushes, and drop their rows. Without a reply the run is lost, and the
-        // next generation refuses the late request.
+        // Make only one attempt, because a repeated request could arrive after later pushes and drop their rows.
+        // Without a reply, the run is lost, and the next generation refuses the late request.
         self.administer("clear", self.one_admin_attempt(), &request).await.map(drop)
     }
 }

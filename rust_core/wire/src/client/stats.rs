@@ -18,7 +18,7 @@ impl Caller {
         self.stats(timeouts).await.map(drop)
     }
 
-    /// The number of servers, which is requested once.
+    /// The number of servers. It is requested once.
     pub(super) async fn servers(&self) -> Result<u32, TablesError> {
         if let Some(servers) = self.known_servers() {
             return Ok(servers);
@@ -63,7 +63,7 @@ fn all_stats(remote: &Remote, reply: &proto::StatsReply) -> Result<Vec<Stats>, C
     if !missing.is_empty() {
         return Err(CallError::Transient(TablesError::Unreachable {
             peer: format!("server {} of {}", missing.join(", "), reply.servers),
-            what: format!("the {} received no answer from it", remote.name),
+            what: format!("the {} received no response from it", remote.name),
         }));
     }
     let mut answers: Vec<&proto::ServerStats> = reply.answered.iter().collect();
@@ -106,7 +106,7 @@ pub(super) fn served(all: Vec<Stats>) -> Result<(u64, ServedCheckpoint), TablesE
     first.ok_or(TablesError::NotBegun)
 }
 
-/// The statistics of all servers as one.
+/// The statistics of all servers, added up.
 pub(super) fn sum(all: Vec<Stats>) -> Stats {
     let mut sum = Stats::default();
     for stats in all {

@@ -6,10 +6,10 @@ use persia_types::TablesError;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 
-/// The number of messages that are created ahead of the connection.
+/// The number of messages that are created before the connection accepts them.
 const AHEAD: usize = 8;
 
-/// Send `messages` while `exchange` runs with the stream of them. Ends with `exchange`.
+/// Send `messages` while `exchange` runs with the stream of these messages. Returns when `exchange` ends.
 pub(super) async fn while_sending<T, R>(
     messages: impl Iterator<Item = T>,
     exchange: impl AsyncFnOnce(ReceiverStream<T>) -> R,
@@ -27,7 +27,7 @@ pub(super) async fn while_sending<T, R>(
     }
 }
 
-/// Send until the reader ends; the exchange then has the reason.
+/// Send until the receiver is dropped. The exchange then reports the reason.
 async fn send<T>(sender: mpsc::Sender<T>, messages: impl Iterator<Item = T>) {
     for message in messages {
         if sender.send(message).await.is_err() {
@@ -36,7 +36,7 @@ async fn send<T>(sender: mpsc::Sender<T>, messages: impl Iterator<Item = T>) {
     }
 }
 
-/// The dimension of `rows` rows in `floats` floats.
+/// The dimension of rows, given that `rows` rows have `floats` floats.
 pub(super) fn dim_of(table: usize, floats: usize, rows: usize) -> Result<usize, TablesError> {
     let dim = floats.checked_div(rows).unwrap_or(0);
     if floats != rows * dim || (dim == 0 && rows > 0) {

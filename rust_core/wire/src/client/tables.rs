@@ -15,30 +15,31 @@ use super::call::Caller;
 use super::options::ClientOptions;
 use super::stats;
 
-/// The number of threads that send and receive bytes. The callers' threads create, check and copy chunks.
+/// The number of threads that send and receive bytes. Chunks are created, checked and copied on the callers'
+/// threads.
 const IO_THREADS: usize = 2;
 
 /// The rows on the embedding servers of a job.
 ///
-/// Its methods block, so they must not be called on a thread that runs a tokio runtime. A request is retried under the
+/// The methods block, so they must not be called on a thread that runs a tokio runtime. A request is retried with the
 /// same token, through another middleware if one failed, until [`ClientOptions::rpc_timeout`] has passed. Dropping the
 /// client closes its connections without waiting.
 ///
-/// Before training: [`Self::wait_ready`], then rank 0 calls `begin` with `highest_generation() + 1` and the other ranks
-/// call [`Self::join`]. From then on, an unreachable server or middleware, and a server that has lost the run, are
-/// [`TablesError::Lost`].
+/// Before training, call [`Self::wait_ready`]. Then rank 0 calls `begin` with `highest_generation() + 1`, and the other
+/// ranks call [`Self::join`]. From then on, [`TablesError::Lost`] is returned if a server or all middlewares are
+/// unreachable, or if a server has lost the run.
 #[derive(Debug)]
 pub struct WireTables {
     caller: Caller,
-    /// None while it is dropped.
+    /// None while `self` is being dropped.
     runtime: Option<Runtime>,
 }
 
 impl WireTables {
-    /// A client that connects with its first call.
+    /// Create a client, which connects at its first call.
     ///
     /// # Errors
-    /// `Unreachable` when no thread can be started.
+    /// `Unreachable` if no thread can be started.
     pub fn connect(options: ClientOptions) -> Result<Self, TablesError> {
         let mut builder = Builder::new_multi_thread();
         let runtime = builder.worker_threads(IO_THREADS).thread_name("persia-wire").enable_all().build();
@@ -59,34 +60,36 @@ impl WireTables {
         }
     }
 
-    /// Wait until every server of the job has answered.
+    /// Wait until every server of the job has responded.
     ///
     /// # Errors
-    /// `Unreachable` after `limit`, naming what is missing; `Refused` and `Incompatible` without waiting.
+    /// `Unreachable` after `limit`, with a message that names the missing processes; `Refused` and
+    /// `Incompatible` without waiting.
     pub fn wait_ready(&self, limit: Duration) -> Result<(), TablesError> {
         self.wait(self.caller.wait_ready(limit))
     }
 
-    /// Number of servers of the job.
+    /// The number of servers of the job.
     ///
     /// # Errors
-    /// As [`Tables::stats`].
+    /// Those of [`Tables::stats`].
     pub fn servers(&self) -> Result<usize, TablesError> {
         self.wait(self.caller.servers()).map(|servers| servers as usize)
     }
 
-    /// The highest generation of any server; 0 before the first run. All servers have to answer.
+    /// The highest generation of any server; 0 before the first run. All servers must respond.
     ///
     /// # Errors
-    /// As [`Tables::stats`].
+    /// Those of [`Tables::stats`].
     pub fn highest_generation(&self) -> Result<u64, TablesError> {
         self.stats().map(|stats| stats.generation)
     }
 
-    /// Check that every server can write files into `dir`, below the checkpoint root.
+    /// Check that every server can write files into `dir`, which is below the checkpoint root.
     ///
     /// # Errors
-    /// `Io` with the reason of a server that cannot; `BadShape`, `NotBegun`, `StaleGeneration`; `Unreachable`.
+    /// `Io` with the error of a server that cannot write; `BadShape`, `NotBegun`, `StaleGeneration`;
+    /// `Unreachable`.
     pub fn check_storage(&self, dir: &Path) -> Result<(), TablesError> {
         self.wait(self.caller.check_storage(dir))
     }
@@ -94,7 +97,7 @@ impl WireTables {
     /// The statistics of each server, by index.
     ///
     /// # Errors
-    /// As [`Tables::stats`].
+    /// Those of [`Tables::stats`].
     pub fn stats_by_server(&self) -> Result<Vec<Stats>, TablesError> {
         self.wait(self.caller.stats_by_server())
     }
@@ -102,17 +105,17 @@ impl WireTables {
     /// The checkpoint that the servers of an infer job serve, and the number that identifies its rows.
     ///
     /// # Errors
-    /// `Incompatible` if one of them serves none, or another one; as [`Tables::stats`].
+    /// `Incompatible` if a server serves no checkpoint or a different one; those of [`Tables::stats`].
     pub fn served(&self) -> Result<(u64, ServedCheckpoint), TablesError> {
         self.stats_by_server().and_then(stats::served)
     }
 
-    /// Take part in the run that rank 0 began.
+    /// Join the run that rank 0 began.
     pub fn join(&self, job: &str, generation: u64) {
         self.caller.enter(job, generation);
     }
 
-    /// Read rows of a run that another process trains. An outage of its servers then loses nothing.
+    /// Read rows of a run that another process trains. An outage of the servers then loses nothing.
     pub fn observe(&self, job: &str, generation: u64) {
         self.caller.observe(job, generation);
     }
@@ -159,7 +162,7 @@ impl Tables for WireTables {
         self.wait(self.caller.restore(dir, files))
     }
 
-    /// The sums over all servers; tokens and generation are the highest of any server.
+    /// The totals over all servers. Sequence numbers and generation are the highest of any server.
     fn stats(&self) -> Result<Stats, TablesError> {
         self.stats_by_server().map(stats::sum)
     }

@@ -10,25 +10,25 @@ use tonic::Status;
 
 use crate::proto::Chunk;
 
-/// The size of the chunks that are sent, small enough to stay in the cache between copies.
+/// The size of the chunks that are sent. It is small enough for a chunk to stay in the cache between copies.
 pub const CHUNK_BYTES: usize = 128 * 1024;
 
 /// The reason why a chunk, or a stream of chunks, is refused.
 #[derive(Debug, thiserror::Error)]
 pub enum ChunkError {
-    /// Bits changed in transit. A retry helps.
+    /// Bits changed in transit. A retry may succeed.
     #[error("damaged in transit: {what}")]
     Damaged {
-        /// The position of the chunk, and both checksums.
+        /// The position of the chunk, and the checksums.
         what: String,
     },
-    /// The stream ended early. A retry helps.
+    /// The stream ended early. A retry may succeed.
     #[error("cut short: {what}")]
     CutShort {
-        /// The received and the announced amount.
+        /// The amount received and the amount announced.
         what: String,
     },
-    /// The content differs from what was announced. A retry does not help.
+    /// The content differs from what was announced. A retry would fail as well.
     #[error("malformed: {0}")]
     Malformed(#[from] TablesError),
 }
@@ -71,15 +71,16 @@ impl Width {
         Self(bytes)
     }
 
-    /// Number of items in a chunk.
+    /// The number of items in a chunk.
     ///
     /// # Errors
-    /// [`ChunkError::Malformed`] for no items, partial ones, or more than [`MAX_CHUNK_BYTES`].
+    /// [`ChunkError::Malformed`] for a chunk that has no items, has a partial item, or is larger than
+    /// [`MAX_CHUNK_BYTES`].
     pub fn items(self, chunk: &Chunk) -> Result<u64, ChunkError> {
         let bytes = chunk.data.len();
         if bytes == 0 || bytes > MAX_CHUNK_BYTES || self.0 == 0 || !bytes.is_multiple_of(self.0) {
             return Err(ChunkError::bad_shape(format!(
-                "part {}: a chunk of {bytes} bytes, want whole items of {} bytes and at most {MAX_CHUNK_BYTES}",
+                "part {}: a chunk of {bytes} bytes, expected whole items of {} bytes and at most {MAX_CHUNK_BYTES}",
                 chunk.part, self.0
             )));
         }
@@ -93,20 +94,20 @@ impl Width {
     }
 }
 
-/// A chunk of items of `part` from `first` on, with the checksum of `data`.
+/// A chunk of items of `part`, starting at item `first`, with the checksum of `data`.
 pub(super) fn new_chunk(part: u32, first: usize, data: Bytes) -> Chunk {
     Chunk { part, first: first as u64, crc32c: crc32c::crc32c(&data), data }
 }
 
-/// Split `chunk` at `bounds`, which ascend from 0. Returns the index of each piece's lower bound, and the piece with
-/// its position relative to it. Data is not copied. A checksum is recomputed only where the chunk is split.
+/// Split `chunk` at `bounds`, which ascend from 0. Returns each piece, with its position relative to its lower
+/// bound, and the index of that bound. Data is not copied. Checksums are recomputed only if the chunk is split.
 pub(super) fn split(chunk: Chunk, width: Width, bounds: &[u64]) -> Result<Vec<(usize, Chunk)>, ChunkError> {
     let items = width.items(&chunk)?;
     let all = bounds.last().copied().unwrap_or(0);
     let Some(end) = chunk.first.checked_add(items).filter(|end| *end <= all) else {
         return Err(ChunkError::out_of_range(&chunk, items, all));
     };
-    // The last of several equal bounds, because the ranges before it are empty.
+    // Take the last of several equal bounds, because the ranges before it are empty.
     let owner = bounds.partition_point(|bound| *bound <= chunk.first) - 1;
     if end <= bounds[owner + 1] {
         return Ok(vec![(owner, Chunk { first: chunk.first - bounds[owner], ..chunk })]);

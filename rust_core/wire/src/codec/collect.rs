@@ -1,4 +1,5 @@
-//! [`Collector`]: the values of a request, from chunks in ascending order. Memory grows as they arrive.
+//! [`Collector`]: collects the values of a request from chunks in ascending order. Memory grows as chunks
+//! arrive.
 
 use persia_types::id::Id;
 
@@ -8,7 +9,7 @@ use super::parts::Part;
 use super::samples::RequestKind;
 use crate::proto::Chunk;
 
-/// The largest number of bytes that are allocated for values that were announced and have not arrived.
+/// The maximum number of bytes allocated for values that were announced but have not arrived.
 const ALLOCATE_AHEAD: usize = 4 << 20;
 
 /// A value that is read from chunks: an id, a word, or a gradient.
@@ -39,17 +40,18 @@ impl Value for f32 {
     }
 }
 
-/// Collects the values of all parts of a request. The chunks of a part arrive in ascending order without a gap.
+/// Collects the values of all parts of a request. The chunks of each part must arrive in ascending order
+/// without a gap.
 #[derive(Debug)]
 pub struct Collector<T> {
     parts: Vec<Announced<T>>,
 }
 
-/// The announced values of a part, and those that arrived.
+/// The announced values of a part, and those that have arrived.
 #[derive(Debug)]
 struct Announced<T> {
     width: Width,
-    /// The number of values of an item.
+    /// The number of values per item.
     values_each: usize,
     items: usize,
     format: RowFormat,
@@ -69,7 +71,7 @@ impl Collector<f32> {
         Self::new(parts, |part| (part.format.width(), part.format.dim, part.len()))
     }
 
-    /// Collect the gradients of samples, of the `parts` that have them.
+    /// Collect the gradients of samples of those `parts` that have samples.
     pub fn sample_gradients(parts: &[Part]) -> Self {
         let samples = |part: &Part| part.samples.map_or(0, |head| head.samples);
         Self::new(parts, |part| (part.format.width(), part.format.dim, samples(part)))
@@ -77,7 +79,7 @@ impl Collector<f32> {
 }
 
 impl Collector<u32> {
-    /// Collect the lists of samples, of the `parts` that have them.
+    /// Collect the lists of samples of those `parts` that have samples.
     pub fn csr(parts: &[Part], kind: RequestKind) -> Self {
         let words = |part: &Part| part.samples.map_or(0, |head| head.words(kind, part.len()));
         Self::new(parts, |part| (Width::WORD, 1, words(part)))
@@ -85,7 +87,7 @@ impl Collector<u32> {
 }
 
 impl<T: Value> Collector<T> {
-    /// `shape` is the width of a part's items, the values of an item, and the number of items.
+    /// `shape` returns the width of a part's items, the number of values per item, and the number of items.
     fn new(parts: &[Part], shape: impl Fn(&Part) -> (Width, usize, usize)) -> Self {
         let of = |part: &Part| {
             let (width, values_each, items) = shape(part);
@@ -102,7 +104,7 @@ impl<T: Value> Collector<T> {
     /// Take one chunk.
     ///
     /// # Errors
-    /// [`ChunkError`] for a chunk that is damaged, unannounced, or not the next of its part.
+    /// [`ChunkError`] for a chunk that is damaged, was not announced, or is not the next of its part.
     pub fn take(&mut self, chunk: &Chunk) -> Result<(), ChunkError> {
         let parts = self.parts.len();
         let Some(part) = self.parts.get_mut(chunk.part as usize) else {
@@ -114,7 +116,7 @@ impl<T: Value> Collector<T> {
         if chunk.first != next {
             let Chunk { part, first, .. } = chunk;
             return Err(ChunkError::bad_shape(format!(
-                "part {part}: a chunk starts at item {first}, want {next}"
+                "part {part}: a chunk starts at item {first}, expected {next}"
             )));
         }
         if items > *announced as u64 - next {
@@ -134,7 +136,7 @@ impl<T: Value> Collector<T> {
     /// The values of every part.
     ///
     /// # Errors
-    /// [`ChunkError::CutShort`] when fewer arrived than were announced.
+    /// [`ChunkError::CutShort`] if fewer values have arrived than were announced.
     pub fn finish(self) -> Result<Vec<Vec<T>>, ChunkError> {
         for (number, part) in self.parts.iter().enumerate() {
             let (arrived, all) = (part.values.len(), part.items * part.values_each);

@@ -1,4 +1,4 @@
-//! [`ReceivedCsr`]: the ids of each sample as compressed sparse rows, which are sent after a head.
+//! [`ReceivedCsr`]: the ids of each sample, as compressed sparse rows, which are sent after the head.
 
 use futures_util::Stream;
 use persia_kernels::{Bags, Csr, SegmentSum, ShapeError};
@@ -33,7 +33,7 @@ pub struct ReceivedCsr {
     words: Vec<u32>,
 }
 
-/// Its lists.
+/// The lists of [`ReceivedCsr`].
 struct Lists<'a> {
     indices: &'a [u32],
     offsets: &'a [u32],
@@ -42,7 +42,7 @@ struct Lists<'a> {
 }
 
 impl ReceivedCsr {
-    /// Split the words into lists. The number of words is the one that the head announces.
+    /// Split the words into lists. The head announces the number of words in each.
     fn lists(&self) -> Lists<'_> {
         let Samples { samples, indices, per_sample_weights, factors, .. } = self.head;
         let (list, rest) = self.words.split_at(indices);
@@ -81,10 +81,11 @@ impl ReceivedCsr {
     }
 }
 
-/// Receive and check the lists of all parts with samples, which follow the head. `chunk` takes a chunk out of a message.
+/// Receive and check the lists of all parts with samples, which follow the head. `chunk` extracts the chunk from a
+/// message.
 ///
 /// # Errors
-/// A status with the problem.
+/// A status that states the problem.
 pub async fn receive_csr<M>(
     stream: &mut (impl Stream<Item = Result<M, Status>> + Unpin),
     kind: RequestKind,
@@ -93,7 +94,7 @@ pub async fn receive_csr<M>(
 ) -> Result<Vec<Option<ReceivedCsr>>, Status> {
     let mut words = Collector::csr(parts, kind);
     while !words.is_complete() {
-        // At the end of the stream, `finish` reports what is missing.
+        // If the stream has ended, `finish` reports what is missing.
         let Some(message) = receive::next(stream).await? else { break };
         let Some(chunk) = chunk(message) else {
             return Err(Status::invalid_argument("after a head, the lists of all its samples come first"));

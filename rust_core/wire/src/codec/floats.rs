@@ -14,14 +14,14 @@ use super::chunk::Width;
 pub struct RowFormat {
     /// The number of floats in a row.
     pub dim: usize,
-    /// Format of a float on the wire. 16 bits round to nearest, ties to even. A magnitude beyond the largest finite number
-    /// becomes that number. An infinity, and in f16 a magnitude of [`MAX_GRADIENT`] or larger, becomes a NaN: a server
-    /// refuses the row, as it does if floats are sent as f32.
+    /// The format of a float on the wire. 16-bit formats round to nearest, ties to even. A magnitude beyond the largest
+    /// finite number becomes that number. An infinity and, in f16, a magnitude of at least [`MAX_GRADIENT`] become NaN,
+    /// so that a server refuses the row, as it would if the floats were sent as f32.
     pub dtype: Dtype,
 }
 
 impl RowFormat {
-    /// Rows of `dim` floats of 32 bits.
+    /// The format of rows of `dim` 32-bit floats.
     pub fn f32(dim: usize) -> Self {
         Self { dim, dtype: Dtype::F32 }
     }
@@ -31,7 +31,7 @@ impl RowFormat {
         Width::new(self.dim * if self.dtype == Dtype::F32 { 4 } else { 2 })
     }
 
-    /// Rows as bytes. Floats of 32 bits are not copied.
+    /// Encode rows as bytes. 32-bit floats are not copied.
     pub(crate) fn encode(self, rows: Vec<f32>) -> Bytes {
         match self.dtype {
             Dtype::F32 => Bytes::from_owner(Floats(rows)),
@@ -39,7 +39,7 @@ impl RowFormat {
         }
     }
 
-    /// A copy of rows as bytes.
+    /// Encode a copy of rows as bytes.
     pub(crate) fn encode_copy(self, rows: &[f32]) -> Bytes {
         let half = match self.dtype {
             Dtype::F32 => return Bytes::copy_from_slice(bytemuck::cast_slice(rows)),
@@ -49,7 +49,7 @@ impl RowFormat {
         Bytes::from_owner(Halves(half))
     }
 
-    /// Write the floats of `bytes` to `rows`, of the same number of floats.
+    /// Decode `bytes` into `rows`, which have the same number of floats.
     pub(crate) fn decode(self, bytes: &[u8], rows: &mut [f32]) {
         match self.dtype {
             Dtype::F32 => bytemuck::cast_slice_mut(rows).copy_from_slice(bytes),
@@ -182,7 +182,7 @@ mod tests {
         assert_eq!(sent(Dtype::Bf16, &[f32::MAX, -f32::MAX]), [3.3895314e38, -3.3895314e38]);
     }
 
-    /// The row of such a gradient is skipped, regardless of the format.
+    /// The row of such a gradient must be skipped in every format.
     #[test]
     fn a_huge_number_does_not_become_an_acceptable_one() {
         for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {

@@ -9,45 +9,46 @@ use super::floats::RowFormat;
 use super::samples::Samples;
 use crate::proto::{self, Chunk, TablePart};
 
-/// The part of a request that concerns one table. The numbers in a received part are within their limits.
+/// The part of a request that concerns one table. The values in a received part have been checked against
+/// their limits.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Part {
-    /// Index into the schema's tables. The holder of rows checks it.
+    /// The index into the schema's tables. The holder of the rows checks it.
     pub table: usize,
-    /// Format of rows and gradients. Its dimension is 0 only without ids.
+    /// The format of rows and gradients. The dimension is 0 only if there are no ids.
     pub format: RowFormat,
-    /// The samples, if vectors of samples replace rows of ids.
+    /// The samples, if vectors of samples are sent instead of rows of ids.
     pub samples: Option<Samples>,
     offsets: Vec<u32>,
 }
 
 impl Part {
-    /// The size of its ids, and of their rows or gradients as f32, in bytes.
+    /// The size of the ids and of their rows or gradients as f32, in bytes.
     pub fn bytes(&self) -> u64 {
         self.len() as u64 * (8 + 4 * self.format.dim as u64)
     }
 
-    /// Rows of `table` for `ids`.
+    /// A part with rows of `table` for `ids`.
     pub fn new(table: usize, format: RowFormat, ids: &ShardedIds) -> Self {
         Self { table, format, samples: None, offsets: ids.offsets().to_vec() }
     }
 
-    /// The part with vectors of samples, or, with None, rows of ids.
+    /// Replace `samples`. With None, the part has rows of ids.
     pub fn with_samples(self, samples: Option<Samples>) -> Self {
         Self { samples, ..self }
     }
 
-    /// Number of vectors: one for each sample, or one for each id.
+    /// The number of vectors: one for each sample, or one for each id.
     pub fn vectors(&self) -> usize {
         self.samples.map_or(self.len(), |head| head.samples)
     }
 
-    /// Number of ids.
+    /// The number of ids.
     pub fn len(&self) -> usize {
         self.offsets[VIRTUAL_SHARDS] as usize
     }
 
-    /// Whether it has no ids.
+    /// Whether the part has no ids.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -57,21 +58,21 @@ impl Part {
         &self.offsets
     }
 
-    /// The received `ids`, by shard.
+    /// Group the received `ids` by shard.
     ///
     /// # Errors
-    /// `BadShape` for an id in a shard that is not its own.
+    /// `BadShape` for an id in the wrong shard.
     pub fn ids(&self, ids: Vec<Id>) -> Result<ShardedIds, TablesError> {
         ShardedIds::from_parts(ids, self.offsets.clone())
     }
 
-    /// The message.
+    /// Convert to a message.
     pub fn to_proto(&self) -> TablePart {
         let samples = self.samples.map(Samples::to_proto);
         TablePart { samples, ..self.counts_within(0..VIRTUAL_SHARDS) }
     }
 
-    /// The message for the ids of some shards, with rows of ids.
+    /// The message for the ids of some shards, without samples.
     fn counts_within(&self, shards: std::ops::Range<usize>) -> TablePart {
         let count = |shard: usize| {
             if shards.contains(&shard) { self.offsets[shard + 1] - self.offsets[shard] } else { 0 }
@@ -86,10 +87,10 @@ impl Part {
     }
 }
 
-/// Check the parts of a head, before memory is allocated for them.
+/// Check the parts of a head. This is done before memory is allocated for them.
 ///
 /// # Errors
-/// `TooManyIds`, or `BadShape` for a dimension, a number of shards or a size that is out of range.
+/// `TooManyIds`; `BadShape` for a dimension, a number of shards or a size that is out of range.
 pub fn check_parts(parts: &[TablePart]) -> Result<Vec<Part>, TablesError> {
     let bad = |what: String| Err(TablesError::BadShape { what });
     if parts.len() > MAX_SLOTS {
@@ -101,7 +102,7 @@ pub fn check_parts(parts: &[TablePart]) -> Result<Vec<Part>, TablesError> {
         let TablePart { table, dim, dtype, shard_counts, samples } = part;
         if shard_counts.len() != VIRTUAL_SHARDS {
             return bad(format!(
-                "table {table}: counts of {} shards, want {VIRTUAL_SHARDS}",
+                "table {table}: counts of {} shards, expected {VIRTUAL_SHARDS}",
                 shard_counts.len()
             ));
         }
@@ -163,14 +164,14 @@ impl From<Dtype> for proto::Dtype {
     }
 }
 
-/// The split of a request among the servers of a job, and the merge of their replies.
+/// Splits a request among the servers of a job, and merges their replies.
 ///
-/// Part `p` of a server's request has the ids of part `p` that are in its shards. A chunk within one server's range is
-/// forwarded with another position only.
+/// Part `p` of a server's request has those ids of part `p` that are in the server's shards. A chunk within the range
+/// of one server is forwarded with only its position changed.
 #[derive(Debug, Clone)]
 pub struct Split {
     parts: Vec<Part>,
-    /// For each part, the position of each server's first id, and at the end the number of ids.
+    /// For each part, the position of each server's first id, followed by the number of ids.
     bounds: Vec<Vec<u64>>,
     servers: usize,
 }
@@ -179,10 +180,12 @@ impl Split {
     /// Split `parts` among `servers`.
     ///
     /// # Errors
-    /// As [`check_parts`]; `BadShape` for no servers or more than there are shards.
+    /// Those of [`check_parts`]; `BadShape` for no servers or more servers than shards.
     pub fn new(parts: &[TablePart], servers: usize) -> Result<Self, TablesError> {
         if servers == 0 || servers > MAX_SERVERS {
-            return Err(TablesError::BadShape { what: format!("{servers} servers, want 1..={MAX_SERVERS}") });
+            return Err(TablesError::BadShape {
+                what: format!("{servers} servers, expected 1..={MAX_SERVERS}"),
+            });
         }
         let parts = check_parts(parts)?;
         let first = |part: &Part, server: usize| {
@@ -199,21 +202,21 @@ impl Split {
         &self.parts
     }
 
-    /// The parts of the head for one server. They have rows of ids, even if the request has samples.
+    /// The parts of the head for one server. They are for rows of ids, even if the request has samples.
     pub fn parts_of(&self, server: usize) -> Vec<TablePart> {
         let shards = server_shards(server, self.servers);
         self.parts.iter().map(|part| part.counts_within(shards.clone())).collect()
     }
 
-    /// Number of one server's ids in all parts.
+    /// The number of a server's ids in all parts.
     pub fn ids_of(&self, server: usize) -> u64 {
         self.bounds.iter().map(|bounds| bounds[server + 1] - bounds[server]).sum()
     }
 
-    /// Split a chunk of ids: the chunks of the servers concerned, in ascending order.
+    /// Split a chunk of ids into chunks for the servers that hold them, in ascending order.
     ///
     /// # Errors
-    /// [`ChunkError`] for a chunk that is not of this request, or that is damaged and has to be split.
+    /// [`ChunkError`] for a chunk that does not belong to this request, or that is damaged and must be split.
     pub fn ids(&self, chunk: Chunk) -> Result<Vec<(usize, Chunk)>, ChunkError> {
         self.split(chunk, |_| Width::ID)
     }
@@ -221,15 +224,15 @@ impl Split {
     /// Split a chunk of gradients as [`Self::ids`] does.
     ///
     /// # Errors
-    /// As [`Self::ids`].
+    /// Those of [`Self::ids`].
     pub fn gradients(&self, chunk: Chunk) -> Result<Vec<(usize, Chunk)>, ChunkError> {
         self.split(chunk, |part| part.format.width())
     }
 
-    /// A chunk of rows from `server`, as a chunk of the whole reply.
+    /// Convert a chunk of rows from `server` into a chunk of the whole reply.
     ///
     /// # Errors
-    /// [`ChunkError`] for a chunk that is not of this request.
+    /// [`ChunkError`] for a chunk that does not belong to this request.
     pub fn rows(&self, server: usize, mut chunk: Chunk) -> Result<Chunk, ChunkError> {
         let (part, bounds) = self.part(&chunk)?;
         let count = part.format.width().items(&chunk)?;

@@ -1,4 +1,4 @@
-//! Receiving and checking a complete look-up or push from a stream.
+//! Receives and checks a complete look-up or push from a stream.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use super::collect::Collector;
 use super::parts::{Part, check_parts};
 use crate::{convert, proto};
 
-/// The longest silence of a sender within a request.
+/// The maximum time that a sender may be silent within a request.
 const SILENCE: Duration = Duration::from_secs(60);
 
 /// A received look-up.
@@ -24,11 +24,11 @@ pub struct ReceivedLookup {
     pub token: Token,
     /// The global step.
     pub step: u64,
-    /// Training or evaluation.
+    /// The mode of the look-up.
     pub mode: Mode,
-    /// Tables and dimensions, in the order of `ids`.
+    /// The tables and dimensions, in the order of `ids`.
     pub parts: Vec<Part>,
-    /// Ids of every part, by shard.
+    /// The ids of each part, by shard.
     pub ids: Vec<ShardedIds>,
 }
 
@@ -42,12 +42,12 @@ impl ReceivedLookup {
             .collect()
     }
 
-    /// The request to the store.
+    /// The request for the store.
     pub fn request<'a>(&self, tables: &'a [TableIds<'a>]) -> LookupRequest<'a> {
         LookupRequest { token: self.token, step: self.step, mode: self.mode, tables }
     }
 
-    /// Buffers for the rows of every part.
+    /// Create buffers for the rows of all parts.
     pub fn buffers(&self) -> Vec<Vec<f32>> {
         self.parts.iter().map(|part| vec![0.0; part.len() * part.format.dim]).collect()
     }
@@ -62,11 +62,11 @@ pub struct ReceivedPush {
     pub step: u64,
     /// The factor of the learning rate.
     pub lr_factor: f32,
-    /// Tables and dimensions, in the order of `ids`.
+    /// The tables and dimensions, in the order of `ids`.
     pub parts: Vec<Part>,
-    /// Ids of every part, by shard.
+    /// The ids of each part, by shard.
     pub ids: Vec<ShardedIds>,
-    /// Gradients of the ids of every part.
+    /// The gradients for the ids of each part.
     pub gradients: Vec<Vec<f32>>,
 }
 
@@ -83,7 +83,7 @@ impl ReceivedPush {
             .collect()
     }
 
-    /// The request to the store.
+    /// The request for the store.
     pub fn request<'a>(&self, tables: &'a [TableGradients<'a>]) -> PushRequest<'a> {
         PushRequest { token: self.token, step: self.step, lr_factor: self.lr_factor, tables }
     }
@@ -92,7 +92,7 @@ impl ReceivedPush {
 /// The next message of a stream.
 ///
 /// # Errors
-/// The stream's own, and `DeadlineExceeded` after a minute of silence.
+/// The error of the stream; `DeadlineExceeded` after a minute of silence.
 pub async fn next<T>(
     stream: &mut (impl Stream<Item = Result<T, Status>> + Unpin),
 ) -> Result<Option<T>, Status> {
@@ -113,10 +113,10 @@ fn two_heads() -> Status {
     Status::invalid_argument("a second head, or an empty message, in one stream")
 }
 
-/// The head of a stream of look-up messages.
+/// Receive the head of a stream of look-up messages.
 ///
 /// # Errors
-/// `InvalidArgument` for another first message.
+/// `InvalidArgument` if the first message is not a head.
 pub async fn lookup_head(
     stream: &mut (impl Stream<Item = Result<proto::LookupRequest, Status>> + Unpin),
 ) -> Result<proto::LookupHead, Status> {
@@ -126,10 +126,10 @@ pub async fn lookup_head(
     }
 }
 
-/// The head of a stream of push messages.
+/// Receive the head of a stream of push messages.
 ///
 /// # Errors
-/// `InvalidArgument` for another first message.
+/// `InvalidArgument` if the first message is not a head.
 pub async fn push_head(
     stream: &mut (impl Stream<Item = Result<proto::PushRequest, Status>> + Unpin),
 ) -> Result<proto::PushHead, Status> {
@@ -139,10 +139,10 @@ pub async fn push_head(
     }
 }
 
-/// The parts of a head that may only have rows of ids.
+/// Check the parts of a head, which must have rows of ids only.
 ///
 /// # Errors
-/// `Malformed` for parts that do not fit, or with samples.
+/// `Malformed` for invalid parts, and for parts with samples.
 pub fn parts_of_rows(head: &[proto::TablePart]) -> Result<Vec<Part>, ChunkError> {
     let parts = check_parts(head)?;
     match parts.iter().find(|part| part.samples.is_some()) {
@@ -154,7 +154,7 @@ pub fn parts_of_rows(head: &[proto::TablePart]) -> Result<Vec<Part>, ChunkError>
     }
 }
 
-/// Receive a look-up of an embedding server.
+/// Receive a look-up that is sent to an embedding server.
 ///
 /// # Errors
 /// A status with the problem.
@@ -166,7 +166,7 @@ pub async fn lookup(
     lookup_after(head, parts, stream).await
 }
 
-/// Receive a look-up after its head, whose [parts](parts_of_rows) were checked.
+/// Receive a look-up after its head, whose [parts](parts_of_rows) have been checked.
 ///
 /// # Errors
 /// A status with the problem.
@@ -189,7 +189,7 @@ pub async fn lookup_after(
     Ok(ReceivedLookup { token, step: head.step, mode, parts, ids })
 }
 
-/// Receive a push of an embedding server.
+/// Receive a push that is sent to an embedding server.
 ///
 /// # Errors
 /// A status with the problem.
@@ -201,7 +201,7 @@ pub async fn push(
     push_after(head, parts, stream).await
 }
 
-/// Receive a push after its head, whose [parts](parts_of_rows) were checked.
+/// Receive a push after its head, whose [parts](parts_of_rows) have been checked.
 ///
 /// # Errors
 /// A status with the problem.

@@ -1,6 +1,7 @@
-//! [`Samples`]: the part of a head that describes vectors of samples, which replace rows of ids if they are smaller.
+//! [`Samples`]: the part of a head that describes samples. Vectors of samples are sent instead of rows of ids if
+//! they are smaller.
 //!
-//! A middleware then pools rows and sums gradients, with the kernels of a trainer.
+//! A middleware then pools rows and sums gradients, with the same kernels as a trainer.
 
 use persia_kernels::{Bags, SegmentSum};
 use persia_types::limits::{MAX_BATCH_SIZE, MAX_OCCURRENCES};
@@ -8,32 +9,33 @@ use persia_types::limits::{MAX_BATCH_SIZE, MAX_OCCURRENCES};
 use super::floats::RowFormat;
 use crate::proto;
 
-/// The samples of a part, as its head announces them. Numbers of a received head are within their limits.
+/// The samples of a part, as announced by the head. The values in a received head have been checked against
+/// their limits.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Samples {
-    /// Number of samples.
+    /// The number of samples.
     pub samples: usize,
-    /// The number of indices of ids that they use.
+    /// The number of indices, that is, of uses of ids by the samples.
     pub indices: usize,
     /// Whether each index has a weight.
     pub per_sample_weights: bool,
-    /// Whether each sample has a divisor, or in a push a factor.
+    /// Whether each sample has a divisor or, in a push, a factor.
     pub factors: bool,
-    /// For a push: the factor of all sums.
+    /// In a push, the factor of all sums.
     pub scale: f32,
 }
 
-/// The direction of the sums: a look-up has indices for each sample, a push for each id.
+/// The kind of request: a look-up has indices for each sample, a push has indices for each id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RequestKind {
-    /// Sums of rows, for each sample.
+    /// A look-up, which sums rows for each sample.
     Lookup,
-    /// Sums of gradients, for each id.
+    /// A push, which sums gradients for each id.
     Push,
 }
 
 impl Samples {
-    /// The samples of a look-up, if a sample may use several ids.
+    /// The samples of a look-up. None if every sample uses one id.
     pub fn of_bags(bags: &Bags<'_>) -> Option<Self> {
         bags.offsets.map(|_| Self {
             samples: bags.samples(),
@@ -55,7 +57,7 @@ impl Samples {
         }
     }
 
-    /// Whether vectors of samples with their indices take fewer bytes than the rows of `ids` ids.
+    /// Whether vectors of samples and their lists take fewer bytes than the rows of `ids` ids.
     pub fn save(&self, kind: RequestKind, ids: usize, format: RowFormat) -> bool {
         let width = format.width().0;
         self.samples * width + self.words(kind, ids) * size_of::<u32>() < ids * width
@@ -80,7 +82,8 @@ impl Samples {
         }
     }
 
-    /// Check the samples of a part with `ids` ids. Also returns the announced bytes of vectors and words.
+    /// Check the samples of a part with `ids` ids. Also returns the announced size of vectors and words, in
+    /// bytes.
     pub(crate) fn check(sent: &proto::Samples, ids: usize, dim: usize) -> Result<(Self, u64), String> {
         let proto::Samples { samples, indices, per_sample_weights, factors, scale } = *sent;
         let (samples, indices) = (samples as usize, indices as usize);

@@ -10,12 +10,12 @@ use super::floats::RowFormat;
 use super::parts::Part;
 use crate::proto::Chunk;
 
-/// Ranges of items that have arrived, ascending, with gaps between them.
+/// The ranges of items that have arrived, in ascending order, with gaps between them.
 #[derive(Debug, Default)]
 struct Covered(Vec<Range<u64>>);
 
 impl Covered {
-    /// Add a range; false if it overlaps.
+    /// Add a range. Returns false if it overlaps another one.
     fn add(&mut self, range: Range<u64>) -> bool {
         let at = self.0.partition_point(|other| other.end < range.start);
         let touches_left = self.0.get(at).is_some_and(|left| left.end == range.start);
@@ -41,21 +41,23 @@ impl Covered {
     }
 }
 
-/// Writes each row to its position. Chunks arrive in any order, each row once.
+/// Writes each row to its position. Chunks may arrive in any order, but each row only once.
 #[derive(Debug)]
 pub struct Scatter<'a, 'b> {
     rows: &'a mut [&'b mut [f32]],
     csr: &'a [Option<Csr<'a>>],
     parts: Vec<(RowFormat, u64, Covered)>,
-    /// Rows of a chunk of 16 bits.
+    /// The rows of a 16-bit chunk, as f32.
     widened: Vec<f32>,
 }
 
 impl<'a, 'b> Scatter<'a, 'b> {
-    /// Write to `rows[p]`, which holds `[parts[p].vectors(), parts[p].dim]`, or a row for each sample of `csr[p]`.
+    /// Create a writer to `rows[p]`, which has the shape `[parts[p].vectors(), parts[p].dim]`, or a row for each
+    /// sample of `csr[p]`.
     ///
     /// # Errors
-    /// `BadShape` for a buffer of another length, another number of buffers than of parts, or indices that do not fit.
+    /// `BadShape` if a buffer has the wrong length, the numbers of buffers and parts differ, or indices are out of
+    /// range.
     pub fn new(
         parts: &[Part],
         csr: &'a [Option<Csr<'a>>],
@@ -69,7 +71,7 @@ impl<'a, 'b> Scatter<'a, 'b> {
             let wanted = csr.map_or(part.vectors(), |csr| csr.indices.len());
             if rows.len() != wanted * part.format.dim {
                 return bad(format!(
-                    "table {}: a buffer of {} floats, want {wanted} rows of dimension {}",
+                    "table {}: a buffer of {} floats, expected {wanted} rows of dimension {}",
                     part.table,
                     rows.len(),
                     part.format.dim
@@ -86,7 +88,7 @@ impl<'a, 'b> Scatter<'a, 'b> {
     /// Write one chunk.
     ///
     /// # Errors
-    /// [`ChunkError`] for a chunk that is damaged, was not requested, or arrived before.
+    /// [`ChunkError`] for a chunk that is damaged, was not requested, or has already arrived.
     pub fn take(&mut self, chunk: &Chunk) -> Result<(), ChunkError> {
         let (index, parts) = (chunk.part as usize, self.parts.len());
         let Some((format, asked, covered)) = self.parts.get_mut(index) else {
@@ -114,7 +116,7 @@ impl<'a, 'b> Scatter<'a, 'b> {
             }
             return Ok(());
         }
-        // Widen an id once for all its samples.
+        // Convert the row of an id to f32 once for all its samples.
         self.widened.resize(items as usize * dim, 0.0);
         format.decode(&chunk.data, &mut self.widened);
         for (unique, row) in (chunk.first as usize..).zip(self.widened.chunks_exact(dim)) {
@@ -128,7 +130,7 @@ impl<'a, 'b> Scatter<'a, 'b> {
     /// Check that every row has arrived.
     ///
     /// # Errors
-    /// [`ChunkError::CutShort`] for a missing row.
+    /// [`ChunkError::CutShort`] if a row is missing.
     pub fn finish(self) -> Result<(), ChunkError> {
         for (part, (_, asked, covered)) in self.parts.iter().enumerate() {
             let arrived = covered.count();

@@ -1,4 +1,4 @@
-//! Ids, rows, gradients and lists of samples as chunks. Each chunk is created when it is requested.
+//! Sends ids, rows, gradients and lists of samples as chunks. Each chunk is created when it is requested.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -13,15 +13,16 @@ use super::floats::RowFormat;
 use super::parts::Part;
 use crate::proto::Chunk;
 
-/// The `ids` of part number `part`.
+/// The chunks with the `ids` of part number `part`.
 pub fn id_chunks(part: u32, ids: &[Id]) -> impl Iterator<Item = Chunk> + '_ {
     Width::ID.ranges(ids.len()).map(move |range| {
         new_chunk(part, range.start, Bytes::copy_from_slice(bytemuck::cast_slice(&ids[range])))
     })
 }
 
-/// The gradients of part number `index`, of checked lengths: sums of ids, or gradients of samples. The latter are
-/// scaled before they are sent in 16 bits, so that they have the range of the sums.
+/// The chunks with the gradients of part number `index`: sums for ids, or gradients of samples. Their lengths
+/// have been checked. 16-bit gradients of samples are scaled before they are sent, so that they have the range of
+/// the sums.
 pub fn gradient_chunks<'a>(
     index: u32,
     part: &'a Part,
@@ -50,7 +51,7 @@ fn sample_gradients(format: RowFormat, samples: Range<usize>, sum: &SegmentSum<'
     format.encode(scaled)
 }
 
-/// The pooled samples of part number `index`. `bags` were checked.
+/// The chunks with the pooled samples of part number `index`. `bags` have been checked.
 pub fn pooled_chunks<'a>(
     index: u32,
     format: RowFormat,
@@ -64,7 +65,7 @@ pub fn pooled_chunks<'a>(
     })
 }
 
-/// The lists of words of part number `part`, one after another.
+/// The chunks with the lists of words of part number `part`, one after another.
 pub fn word_chunks(part: u32, lists: [&[u32]; 4]) -> impl Iterator<Item = Chunk> + '_ {
     let mut next = 0;
     lists.into_iter().flat_map(move |words| {
@@ -77,7 +78,8 @@ pub fn word_chunks(part: u32, lists: [&[u32]; 4]) -> impl Iterator<Item = Chunk>
     })
 }
 
-/// The `[n, dim]` rows of part number `part`. Rows that are sent as f32 are not copied.
+/// The chunks with the rows of part number `part`, which have the shape `[n, dim]`. Rows that are sent as f32
+/// are not copied.
 pub fn row_chunks(part: u32, format: RowFormat, rows: Vec<f32>) -> impl Iterator<Item = Chunk> + Send {
     let (width, dim) = (format.width(), format.dim);
     let items = rows.len().checked_div(dim).unwrap_or(0);

@@ -12,15 +12,15 @@ use super::peer::{Announcement, Peer, Service};
 #[derive(Debug)]
 pub struct BlockingDiscovery {
     discovery: Discovery,
-    /// None while it is dropped.
+    /// None while `self` is being dropped.
     runtime: Option<Runtime>,
 }
 
 impl BlockingDiscovery {
-    /// As [`Discovery::connect`].
+    /// Like [`Discovery::connect`].
     ///
     /// # Errors
-    /// As [`Discovery::connect`], and `NotConnected` when no thread can be started.
+    /// Those of [`Discovery::connect`]; `NotConnected` if no thread can be started.
     pub fn connect(options: DiscoveryOptions) -> Result<Self, DiscoveryError> {
         let no_thread = |error: std::io::Error| DiscoveryError::NotConnected {
             url: without_password(&options.url),
@@ -33,7 +33,7 @@ impl BlockingDiscovery {
         Ok(Self { discovery, runtime: Some(runtime) })
     }
 
-    /// The connection, for `Targets::Discovered`. It ends with `self`.
+    /// The connection, for `Targets::Discovered`. It is closed when `self` is dropped.
     pub fn discovery(&self) -> &Discovery {
         &self.discovery
     }

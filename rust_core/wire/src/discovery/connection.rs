@@ -1,4 +1,4 @@
-//! [`Discovery`]: a connection to NATS, announcements and searches over it.
+//! [`Discovery`]: a connection to NATS, for announcements and searches.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -15,20 +15,20 @@ use super::peer::{Announcement, Peer, Service, check_job_name};
 use crate::auth::RoleToken;
 use crate::backoff;
 
-/// The silence after an answer that ends a search.
+/// The time without a further response after which a search ends.
 const QUIET: Duration = Duration::from_millis(150);
-/// Interval of pings to NATS.
+/// The interval between pings to NATS.
 const PING_INTERVAL: Duration = Duration::from_secs(10);
 const USER: &str = "persia";
 
-/// The address of NATS, and the job.
+/// The options of a connection: the address of NATS, and the job.
 #[derive(Debug, Clone)]
 pub struct DiscoveryOptions {
-    /// `nats://host:port`, or `host:port`.
+    /// The address of NATS: `nats://host:port` or `host:port`.
     pub url: String,
-    /// The job; processes of other jobs are not found.
+    /// The job. Processes of other jobs are not found.
     pub job: String,
-    /// The token of role `nats`, if NATS requires one.
+    /// The token of the role `nats`, if NATS requires one.
     pub token: Option<RoleToken>,
 }
 
@@ -39,11 +39,11 @@ struct Connection {
     job: String,
     /// The last error; None while connected.
     error: Arc<Mutex<Option<String>>>,
-    /// The errors of malformed announcements that were already logged.
+    /// The errors about malformed announcements that have been logged.
     logged: Mutex<HashSet<String>>,
 }
 
-/// A connection to NATS that reconnects by itself. Clones share it.
+/// A connection to NATS that reconnects automatically. Clones share the connection.
 #[derive(Debug, Clone)]
 pub struct Discovery {
     connection: Arc<Connection>,
@@ -56,7 +56,8 @@ pub struct Announced {
 }
 
 impl Discovery {
-    /// Connect in the background of the running tokio runtime. An unreachable NATS is retried forever.
+    /// Connect in the background, on the current tokio runtime. If NATS is unreachable, connecting is retried
+    /// forever.
     ///
     /// # Errors
     /// `BadJob`, `BadUrl`.
@@ -107,10 +108,10 @@ impl Discovery {
         self.connection.client.connection_state() == async_nats::connection::State::Connected
     }
 
-    /// Wait until the connection is up, with no `limit` forever.
+    /// Wait until the connection is up. Without a `limit`, this waits forever.
     ///
     /// # Errors
-    /// With a limit: `NotConnected` after it, `Refused` immediately.
+    /// With a limit: `NotConnected` after the limit; `Refused` immediately.
     pub async fn wait_connected(&self, limit: Option<Duration>) -> Result<(), DiscoveryError> {
         let start = Instant::now();
         while !self.is_connected() {
@@ -153,10 +154,10 @@ impl Discovery {
         }
     }
 
-    /// Announce this process until the guard is dropped, as soon as NATS is connected.
+    /// Announce this process as soon as NATS is connected, and until the guard is dropped.
     ///
     /// # Errors
-    /// `NotConnected` when the connection is closed.
+    /// `NotConnected` if the connection is closed.
     pub async fn announce(&self, announcement: Announcement) -> Result<Announced, DiscoveryError> {
         let closed = |error: async_nats::Error| self.not_connected(&error.to_string());
         let name = announcement.service.name();
@@ -169,7 +170,7 @@ impl Discovery {
             .start(name, crate::VERSION)
             .await
             .map_err(closed)?;
-        // A separate subject, so that a request reaches this process and no other replica.
+        // Use a separate subject, so that a request reaches this process and no other replica.
         let own = format!("persia.{}", service.info().await.id);
         let mut ready = service.group(own).endpoint("ready").await.map_err(closed)?;
         let (stop, mut stopped) = tokio::sync::oneshot::channel::<()>();
@@ -192,7 +193,8 @@ impl Discovery {
         Ok(Announced { _stop: stop })
     }
 
-    /// The job's processes of `service`, by index: those that answer before 150 ms of silence, or before `limit`.
+    /// Find the job's processes of `service`, sorted by index. The search ends after 150 ms without a response, or
+    /// after `limit`.
     ///
     /// # Errors
     /// `NotConnected`, `Refused`.
@@ -232,7 +234,7 @@ impl Discovery {
     }
 }
 
-/// Keep the last error, and log each change of state once.
+/// Record the last error, and log each change of state once.
 fn note(error: &mut Option<String>, url: &str, event: Event) {
     let (what, lost) = match event {
         Event::Connected => {

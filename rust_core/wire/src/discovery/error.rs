@@ -1,64 +1,65 @@
 //! Errors of discovery.
 
-/// Longest name of a job, in bytes.
+/// The maximum length of a job name, in bytes.
 pub const MAX_JOB_BYTES: usize = 64;
 
 /// The reason why a process is not announced or found.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum DiscoveryError {
-    /// An invalid job name.
+    /// The job name is invalid.
     #[error(
-        "job name {name:?}: want 1 to {MAX_JOB_BYTES} of A-Z a-z 0-9 . _ -; PERSIA_JOB or global_config.yml sets it"
+        "job name {name:?}: expected 1 to {MAX_JOB_BYTES} of A-Z a-z 0-9 . _ -; PERSIA_JOB or global_config.yml sets it"
     )]
     BadJob {
         /// The name.
         name: String,
     },
-    /// An invalid address of NATS.
-    #[error("PERSIA_NATS_URL={url:?}: {what}; want nats://host:4222")]
+    /// The address of NATS is invalid.
+    #[error("PERSIA_NATS_URL={url:?}: {what}; expected nats://host:4222")]
     BadUrl {
-        /// The text.
+        /// The address as given.
         url: String,
         /// The problem.
         what: String,
     },
-    /// NATS does not answer.
+    /// NATS does not respond.
     #[error("NATS at {url} cannot be reached: {what}")]
     NotConnected {
-        /// Its address.
+        /// The address of NATS.
         url: String,
         /// The error of the last attempt, or the time waited.
         what: String,
     },
-    /// NATS rejects the token.
+    /// NATS refuses the token.
     #[error(
-        "NATS at {url} refused: {what}; NATS and this process need the same token file (PERSIA_TOKEN_FILE)"
+        "NATS at {url} refused the connection: {what}; NATS and this process need the same token file \
+         (PERSIA_TOKEN_FILE)"
     )]
     Refused {
-        /// Its address.
+        /// The address of NATS.
         url: String,
-        /// Its reason.
+        /// The reason that NATS gives.
         what: String,
     },
-    /// An unknown network interface.
+    /// The network interface does not exist.
     #[error("network interface {name} does not exist or has no IPv4 address; those of this host are {}", .there.join(", "))]
     NoInterface {
-        /// Its name.
+        /// The name of the interface.
         name: String,
         /// The interfaces with an IPv4 address.
         there: Vec<String>,
     },
-    /// No route from this host to NATS.
+    /// There is no route from this host to NATS.
     #[error("no address of this host can reach NATS at {url}: {what}; set PERSIA_ADVERTISE")]
     NoAddress {
-        /// NATS's address.
+        /// The address of NATS.
         url: String,
-        /// Why.
+        /// The cause.
         what: String,
     },
 }
 
-/// The address as it is shown in messages.
+/// The address for messages, without user and password.
 pub(super) fn without_password(url: &str) -> String {
     let (scheme, rest) = url.split_once("://").map_or(("", url), |(scheme, rest)| (scheme, rest));
     match rest.rsplit_once('@') {

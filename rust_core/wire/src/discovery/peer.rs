@@ -1,4 +1,4 @@
-//! Announcements of processes, and reading them.
+//! Creates and reads announcements of processes.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -10,10 +10,10 @@ use super::error::{DiscoveryError, MAX_JOB_BYTES};
 use crate::settings::Endpoint;
 use crate::{PROTOCOL, VERSION};
 
-/// The longest announcement that is read. NATS is configured with the same limit.
+/// The maximum size of an announcement that is read, in bytes. NATS is configured with the same limit.
 const MAX_INFO_BYTES: usize = 64 << 10;
 
-/// Check a job's name, which becomes part of log lines, file names and metadata.
+/// Check a job name, which becomes part of log lines, file names and metadata.
 ///
 /// # Errors
 /// `BadJob`.
@@ -29,18 +29,18 @@ pub fn check_job_name(name: &str) -> Result<(), DiscoveryError> {
 /// The role of a process in its job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Service {
-    /// Holds rows.
+    /// An embedding server, which holds rows.
     Server,
-    /// Splits requests among the servers.
+    /// A middleware, which splits requests among the servers.
     Middleware,
-    /// A trainer rank.
+    /// A rank.
     Trainer,
     /// A data-compose replica.
     Data,
 }
 
 impl Service {
-    /// Its name in NATS.
+    /// The name of the service in NATS.
     pub fn name(self) -> &'static str {
         match self {
             Self::Server => "persia-server",
@@ -50,7 +50,7 @@ impl Service {
         }
     }
 
-    /// The service of this name.
+    /// The service with this name.
     pub fn from_name(name: &str) -> Option<Self> {
         let all = [Self::Server, Self::Middleware, Self::Trainer, Self::Data];
         all.into_iter().find(|service| service.name() == name)
@@ -69,24 +69,25 @@ impl Service {
 /// The announcement of a process.
 #[derive(Debug, Clone)]
 pub struct Announcement {
-    /// Its role in the job.
+    /// The role of the process in the job.
     pub service: Service,
-    /// Its index among the replicas.
+    /// The index among the replicas.
     pub index: u32,
-    /// Number of replicas.
+    /// The number of replicas.
     pub replicas: u32,
-    /// The address at which others reach it; None if it serves nothing.
+    /// The address at which other processes reach it; None if it serves no requests.
     pub address: Option<Endpoint>,
-    /// `host:port` of its metrics.
+    /// The `host:port` of its metrics.
     pub metrics: Option<String>,
-    /// More metadata, such as `store` and `build`, under other names than the fields of [`Peer`].
+    /// Further metadata, such as `store` and `build`. Its names must differ from the fields of [`Peer`].
     pub more: BTreeMap<String, String>,
 }
 
 impl Announcement {
     pub(super) fn metadata(&self, job: &str) -> HashMap<String, String> {
         let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-        // Shows which of two processes with the same index is newer. Clocks of hosts may differ.
+        // The start time shows which of two processes with the same index is newer. The clocks of hosts may
+        // differ.
         let started = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
         let mut metadata: HashMap<String, String> = self.more.clone().into_iter().collect();
         let own = [
@@ -109,31 +110,31 @@ impl Announcement {
 /// The announcement of another process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Peer {
-    /// Its role in the job.
+    /// The role of the process in the job.
     pub service: Service,
-    /// The id that NATS assigned to it; it is new with every start.
+    /// The id that NATS assigned to the process. It is different after each start.
     pub id: String,
-    /// Its job.
+    /// The job of the process.
     pub job: String,
-    /// Its index among the replicas.
+    /// The index among the replicas.
     pub index: u32,
-    /// Number of replicas.
+    /// The number of replicas.
     pub replicas: u32,
-    /// The address at which it is reached.
+    /// The address at which to reach the process.
     pub address: Option<Endpoint>,
-    /// Its protocol: compare [`PROTOCOL`].
+    /// The protocol number, to be compared with [`PROTOCOL`].
     pub protocol: u32,
-    /// Its version: compare [`VERSION`].
+    /// The version, to be compared with [`VERSION`].
     pub version: String,
-    /// All metadata, including the above.
+    /// All metadata, including the fields above.
     pub metadata: BTreeMap<String, String>,
 }
 
 impl Peer {
-    /// Parse an answer to `$SRV.INFO`. The error is a message that names the malformed part.
+    /// Parse a response to `$SRV.INFO`. The error is a message that names the malformed part.
     pub(super) fn parse(service: Service, answer: &[u8]) -> Result<Self, String> {
         if answer.len() > MAX_INFO_BYTES {
-            return Err(format!("an answer of {} bytes", answer.len()));
+            return Err(format!("a response of {} bytes", answer.len()));
         }
         let info: Info = serde_json::from_slice(answer).map_err(|error| error.to_string())?;
         if info.name != service.name() {

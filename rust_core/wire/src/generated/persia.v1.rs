@@ -217,7 +217,7 @@ pub struct Failure {
     pub kind: ::prost::alloc::string::String,
     #[prost(string, tag = "2")]
     pub message: ::prost::alloc::string::String,
-    /// the error as JSON, so that the caller gets the same variant
+    /// the error as JSON, from which the caller gets the same variant
     #[prost(string, tag = "3")]
     pub fields: ::prost::alloc::string::String,
 }
@@ -247,7 +247,7 @@ pub struct BeginRequest {
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct BeginReply {}
-/// Hold the rows as they are now for a snapshot of this number. Numbers of a generation ascend, so that a late request is
+/// Hold the rows as they are now for a snapshot of this number. Numbers of a generation ascend, so a late request is
 /// refused. A repeated number changes nothing.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct PrepareSnapshotRequest {

@@ -1,7 +1,7 @@
-//! Authentication: one secret of the cluster, and a token for each role derived from it.
+//! Authentication: the cluster has one secret, from which a token for each role is derived.
 //!
-//! A token is the lower-case hex of `sha256("persia role <role> " || secret)`. Every call carries role and token. Without
-//! a secret, a process serves only its own host (*protected mode*) and does not check roles.
+//! A token is `sha256("persia role <role> " || secret)` in lower-case hex. Every call carries a role and its token.
+//! Without a secret, a process serves only its own host (*protected mode*) and does not check roles.
 
 use std::fmt;
 use std::io;
@@ -16,9 +16,9 @@ use tonic::{Extensions, Request, Status};
 
 use crate::settings::Endpoint;
 
-/// Shortest secret, in bytes.
+/// The minimum size of a secret, in bytes.
 pub const MIN_SECRET_BYTES: usize = 32;
-/// Longest token file, in bytes.
+/// The maximum size of a token file, in bytes.
 const MAX_SECRET_BYTES: u64 = 4096;
 const ROLE: &str = "persia-role";
 const AUTHORIZATION: &str = "authorization";
@@ -26,20 +26,20 @@ const AUTHORIZATION: &str = "authorization";
 /// The role of a caller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Role {
-    /// A trainer rank: look-ups, pushes, statistics.
+    /// A rank: look-ups, pushes and statistics.
     Trainer,
-    /// A data-compose replica: sends batches to trainers.
+    /// A data-compose replica, which sends batches to ranks.
     Data,
-    /// A middleware: look-ups and pushes for trainers.
+    /// A middleware: look-ups and pushes for ranks.
     Middleware,
-    /// Begins, saves, restores, clears.
+    /// An administrator, which begins runs and saves, restores or clears rows.
     Admin,
     /// Any process that connects to NATS.
     Nats,
 }
 
 impl Role {
-    /// The name on the wire.
+    /// The name of the role on the wire.
     pub fn name(self) -> &'static str {
         match self {
             Self::Trainer => "trainer",
@@ -66,41 +66,41 @@ impl FromStr for Role {
     }
 }
 
-/// The reason why a secret is unusable or missing.
+/// The reason why a secret is invalid or missing.
 #[derive(Debug, thiserror::Error)]
 pub enum AuthError {
     /// The token file cannot be read.
-    #[error("token file {}: {source}; PERSIA_TOKEN_FILE names it", .path.display())]
+    #[error("token file {}: {source}; PERSIA_TOKEN_FILE sets its path", .path.display())]
     Unreadable {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// The token file has a wrong size.
+    /// The secret in the token file has an invalid size.
     #[error(
-        "token file {}: a secret of {found} bytes, want {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES}; \
-         make one with: head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \\n'",
+        "token file {}: a secret of {found} bytes, expected {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES}; \
+         create one with: head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \\n'",
         .path.display()
     )]
     BadLength {
         /// The file.
         path: PathBuf,
-        /// The size without trailing white space.
+        /// The size of the secret without trailing white space.
         found: u64,
     },
-    /// There is no secret, and other hosts can reach the address.
+    /// There is no secret, but other hosts can reach the address.
     #[error(
         "refusing to listen on {endpoint} without a token: any host of the network could connect; \
          set PERSIA_TOKEN_FILE, or listen on 127.0.0.1 or unix:/path"
     )]
     Unprotected {
-        /// The address.
+        /// The address on which to listen.
         endpoint: Endpoint,
     },
 }
 
-/// The cluster's secret. Never printed.
+/// The cluster's secret. It is never printed.
 #[derive(Clone)]
 pub struct Secret(Vec<u8>);
 
@@ -111,7 +111,7 @@ impl fmt::Debug for Secret {
 }
 
 impl Secret {
-    /// The content of a token file, without trailing white space.
+    /// Read a secret: the content of a token file, without trailing white space.
     ///
     /// # Errors
     /// [`AuthError::Unreadable`], [`AuthError::BadLength`].
@@ -129,15 +129,15 @@ impl Secret {
         Ok(Self(secret.to_vec()))
     }
 
-    /// The secret in the file, if a file is given.
+    /// Read the secret from the file, if a file is given.
     ///
     /// # Errors
-    /// As [`Self::read`].
+    /// Those of [`Self::read`].
     pub fn read_if_given(path: Option<&Path>) -> Result<Option<Self>, AuthError> {
         path.map(Self::read).transpose()
     }
 
-    /// The token of `role`.
+    /// Derive the token of `role`.
     pub fn token(&self, role: Role) -> RoleToken {
         let mut hash = Sha256::new();
         hash.update(format!("persia role {role} "));
@@ -146,7 +146,7 @@ impl Secret {
     }
 }
 
-/// The token of one role. Never printed.
+/// The token of one role. It is never printed.
 #[derive(Clone)]
 pub struct RoleToken(String);
 
@@ -157,13 +157,13 @@ impl fmt::Debug for RoleToken {
 }
 
 impl RoleToken {
-    /// The token in the form in which it is sent.
+    /// The token as it is sent.
     pub fn reveal(&self) -> &str {
         &self.0
     }
 }
 
-/// A caller's role and token. As an interceptor, it adds them to every call.
+/// A caller's role and token. As an interceptor, this adds them to every call.
 #[derive(Debug, Clone)]
 pub struct Credentials {
     role: MetadataValue<Ascii>,
@@ -194,18 +194,18 @@ impl Interceptor for Credentials {
     }
 }
 
-/// Authenticates every call to a service. As an interceptor, it leaves the [`Role`] in the request's extensions for
-/// [`require`].
+/// Authenticates every call to a service. As an interceptor, this stores the [`Role`] in the request's extensions
+/// for [`require`].
 #[derive(Debug, Clone)]
 pub struct Guard {
     secret: Option<Secret>,
 }
 
 impl Guard {
-    /// A guard with `secret`. Without one, it accepts every role, on this host only.
+    /// Create a guard with `secret`. Without a secret, it accepts every role, but only on this host.
     ///
     /// # Errors
-    /// [`AuthError::Unprotected`] without a secret where other hosts reach `listen`.
+    /// [`AuthError::Unprotected`] if there is no secret and other hosts can reach `listen`.
     pub fn new(secret: Option<Secret>, listen: &Endpoint) -> Result<Self, AuthError> {
         if secret.is_none() && !listen.is_local() {
             return Err(AuthError::Unprotected { endpoint: listen.clone() });
@@ -213,15 +213,15 @@ impl Guard {
         Ok(Self { secret })
     }
 
-    /// The role that the metadata of a call authenticates.
+    /// Check the token in the metadata of a call. Returns the authenticated role.
     ///
     /// # Errors
-    /// `Unauthenticated`, with what is missing or wrong.
+    /// `Unauthenticated`, with a message that says what is missing or wrong.
     pub fn check(&self, metadata: &MetadataMap) -> Result<Role, Status> {
         let claimed = match metadata.get(ROLE) {
             Some(name) => {
                 let name = name.to_str().unwrap_or_default();
-                // Truncated: the peer chooses this text.
+                // The text is truncated because the peer chooses it.
                 let shown = || name.chars().take(32).collect::<String>();
                 let of_services = name.parse().ok().filter(|role| *role != Role::Nats);
                 of_services.ok_or_else(|| Status::unauthenticated(format!("unknown role {:?}", shown())))?
@@ -232,7 +232,7 @@ impl Guard {
         let Some(secret) = &self.secret else { return Ok(claimed) };
         let Some(sent) = metadata.get(AUTHORIZATION) else {
             return Err(Status::unauthenticated(
-                "no token was sent: give the caller the cluster's token file (PERSIA_TOKEN_FILE)",
+                "no token was sent: set PERSIA_TOKEN_FILE of the caller to the cluster's token file",
             ));
         };
         let expected = format!("Bearer {}", secret.token(claimed).reveal());
@@ -255,10 +255,10 @@ impl Interceptor for Guard {
     }
 }
 
-/// Permit `method` to the `allowed` roles and to an admin. Pass `request.extensions()`.
+/// Check that the caller has one of the `allowed` roles, or is an administrator. Pass `request.extensions()`.
 ///
 /// # Errors
-/// `PermissionDenied`, with role and method.
+/// `PermissionDenied`, with the role and the method.
 pub fn require(extensions: &Extensions, method: &str, allowed: &[Role]) -> Result<(), Status> {
     match extensions.get::<Role>() {
         Some(role) if *role == Role::Admin || allowed.contains(role) => Ok(()),

@@ -6,12 +6,12 @@ use std::time::Duration;
 const FIRST: Duration = Duration::from_millis(100);
 const LONGEST: Duration = Duration::from_secs(5);
 
-/// The pause after `failures` failed attempts: 0.1 s doubling to 5 s, none for 0. Each is shortened by up to a half at
-/// random, so that many clients do not reconnect at once.
+/// The pause after `failures` failed attempts: none after 0, then 0.1 s, doubling up to 5 s. Each pause is shortened
+/// by a random part of up to half, so that many clients do not reconnect at the same time.
 pub fn pause(failures: u32) -> Duration {
     let Some(doublings) = failures.checked_sub(1) else { return Duration::ZERO };
     let full = FIRST.saturating_mul(1 << doublings.min(16)).min(LONGEST);
-    // RandomState has random keys, so its hash serves as a random number.
+    // `RandomState` has random keys, so its hash serves as a random number.
     let random = RandomState::new().hash_one(failures) as u32;
     full / 2 + (full / 2).mul_f64(f64::from(random) / f64::from(u32::MAX))
 }

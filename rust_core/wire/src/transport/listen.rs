@@ -1,4 +1,5 @@
-//! [`Listener`]: a bounded number of connections. Those that are silent, or do not authenticate, are closed.
+//! [`Listener`]: accepts a limited number of connections, and closes those that stay silent or
+//! unauthenticated.
 
 use std::io;
 use std::net::SocketAddr;
@@ -21,14 +22,14 @@ use tonic::transport::server::Connected;
 use crate::peer::{AUTHENTICATION_TIMEOUT, PeerInfo, Unauthenticated};
 use crate::settings::{Endpoint, KEEPALIVE_INTERVAL, KEEPALIVE_TIMEOUT};
 
-/// Time limit of a new connection to send the preface of HTTP/2, or TLS.
+/// The time limit for a new connection to send the HTTP/2 preface or to begin TLS.
 const FIRST_BYTES_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time without a byte after which a connection is closed. A live peer answers a ping before.
+/// The time without a byte after which a connection is closed. A live peer responds to a ping before that.
 const SILENCE: Duration =
     KEEPALIVE_INTERVAL.saturating_add(KEEPALIVE_TIMEOUT).saturating_add(Duration::from_secs(15));
-/// The size of HTTP/2's connection preface.
+/// The size of the HTTP/2 connection preface, in bytes.
 const FIRST_BYTES: usize = 24;
-/// The pause after a failed accept, which usually lacks file descriptors.
+/// The pause after a failed accept, which usually fails for lack of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// A bound socket.
@@ -57,7 +58,7 @@ impl Drop for SocketFile {
 }
 
 impl Listener {
-    /// Bind `endpoint`. A socket file without a listener is replaced.
+    /// Bind `endpoint`. A socket file to which no process listens is replaced.
     ///
     /// # Errors
     /// The operating system's error, which does not name the endpoint.
@@ -77,12 +78,13 @@ impl Listener {
         }
     }
 
-    /// The bound address: port 0 is replaced by the chosen port.
+    /// The bound address. Port 0 is replaced by the chosen port.
     pub fn endpoint(&self) -> &Endpoint {
         &self.endpoint
     }
 
-    /// Connections, at most [`MAX_CONNECTIONS`] at a time. More wait in the socket's backlog.
+    /// Accept connections, at most [`MAX_CONNECTIONS`] at a time. Further connections wait in the socket's
+    /// backlog.
     pub fn connections(self) -> impl Stream<Item = io::Result<Connection>> + Send {
         self.limited(MAX_CONNECTIONS)
     }
@@ -144,10 +146,10 @@ type SocketStream = Either<TcpStream, UnixStream>;
 pub struct Connection {
     stream: SocketStream,
     peer: PeerInfo,
-    /// A timer that fires at the deadline of the next byte, or before.
+    /// A timer that expires at the deadline for the next byte, or earlier.
     timer: Pin<Box<Sleep>>,
     accepted: Instant,
-    /// When the last byte arrived.
+    /// The time at which the last byte arrived.
     heard: Instant,
     read: usize,
     _permit: OwnedSemaphorePermit,
@@ -162,13 +164,14 @@ impl Connected for Connection {
 }
 
 impl Connection {
-    /// When the connection will be closed unless it is used correctly, and why.
+    /// The time at which the connection is closed unless the peer sends what is missing, what that is, and
+    /// the time limit.
     fn deadline(&self) -> (Instant, &'static str, Duration) {
         let due = |since: Instant, missing, limit| (since + limit, missing, limit);
         if self.read < FIRST_BYTES {
             return due(self.accepted, "HTTP/2 preface", FIRST_BYTES_TIMEOUT);
         }
-        let silent = due(self.heard, "byte, and no answer to a ping,", SILENCE);
+        let silent = due(self.heard, "byte, and no response to a ping,", SILENCE);
         if self.peer.has_authenticated() {
             return silent;
         }
@@ -197,7 +200,7 @@ impl AsyncRead for Connection {
             self.read = self.read.saturating_add(buf.filled().len() - before);
             self.heard = Instant::now();
             if !self.peer.has_authenticated() {
-                self.check_deadline()?; // one that sends bytes all the time never waits for the timer
+                self.check_deadline()?; // a connection that sends bytes all the time never waits for the timer
             }
             return polled;
         }

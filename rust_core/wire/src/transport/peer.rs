@@ -1,5 +1,5 @@
-//! [`PeerInfo`]: the peer of a connection, and whether it has authenticated. Connections that have not authenticated
-//! are limited in number and time.
+//! [`PeerInfo`]: the peer of a connection, and whether it has authenticated. Unauthenticated connections are limited
+//! in number and time.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
@@ -11,17 +11,17 @@ use parking_lot::Mutex;
 use tonic::Request;
 use tonic::transport::server::TlsConnectInfo;
 
-/// Time limit of a new connection to authenticate. Clients authenticate with their first request.
+/// The time limit for a new connection to authenticate. Clients authenticate with their first request.
 pub(super) const AUTHENTICATION_TIMEOUT: Duration = Duration::from_secs(10);
-/// The limit of connections of one IP address that have not authenticated, a quarter of all connections.
+/// The maximum number of unauthenticated connections from one IP address: a quarter of all connections.
 pub(super) const MAX_UNAUTHENTICATED: usize = persia_types::limits::MAX_CONNECTIONS / 4;
 
-/// The number of connections of each IP address that have not authenticated.
+/// Counts the unauthenticated connections of each IP address.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Unauthenticated(Arc<Mutex<HashMap<IpAddr, usize>>>);
 
 impl Unauthenticated {
-    /// Count a new connection. None if its address has [`MAX_UNAUTHENTICATED`] already.
+    /// Count a new connection. Returns None if its address already has [`MAX_UNAUTHENTICATED`] connections.
     pub(super) fn admit(&self, address: Option<SocketAddr>) -> Option<PeerInfo> {
         let counted = match address {
             Some(address) => Some(self.count(address.ip())?),
@@ -42,7 +42,7 @@ impl Unauthenticated {
     }
 }
 
-/// A connection that is counted until it has authenticated or is closed.
+/// Counts a connection until it has authenticated or is closed.
 #[derive(Debug)]
 struct Counted {
     counts: Unauthenticated,
@@ -67,7 +67,7 @@ struct State {
     counted: Mutex<Option<Counted>>,
 }
 
-/// The peer of a connection. Requests have this in their extensions.
+/// The peer of a connection. It is in the extensions of each request.
 #[derive(Debug, Clone)]
 pub struct PeerInfo {
     address: Option<SocketAddr>,
@@ -81,12 +81,12 @@ impl PeerInfo {
         extensions.get().or_else(|| extensions.get().map(TlsConnectInfo::<Self>::get_ref))
     }
 
-    /// Its address. None for a Unix socket.
+    /// The address of the peer; None for a Unix socket.
     pub fn address(&self) -> Option<SocketAddr> {
         self.address
     }
 
-    /// Record that a call was authenticated: the connection may stay.
+    /// Record that a call was authenticated, so that the connection stays open.
     pub fn set_authenticated(&self) {
         if !self.state.authenticated.swap(true, Ordering::Relaxed) {
             *self.state.counted.lock() = None;

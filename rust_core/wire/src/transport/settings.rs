@@ -9,17 +9,18 @@ use persia_types::limits::{MAX_CHUNK_BYTES, MAX_STREAMS_PER_CONNECTION};
 use serde::{Deserialize, Serialize};
 use tonic::transport::{Channel, ClientTlsConfig, Server, ServerTlsConfig};
 
-/// The largest message in bytes: a chunk, or a head with the counts of all shards of 4,096 tables.
+/// The maximum size of a message, in bytes: a chunk, or a head with the counts of all shards of 4,096 tables.
 pub const MAX_MESSAGE_BYTES: usize = MAX_CHUNK_BYTES + (256 << 10);
-/// HTTP/2 flow control: bytes of a request in flight.
+/// The HTTP/2 flow-control window of a request, in bytes.
 const WINDOW_BYTES: u32 = 64 << 20;
-/// Bytes of a connection in flight. A request whose receiver does not read leaves space for others.
+/// The HTTP/2 flow-control window of a connection, in bytes. A request whose receiver does not read leaves space
+/// for other requests.
 const CONNECTION_WINDOW_BYTES: u32 = 4 * WINDOW_BYTES;
 const MAX_FRAME_BYTES: u32 = 256 << 10;
 const MAX_HEADER_BYTES: u32 = 64 << 10;
-/// Time limit of connecting.
+/// The time limit for connecting.
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Interval of pings to a silent peer, and the time limit of its answer.
+/// The interval between pings to a silent peer, and the time limit for the response.
 pub(crate) const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 pub(crate) const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 
@@ -29,7 +30,7 @@ pub(crate) const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 pub enum Endpoint {
     /// `host:port`, with an IPv6 address in brackets.
     Tcp {
-        /// The name or address, without brackets.
+        /// The host name or address, without brackets.
         host: String,
         /// The port; 0 binds any free port.
         port: u16,
@@ -38,9 +39,9 @@ pub enum Endpoint {
     Unix(PathBuf),
 }
 
-/// An invalid endpoint.
+/// The endpoint is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{text:?} is not an endpoint: want host:port, [ipv6]:port or unix:/path")]
+#[error("{text:?} is not an endpoint: expected host:port, [ipv6]:port or unix:/path")]
 pub struct BadEndpoint {
     text: String,
 }
@@ -91,7 +92,7 @@ impl From<Endpoint> for String {
 }
 
 impl Endpoint {
-    /// Whether only processes of this host can reach it.
+    /// Whether only processes of this host can reach the endpoint.
     pub fn is_local(&self) -> bool {
         match self {
             Self::Unix(_) => true,
@@ -102,7 +103,8 @@ impl Endpoint {
         }
     }
 
-    /// A channel that connects when it is used and reconnects by itself. TLS is for TCP only. Requires a tokio runtime.
+    /// Create a channel that connects when it is used and reconnects automatically. TLS is used only for TCP.
+    /// Requires a tokio runtime.
     ///
     /// # Errors
     /// Invalid certificates.
@@ -130,7 +132,7 @@ impl Endpoint {
     }
 }
 
-/// A server with the limits of this module. Bound the messages of its services with [`bounded!`].
+/// Create a server with the limits of this module. Limit the messages of its services with [`bounded!`].
 ///
 /// # Errors
 /// An invalid certificate or key.
@@ -149,7 +151,7 @@ pub fn server(tls: Option<ServerTlsConfig>) -> Result<Server, tonic::transport::
     }
 }
 
-/// A generated client or server whose messages are limited to [`MAX_MESSAGE_BYTES`].
+/// Create a generated client or server whose messages are limited to [`MAX_MESSAGE_BYTES`].
 #[macro_export]
 macro_rules! bounded {
     ($service:expr) => {

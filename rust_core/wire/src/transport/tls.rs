@@ -1,4 +1,5 @@
-//! Optional TLS between processes: `PERSIA_TLS_CERT` and `PERSIA_TLS_KEY` of a server, `PERSIA_TLS_CA` of a client.
+//! Optional TLS between processes: `PERSIA_TLS_CERT` and `PERSIA_TLS_KEY` for a server, `PERSIA_TLS_CA` for a
+//! client.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -10,16 +11,17 @@ use crate::settings::CONNECT_TIMEOUT;
 /// The default name against which certificates are checked.
 pub const DEFAULT_NAME: &str = "persia";
 
-/// Files of certificates and keys.
+/// The files with certificates and keys.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TlsFiles {
-    /// The server's certificate chain, PEM.
+    /// The server's certificate chain, in PEM format.
     pub cert: Option<PathBuf>,
-    /// Its key, PEM.
+    /// The server's key, in PEM format.
     pub key: Option<PathBuf>,
-    /// The authority that a client trusts, PEM. Without it, the client does not use TLS.
+    /// The certificate authority that a client trusts, in PEM format. Without an authority, the client does
+    /// not use TLS.
     pub ca: Option<PathBuf>,
-    /// The name in the server's certificate; None means [`DEFAULT_NAME`].
+    /// The name that the server's certificate must have; None means [`DEFAULT_NAME`].
     pub name: Option<String>,
 }
 
@@ -29,24 +31,24 @@ pub enum TlsError {
     /// The file cannot be read.
     #[error("{variable}={}: {source}", .path.display())]
     Unreadable {
-        /// The variable that names it.
+        /// The variable that sets it.
         variable: &'static str,
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
     /// The file has no PEM block of the required kind.
-    #[error("{variable}={}: it has no PEM block of {kind}", .path.display())]
+    #[error("{variable}={}: no PEM block of {kind} in this file", .path.display())]
     NotPem {
-        /// The variable that names it.
+        /// The variable that sets it.
         variable: &'static str,
         /// The file.
         path: PathBuf,
         /// The kind of the missing block.
         kind: &'static str,
     },
-    /// A certificate without a key, or a key without a certificate.
+    /// A certificate is set without a key, or a key without a certificate.
     #[error("{given} is set and {missing} is not: a server needs both")]
     Half {
         /// The variable that is set.
@@ -57,7 +59,7 @@ pub enum TlsError {
 }
 
 impl TlsFiles {
-    /// From `PERSIA_TLS_CERT`, `_KEY`, `_CA` and `_NAME`. An empty variable counts as not set.
+    /// Read `PERSIA_TLS_CERT`, `_KEY`, `_CA` and `_NAME`. An empty variable counts as not set.
     pub fn from_env() -> Self {
         let file = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
         Self {

@@ -1,4 +1,4 @@
-//! Begin, statistics, snapshot, restore, clear.
+//! Tests of begin, statistics, snapshot, restore and clear.
 
 use std::time::Duration;
 
@@ -76,7 +76,7 @@ fn a_begin_whose_reply_was_lost_has_begun() {
     assert_eq!(running.mock.seen.lock().begun.len(), 1);
 }
 
-/// A second one could arrive after later pushes, and drop their rows.
+/// A second request could arrive after later pushes and drop their rows.
 #[test]
 fn a_clear_or_a_restore_whose_reply_was_lost_is_not_repeated() {
     let lost = || TablesError::Unreachable { peer: "server 0".into(), what: "reset".into() };

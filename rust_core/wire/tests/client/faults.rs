@@ -1,4 +1,4 @@
-//! Look-ups and pushes under faults.
+//! Tests of look-ups and pushes under faults.
 
 use std::time::{Duration, Instant};
 
@@ -73,7 +73,7 @@ fn a_deadline_names_peer_verb_token_and_seconds() {
     let text = error.to_string();
     assert!(matches!(error, TablesError::Unreachable { .. }), "{error}");
     let peer = format!("middleware at {}", running.endpoint);
-    for part in [peer.as_str(), "look-up", "/4/1/1 of step 1", "no answer within", "times in"] {
+    for part in [peer.as_str(), "look-up", "/4/1/1 of step 1", "no response within", "times in"] {
         assert!(text.contains(part), "{part:?} is not in: {text}");
     }
 }

@@ -1,4 +1,4 @@
-//! The client against a faulty middleware, over real sockets.
+//! Tests of the client with a faulty middleware, over real sockets.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test: a panic is its verdict")]
 
 mod admin;

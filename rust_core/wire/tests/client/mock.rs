@@ -1,4 +1,5 @@
-//! A middleware in front of two imaginary servers. A row of id `i` is `[i; dim]`; a script has the faults.
+//! A mock of a middleware in front of two servers. The row of id `i` is `[i; dim]`. A script defines the
+//! faults.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::pin::Pin;
@@ -33,11 +34,11 @@ pub(crate) const DIM: usize = 3;
 pub(crate) const JOB: &str = "job";
 pub(crate) const GENERATION: u64 = 4;
 
-/// The fault of a call. After the end of the script, calls succeed.
+/// The fault of one call. After the end of the script, calls succeed.
 #[derive(Debug, Clone)]
 pub(crate) enum Fault {
     Nothing,
-    /// A bit of a row flips.
+    /// A bit of a row is flipped.
     Flip,
     /// The last rows are missing.
     DropRows,
@@ -47,30 +48,30 @@ pub(crate) enum Fault {
     Break,
     /// Some rows arrive twice.
     Twice,
-    /// No answer is sent.
+    /// No response is sent.
     Hang,
-    /// This error is returned before anything is done.
+    /// This error is returned, and nothing is done.
     Fail(fn() -> TablesError),
-    /// These servers apply the push; the others are not reached, and the reply says so.
+    /// These servers apply the push. The others are not reached, and the reply says so.
     Reach(&'static [u32]),
-    /// These servers apply the push; the reply does not mention the others.
+    /// These servers apply the push. The reply does not mention the others.
     Forget(&'static [u32]),
-    /// All servers apply the push, and the reply is lost.
+    /// All servers apply the push, but the reply is lost.
     LoseReply,
-    /// Only this server begins, and the reply is lost.
+    /// Only this server begins the run, and the reply is lost.
     BeginOnly(u32),
 }
 
 #[derive(Debug, Default)]
 pub(crate) struct Seen {
     pub(crate) calls: Vec<&'static str>,
-    /// `only` of every push's head.
+    /// The field `only` in the head of each push.
     pub(crate) only: Vec<Vec<u32>>,
-    /// How often each server was asked to apply a push.
+    /// The number of times that each server was asked to apply a push.
     pub(crate) asked: BTreeMap<u32, u32>,
     pub(crate) begun: Vec<proto::BeginRequest>,
     pub(crate) directories: Vec<String>,
-    /// Servers that are missing in statistics.
+    /// The servers that are missing in the statistics.
     pub(crate) silent: Vec<u32>,
     pub(crate) generation: u64,
     /// The only server that has begun the generation.
@@ -83,7 +84,7 @@ pub(crate) struct Mock {
     pub(crate) seen: Arc<Mutex<Seen>>,
 }
 
-/// A running mock, which stops when this is dropped.
+/// A running mock, which stops when it is dropped.
 pub(crate) struct Running {
     pub(crate) mock: Mock,
     pub(crate) endpoint: Endpoint,
@@ -137,7 +138,7 @@ pub(crate) fn ids(count: u64) -> ShardedIds {
     ShardedIds::group(&(1..=count).collect::<Vec<_>>()).unwrap()
 }
 
-/// Look ids up and check the rows.
+/// Look up ids and check the rows.
 pub(crate) fn lookup(client: &WireTables, ids: &ShardedIds) -> Result<LookupReport, TablesError> {
     use persia_types::Tables;
     let mut rows = vec![f32::NAN; ids.len() * DIM];

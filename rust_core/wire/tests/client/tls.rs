@@ -1,4 +1,4 @@
-//! TLS, with certificates made on the spot.
+//! Tests of TLS, with certificates that the tests create.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -31,7 +31,7 @@ impl Authority {
         path
     }
 
-    /// A server with a certificate for `name`, in date or not.
+    /// Start a server with a certificate for `name`, which may be expired.
     fn server(&self, name: &str, expired: bool) -> Running {
         let mut params = CertificateParams::new(vec![name.to_owned()]).unwrap();
         if expired {

@@ -1,4 +1,4 @@
-//! A log whose end was not written, and a log that was damaged.
+//! Tests of a log whose end was not written, and of a damaged log.
 
 use std::fs;
 
@@ -11,7 +11,7 @@ use super::{counters, fence, log_options, look_up, options, owned, push_to, run,
 use crate::running::wait_until;
 use crate::stack::token;
 
-/// The log of a short run: the length of its only segment and the state after each record.
+/// Write the log of a short run. Returns the length of its only segment and the state after each record.
 fn short() -> (tempfile::TempDir, tempfile::TempDir, Vec<(u64, Stats)>) {
     let (data, checkpoints) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let node = server(data.path(), checkpoints.path());
@@ -40,7 +40,7 @@ fn a_torn_record_is_dropped() {
         let node = server(data.path(), checkpoints.path());
         let found = counters(&node);
         if length < first {
-            // Without the record of the run only the generation is known.
+            // Without the record of the run, only the generation is known.
             assert_eq!(
                 found,
                 Stats { generation: 1, rows: vec![0, 0], ..Stats::default() },
@@ -88,7 +88,7 @@ fn zeros_that_were_never_written_are_dropped() {
         content[from..].fill(0);
         fs::write(&path, &content).unwrap();
         assert_eq!(counters(&server(data.path(), checkpoints.path())), before, "zeros from {from}");
-        // A hole does not count as a torn end.
+        // A hole in the middle does not count as a torn end.
         *content.last_mut().unwrap() = 1;
         fs::write(&path, &content).unwrap();
         let node = server(data.path(), checkpoints.path());
@@ -132,7 +132,8 @@ fn a_segment_without_a_beginning_is_dropped() {
     let [first, second] = ["journal/1", "journal/2"].map(|name| fs::read(data.path().join(name)).unwrap());
     let expected = &states.last().unwrap().1;
     let mut seq = 100;
-    // The name of the second segment may be durable before the end of the first, and before its own beginning.
+    // The name of the second segment may become durable before the end of the first segment, and before the
+    // beginning of the second.
     for (lost, left) in [(0, 0), (0, 3), (1, second.len()), (12, second.len()), (20, 0), (0, second.len())] {
         fs::write(data.path().join("journal/1"), &first[..first.len() - lost]).unwrap();
         fs::write(data.path().join("journal/2"), &second[..left]).unwrap();

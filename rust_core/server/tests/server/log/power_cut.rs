@@ -1,4 +1,5 @@
-//! Power cuts: files keep what was synced, and the directory has the names of its last sync, or the current ones.
+//! Simulates power cuts: files keep what was synced, and the directory has the names of its last sync or the
+//! current names.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -18,14 +19,14 @@ use super::{Twins, counters, push_to, run, slow_disk, synced_server};
 use crate::running::wait_until;
 use crate::stack::token;
 
-/// Identifies a file: names and inode numbers are reused.
+/// Identifies a file, because names and inode numbers are reused.
 type Key = (u64, Option<SystemTime>);
 
 /// The durable state of one directory.
 struct Disk {
     dir: PathBuf,
     durable: Mutex<Durable>,
-    /// Acknowledged requests.
+    /// The number of acknowledged requests.
     acknowledged: AtomicUsize,
 }
 
@@ -33,7 +34,7 @@ struct Disk {
 struct Durable {
     contents: BTreeMap<Key, Vec<u8>>,
     names: BTreeMap<OsString, Key>,
-    /// Requests acknowledged before the last sync began.
+    /// The number of requests that were acknowledged before the last sync began.
     reached: usize,
 }
 
@@ -51,14 +52,14 @@ extern "C" fn fsync(file: c_int) -> c_int {
     sync(file, libc::SYS_fsync)
 }
 
-/// The content at the time of the call is durable once the call succeeds.
+/// Sync a file. Its content at the time of the call is durable once the call succeeds.
 #[allow(unsafe_code)]
 fn sync(file: c_int, number: libc::c_long) -> c_int {
     let path = fs::read_link(format!("/proc/self/fd/{file}")).unwrap_or_default();
     let disk = DISKS.lock().unwrap().iter().find(|disk| path.starts_with(&disk.dir)).cloned();
     let before = disk.map(|disk| (Seen::of(&path), disk.acknowledged.load(Ordering::SeqCst), disk));
     slow_disk::pass(&path);
-    // SAFETY: the system call of that name, with its only argument.
+    // SAFETY: this is the system call of that name, with its only argument.
     let result = unsafe { libc::syscall(number, file) } as c_int;
     if let (0, Some((seen, acknowledged, disk))) = (result, before) {
         let mut durable = disk.durable.lock().unwrap();
@@ -104,7 +105,7 @@ enum Unsynced {
     Zeros,
 }
 
-/// Kinds of power cuts: whether names are the current ones, and what happens to unsynced ends.
+/// The kinds of power cuts: whether names are the current ones, and what happens to unsynced ends.
 const WAYS: [(bool, Unsynced); 6] = [
     (false, Unsynced::Lost),
     (true, Unsynced::Lost),
@@ -128,7 +129,7 @@ impl Disk {
         disk
     }
 
-    /// The data of a server after a power cut.
+    /// Create the data of a server after a power cut.
     fn cut(&self, (as_shown, unsynced): (bool, Unsynced)) -> tempfile::TempDir {
         let durable = self.durable.lock().unwrap();
         let left = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Server processes that are killed, and one whose disk is full.
+//! Tests of server processes that are killed, and of one whose disk is full.
 
 use std::fs;
 use std::path::PathBuf;
@@ -136,7 +136,7 @@ fn begin_on(server: &Endpoint, run: &Run) {
     });
 }
 
-/// A server was killed after it had recorded the generation and before it had begun its run in the log.
+/// A server was killed after it had recorded the generation and before it had logged the begin of its run.
 #[test]
 fn a_begin_that_one_server_does_not_remember_is_no_success() {
     let setting = Setting::new();

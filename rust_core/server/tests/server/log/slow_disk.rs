@@ -1,4 +1,4 @@
-//! A disk on which nothing becomes durable for a while, or that refuses to shorten a file.
+//! Tests with a disk on which nothing becomes durable for a while, or which refuses to truncate a file.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -17,13 +17,13 @@ use super::{counters, fence, left_behind, look_up, push_to, run, server, state, 
 use crate::running::wait_until;
 use crate::stack::token;
 
-/// Longer than a call without disk access takes on a busy machine.
+/// A time limit longer than a call without disk access takes on a busy machine.
 const PROMPT: Duration = Duration::from_secs(20);
 
-/// Directories whose files are not synced, and the calls that wait.
+/// The directories whose syncs are stalled, and the number of calls that wait.
 static STALLED: Mutex<Vec<(PathBuf, usize)>> = Mutex::new(Vec::new());
 static RESUMED: Condvar = Condvar::new();
-/// Directories whose files cannot be shortened.
+/// The directories whose files cannot be truncated.
 static UNSHORTENED: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
 /// Wait while the disk of `path` is stalled.
@@ -62,11 +62,11 @@ impl Drop for Stall {
 extern "C" fn ftruncate64(file: c_int, length: off64_t) -> c_int {
     let path = fs::read_link(format!("/proc/self/fd/{file}")).unwrap_or_default();
     if UNSHORTENED.lock().unwrap().iter().any(|dir| path.starts_with(dir)) {
-        // SAFETY: the variable belongs to this thread.
+        // SAFETY: the pointer is to a variable of this thread.
         unsafe { *libc::__errno_location() = libc::EIO };
         return -1;
     }
-    // SAFETY: the system call of that name, with its arguments.
+    // SAFETY: this is the system call of that name, with its arguments.
     unsafe { libc::syscall(libc::SYS_ftruncate, file, length) as c_int }
 }
 
@@ -77,7 +77,8 @@ fn train(node: &Node, generation: u64, seq: u64) -> Result<(), TablesError> {
     push_to(node, token, seq, &parts, 1.0).map(drop)
 }
 
-/// The result of `call` on another thread. If there is no result soon, the disk resumes, and the test fails.
+/// Run `call` on another thread and return its result. If there is no result soon, let the disk continue, and
+/// fail the test.
 fn promptly<T: Send>(what: &str, stall: Stall, call: impl FnOnce() -> T + Send) -> (T, Stall) {
     let (done, answered) = channel();
     thread::scope(|threads| {
@@ -115,7 +116,7 @@ fn a_new_run_cancels_the_snapshot_of_the_one_before() {
             });
             begun.unwrap();
             train(&node, 2, 9).unwrap();
-            // Its files could be mixed with those of the next snapshot.
+            // Its files could mix with those of the next snapshot.
             let early = node.prepare_snapshot(fence(2), 1).unwrap_err();
             assert!(early.to_string().contains("still being written"), "{early}");
             drop(stall);
@@ -159,7 +160,7 @@ fn an_aborted_snapshot_is_not_written_to_its_end() {
     node.prepare_snapshot(fence(1), 2).unwrap();
 }
 
-/// A power cut loses the acknowledged requests of at most 2 s, regardless of how slow the disk is.
+/// A power cut loses the acknowledged requests of at most 2 s, however slow the disk is.
 #[test]
 fn requests_wait_while_the_log_is_not_durable() {
     let (data, checkpoints) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
@@ -208,7 +209,7 @@ fn a_cut_does_not_wait_for_the_disk_of_the_log() {
     let stall = Stall::of(data.path().join("journal"));
     let (cut, stall) = promptly("a cut", stall, || node.prepare_snapshot(fence(1), 1));
     cut.unwrap();
-    // With or without success, it does not wait for longer than its turn.
+    // Whether it succeeds or fails, it does not wait longer than the time limit for a turn.
     let (_, stall) = promptly("a request after it", stall, || train(&node, 1, 2));
     drop(stall);
     wait_until("the next request", || train(&node, 1, 3).is_ok());
@@ -249,7 +250,7 @@ fn records_behind_a_lost_end_are_dropped() {
         found
     };
     assert_eq!(cut_at(whole), complete);
-    // Cut at the boundaries of records, and within records.
+    // Cut at the boundaries of records and within records.
     let cuts = states.iter().flat_map(|(bytes, _)| [*bytes, bytes + 1, bytes + 20]);
     for bytes in cuts.filter(|bytes| *bytes < whole) {
         let (_, expected) = states.iter().rev().find(|(whole, _)| *whole <= bytes).unwrap();
@@ -271,7 +272,7 @@ fn a_refused_record_that_cannot_be_removed_is_dropped_later() {
     let parts = vec![(0, ShardedIds::group(&[1, 2]).unwrap())];
     push_to(&node, token(0, 4), 0, &parts, 1.0).unwrap_err(); // steps begin at 1
     assert!(bytes() > before, "the record is still there");
-    // A process that is killed now resumes without it.
+    // A process that is killed now recovers without the refused record.
     let left = left_behind(data.path());
     let resumed = server(left.path(), checkpoints.path());
     assert_eq!(counters(&resumed), expected);

@@ -1,5 +1,5 @@
-//! The speed of a replay. Printed by
-//! `cargo test --release -p persia-embedding-sharded-server --test server replay_speed -- --ignored --nocapture`.
+//! Measures the speed of a replay. `cargo test --release -p persia-embedding-sharded-server --test server
+//! replay_speed -- --ignored --nocapture` prints it.
 
 use std::fs;
 use std::time::Instant;

@@ -65,7 +65,7 @@ impl Twins {
         with.unwrap()
     }
 
-    /// Write a snapshot and, if `committed`, commit it, as a trainer does.
+    /// Write a snapshot and, if `committed`, commit it, as a rank does.
     pub(super) fn save(&mut self, committed: bool) {
         self.cut += 1;
         let name = format!("save-{}", self.cut);

@@ -1,4 +1,4 @@
-//! Columns and metadata of the file of one virtual shard.
+//! The columns and metadata of the file of one virtual shard.
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -6,7 +6,8 @@ use std::sync::Arc;
 use arrow_schema::{DataType, Field, FieldRef};
 use serde::{Deserialize, Serialize};
 
-/// The numbers of the layout. A new number is needed if an older reader could misread a file.
+/// The format versions that this build reads. A new version is needed if an older reader could misread a
+/// file.
 pub(super) const FORMATS: RangeInclusive<u32> = 1..=2;
 pub(super) const FORMAT_KEY: &str = "persia.format";
 pub(super) const SHARD_KEY: &str = "persia.shard";
@@ -19,7 +20,7 @@ pub(super) struct TableHead {
     pub(super) dim: usize,
     pub(super) state_len: usize,
     pub(super) rows: usize,
-    /// Ids with an admission count.
+    /// The number of ids with an admission count.
     #[serde(default, rename = "waiting", skip_serializing_if = "is_zero")]
     pub(super) counted: usize,
 }

@@ -1,6 +1,7 @@
 //! The file of one virtual shard.
 //!
-//! An Arrow IPC file, which `pyarrow.ipc.open_file` reads. A record batch holds rows of one table:
+//! The file is an Arrow IPC file, which `pyarrow.ipc.open_file` can read. Each record batch holds rows of one
+//! table:
 //!
 //! | column      | type                        |
 //! |-------------|-----------------------------|
@@ -10,15 +11,14 @@
 //! | `weights`   | list of float32             |
 //! | `state`     | list of float32             |
 //!
-//! Weights are float32 regardless of their type in memory, so that a checkpoint can be loaded into a table of any
-//! dtype.
+//! Weights are float32 regardless of their type in memory, so a checkpoint can be loaded into a table of any dtype.
 //!
-//! The admission counts of a table follow its rows, in separate batches: `last_used` is the count, both lists are
-//! empty.
+//! The admission counts of a table follow its rows in separate batches, in which `last_used` is the count and
+//! both lists are empty.
 //!
-//! The schema's metadata has `persia.format`, `persia.shard` and `persia.tables` (JSON: name, dim, state_len, rows and, if
-//! there are any, the number of admission counts (`waiting`) of each table). Equal content gives equal bytes. A file
-//! without admission counts has format 1, a file with admission counts has format 2.
+//! The schema's metadata contains `persia.format`, `persia.shard` and `persia.tables`. The latter is JSON with the
+//! name, dim, state_len and rows of each table, and the number of its admission counts (`waiting`) if it has any. Equal
+//! content produces equal bytes. The format is 1 without admission counts and 2 with them.
 
 mod format;
 mod read;

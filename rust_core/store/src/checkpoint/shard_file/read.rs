@@ -1,8 +1,8 @@
 //! Reading the file of one virtual shard.
 //!
 //! A checkpoint is not trusted: a hash only proves that the writer of the manifest intended these bytes. A general
-//! reader trusts the lengths in a file, and asserts or allocates accordingly. Record batches are therefore parsed here,
-//! and each length is compared with the bytes that exist.
+//! Arrow reader trusts the lengths in a file, and panics or allocates accordingly. This module therefore parses record
+//! batches itself and compares each length with the bytes that exist.
 
 use std::path::Path;
 
@@ -21,15 +21,16 @@ use crate::checkpoint::rows::{ShardRows, TableRows, check_counted, check_sizes};
 use crate::checkpoint::{content, names};
 
 const MAGIC: &[u8; 6] = b"ARROW1";
-/// The size of the continuation marker and the length before a message.
+/// The size of the continuation marker and the length that precede a message.
 const MESSAGE_PREFIX: usize = 8;
-/// The size of a row without its floats: key, id, last_used and two list offsets.
+/// The size of a row without its floats: dictionary key, id, last_used and two list offsets.
 const ROW_OVERHEAD: usize = 2 + 8 + 8 + 4 + 4;
 
-/// Read the rows of a shard. Checks size and hash before it parses anything, then the whole structure.
+/// Read the rows of a shard. Checks the size and hash before it parses anything, and then the whole
+/// structure.
 ///
 /// # Errors
-/// `Corrupt` naming the file; `Io`.
+/// `Corrupt` with the file's path; `Io`.
 pub fn read_shard(dir: &Path, entry: &FileEntry) -> std::result::Result<ShardRows, TablesError> {
     let mut reader = ShardReader::default();
     reader.read(dir, entry)?;
@@ -44,10 +45,10 @@ pub struct ShardReader {
 }
 
 impl ShardReader {
-    /// As [`read_shard`], into the buffers of this reader.
+    /// Like [`read_shard`], but uses the buffers of this reader.
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`read_shard`].
     pub fn read(&mut self, dir: &Path, entry: &FileEntry) -> std::result::Result<&ShardRows, TablesError> {
         read(dir, entry, &mut self.file, &mut self.rows)?;
         Ok(&self.rows)
@@ -84,7 +85,8 @@ fn decode(file: &[u8], into: &mut ShardRows) -> std::result::Result<(), String> 
         }
         current = key;
         let (table, head) = tables.get_mut(key).zip(heads.get(key)).ok_or("has rows of an unknown table")?;
-        // Checked before rows are copied: overlapping blocks could claim more rows than the file has bytes for.
+        // Check this before rows are copied, because overlapping blocks could claim more rows than the file has
+        // bytes for.
         let (rows, counts) = (head.rows - table.ids.len(), head.counted - table.admission_counts.len());
         if columns.rows > if rows > 0 { rows } else { counts } {
             return Err(format!(
@@ -108,20 +110,21 @@ fn decode(file: &[u8], into: &mut ShardRows) -> std::result::Result<(), String> 
 }
 
 fn footer(file: &[u8]) -> std::result::Result<Footer<'_>, String> {
-    let (rest, tail) = file.split_last_chunk::<10>().ok_or("is no Arrow file: too short")?;
+    let (rest, tail) = file.split_last_chunk::<10>().ok_or("is not an Arrow file: too short")?;
     let length = read_footer_length(*tail).map_err(|error| error.to_string())?;
-    let start = rest.len().checked_sub(length).ok_or("is no Arrow file: its footer is longer than itself")?;
+    let start =
+        rest.len().checked_sub(length).ok_or("is not an Arrow file: its footer is longer than the file")?;
     if !file.starts_with(MAGIC) {
-        return Err("is no Arrow file".into());
+        return Err("is not an Arrow file".into());
     }
     let footer = root_as_footer(&rest[start..]).map_err(|error| format!("has a damaged footer: {error}"))?;
     if footer.version() != MetadataVersion::V5 {
-        return Err(format!("has Arrow metadata {:?}, want V5", footer.version()));
+        return Err(format!("has Arrow metadata {:?}, expected V5", footer.version()));
     }
     Ok(footer)
 }
 
-/// The shard and the tables. The schema must be the one that this module writes.
+/// The shard number and the tables in the schema, which must be the one that this module writes.
 fn head(schema: Schema<'_>) -> std::result::Result<(usize, Vec<TableHead>), String> {
     if schema.endianness() != Endianness::Little {
         return Err("is big-endian".into());
@@ -134,7 +137,7 @@ fn head(schema: Schema<'_>) -> std::result::Result<(usize, Vec<TableHead>), Stri
         return Err(format!("has format {format}, this build reads up to {newest}: install a newer Persia"));
     }
     if !schema.fields().iter().map(AsRef::as_ref).eq(&fields()) {
-        return Err(format!("has other columns than a shard: {:?}", schema.fields()));
+        return Err(format!("does not have the columns of a shard: {:?}", schema.fields()));
     }
     let shard = text(SHARD_KEY)?.parse().map_err(|_| format!("has no number as {SHARD_KEY}"))?;
     let tables = serde_json::from_str(text(TABLES_KEY)?)
@@ -157,7 +160,7 @@ fn check_heads(heads: &[TableHead], file_len: usize) -> std::result::Result<(), 
     Ok(())
 }
 
-/// Turn `table` into the table of `head`, empty and with capacity for its rows.
+/// Make `table` the table of `head`: empty, with capacity for its rows.
 fn prepare(table: &mut TableRows, head: &TableHead) {
     let TableHead { name, dim, state_len, rows, counted } = head;
     table.name.clone_from(name);
@@ -174,13 +177,13 @@ fn reserve<T>(list: &mut Vec<T>, len: usize) {
     list.reserve_exact(len);
 }
 
-/// The names in the dictionary, which other readers show, must be those in the metadata.
+/// Check that the names in the dictionary, which other readers show, are those in the metadata.
 fn check_dictionary(
     file: &[u8],
     footer: &Footer<'_>,
     heads: &[TableHead],
 ) -> std::result::Result<(), String> {
-    let blocks = footer.dictionaries().filter(|blocks| blocks.len() == 1).ok_or("want one dictionary")?;
+    let blocks = footer.dictionaries().filter(|blocks| blocks.len() == 1).ok_or("expected one dictionary")?;
     let (message, body) = message(file, blocks.get(0))?;
     let data = root_as_message(message)
         .map_err(|error| format!("has a damaged dictionary: {error}"))?
@@ -188,7 +191,7 @@ fn check_dictionary(
         .and_then(|batch| batch.data())
         .ok_or("has no dictionary where its footer says so")?;
     let buffers = buffers(data, body)?;
-    let [_, offsets, text] = buffers[..] else { return Err("has a dictionary of another type".into()) };
+    let [_, offsets, text] = buffers[..] else { return Err("has a dictionary of a different type".into()) };
     let mut offsets = numbers(offsets, heads.len() + 1, i32::from_le_bytes)?;
     let mut start = offsets.next().unwrap_or_default();
     for (head, end) in heads.iter().zip(offsets) {
@@ -201,7 +204,7 @@ fn check_dictionary(
     Ok(())
 }
 
-/// The columns of a record batch. Their lengths are checked, but their content is not.
+/// The columns of a record batch. Their lengths have been checked, but not their content.
 struct Columns<'a> {
     rows: usize,
     keys: &'a [u8],
@@ -220,8 +223,8 @@ impl<'a> Columns<'a> {
             .ok_or("has no record batch where its footer says so")?;
         let rows = usize::try_from(batch.length()).map_err(|_| "has a record batch of negative length")?;
         let buffers = buffers(batch, body)?;
-        // The buffers are in the order of `fields`. The first buffer of each column, and of each list's values, is for
-        // nulls.
+        // The buffers are in the order of `fields`. The first buffer of each column, and of the values of each list,
+        // is the null bitmap.
         let [_, keys, _, ids, _, last_used, _, w_offsets, _, weights, _, s_offsets, _, state] = buffers[..]
         else {
             return Err(format!("has a record batch of {} buffers", buffers.len()));
@@ -229,7 +232,7 @@ impl<'a> Columns<'a> {
         Ok(Self { rows, keys, ids, last_used, weights: (w_offsets, weights), state: (s_offsets, state) })
     }
 
-    /// The table of all rows.
+    /// The table to which all rows belong.
     fn table(&self) -> std::result::Result<usize, String> {
         let mut keys = numbers(self.keys, self.rows, i16::from_le_bytes)?;
         let first = keys.next().ok_or("has an empty record batch")?;
@@ -285,7 +288,7 @@ fn slice(bytes: &[u8], start: i64, length: i64) -> std::result::Result<&[u8], St
     };
     range()
         .and_then(|range| bytes.get(range))
-        .ok_or_else(|| format!("claims {length} bytes at {start} where there are {}", bytes.len()))
+        .ok_or_else(|| format!("claims {length} bytes from byte {start}, but has only {} bytes", bytes.len()))
 }
 
 fn numbers<const N: usize, T>(
@@ -300,7 +303,7 @@ fn numbers<const N: usize, T>(
     Ok(numbers.iter().map(move |bytes| number(*bytes)))
 }
 
-/// The values of a list column in which all lists have this length.
+/// The values of a list column in which all lists have the given length.
 fn list<'a>(
     (offsets, values): (&'a [u8], &'a [u8]),
     rows: usize,

@@ -17,21 +17,22 @@ use persia_types::TablesError;
 use persia_types::tables::FileEntry;
 
 use super::format::{FORMAT_KEY, SHARD_KEY, TABLES_KEY, TableHead, fields, floats};
-use crate::checkpoint::disk::{Output, crash_point};
+use crate::checkpoint::disk::crash_point;
 use crate::checkpoint::error::{CheckpointError, Result};
 use crate::checkpoint::names;
 use crate::checkpoint::rows::ShardRows;
+use crate::checkpoint::sink::Sink;
 
 const MAX_BATCH_ROWS: usize = 1 << 16;
-/// The size of a batch: it is copied, framed, hashed and written while it is in a processor's cache, because passes
-/// over memory slow down training.
+/// The maximum size of a batch. It is small enough for a batch to be copied, framed, hashed and written while it is
+/// in the processor's cache, because passes over memory would slow down training.
 const MAX_BATCH_BYTES: usize = 1 << 20;
 const WRITE_BUFFER: usize = 1 << 16;
 
 /// Write the rows of a shard to a new file in `dir` and sync it. The caller syncs `dir`.
 ///
 /// # Errors
-/// `BadShape` when [`ShardRows::check`] refuses the rows; `Io`, also when the file exists.
+/// `BadShape` if [`ShardRows::check`] refuses the rows; `Io`, including if the file exists.
 pub fn write_shard(dir: &Path, rows: &ShardRows) -> std::result::Result<FileEntry, TablesError> {
     let path = dir.join(names::shard_file(rows.shard));
     rows.check().map_err(|what| CheckpointError::bad_save(&path, what))?;
@@ -42,14 +43,15 @@ pub fn write_shard(dir: &Path, rows: &ShardRows) -> std::result::Result<FileEntr
     })
 }
 
-/// Weights and state of rows of one table.
+/// The weights and state of some rows of one table.
 pub(crate) struct Values {
     pub(crate) weights: Vec<f32>,
     pub(crate) state: Vec<f32>,
 }
 
-/// Like [`write_shard`], for `rows` without weights and state. `values` returns those of a range of rows of a table; it
-/// is called once per row, in order. Its error ends the work, and the file is removed.
+/// Like [`write_shard`], for `rows` without weights and state. `values` returns the weights and state of a range of
+/// rows of a table; the ranges follow each other in order and cover each row once. If it returns an error, writing ends
+/// and the file is removed.
 pub(crate) fn write_shard_of(
     dir: &Path,
     rows: &ShardRows,
@@ -65,7 +67,7 @@ fn write(
     values: impl FnMut(usize, Range<usize>) -> io::Result<Values>,
 ) -> Result<(u64, String)> {
     rows.check_ids().map_err(|what| CheckpointError::bad_save(path, what))?;
-    let out = BufWriter::with_capacity(WRITE_BUFFER, Output::create(path)?);
+    let out = BufWriter::with_capacity(WRITE_BUFFER, Sink::create(path)?);
     let out = encode(rows, values, out).map_err(|error| match error {
         ArrowError::IoError(_, source) => CheckpointError::io(path, source),
         other => CheckpointError::bad_save(path, other.to_string()),

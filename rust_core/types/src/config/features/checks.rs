@@ -59,8 +59,7 @@ pub(super) fn check_crosses(reader: &mut Reader, entries: &[Entry<'_>], names: &
     }
 }
 
-/// Check that features that share a table have the same settings for it, and that different values do not get the same
-/// id.
+/// Check that features that share a table agree on its settings, and that different values do not get the same id.
 pub(super) fn check_tables(reader: &mut Reader, entries: &[Entry<'_>]) {
     let mut first: HashMap<&str, &Entry<'_>> = HashMap::new();
     for entry in entries {
@@ -80,7 +79,7 @@ pub(super) fn check_tables(reader: &mut Reader, entries: &[Entry<'_>]) {
         if let Some((key, expected, found)) = difference {
             let message = format!(
                 "`{name}` has {key} {found} and `{other}` has {key} {expected}; features of the table `{}` share its \
-                 rows: give both the same",
+                 rows: set both to the same value",
                 slot.table
             );
             reader.error(place, &path, message);
@@ -89,7 +88,7 @@ pub(super) fn check_tables(reader: &mut Reader, entries: &[Entry<'_>]) {
         if rule.prefix() == shared.prefix() && !equal_numbers(rule, shared) {
             let message = format!(
                 "`{name}` and `{other}` share the table `{}`, and the intervals or parts of one would be ids of the \
-                 other: give each a `prefix`, or its own table",
+                 other: set a `prefix` for each, or use separate tables",
                 slot.table
             );
             reader.error(place, &path, message);
@@ -97,7 +96,7 @@ pub(super) fn check_tables(reader: &mut Reader, entries: &[Entry<'_>]) {
     }
 }
 
-/// Whether equal ids of both features have the same meaning, as far as the declarations show.
+/// Whether, as far as the declarations show, equal ids of both features mean the same.
 fn equal_numbers(one: &Rule, other: &Rule) -> bool {
     match (one, other) {
         (Rule::Bucket(one), Rule::Bucket(other)) => {

@@ -5,17 +5,18 @@ use crate::config::{ConfigErrors, EmbeddingConfig, Parsed};
 use crate::schema::{Schema, Slot, Table};
 
 impl FeaturesConfig {
-    /// The embedding configuration of the text of `file`, which is a `persia.yml`. Servers and middlewares use it,
-    /// because they do not transform data.
+    /// Parse the text of `file`, a `persia.yml`, and return the embedding configuration that its features imply.
+    /// Servers and middlewares, which do not transform data, need no more than that.
     ///
     /// # Errors
-    /// All mistakes of its features and labels, except for the names of time zones.
+    /// All errors in the features and labels, except in the names of time zones.
     pub fn parse_embedding(text: &str, file: &str) -> Result<Parsed<EmbeddingConfig>, ConfigErrors> {
         let parsed = Self::parse(text, file, &|_| true)?;
         Ok(Parsed { config: parsed.config.embedding(), warnings: parsed.warnings })
     }
 
-    /// The slots and tables of the features, in the order of the file, as an `embedding_config.yml` would define them.
+    /// The slots and tables of the features, in the order of the file, as an equivalent `embedding_config.yml` would
+    /// define them.
     pub fn embedding(&self) -> EmbeddingConfig {
         let mut schema = Schema::default();
         for (feature, slot) in self.slots() {

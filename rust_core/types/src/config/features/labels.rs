@@ -1,4 +1,4 @@
-//! The block `labels`.
+//! Reads the block `labels`.
 
 use super::rules::{Label, Loss, Target};
 use crate::config::reader::{Reader, join};

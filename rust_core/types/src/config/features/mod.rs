@@ -29,18 +29,18 @@ pub use rules::{
     Label, Loss, Missing, Rule, Scaling, Sequence, Target, ValueType,
 };
 
-/// The largest number of boundaries of a bucket feature.
+/// The maximum number of boundaries of a bucket feature.
 pub const MAX_BOUNDARIES: usize = 65_536;
-/// The largest number of parts of a cross.
+/// The maximum number of parts of a cross.
 pub const MAX_CROSS_PARTS: usize = 8;
 
 /// The features and labels of a valid `persia.yml`, in the order of the file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FeaturesConfig {
-    /// The features; at least one has a slot.
+    /// The features. At least one has a slot.
     pub features: Vec<Feature>,
-    /// The labels; at least one.
+    /// The labels. There is at least one.
     pub labels: Vec<Label>,
 }
 
@@ -53,13 +53,14 @@ pub struct Feature {
     /// The line of the key; 0 if the feature was not read from a file.
     #[serde(skip)]
     pub line: usize,
-    /// How its column becomes ids or floats.
+    /// How the feature's column becomes ids or floats.
     pub rule: Rule,
-    /// The slot of an id-like feature; None for a dense one, and with `dim: 0` for one that is only a part of crosses.
+    /// The slot of a feature with ids. None for a dense feature, and for a feature with `dim: 0`, which is only a part
+    /// of crosses.
     pub slot: Option<FeatureSlot>,
 }
 
-/// The slot of an id-like feature, and the table of the slot.
+/// The slot of a feature with ids, and the table of the slot.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FeatureSlot {
@@ -78,7 +79,7 @@ impl FeaturesConfig {
     /// name is in the IANA database.
     ///
     /// # Errors
-    /// All mistakes of both blocks.
+    /// All errors in both blocks.
     pub fn parse(
         text: &str,
         file: &str,
@@ -92,8 +93,8 @@ impl FeaturesConfig {
         self.features.iter().find(|feature| feature.name == name)
     }
 
-    /// Every column that the features need, and with `labels` also those of the labels. Each column occurs once, in the
-    /// order of the file.
+    /// The columns that the features need and, with `labels`, those that the labels need. Each column occurs once, in
+    /// the order of the file.
     pub fn columns(&self, labels: bool) -> Vec<&str> {
         let labels = self.labels.iter().filter(|_| labels).map(|label| label.column.as_str());
         let mut seen = std::collections::HashSet::new();

@@ -1,4 +1,4 @@
-//! Reads features of numbers: bucket and dense.
+//! Reads numeric features: bucket and dense.
 
 use super::MAX_BOUNDARIES;
 use super::read::FeatureReader;
@@ -6,7 +6,7 @@ use super::rules::*;
 use crate::config::reader::Section;
 use crate::config::tree::{Node, Value};
 
-/// The key that defines the boundaries of a bucket.
+/// The key for the boundaries of a bucket feature.
 const GIVEN: &str = "boundaries";
 
 pub(super) fn read_bucket(one: &mut FeatureReader<'_, '_>) -> Bucket {
@@ -56,7 +56,7 @@ fn given_boundaries(one: &mut FeatureReader<'_, '_>, node: &Node) -> Option<Boun
     ascending.map(Boundaries::Given)
 }
 
-/// A list as text for a message.
+/// A list as text for an error message.
 fn found_numbers(node: &Node) -> String {
     let Value::Sequence(items) = &node.value else { return node.found() };
     let first: Vec<String> = items.iter().take(6).map(Node::found).collect();
@@ -79,7 +79,7 @@ pub(super) fn read_dense(one: &mut FeatureReader<'_, '_>) -> Dense {
     Dense { column: one.column(), missing: missing(one), clip: clip(one), log1p, scaling }
 }
 
-/// Reads `true` (fitted: `Some(None)`), a mapping of both numbers, or `false` or no value (None).
+/// Read `true` (fitted: `Some(None)`), a mapping with both numbers, or `false` or no value (None).
 fn pair_or_fitted(one: &mut FeatureReader<'_, '_>, key: &str, keys: [&str; 2]) -> Option<Option<(f32, f32)>> {
     let node = one.section.get(key)?;
     match &node.value {

@@ -71,7 +71,7 @@ pub(super) struct Entry<'a> {
     pub(super) path: String,
 }
 
-/// The block under `name`, which must exist.
+/// The block `name`, which must exist.
 pub(super) fn block<'a>(reader: &mut Reader, root: &'a Node, name: &str, example: &str) -> Option<&'a Node> {
     let whole = root.is_mapping();
     let root = reader.mapping(root, "");
@@ -122,7 +122,7 @@ fn read_features(reader: &mut Reader, node: &Node, is_time_zone: &dyn Fn(&str) -
     entries.into_iter().map(|entry| entry.feature).collect()
 }
 
-/// None if its type is unknown, which was reported.
+/// Read one feature. Returns None if its type is unknown; that error has been reported.
 fn read_feature<'a>(
     reader: &mut Reader,
     key: &'a Key,
@@ -268,7 +268,7 @@ impl FeatureReader<'_, '_> {
         }
     }
 
-    /// None with `dim: 0`, or if a setting is wrong, which was reported.
+    /// Read the slot. Returns None with `dim: 0`, or after reporting a wrong setting.
     fn slot(&mut self) -> Option<FeatureSlot> {
         if self.section.get("dim").is_none() {
             let message = format!(

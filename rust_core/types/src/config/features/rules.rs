@@ -2,8 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-/// How the column of a feature becomes ids or floats. Numbers are f32 from the start, so that f64, f32 and JSON columns
-/// give equal results.
+/// How the column of a feature becomes ids or floats. Numbers are converted to f32 first, so that f64, f32 and JSON
+/// columns give equal results.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum Rule {
@@ -11,7 +11,7 @@ pub enum Rule {
     Id(IdColumn),
     /// A list becomes ids, which are pooled.
     Bag(Bag),
-    /// A list becomes its last ids in order, which the model gets one by one.
+    /// The last values of a list become ids, in order. The model gets one vector for each.
     Sequence(Sequence),
     /// A number becomes the id of its interval.
     Bucket(Bucket),
@@ -24,7 +24,7 @@ pub enum Rule {
 }
 
 impl Rule {
-    /// Its name in the file.
+    /// The name of the rule in the file.
     pub fn word(&self) -> &'static str {
         match self {
             Self::Id(_) => "id",
@@ -51,7 +51,7 @@ impl Rule {
         one.into_iter().chain(other).map(String::as_str)
     }
 
-    /// The prefix of its ids, if it has a column of ids.
+    /// The prefix of the feature's ids, if any.
     pub fn prefix(&self) -> Option<&str> {
         match self {
             Self::Id(id) => Some(&id.prefix),
@@ -64,7 +64,7 @@ impl Rule {
     }
 }
 
-/// Values that become ids.
+/// A column whose values become ids.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct IdColumn {
@@ -100,7 +100,7 @@ pub enum ValueType {
 pub enum IfNull {
     /// A separate id, which is trained like any other.
     Id,
-    /// None.
+    /// The null has no id.
     Skip,
 }
 
@@ -112,7 +112,7 @@ pub enum IfEmpty {
     Value,
     /// The ids of a null.
     Null,
-    /// None.
+    /// The empty string has no id.
     Skip,
 }
 
@@ -122,15 +122,15 @@ pub enum IfEmpty {
 pub enum IfMissing {
     /// The ids of a null.
     Null,
-    /// None.
+    /// The feature has no ids.
     Skip,
 }
 
-/// A list of values that become ids.
+/// A list whose values become ids.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Bag {
-    /// Its values.
+    /// The values of the list.
     pub ids: IdColumn,
     /// The separator that splits a string into values; None for lists.
     pub separator: Option<String>,
@@ -138,19 +138,19 @@ pub struct Bag {
     pub weights: Option<String>,
 }
 
-/// A list of values that become ids in order.
+/// A list whose values become ids, in order.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Sequence {
-    /// Its values.
+    /// The values of the list.
     pub ids: IdColumn,
     /// The separator that splits a string into values; None for lists.
     pub separator: Option<String>,
-    /// The number of last ids that are kept.
+    /// The number of ids to keep, from the end of the list.
     pub last: u32,
 }
 
-/// A number whose interval is an id: the number of boundaries below it.
+/// A number that becomes the id of its interval, which is the number of boundaries below it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Bucket {
@@ -158,7 +158,7 @@ pub struct Bucket {
     pub column: String,
     /// The boundaries, given or fitted.
     pub boundaries: Boundaries,
-    /// The prefix, if any; the number of the interval is then hashed after it.
+    /// The prefix, if any. With a prefix, the id is the hash of the prefix followed by the interval's number.
     pub prefix: String,
     /// The rule for a null, NaN, or a value of a wrong type.
     pub if_null: IfNull,
@@ -170,10 +170,10 @@ pub struct Bucket {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Boundaries {
-    /// Ascending.
+    /// Given boundaries, in ascending order.
     Given(Vec<f32>),
-    /// The number of intervals, whose boundaries are fitted so that they have equally many rows, as far as equal
-    /// numbers permit.
+    /// The number of intervals. Their boundaries are fitted so that all intervals have the same number of rows,
+    /// as far as equal values permit.
     Quantiles(u32),
 }
 
@@ -185,19 +185,19 @@ pub struct Cross {
     pub features: Vec<String>,
 }
 
-/// A number that becomes a float: clipped, then log1p, then scaled.
+/// A number that becomes a float: it is clipped, then its log1p is taken, then it is scaled.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Dense {
     /// The column's name.
     pub column: String,
-    /// What replaces a null, NaN, infinity, or a missing column.
+    /// The replacement of a null, NaN, infinity, or a missing column.
     pub missing: Missing,
     /// The limits to which numbers are clipped.
     pub clip: Clip,
     /// Whether `sign(x) * ln(1 + |x|)` is computed.
     pub log1p: bool,
-    /// The last operation.
+    /// The scaling, which is applied last.
     pub scaling: Scaling,
 }
 
@@ -219,11 +219,11 @@ pub enum Missing {
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Clip {
-    /// All numbers.
+    /// Numbers are not clipped.
     None,
-    /// Two given numbers.
+    /// The limits are two given numbers.
     Given(f32, f32),
-    /// Two fitted quantiles.
+    /// The limits are two fitted quantiles.
     Quantiles(f32, f32),
 }
 
@@ -245,14 +245,14 @@ pub enum Scaling {
 pub struct Date {
     /// The column's name.
     pub column: String,
-    /// The part that is the id.
+    /// The part that becomes the id.
     pub part: DatePart,
     /// The IANA zone in which the part is computed. Timestamps without a zone are UTC. Dates without a time have no
     /// zone.
     pub timezone: String,
     /// The unit of the integers, if the column has integers.
     pub unit: Option<Epoch>,
-    /// The prefix, if any; the number of the part is then hashed after it.
+    /// The prefix, if any. With a prefix, the id is the hash of the prefix followed by the part's number.
     pub prefix: String,
     /// The rule for a null or a value of a wrong type.
     pub if_null: IfNull,
@@ -260,7 +260,7 @@ pub struct Date {
     pub if_missing: IfMissing,
 }
 
-/// A part of a timestamp, with the range of its numbers.
+/// A part of a timestamp. Each variant states its range.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DatePart {
@@ -314,9 +314,9 @@ pub struct Label {
     pub column: String,
     /// How a value becomes a float.
     pub target: Target,
-    /// The factor of its loss.
+    /// The factor by which the label's loss is multiplied.
     pub weight: f32,
-    /// The loss of its output.
+    /// The loss function of the label's output.
     pub loss: Loss,
 }
 
@@ -326,19 +326,19 @@ pub struct Label {
 pub enum Target {
     /// The number itself; false is 0 and true is 1.
     Value,
-    /// 1 above this number, else 0.
+    /// 1 if the value is above this number, otherwise 0.
     GreaterThan(f32),
-    /// 1 for this number, else 0.
+    /// 1 if the value is this number, otherwise 0.
     EqualsNumber(f32),
-    /// 1 for this string, else 0.
+    /// 1 if the value is this string, otherwise 0.
     EqualsText(String),
 }
 
-/// The loss of a label's output.
+/// The loss function of a label's output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Loss {
-    /// Binary cross entropy with logits: the label is 0 or 1.
+    /// Binary cross entropy with logits. The label is 0 or 1.
     Bce,
     /// Mean squared error.
     Mse,

@@ -1,4 +1,4 @@
-//! The allowed content of the blocks `features` and `labels`, and the messages about mistakes.
+//! Tests of the allowed content of the blocks `features` and `labels`, and of the messages about errors.
 
 use super::*;
 use crate::config::tests::said;
@@ -18,7 +18,7 @@ fn features(block: &str) -> FeaturesConfig {
     parse(&format!("features: {{{block}}}{LABELS}")).unwrap().config
 }
 
-/// The messages about the features of this block, without their positions.
+/// The error messages for the features in this block, without positions.
 fn refused(block: &str) -> Vec<String> {
     let lines = said(parse(&format!("features: {{{block}}}{LABELS}")));
     lines.iter().map(|line| line.split_once(": features").unwrap().1.to_owned()).collect()

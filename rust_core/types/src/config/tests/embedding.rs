@@ -1,10 +1,10 @@
-//! `embedding_config.yml`.
+//! Tests of `embedding_config.yml`.
 
 use super::said;
 use crate::config::EmbeddingConfig;
 use crate::schema::{HashStack, Pooling};
 
-/// A realistic file: comments, a list in flow style and one in block style, an anchor, keys of PersiaML.
+/// A realistic file with comments, a list in flow style and one in block style, an anchor, and PersiaML keys.
 const REAL: &str = "
 feature_index_prefix_bit: 12
 slots_config:
@@ -31,7 +31,7 @@ fn parse(text: &str) -> Vec<String> {
     said(EmbeddingConfig::parse(text, "embedding_config.yml"))
 }
 
-/// The messages about one slot `age` with these keys.
+/// The error messages for one slot `age` with these keys.
 fn slot(keys: &str) -> Vec<String> {
     parse(&format!("slots_config:\n  age: {{{keys}}}"))
 }
@@ -304,7 +304,7 @@ fn more_tables_than_prefix_bits_hold_are_refused_with_both_numbers() {
     let file = |slots: usize, bits: &str| {
         format!("{bits}\nslots_config:{}\nfeature_groups: {{g: [s0, s1]}}", many(slots))
     };
-    // One group of two slots, so that there is one table fewer than slots.
+    // There is a group of two slots, so there is one table fewer than slots.
     EmbeddingConfig::parse(&file(256, ""), "f").unwrap();
     EmbeddingConfig::parse(&file(300, "feature_index_prefix_bit: 9"), "f").unwrap();
     EmbeddingConfig::parse(&file(300, "feature_index_prefix_bit: 0"), "f").unwrap();

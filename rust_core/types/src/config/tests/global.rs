@@ -1,10 +1,10 @@
-//! `global_config.yml`.
+//! Tests of `global_config.yml`.
 
 use super::said;
 use crate::config::{GlobalConfig, InferConfig, LogSync};
 use crate::schema::Dtype;
 
-/// Every key that PersiaML documents, at or near its default.
+/// All keys that PersiaML documents, at or near their defaults.
 const REAL: &str = "
 common_config:
   metrics_config:
@@ -167,7 +167,7 @@ fn an_infer_job_has_servers_and_a_checkpoint() {
     assert_eq!((parsed.config.infer, parsed.warnings), (Some(expected), vec![]));
     let bare = GlobalConfig::parse("common_config: {job_type: Infer}", "f").unwrap();
     assert_eq!(bare.config.infer, Some(InferConfig::default()));
-    // Of another job the section has no effect, and of an infer job what concerns changes of rows.
+    // For other jobs, the section has no effect. For an infer job, settings about changes of rows have no effect.
     for job_type in ["Train", "Eval"] {
         let text = format!("common_config: {{job_type: {job_type}, {infer}}}");
         let parsed = GlobalConfig::parse(&text, "f").unwrap();

@@ -1,4 +1,4 @@
-//! The allowed content of configuration files, and the messages about mistakes.
+//! Tests of the allowed content of configuration files, and of the messages about errors.
 
 mod embedding;
 mod global;
@@ -8,7 +8,7 @@ mod syntax;
 
 use super::{ConfigErrors, Parsed};
 
-/// The messages about a wrong file, one per line.
+/// The error messages for a wrong file, one per element.
 pub(super) fn said<T: std::fmt::Debug>(result: Result<Parsed<T>, ConfigErrors>) -> Vec<String> {
     result.unwrap_err().errors.iter().map(ToString::to_string).collect()
 }

@@ -1,10 +1,11 @@
-//! Properties of parsing any text.
+//! Property tests of parsing arbitrary text.
 
 use proptest::prelude::*;
 
 use crate::config::{ConfigErrors, EmbeddingConfig, GlobalConfig, Parsed};
 
-/// Parts of YAML and of our files. Random sequences of them reach more code than random characters.
+/// Fragments of YAML and of the configuration files. Random sequences of them reach more code than random
+/// characters.
 const WORDS: &[&str] = &[
     "slots_config",
     "feature_groups",
@@ -55,7 +56,7 @@ const WORDS: &[&str] = &[
     "\u{feff}",
 ];
 
-/// Every error has a position in the text, and the message lists all errors.
+/// Check that every error has a position in the text, and that the message lists all errors.
 fn check<T>(text: &str, result: Result<Parsed<T>, ConfigErrors>) {
     let Err(errors) = result else { return };
     assert!(!errors.errors.is_empty());

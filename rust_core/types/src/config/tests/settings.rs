@@ -1,16 +1,16 @@
-//! The settings of a table in its slot.
+//! Tests of the settings of a table in its slot.
 
 use super::said;
 use crate::config::EmbeddingConfig;
 use crate::schema::{Admission, Dtype, Initializer, Optimizer, Rounding, TableSettings};
 
-/// The settings of a slot's table with these keys.
+/// The settings of the table of a slot with these keys.
 fn settings(keys: &str) -> TableSettings {
     let text = format!("slots_config: {{age: {{dim: 8, {keys}}}}}");
     EmbeddingConfig::parse(&text, "f").unwrap().config.schema.tables[0].settings
 }
 
-/// The messages about a slot `age` with these keys, after its path.
+/// The error messages for a slot `age` with these keys, without the path of the slot.
 fn refused(keys: &str) -> Vec<String> {
     let said = said(EmbeddingConfig::parse(&format!("slots_config: {{age: {{dim: 8, {keys}}}}}"), "f"));
     let after = |line: &String| line.split_once("slots_config.age.").unwrap().1.to_owned();
@@ -42,7 +42,7 @@ fn every_setting_is_read() {
     assert_eq!(settings("admission: {probability: 0}").admission.unwrap().min_count, 1);
 }
 
-/// Names, parameters and defaults of `persia.embedding.optim`.
+/// The names, parameters and defaults must be those of `persia.embedding.optim`.
 #[test]
 fn optimizers_have_the_defaults_of_their_python_classes() {
     let optimizer = |keys: &str| settings(&format!("optimizer: {{{keys}}}")).optimizer.unwrap();
@@ -150,7 +150,7 @@ fn slots_of_one_group_must_agree() {
         ("", ", init: {name: zero}", "the slot `b` has init Zero and `a` has init none"),
     ] {
         let said = said(EmbeddingConfig::parse(&text(one, other), "f"));
-        let tail = "; slots of one group share a table: give both the same";
+        let tail = "; slots of one group share a table: set both to the same value";
         assert_eq!(said, [format!("line 2, column 25: feature_groups.g: {expected}{tail}")]);
     }
     let agreed = EmbeddingConfig::parse(&text(", dtype: f16, ttl: 5", ", ttl: 5, dtype: f16"), "f").unwrap();

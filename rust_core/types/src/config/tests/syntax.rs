@@ -1,8 +1,8 @@
-//! Text that is not YAML, and malicious YAML.
+//! Tests of text that is not YAML, and of malicious YAML.
 
 use crate::config::{EmbeddingConfig, MAX_CONFIG_BYTES, MAX_CONFIG_DEPTH};
 
-/// The only message about `text`.
+/// The error message for `text`. There must be exactly one.
 fn parse(text: &str) -> String {
     let errors = EmbeddingConfig::parse(text, "f.yml").unwrap_err();
     assert_eq!(errors.errors.len(), 1, "{errors}");
@@ -87,7 +87,7 @@ fn nesting_meets_a_limit_before_the_stack_does() {
         let said = parse(&text);
         assert!(said.contains(&format!("nested deeper than {MAX_CONFIG_DEPTH} levels")), "{said}");
     }
-    // Each anchor is within the limit, but their sum is not.
+    // Each anchor is within the limit, but their total is not.
     let deep = "[".repeat(20) + "x" + &"]".repeat(20);
     let said = parse(&format!("a: &a {deep}\nb: {}*a{}", "[".repeat(20), "]".repeat(20)));
     assert!(said.contains("nested deeper than"), "{said}");

@@ -1,4 +1,4 @@
-//! Sent messages arrive unchanged, and malformed ones are refused.
+//! Tests that sent messages arrive unchanged, and that malformed messages are refused.
 
 mod receive;
 mod samples;

@@ -27,7 +27,7 @@ fn run<T>(future: impl Future<Output = T>) -> T {
     builder.enable_all().start_paused(true).build().unwrap().block_on(future)
 }
 
-/// `None` is a message without words.
+/// In `messages`, None is a message without words.
 fn receive(
     kind: RequestKind,
     part: &Part,
@@ -98,7 +98,8 @@ fn samples_are_sent_where_they_are_fewer_bytes() {
     let samples =
         |samples, indices| Samples { samples, indices, per_sample_weights: false, factors: true, scale: 1.0 };
     let format = |dim, dtype| RowFormat { dim, dtype };
-    // 4,096 samples of 10 ids, 33,000 of them unique: the bytes sent in addition to the ids.
+    // The bytes that are sent in addition to the ids, for 4,096 samples of 10 ids, of which 33,000 are
+    // unique.
     let many = samples(4096, 40_960);
     for (dim, dtype, times) in
         [(16, Dtype::F32, 3.6), (128, Dtype::F32, 6.6), (16, Dtype::F16, 1.8), (128, Dtype::Bf16, 5.0)]
@@ -110,7 +111,8 @@ fn samples_are_sent_where_they_are_fewer_bytes() {
             assert!(rows as f64 / bytes as f64 > times, "{kind:?} {dim} {dtype:?}: {rows} and {bytes}");
         }
     }
-    // One id each; ids that are used often; and rows as small as the words that spare them.
+    // Vectors do not save bytes for samples with one id each, for ids that are used often, and for rows as
+    // small as the words that replace them.
     for kind in [RequestKind::Lookup, RequestKind::Push] {
         assert!(!samples(4096, 4096).save(kind, 4000, format(128, Dtype::F32)));
         assert!(!samples(4096, 40_960).save(kind, 2000, format(16, Dtype::F32)));
@@ -202,7 +204,7 @@ fn lists_that_are_missing_damaged_or_out_of_place_are_refused() {
     assert!(receive(RequestKind::Lookup, &rows, vec![None]).unwrap().is_none());
 }
 
-/// Any words are refused, or summed without a panic.
+/// Arbitrary words must be either refused or summed without a panic.
 #[test]
 fn no_words_do_harm() {
     let (mut taken, ids) = (0, ids(3));

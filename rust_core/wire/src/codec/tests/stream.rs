@@ -29,7 +29,7 @@ fn ids_and_gradients_round_trip() {
     let mut collect = Collector::ids(&parts);
     assert!(id_chunks(1, ids.ids()).count() > 1);
     for chunk in id_chunks(1, ids.ids()) {
-        // An odd start, as that of a chunk inside a message.
+        // The data starts at an odd address, as a chunk inside a message may.
         let shifted = [&[0u8][..], &chunk.data].concat();
         collect.take(&Chunk { data: Bytes::from(shifted).slice(1..), ..chunk }).unwrap();
     }

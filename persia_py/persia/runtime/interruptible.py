@@ -1,4 +1,4 @@
-"""Imports that take seconds, and may be interrupted."""
+"""Allows interrupting long operations at the start: imports of large libraries, loading a bundle."""
 
 import contextlib
 import os
@@ -10,10 +10,11 @@ from persia.runtime.exit_codes import ExitCode
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Enclose imports of large libraries: Ctrl-C and SIGTERM end the process at once.
+    """Let Ctrl-C and SIGTERM end the process immediately. Use this only while nothing must be saved or closed.
 
-    An exception in the middle of an import is changed by the libraries: it would be a long traceback of theirs. There
-    is nothing to save or to close yet.
+    Libraries would change an exception that is raised during an import, and show it as a long traceback. Only the main
+    thread can enter this block. A handler runs only while that thread executes Python or waits, so call native code
+    that takes seconds in another thread.
     """
     codes = {signal.SIGINT: ExitCode.INTERRUPTED, signal.SIGTERM: ExitCode.AGAIN}
     before = {number: signal.signal(number, lambda which, _: _leave(which, codes)) for number in codes}

@@ -1,0 +1,179 @@
+"""A bucket of S3 or of a compatible store, by boto3: every error names the permission that lacks, and the next command.
+
+Replicas of checkpoints are uploaded by :mod:`persia.checkpoint.object_store`, which knows other stores too. This
+module is for what that library does not have: uploads in parts that are listed, continued and aborted.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+from persia.runtime.errors import ConfigError, PersiaError, StorageError, UsageError
+from persia.runtime.places import s3_endpoint
+
+_PERMISSIONS = {
+    "put_object": "s3:PutObject",
+    "create_multipart_upload": "s3:PutObject",
+    "upload_part": "s3:PutObject",
+    "complete_multipart_upload": "s3:PutObject",
+    "get_object": "s3:GetObject",
+    "head_object": "s3:GetObject",
+    "delete_object": "s3:DeleteObject",
+    "list_parts": "s3:ListMultipartUploadParts",
+    "abort_multipart_upload": "s3:AbortMultipartUpload",
+    "list_multipart_uploads": "s3:ListBucketMultipartUploads",
+}
+"""What a policy must allow for each operation."""
+_OF_BUCKETS = ("s3:ListBucketMultipartUploads", "s3:ListBucket")
+"""Permissions whose resource is the bucket, and not its objects."""
+_READS = ("head_object", "get_object")
+"""Operations that S3 refuses as it refuses a permission, if there is no object and no permission to list objects."""
+_KEYS = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken", "InvalidClientTokenId")
+"""Codes of keys that are wrong: no permission helps."""
+_ATTEMPTS = 5
+"""How often a request is sent if the store does not respond, or responds that it failed."""
+
+
+class Bucket:
+    """The objects below ``s3://bucket/prefix``.
+
+    Args:
+        url: The address. Credentials, region and endpoint are those of
+            :class:`persia.checkpoint.object_store.ObjectStore`.
+        again: The command that repeats the work, for messages.
+
+    Raises:
+        ConfigError: The address is not one of S3.
+        UsageError: boto3 is not installed.
+    """
+
+    def __init__(self, url: str, again: str) -> None:
+        scheme, _, rest = url.rstrip("/").partition("://")
+        self.name, _, self.prefix = rest.partition("/")
+        if scheme not in ("s3", "s3a") or not self.name:
+            error = ConfigError(f"{url}: expected an address of S3, such as s3://bucket/run")
+            error.hint = "other stores: persia ckpt copy"
+            raise error
+        self.url, self._again = url.rstrip("/"), again
+        self._client  # noqa: B018  # refuses a missing package
+
+    @cached_property
+    def _client(self) -> Any:
+        try:
+            import boto3
+            from botocore.config import Config
+            from botocore.exceptions import BotoCoreError
+        except ImportError as error:
+            failed = UsageError(f"uploads to {self.url} need boto3, which is not installed: {error}")
+            failed.hint = "pip install 'persia[s3]'; without it: persia ckpt copy, which cannot continue an upload"
+            raise failed from error
+        endpoint = s3_endpoint()
+        # As obstore does: the name of the bucket is in the path if an endpoint is given.
+        style = {"addressing_style": "path"} if endpoint else {}
+        config = Config(s3=style, retries={"max_attempts": _ATTEMPTS, "mode": "standard"})
+        try:
+            session = boto3.Session(region_name=os.environ.get("AWS_REGION"))  # the default one keeps old credentials
+            return session.client("s3", endpoint_url=endpoint, config=config)
+        except (BotoCoreError, ValueError) as error:
+            raise ConfigError(f"{self.url}: {error}") from error
+
+    def key(self, name: str) -> str:
+        """Return the key of an object below the prefix."""
+        return f"{self.prefix}/{name}" if self.prefix else name
+
+    def call(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        """Call an operation of S3.
+
+        Raises:
+            StorageError: It is refused, or the store cannot be reached; the message has the permission that lacks.
+        """
+        with self._reporting(operation, arguments.get("Key")):
+            answer: dict[str, Any] = getattr(self._client, operation)(Bucket=self.name, **arguments)
+            return answer
+
+    def pages(self, operation: str, **arguments: Any) -> Iterator[dict[str, Any]]:
+        """Yield the pages of an operation that lists.
+
+        Raises:
+            StorageError: As in :meth:`call`.
+        """
+        with self._reporting(operation, arguments.get("Key")):
+            yield from self._client.get_paginator(operation).paginate(Bucket=self.name, **arguments)
+
+    def found(self, operation: str, **arguments: Any) -> dict[str, Any] | None:
+        """Call an operation on an object or an upload; return None if it does not exist.
+
+        Raises:
+            StorageError: As in :meth:`call`.
+        """
+        try:
+            return self.call(operation, **arguments)
+        except StorageError as error:
+            if code_of(error) in ("404", "NoSuchKey", "NoSuchUpload"):
+                return None
+            raise
+
+    def read(self, key: str) -> bytes | None:
+        """Return the content of a small object; None if it does not exist.
+
+        Raises:
+            StorageError: As in :meth:`call`.
+        """
+        answer = self.found("get_object", Key=key)
+        if answer is None:
+            return None
+        with self._reporting("get_object", key):
+            content: bytes = answer["Body"].read()
+            return content
+
+    @contextlib.contextmanager
+    def _reporting(self, operation: str, key: str | None) -> Iterator[None]:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            yield
+        except ClientError as error:
+            raise self._refused(error, operation, key) from error
+        except BotoCoreError as error:
+            failed = StorageError(f"{self.url}: {operation}: {error}")
+            failed.hint = (
+                "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL, then run: "
+                f"{self._again}"
+            )
+            raise failed from error
+
+    def _refused(self, error: Any, operation: str, key: str | None) -> StorageError:
+        """Return the error of an answer of S3."""
+        code, status = str(error.response["Error"]["Code"]), error.response["ResponseMetadata"]["HTTPStatusCode"]
+        at = f"s3://{self.name}" if key is None else f"s3://{self.name}/{key}"
+        said = str(error.response["Error"].get("Message", ""))
+        failed = StorageError(f"{at}: {operation} failed with {status} {code}: {said}")
+        failed.hint = f"run it again: {self._again}"
+        if code == "NoSuchBucket":
+            failed.hint = f"create the bucket {self.name}, or correct the address, then run: {self._again}"
+        elif code in _KEYS:
+            failed.hint = (
+                "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN do not fit the store, or have expired: "
+                f"set them, then run: {self._again}"
+            )
+        elif status == 403:
+            lacks = [_PERMISSIONS[operation], *(["s3:ListBucket"] if operation in _READS else [])]
+            failed = StorageError(f"{at}: {' or '.join(lacks)} is not allowed ({status} {code} in {operation}): {said}")
+            needed = " and ".join(map(self._resource, lacks))
+            failed.hint = f"allow {needed} for AWS_ACCESS_KEY_ID, then run: {self._again}"
+        return failed
+
+    def _resource(self, permission: str) -> str:
+        """Return a permission and the resource that a policy gives it for."""
+        objects = "" if permission in _OF_BUCKETS else f"/{self.prefix}/*" if self.prefix else "/*"
+        return f"{permission} on arn:aws:s3:::{self.name}{objects}"
+
+
+def code_of(error: PersiaError) -> str:
+    """Return the code of S3 that an error is the report of; empty if it is of another kind."""
+    from botocore.exceptions import ClientError
+
+    cause = error.__cause__
+    return str(cause.response["Error"]["Code"]) if isinstance(cause, ClientError) else ""

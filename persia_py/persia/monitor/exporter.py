@@ -1,0 +1,179 @@
+"""Serves the metrics of this process on a port, and pushes those of a short run to a gateway.
+
+``PERSIA_METRICS_LISTEN`` is ``HOST:PORT``, or ``off``. If it is not set, a process of a job uses port 9464, or a free
+port if that is in use: on all addresses with a token file, on loopback without one. In the embedded mode, no port is
+opened then.
+"""
+
+import errno
+import ipaddress
+import os
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.registry import Collector
+
+from persia.monitor import port as metrics_port
+from persia.runtime import job
+from persia.runtime.errors import UsageError
+from persia.runtime.files import shown_url
+from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
+from persia.serving import access
+from persia_core.discovery import advertised_host
+
+_logger = get_logger("monitor")
+
+PORT = 9464
+"""The default port, which is that of servers too."""
+SHORT_S = 60.0
+"""The run time in seconds above which a run with a port is not pushed, because Prometheus has scraped it."""
+_LAST_PORT = 65_535
+_PUSH_S = 5.0
+"""Seconds within which the gateway must respond."""
+_VARIABLE = "PERSIA_METRICS_LISTEN"
+_GATEWAY = "PERSIA_METRICS_GATEWAY_ADDR"
+
+
+class Exporter:
+    """Serves the metrics of this process until it ends.
+
+    Args:
+        collector: The metrics, in addition to those of the process itself.
+        name: The name of the process for a gateway, such as ``trainer-0``.
+        offset: The number added to the port in ``PERSIA_METRICS_LISTEN``: the local rank.
+
+    Attributes:
+        address: The address at which others reach it, ``HOST:PORT``; empty if it has no port.
+
+    Raises:
+        UsageError: The address is invalid or in use, or the URL of the gateway contains a password.
+        AuthError: Other hosts could reach the port, and there is no token file.
+    """
+
+    def __init__(self, collector: Collector, name: str, offset: int = 0) -> None:
+        self._name, self._since = name, time.monotonic()
+        self._gateway = _gateway()
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self.registry.register(collector)
+        self.address = ""
+        if (place := _place()) is None:
+            return
+        host, port = place
+        port = port + offset if port else 0
+        if port > _LAST_PORT:
+            problem = UsageError(f"{_VARIABLE}: rank {offset} of this host would have port {port}, above {_LAST_PORT}")
+            problem.hint = f"give a port of at most {_LAST_PORT} minus the ranks of a host, or 0 for free ports"
+            raise problem
+        try:
+            served = metrics_port.serve(host, port, self.registry)
+        except OSError as error:
+            if settings.metrics_listen is not None or error.errno != errno.EADDRINUSE:
+                problem = UsageError(f"{_VARIABLE}: cannot listen on {host}:{port}: {error.strerror}")
+                problem.hint = f"give another address: {_VARIABLE}=127.0.0.1:0 takes a free port; off serves none"
+                raise problem from error
+            served = metrics_port.serve(host, 0, self.registry)
+        self.address = f"{_reached_by(host)}:{served}"
+        _logger.info("serving metrics at http://%s/metrics", self.address)
+
+    def push(self) -> None:
+        """Push the metrics to ``PERSIA_METRICS_GATEWAY_ADDR``, if it is set and the run was short or has no port.
+
+        An error is logged, and does not affect the outcome of the run.
+        """
+        gateway = self._gateway
+        if gateway is None or (self.address and time.monotonic() - self._since > SHORT_S):
+            return
+        try:
+            prometheus_client.push_to_gateway(
+                gateway, job=run_id(), registry=self.registry, grouping_key={"instance": self._name}, timeout=_PUSH_S
+            )
+        except Exception as error:  # reading the metrics of a run that has failed may raise anything, as CUDA does
+            _logger.warning("%s=%s: the metrics of this run are not pushed: %s", _GATEWAY, gateway, error)
+        else:
+            _logger.info("metrics of this run pushed to %s", gateway)
+
+
+Metrics = TypeVar("Metrics", bound=Collector)
+
+
+class Exported(Generic[Metrics]):
+    """The metrics of this process and their port, from the first start on until the process ends.
+
+    Args:
+        make: Creates the metrics.
+
+    Attributes:
+        own: The metrics and their port; None before the first start.
+    """
+
+    def __init__(self, make: Callable[[], Metrics]) -> None:
+        self._make = make
+        self.own: tuple[Metrics, Exporter] | None = None
+
+    def start(self, name: str, offset: int = 0) -> tuple[Metrics, Exporter] | None:
+        """Return the metrics and their port; None if none are wanted.
+
+        Args:
+            name: As in :class:`Exporter`.
+            offset: As in :class:`Exporter`.
+
+        Raises:
+            UsageError: The address for metrics is invalid or in use.
+            AuthError: Other hosts could reach the port, and there is no token file.
+        """
+        if not wanted():
+            return None
+        if self.own is None:
+            metrics = self._make()
+            self.own = metrics, Exporter(metrics, name, offset)
+        return self.own
+
+
+def wanted() -> bool:
+    """Whether this process has a metrics port or a gateway, so that counting is useful."""
+    return settings.metrics_gateway is not None or _place() is not None
+
+
+def _gateway() -> str | None:
+    """Return the push gateway.
+
+    Raises:
+        UsageError: The URL of the gateway contains a user or a password.
+    """
+    given = settings.metrics_gateway
+    if given is None or "@" not in given:
+        return given
+    problem = UsageError(f"{_GATEWAY}: {shown_url(given)} is given with a user and password: not supported")
+    problem.hint = f"{_GATEWAY}=http://HOST:9091, of a gateway on the network of the job, which requires no password"
+    raise problem
+
+
+def _place() -> tuple[str, int] | None:
+    given = settings.metrics_listen
+    if given == "off" or (given is None and (settings.nats_url is None or not job.serves_metrics())):
+        return None
+    if given is None:
+        return ("127.0.0.1" if settings.token_file is None else "0.0.0.0"), PORT  # noqa: S104 - as servers do
+    return access.address(given, _VARIABLE)
+
+
+def _reached_by(host: str) -> str:
+    """Return the host at which others reach this process."""
+    try:
+        unspecified = ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        unspecified = False
+    if not unspecified:
+        return f"[{host}]" if ":" in host else host
+    url = settings.nats_url
+    return os.uname().nodename if url is None else advertised_host(url)
+
+
+def run_id() -> str:
+    """Return the name of the job, which is ``persia`` in the embedded mode without ``PERSIA_JOB``."""
+    return job.job_name() if settings.nats_url is not None else settings.job or "persia"

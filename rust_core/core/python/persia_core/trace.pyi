@@ -1,0 +1,9 @@
+from collections.abc import Sequence
+
+from .engine import Engine
+
+def start(rank: int, run_id: str, every: int) -> bool: ...
+def stop() -> None: ...
+def record_step(
+    engine: Engine, step: int, began: float, ended: float, calls: Sequence[tuple[str, float, float, int | None, str]]
+) -> None: ...

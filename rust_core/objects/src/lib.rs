@@ -1,0 +1,20 @@
+//! Objects below a URL such as `s3://bucket/runs/census`, in an object store that speaks the S3 protocol.
+//!
+//! All functions block until their requests end; the requests run on a runtime of this crate. Callers are threads
+//! that write and read files. Credentials, region and endpoint come from the environment variables that Amazon's
+//! tools read.
+//!
+//! * [`Place`]: a URL, and requests about the objects below it
+//! * [`Upload`]: writes an object piece by piece, in bounded memory
+//! * [`Failure`]: an error, with the URL, the cause, and what to do
+
+mod client;
+mod failure;
+mod place;
+mod probe;
+mod upload;
+
+pub use bytes::Bytes;
+pub use failure::Failure;
+pub use place::{Fetched, Object, Patience, Place, Put, Version};
+pub use upload::Upload;
