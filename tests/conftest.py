@@ -138,6 +138,16 @@ def replay_warnings() -> Iterator[ReplayWarnings]:
     get_default_logger().removeHandler(handler)
 
 
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Give each test the environment of the test run, whatever an earlier test has set: forks need it unchanged."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 @pytest.fixture
 def forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the Python processes of a test be forks of one that has imported torch: see ``forking.py``."""

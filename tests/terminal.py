@@ -69,11 +69,15 @@ class Terminal:
 
     def expect(self, pattern: str, timeout: float = _WAIT_S) -> re.Match[str]:
         """Wait until the terminal shows something new that matches."""
-        found: list[re.Match[str]] = []
+        return self.expect_each(pattern, timeout=timeout)[0]
+
+    def expect_each(self, *patterns: str, timeout: float = _WAIT_S) -> list[re.Match[str]]:
+        """Wait until the terminal shows something new that matches each pattern, in any order."""
+        found: list[re.Match[str] | None] = []
 
         def shown() -> bool:
-            found[:] = [match] if (match := re.compile(pattern).search(self._content, self._seen)) else []
-            return bool(found)
+            found[:] = [re.compile(pattern).search(self._content, self._seen) for pattern in patterns]
+            return all(found)
 
         deadline = time.monotonic() + timeout
         with self._changed:
@@ -81,11 +85,11 @@ class Terminal:
                 if self.process.poll() is not None:
                     met = self._changed.wait_for(shown, 0.5)
                     break
-        assert met, (
-            f"waited {timeout:g} s for {pattern!r} after\n{self._content[self._seen :]}\n=== all\n{self._content}"
-        )
-        self._seen = found[0].end()
-        return found[0]
+        lacking = ", ".join(repr(pattern) for pattern, match in zip(patterns, found, strict=True) if not match)
+        assert met, f"waited {timeout:g} s for {lacking} after\n{self._content[self._seen :]}\n=== all\n{self._content}"
+        matches = [match for match in found if match]
+        self._seen = max(match.end() for match in matches)
+        return matches
 
     def type(self, text: str) -> None:
         """Type without Enter."""

@@ -242,8 +242,8 @@ def test_a_script_of_its_own_launcher_stops_too(start: Start, tmp_path: Path) ->
     terminal = start(*launcher, SCRIPT, "grouped", env=env)
     stops(terminal, 0)
     assert "[0] passed" not in terminal.content
-    terminal.command("clear_()", r"counter_file cleared")
-    terminal.expect(r"\[0\] passed")
+    terminal.type("clear_()\n")
+    terminal.expect_each(r"counter_file cleared", PROMPT, r"\[0\] passed")  # two processes share the terminal
     terminal.type("c\n")
     terminal.expect(r"\[1\] passed")
     assert terminal.wait() == 0

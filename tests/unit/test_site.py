@@ -81,7 +81,7 @@ def test_texts_of_the_extension_are_those_of_its_comments() -> None:
     for name in ("Features", "Fitter", "Transform", "Samples"):
         assert found[name] == re.sub(r"(?<!`)`([^`]+)`(?!`)", r"``\1``", getattr(persia_core.features, name).__doc__)
     assert found["hash_text"] == persia_core.features.hash_text.__doc__
-    assert found["Features.parse"].startswith("Read the blocks ``features``")
+    assert found["Features.parse"].startswith("Parse the blocks ``features``")
 
 
 def test_addresses_that_lead_nowhere_are_named(tmp_path: Path) -> None:
