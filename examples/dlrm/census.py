@@ -214,7 +214,7 @@ class Batches(IterableDataset):
         super().__init__()
         wrong = [f"{name}={n}" for name, n in (("batch_size", batch_size), ("epochs", epochs)) if n < 1]
         if wrong:
-            raise ConfigError(f"Batches: {', '.join(wrong)}: want at least 1")
+            raise ConfigError(f"Batches: {', '.join(wrong)}: must be at least 1")
         self.samples, self.batch_size, self.epochs, self.seed = samples, batch_size, epochs, seed
         self._start = self._next = 0
 

@@ -145,8 +145,8 @@ def test_a_notice_of_one_host_saves_all_ranks_at_the_same_step(make_stack: MakeS
         ends = service.announce(60)
         assert trainer.wait(60) == 75, trainer.output
         assert ends.timestamp() > time.time()
-    left = {line.rpartition("leaving after step ")[2] for line in trainer.lines if "leaving after step" in line}
-    told = [line for line in trainer.lines if "leaving after step" in line]
+    left = {line.rpartition("exiting after step ")[2] for line in trainer.lines if "exiting after step" in line}
+    told = [line for line in trainer.lines if "exiting after step" in line]
     assert len(told) == 2 and len(left) == 1, trainer.output
     assert any("spot notice (terminate)" in line for line in told)
     saved = [path.name for path in stack.folder.rglob("step-*") if path.is_dir()]

@@ -108,7 +108,7 @@ def test_a_person_debugs_one_of_two_ranks(start: Start, tmp_path: Path) -> None:
     wait_until("all ranks to end", lambda: not any(map(is_running, pids.values())), ENDS_S)
     assert terminal.wait() == 130
     assert time.monotonic() - began < 2 * ENDS_S
-    assert "[0] six" not in log_of(tmp_path, 0) and "rank 1 was told to end all ranks (q)" in log_of(tmp_path, 0)
+    assert "[0] six" not in log_of(tmp_path, 0) and "rank 1 ends all ranks (q)" in log_of(tmp_path, 0)
     left = {path.name for path in tmp_path.glob("debug_counter_*")}
     assert left == {"debug_counter_0.txt", "debug_counter_deadbeef_0.txt", "debug_counter_deadbeef_1.txt"}
 

@@ -237,7 +237,7 @@ def test_a_summary_that_cannot_be_written_is_told_on_every_rank(make_stack: Make
         f"runpy.run_path({str(ranks)!r}, run_name='__main__')\n"
     )
     first = stack.trainer(path, '{"steps": 2}', node=0, nodes=2)
-    # The other launcher and its rank look for a summary as well, perhaps later than this.
+    # The second launcher and its rank read the summary too, perhaps after rank 0 has replaced the folder by a file.
     own = {"PERSIA_RUN_DIR": str(tmp_path / "of-rank-1")}
     second = stack.trainer(path, '{"steps": 2}', node=1, nodes=2, env=own)
     assert first.wait() == 1, first.output

@@ -96,7 +96,7 @@ def test_a_notice_ends_the_job_with_75_and_no_attempt_trains_after_it(table: Pat
                 service.announce(120)
         output = "".join(lines)
         assert process.wait(60) == 75, output
-    steps = re.findall(r"leaving after step (\d+)", output)
+    steps = re.findall(r"exiting after step (\d+)", output)
     assert len(steps) == 2 and len({*steps}) == 1, output
     assert "training does not start" in output
 

@@ -142,8 +142,8 @@ def test_the_time_limit_of_a_collective_reaches_torch_and_names_the_rank(make_st
     first, _ = nodes(stack, plan, NCCL_TIMEOUT="5")
     assert first.wait(180) == 70, first.output
     first.says(
-        "environment variable NCCL_TIMEOUT has no effect: NCCL has no such variable; taken as seconds. Set "
-        "PERSIA_DIST_TIMEOUT=5, as now"
+        "environment variable NCCL_TIMEOUT has no effect: NCCL has no such variable. Using "
+        "PERSIA_DIST_TIMEOUT=5; set this instead"
     )
     first.says("a collective of torch exceeded its time limit of 5 s")
     first.says("lagging: rank 1 (pid")

@@ -18,7 +18,7 @@ def test_a_full_disk_is_waited_for(monkeypatch: pytest.MonkeyPatch, caplog: pyte
         return 7
 
     assert begin.begin_when_stored(start) == 7
-    assert caplog.text.count("no generation can begin, retrying for 60 s: server 1 of 2") == 1
+    assert caplog.text.count("cannot begin a generation; retrying for 60 s: server 1 of 2") == 1
 
 
 def test_after_the_time_limit_the_run_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,7 +210,7 @@ def test_an_upload_that_has_ended_meanwhile_is_begun_again(
 
     monkeypatch.setattr(multipart._Object, "_interrupted", ended)
     assert multipart.export(str(saved), ADDRESS, "again").parts_before == 0
-    assert "cannot be continued, a new one begins" in caplog.text
+    assert "cannot continue the interrupted upload; starting a new one" in caplog.text
     assert [each.name for each in ObjectStore(URL).whole()] == ["step-10"]
 
 

@@ -1,4 +1,4 @@
-"""Keys of ``persia.yml`` that do not fit together, what is unusual, and what a program can ask."""
+"""Conflicting and unusual keys of ``persia.yml``, and the values that a program can query."""
 
 from pathlib import Path
 

@@ -162,7 +162,7 @@ def test_each_mistake_has_its_place(persia_yml: Path, added: str, message: str) 
         ),
         (
             "{train: [a, ~no-such-user/b]}",
-            "1:19: data.train: found `~no-such-user/b`, but there is no such user's folder",
+            "1:19: data.train: found `~no-such-user/b`, but this user has no home folder",
         ),
         (
             "{train: a, split: {column: t}}",

@@ -240,7 +240,7 @@ def test_keys_of_the_model_change_the_number_of_its_weights(write: Write, run: R
         found.append(out.splitlines()[-1])
     # cross: 4 * 4 + 4; deep: 4 * 8 + 8; head: 8 + 4 + 1
     assert found == [
-        f"# the model has {count} weights, rows of embeddings left out" for count in (20 + 40 + 13, 20 + 10 + 7)
+        f"# the model has {count} weights, not counting embedding rows" for count in (20 + 40 + 13, 20 + 10 + 7)
     ]
     assert "#" not in run("config", "show")[1].splitlines()[-1].split("  # ")[0]
 

@@ -398,7 +398,7 @@ def test_the_folder_of_running_ranks_is_private(tmp_path: Path, monkeypatch: pyt
     path = ranks.folder()
     assert path.stat().st_mode & 0o077 == 0
     path.chmod(0o755)
-    with pytest.raises(Exception, match="not a folder of this user alone"):
+    with pytest.raises(Exception, match="other users can access this folder"):
         ranks.folder()
 
 

@@ -137,11 +137,11 @@ def test_a_failure_that_cannot_be_written_down_hides_no_error(
 ) -> None:
     (run_folder / "poison").write_text("a file")
     fail(1, run_folder, Marked)
-    assert "step 13 failed, but that cannot be recorded" in caplog.text
+    assert "step 13 failed, but the failure cannot be recorded" in caplog.text
     (run_folder / "poison").unlink()
     monkeypatch.setattr(files, "publish", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
     fail(1, run_folder, Marked)
-    assert "that cannot be recorded: no space left" in caplog.text
+    assert "the failure cannot be recorded: no space left" in caplog.text
     assert names(run_folder / "poison") == []
 
 

@@ -105,8 +105,8 @@ def test_batches_that_differ_from_those_received_give_one_warning(
         assert not ended
     text = (
         "data-compose replica 0: the 3 batches that are skipped, because rank {} has received them, differ from those "
-        "it received: samples of these batches were trained on twice or not at all, so their results are not "
-        "exactly-once; use a fixed seed and a fixed order in the script, or start a new run"
+        "it received: some samples were trained on twice or not at all, so the run does not have exactly-once "
+        "results; use a fixed seed and a fixed order in the script, or start a new run"
     )
     assert replay_warnings() == [text.format(rank) for rank in warned]
 

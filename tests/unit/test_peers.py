@@ -121,7 +121,7 @@ def test_what_all_have_shared_is_told_though_one_of_them_left_behind_it(meet: Me
 
 def test_a_rank_that_does_not_come_to_meet_is_named(meet: Meet, pool: ThreadPoolExecutor) -> None:
     first, _ = meet(2)
-    with pytest.raises(UnreachableError, match=r"waited 0\.2 s for rank 1 to end the run together"):
+    with pytest.raises(UnreachableError, match=r"waited 0\.2 s for rank 1 to end the run"):
         first.all_gather_at_exit(0, 0.2)
 
 

@@ -149,7 +149,7 @@ def test_the_verb_picks_or_waits(verb: Verb, prices: str) -> None:
     [
         (["--memory-gib", "65"], "no instance has 65.0 GiB of memory; the largest is large in a with 64.0 GiB", "add"),
         (["--memory-gib", "1", "--gpus", "2"], "no instance has 2 GPUs; the most are 1", "lower --gpus"),
-        (["--memory-gib", "1", "persia.yml"], "--memory-gib is in place of FILE and --set", ""),
+        (["--memory-gib", "1", "persia.yml"], "pass either --memory-gib, or FILE and --set", ""),
     ],
 )
 def test_mistakes_of_the_verb(verb: Verb, prices: str, words: list[str], message: str, hint: str) -> None:

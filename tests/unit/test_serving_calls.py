@@ -1,4 +1,4 @@
-"""The places of gRPC calls: those with the token, and those about health, which anyone may hold open."""
+"""Limits of gRPC calls: calls with the token, and health calls, which any client may hold open."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator

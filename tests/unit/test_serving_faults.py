@@ -169,7 +169,7 @@ def test_without_its_thread_for_scores_it_ends(tmp_path: Path) -> None:
     with serving(version(tmp_path, 1, broken=1), tmp_path / "log") as server:
         assert server.client().score(BODY)[0] == 500
         assert server.process.wait(30) == 1
-        server.says("the thread that scores has ended: SystemError: broken")
+        server.says("the scoring thread has ended: SystemError: broken")
         server.says("every request has its response; ending")
 
 

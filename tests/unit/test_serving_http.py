@@ -77,7 +77,7 @@ def test_no_rows_have_no_scores(client: Client) -> None:
         (b'{"a": ' * 10_000, "not JSON"),
         (b'{"rows": []}', "keys rows: expected a list"),
         (b'{"shared": 1, "candidates": []}', "expected a list of records"),
-        (b'{"shared": {"user": 1}, "candidates": [{"user": 2}]}', "columns of both shared and a candidate: user"),
+        (b'{"shared": {"user": 1}, "candidates": [{"user": 2}]}', "columns in both shared and a candidate: user"),
         (b'[{"usr": 1}]', "no record has a column of the model: user, site, tags, price"),
         (b'[{"user": 1}, 2]', "expected"),
     ],

@@ -133,7 +133,7 @@ def test_a_poll_that_raises_what_it_should_not_is_a_warning(caplog: pytest.LogCa
 
     with polled.Polled("key", URL, ask, take, every_s=0.001, lost="nothing", hint=""):
         wait_until("the poll after the error", lambda: taken == [0, 2], 10)
-    assert "cannot be sent (ValueError); nothing, training continues" in caplog.text and "secret" not in caplog.text
+    assert "cannot be sent (ValueError); training continues, but nothing" in caplog.text and "secret" not in caplog.text
 
 
 def test_a_notice_says_how_much_time_is_left() -> None:
@@ -195,7 +195,7 @@ def test_a_poll_that_fails_later_is_told_once_and_training_continues(
         service.status = 503
         count = len(service.asked)
         wait_until("some polls", lambda: len(service.asked) > count + 5, 10)
-        assert caplog.text.count("a notice would be missed, training continues") == 1 and not told
+        assert caplog.text.count("training continues, but a notice would be missed") == 1 and not told
         service.announce()
         wait_until("the notice, and another one as nothing could be saved yet", lambda: len(told) == 2, 10)
     assert "responds again" in caplog.text and told[0].startswith("spot notice (terminate)")
@@ -223,7 +223,7 @@ def test_a_run_is_saved_before_its_instance_ends_and_continues_elsewhere(
     assert trainer.folder is not None
     (saved,) = Path(trainer.folder.saves(config)).glob("step-*")
     step = int(saved.name[5:])
-    assert 7 <= step < 60 and f"leaving after step {step}" in caplog.text
+    assert 7 <= step < 60 and f"exiting after step {step}" in caplog.text
     assert "spot notice (terminate): this instance ends at" in caplog.text
     assert trainer.folder.read_json("summary.json")["status"] == "interrupted"
 

@@ -225,11 +225,11 @@ class Backend(ABC):
         saving, self.checkpoint_thread = self.checkpoint_thread, None
         if saving is None or saving.wait(0.0):
             return
-        _logger.warning("%s is being written: waiting for it, for up to %g s", saving.what, seconds)
+        _logger.warning("waiting up to %g s for %s, which is not complete", seconds, saving.what)
         if not saving.wait(seconds):
             _logger.error("%s is abandoned, because the context ends with an error", saving.what)
         elif saving.error is None:
-            _logger.info("%s has ended", saving.what)
+            _logger.info("%s is complete", saving.what)
 
     def all_gather(self, what: str, mine: Any) -> list[Any]:
         """Return the values of all ranks, ordered by rank.

@@ -27,11 +27,11 @@ def begin_when_stored(begin: Callable[[], int]) -> int:
         except StorageError as error:
             waited = time.monotonic() - started
             if waited + wait > settings.rpc_timeout:
-                lost = RunLostError(f"no generation can begin, tried for {waited:.0f} s: {error}")
+                lost = RunLostError(f"cannot begin a generation; tried for {waited:.0f} s: {error}")
                 lost.hint = "free space on the disk that the message names, then restart the trainers"
                 raise lost from error
             if not logged:
-                _logger.warning("no generation can begin, retrying for %g s: %s", settings.rpc_timeout, error)
+                _logger.warning("cannot begin a generation; retrying for %g s: %s", settings.rpc_timeout, error)
                 logged = True
         preemption.exit_if_requested()
         time.sleep(wait)

@@ -141,7 +141,7 @@ class Evaluation:
             self._warned_slots.update(most)
             _logger.warning(
                 "evaluation: %s have no row and read as zeros. Check that ids are made as in training (hash, type, "
-                "order of columns), and that %s had the checkpoint of this model",
+                "order of columns), and that the rows are from the checkpoint of this model: %s",
                 "; ".join([*most.values()][:_SHOWN]),
                 self._load,
             )

@@ -155,7 +155,7 @@ class _Object:
             except StorageError as error:
                 if code_of(error) not in _UNUSABLE:
                     raise
-                _logger.warning("%s: the interrupted upload cannot be continued, a new one begins: %s", self.key, error)
+                _logger.warning("%s: cannot continue the interrupted upload; starting a new one: %s", self.key, error)
         begun = self.bucket.call(
             "create_multipart_upload", Key=self.key, ChecksumAlgorithm=ALGORITHM, ChecksumType="COMPOSITE"
         )

@@ -279,7 +279,7 @@ class ObjectStore:
         except exceptions.BaseError as error:
             hint = ""
             if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
-                hint = "; check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and what they allow"
+                hint = "; check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and their permissions"
             raise StorageError(f"{self.url}/{what}: {_message(error)}{hint}") from error
         except OSError as error:
             raise StorageError(f"{self.url}/{what}: {_message(error)}") from error

@@ -258,7 +258,7 @@ def _folder(out: str) -> str:
     from persia.runtime.files import is_url
 
     if is_url(out):
-        error = UsageError(f"-o {out}: expected a folder; rows are imported on a disk")
+        error = UsageError(f"-o {out}: expected a folder; rows cannot be imported into an object store")
         error.hint = f"import into a folder, then upload it: persia ckpt copy FOLDER {shlex.quote(out)}"
         raise error
     return out

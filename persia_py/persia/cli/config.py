@@ -120,7 +120,7 @@ def config_show(
     if parameters and document.config is not None:
         from persia.trainer.models import count_parameters
 
-        typer.echo(f"# the model has {count_parameters(document.config):,} weights, rows of embeddings left out")
+        typer.echo(f"# the model has {count_parameters(document.config):,} weights, not counting embedding rows")
 
 
 @app.command("sizing", cls=KeysCommand)

@@ -89,10 +89,8 @@ def data_synth(
     dense: Annotated[int, typer.Option(help="The number of dense columns.")] = 4,
     exponent: Annotated[float, typer.Option(help="The exponent of the power law of ids; 0 is uniform.")] = 1.05,
     positive: Annotated[float, typer.Option(help="The share of labels that are 1.")] = 0.2,
-    seed: Annotated[int, typer.Option(min=0, help="Of the model and the rows: equal seeds give equal rows.")] = 0,
-    skip: Annotated[
-        int, typer.Option(min=0, help="Begin after this many rows, the number in a file that was written before.")
-    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="The seed. Equal seeds give equal rows.")] = 0,
+    skip: Annotated[int, typer.Option(min=0, help="Skip this many rows, such as those of an earlier file.")] = 0,
 ) -> None:
     """Write synthetic clicks of a known model, and print the best AUC that a model can reach on them.
 

@@ -37,7 +37,7 @@ def config_pick(
     from persia.trainer import instances
 
     if memory_gib is not None and (file is not None or overrides):
-        raise UsageError("persia config pick: --memory-gib is in place of FILE and --set; give one of them")
+        raise UsageError("persia config pick: pass either --memory-gib, or FILE and --set")
     table = instances.read_table(prices)
     memory = _estimated(file, overrides or ()) if memory_gib is None else memory_gib * instances.GIB
     choice = instances.pick(table, memory, gpus=gpus, min_saving=min_saving)

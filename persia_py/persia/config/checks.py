@@ -259,7 +259,7 @@ class _Checks(Checker):
         try:
             Path(node.text).expanduser()
         except RuntimeError:
-            self._findings.error(node.place, path, f"found `{node.text}`, but there is no such user's folder")
+            self._findings.error(node.place, path, f"found `{node.text}`, but this user has no home folder")
 
     def check_env(self) -> None:
         """Check that names are valid in a shell, and that no variable changes the place of the process in its job."""

@@ -1,4 +1,4 @@
-"""Keys of ``persia.yml`` by their last names, for users who pass one as an option."""
+"""Finds the keys of ``persia.yml`` that a user probably means by an unknown option."""
 
 from collections.abc import Iterator
 from difflib import get_close_matches

@@ -84,7 +84,7 @@ def folder() -> Path:
     except OSError as error:
         raise StorageError(f"{path}: {error.strerror}; running ranks register there") from error
     if status.st_uid != os.getuid() or status.st_mode & 0o077 or path.is_symlink():
-        failed = StorageError(f"{path}: not a folder of this user alone; running ranks register there")
+        failed = StorageError(f"{path}: other users can access this folder; running ranks register there")
         failed.hint = "remove it, or set another folder for temporary files: TMPDIR=FOLDER"
         raise failed
     return path

@@ -65,7 +65,7 @@ class _Watcher:
         session = self._session
         if (abort := gate.get("abort")) is not None and abort["rank"] != session.rank:
             gate.put(f"ack-{session.rank}", {"rank": session.rank})
-            sys.stderr.write(f"rank {abort['rank']} was told to end all ranks (q): rank {session.rank} ends\n")
+            sys.stderr.write(f"rank {abort['rank']} ends all ranks (q): rank {session.rank} ends\n")
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
             os._exit(ExitCode.INTERRUPTED)

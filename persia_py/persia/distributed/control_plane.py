@@ -178,7 +178,7 @@ class Peers:
         def complete() -> bool | None:
             self._check_left(missing())
             if missing() and clock.now() > deadline:
-                raise UnreachableError(f"waited {timeout_s:g} s for {names(missing())} to end the run together")
+                raise UnreachableError(f"waited {timeout_s:g} s for {names(missing())} to end the run")
             return None if missing() else True
 
         self._wait(complete, lambda: f"{names(missing())} to end the run")

@@ -90,7 +90,7 @@ class DDPOption(DistributedBaseOption):
         names = ("master_addr", "master_port", "sync_file", "init_file")
         ignored = [name for name in names if options.pop(name, None) is not None]
         if ignored:
-            _logger.warning("DDPOption: %s has no effect, rank 0 is found through discovery", ", ".join(ignored))
+            _logger.warning("DDPOption: %s has no effect: rank 0 is found through discovery", ", ".join(ignored))
         self.backend = backend
         self.timeout_s = timeout_s
         self.options = {"find_unused_parameters": True, **options}

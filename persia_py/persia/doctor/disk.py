@@ -130,7 +130,7 @@ def space(config: Config) -> Check:
 
     folder, remedy = _of_checkpoints(config)
     if isinstance(folder, Url):
-        return Check("free space", "skip", f"{folder}: an object store has no limit that can be asked")
+        return Check("free space", "skip", f"{folder}: the free space of an object store is not known")
     try:
         most, rows = at_most(config)
     except PersiaError as error:

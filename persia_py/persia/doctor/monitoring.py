@@ -64,7 +64,7 @@ def checks(prometheus: str | None, gateway: str | None) -> Iterator[Check]:
         if given is None:
             continue
         if "@" in given:
-            why = "it is given with a user and password, which is not supported"
+            why = "its address contains a user and password, which is not supported"
             remedy = f"--{name} http://HOST:PORT, at an address that requires no password"
             yield Check(name, "fail", shown_url(given), why, remedy)
         else:
@@ -153,7 +153,7 @@ def _push_test(url: str) -> Check:
         delete_from_gateway(url, job=_TEST, grouping_key=key, timeout=_ANSWER_S)
     if read == [_TEST_VALUE]:
         return Check("push test", "ok", f"{_TEST_VALUE:g} was pushed and read back")
-    why = "the gateway takes a push, and does not have it afterwards: several behind one address?"
+    why = "the gateway accepted the push, but does not return it: are there several gateways behind one address?"
     return Check("push test", "fail", f"pushed {_TEST_VALUE:g}, read {read or 'nothing'}", why, f"open {url}")
 
 

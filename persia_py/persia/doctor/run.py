@@ -80,7 +80,7 @@ def checks(
         if not only or "config" in only or found.status == "fail":
             yield found
     elif needing := [name for name in only if name in NEED_CONFIG]:
-        why = f"{', '.join(needing)}: a configuration is checked, and there is no persia.yml here"
+        why = f"{', '.join(needing)}: a configuration is needed, and there is no persia.yml here"
         yield Check("config", "fail", "no persia.yml", why, "persia doctor FILE, or run it in the folder of the file")
     elif not only:
         yield Check("config", "skip", "no persia.yml", "config, data and env are not checked", "persia doctor FILE")

@@ -71,7 +71,7 @@ def services(found: Status, job: str) -> Iterator[Check]:
     problems = [one for one in found.problems if one.cause in _REMEDIES]
     if problems:
         texts, remedies = (one.text for one in problems), dict.fromkeys(_REMEDIES[one.cause] for one in problems)
-        why = f"the processes of job {job} do not fit together"
+        why = f"the processes of job {job} are not compatible"
         yield Check("job", "fail", "; ".join(texts), why, "; ".join(remedies), ExitCode.UNREACHABLE)
 
 

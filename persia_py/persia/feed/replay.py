@@ -53,8 +53,8 @@ class ReplayCheck:
         if self._left == 0 and self._found != self._expected:
             _logger.warning(
                 "data-compose replica %d: the %d batches that are skipped, because rank %d has received them, differ "
-                "from those it received: samples of these batches were trained on twice or not at all, so their "
-                "results are not exactly-once; use a fixed seed and a fixed order in the script, or start a new run",
+                "from those it received: some samples were trained on twice or not at all, so the run does not have "
+                "exactly-once results; use a fixed seed and a fixed order in the script, or start a new run",
                 self._index,
                 self.batches,
                 self._rank,

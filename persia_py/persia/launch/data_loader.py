@@ -73,7 +73,7 @@ def run(script: Path | None, arguments: Sequence[str], *, index: int, size: int,
                 stop([process], events, say=_say)
                 return code_after(event)
             if event is None:
-                _say("the run is over, and the script has not ended: it is stopped")
+                _say("the run has ended, but the script has not: stopping it")
                 stop([process], events, say=_say)
                 break
             if process.code == 0:

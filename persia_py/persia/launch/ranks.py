@@ -135,7 +135,7 @@ def test_on_servers(config: Config, file: Path) -> int:
     root = settings.checkpoint_root
     if root is None:
         error = UsageError("persia train --test on servers: PERSIA_CKPT_DIR is not set")
-        error.hint = "set it as the job has it, or test without servers: --local"
+        error.hint = "set it to the value of the job, or test without servers: --local"
         raise error
     name = f"test-{secrets.token_hex(4)}"  # not the name of a run of a job, so that no later run resumes from it
     with one_batch.private_folder() as folder:

@@ -295,9 +295,9 @@ class Autosave:
                     raise UsageError(f"the ranks are at steps {', '.join(map(str, steps))}")
                 self.save_last()
         except (PersiaError, RuntimeError) as error:  # torch raises RuntimeError if another rank ends during the save
-            _logger.error("%s: leaving after step %d, without a checkpoint of it: %s", why, step, error)
+            _logger.error("%s: exiting after step %d, without a checkpoint of it: %s", why, step, error)
         else:
-            _logger.info("%s: leaving after step %d", why, step)
+            _logger.info("%s: exiting after step %d", why, step)
 
 
 def _verify(path: Place) -> None:

@@ -67,7 +67,7 @@ class Digests:
             folder.mkdir(parents=True, exist_ok=True)
             if self._path.exists():
                 self._path.replace(previous := folder / f"rank-{rank}-previous.csv")
-                _logger.info("the digests of the run before are now %s", previous)
+                _logger.info("renamed the digests of the previous run to %s", previous)
             self._append([COLUMNS])
 
     def due(self, step: int) -> bool:

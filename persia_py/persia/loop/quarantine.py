@@ -176,7 +176,7 @@ class Quarantine:
         try:
             self._write(fed_batch, error)
         except Exception as problem:  # for any exception, because the error of the batch is the one to report
-            _logger.warning("step %d failed, but that cannot be recorded: %s", fed_batch.step, problem)
+            _logger.warning("step %d failed, but the failure cannot be recorded: %s", fed_batch.step, problem)
 
     def _write(self, fed_batch: FedBatch, error: Exception) -> None:
         if self._folder is None:

@@ -136,7 +136,10 @@ class TrainingLoop:
         return batch
 
     def _advance(self) -> TrainingBatch | None:
-        """Return the next batch that is not skipped; None after the last. A look-up that is refused opens its batch."""
+        """Return the next batch that is not skipped; None after the last.
+
+        If the look-up of a batch is refused, this batch becomes the open one, so the error names it.
+        """
         try:
             while True:
                 self._hooks.before_step()

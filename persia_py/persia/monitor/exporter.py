@@ -148,7 +148,7 @@ def _gateway() -> str | None:
     given = settings.metrics_gateway
     if given is None or "@" not in given:
         return given
-    problem = UsageError(f"{_GATEWAY}: {shown_url(given)} is given with a user and password: not supported")
+    problem = UsageError(f"{_GATEWAY}: {shown_url(given)} contains a user and password, which is not supported")
     problem.hint = f"{_GATEWAY}=http://HOST:9091, of a gateway on the network of the job, which requires no password"
     raise problem
 

@@ -42,7 +42,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """Start a thread that serves the connection; close it if too many are served."""
         if not self._free.acquire(blocking=False):
-            _logger.debug("metrics: closed a connection of %s: %d are served", client_address, CONNECTIONS)
+            _logger.debug("metrics: closed a connection of %s: the limit is %d", client_address, CONNECTIONS)
             self.shutdown_request(request)
             return
         try:

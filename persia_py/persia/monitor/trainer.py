@@ -79,7 +79,7 @@ class TrainerMetrics(Collector):
         self._call_durations: dict[str, Durations] = {}
         self._mark: float | None = None  # the time at which the last step ended; None outside a loop
         self._whole = 0.0
-        self._now: dict[str, float] = {}  # seconds of the calls since the last mark
+        self._now: dict[str, float] = {}  # seconds of each call since the last step ended
         self._in_steps: dict[str, float] = {}
         self._staleness = 1
         self._parameters = (0, 0)

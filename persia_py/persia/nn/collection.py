@@ -297,8 +297,8 @@ class EmbeddingCollection(torch.nn.Module):
             if key in missing_keys:
                 missing_keys.remove(key)
             _logger.warning(
-                "the state dict has no reference to the rows of its EmbeddingCollection (%s), so it is not checked "
-                "that these are the rows with which it was trained; load() the checkpoint that was saved with it",
+                "the state dict has no reference to the rows of its EmbeddingCollection (%s), so whether "
+                "it belongs to the current rows is not checked; load() the checkpoint that was saved with it",
                 key,
             )
 
@@ -366,7 +366,8 @@ class _Parts:
                 raise DataError(f"feature {name!r}: per-sample weights need pooling='sum', its table has {pooling!r}")
             self.weights = _float32(name, given[2])
             if len(self.weights) != len(self.ids):
-                raise DataError(f"feature {name!r}: {len(self.weights)} weights for {len(self.ids)} ids; pass one each")
+                text = f"feature {name!r}: {len(self.weights)} weights for {len(self.ids)} ids; pass one for each id"
+                raise DataError(text)
 
     @property
     def batch_size(self) -> int:

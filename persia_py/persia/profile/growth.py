@@ -211,7 +211,7 @@ class MemoryWatch:
             write()
         except OSError as error:
             if not self._fails:
-                text = "%s: %s; the record of memory is incomplete, training continues"
+                text = "%s: %s; the record of memory is incomplete; training continues"
                 _logger.warning(text, path, error.strerror)
             self._fails = True
 

@@ -25,7 +25,7 @@ class Given:
 
 
 RENAMED = {
-    "NCCL_TIMEOUT": ("PERSIA_DIST_TIMEOUT", "NCCL has no such variable; taken as seconds"),
+    "NCCL_TIMEOUT": ("PERSIA_DIST_TIMEOUT", "NCCL has no such variable"),
     "NCCL_BLOCKING_WAIT": ("TORCH_NCCL_BLOCKING_WAIT", "torch has renamed it"),
     "NCCL_ASYNC_ERROR_HANDLING": ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "torch has renamed it"),
     "NCCL_TOPOLOGY_FILE": ("NCCL_TOPO_FILE", "NCCL has no such variable"),
@@ -66,7 +66,9 @@ def rename(environ: MutableMapping[str, str] = os.environ) -> None:
             _logger.warning("environment variable %s has no effect: %s. %s is set: remove %s", old, why, new, old)
             continue
         environ[new] = value
-        _logger.warning("environment variable %s has no effect: %s. Set %s=%s, as now", old, why, new, value)
+        _logger.warning(
+            "environment variable %s has no effect: %s. Using %s=%s; set this instead", old, why, new, value
+        )
 
 
 def check_files(environ: Mapping[str, str] = os.environ) -> None:

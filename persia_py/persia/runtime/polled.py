@@ -106,7 +106,7 @@ class Polled(Generic[Answer]):
                 answer = self._ask()
             except _FAILURES as error:
                 if not fails:
-                    _logger.warning("%s; %s, training continues", self._failure(error), self._lost)
+                    _logger.warning("%s; training continues, but %s", self._failure(error), self._lost)
                 fails = True
                 continue
             if fails:

@@ -196,6 +196,6 @@ class SpotWatch(Polled[Notice | None]):
             _logger.warning("%s: training does not start", notice)
             raise SystemExit(ExitCode.AGAIN)
         if self._stop(str(notice)):
-            _logger.warning("%s: the run is saved, and ends", notice)
+            _logger.warning("%s: saving the run, then ending it", notice)
             return True
         return False

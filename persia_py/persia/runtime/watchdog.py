@@ -112,7 +112,7 @@ def end(reason: str, report: Callable[[str], None], verdict: Callable[[], str] =
         try:
             report(reason)
         except Exception as error:
-            reason += f"; the other ranks do not know: {type(error).__name__}: {error}"
+            reason += f"; the other ranks could not be notified: {type(error).__name__}: {error}"
         os.write(_ERRORS, f"error: {reason}\nnext:  {_HINT}\nthreads of rank {settings.rank}:\n".encode())
         faulthandler.dump_traceback(_ERRORS, all_threads=True)
         os.write(_ERRORS, f"{flight.keep(reason)}\n".encode())

@@ -186,7 +186,7 @@ class Batcher:
         try:
             self._answer_all()
         except BaseException as error:
-            _logger.critical("the thread that scores has ended: %s: %s", type(error).__name__, error, exc_info=error)
+            _logger.critical("the scoring thread has ended: %s: %s", type(error).__name__, error, exc_info=error)
             self._loop.call_soon_threadsafe(self._break)
 
     def _break(self) -> None:

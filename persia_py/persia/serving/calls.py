@@ -38,7 +38,7 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[misc,name-defined,u
     def __init__(self, expected: bytes | None, limits: Limits) -> None:
         self._expected, self._limits = expected, limits
         self._open = 0
-        self._silent: dict[asyncio.Future[None], None] = {}  # health calls without a message, oldest first
+        self._silent: dict[asyncio.Future[None], None] = {}  # health calls whose message has not arrived, oldest first
         self._without_token: Any = grpc.stream_stream_rpc_method_handler(_refuse)
         self._beyond: Any = grpc.stream_stream_rpc_method_handler(self._say_busy)
 
@@ -101,7 +101,7 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[misc,name-defined,u
             self._silent.pop(left, None)
         if not reading.done():  # abort() raises an error
             if left.done():
-                text = f"more than {HEALTH_CALLS} calls about health wait for their messages, this one the longest"
+                text = f"more than {HEALTH_CALLS} health calls wait for their messages, and this one has waited longest"
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, text)
             text = f"no message arrived within {self._limits.timeout_s:g} s"
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)

@@ -51,7 +51,7 @@ def _object(body: bytes, model: Any, limits: Limits) -> bytes:
                 f"shared in each of {len(rows)} rows is {size} bytes; a request may have at most {limits.waiting_bytes}"
             )
         if both := sorted({*shared} & {key for row in rows if isinstance(row, dict) for key in row}):
-            raise InvalidError(f"columns of both shared and a candidate: {', '.join(both)}")
+            raise InvalidError(f"columns in both shared and a candidate: {', '.join(both)}")
         rows = [{**shared, **row} if isinstance(row, dict) else row for row in rows]
     else:
         raise InvalidError(f"keys {', '.join(content) or 'none'}: {_FORMS}")

@@ -176,7 +176,7 @@ class _Process:
                 _logger.info("stopping: completing the requests that have arrived")
                 self._stop_now.set()
             else:
-                _logger.info("no longer ready; stopping in %g s, after another signal immediately", drain_s)
+                _logger.info("no longer ready; stopping in %g s, or immediately after another signal", drain_s)
             self._code = code
             self._stop.set()
 

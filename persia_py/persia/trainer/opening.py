@@ -121,7 +121,8 @@ class OpenRun:
         train = self._config.train
         steps = self.total_steps
         if steps is None and train.lr_schedule != "constant":
-            raise ConfigError(f"train.lr_schedule: {train.lr_schedule} needs a number of steps; a data set has none")
+            text = "needs the number of steps, which is not known for your own data set"
+            raise ConfigError(f"train.lr_schedule: {train.lr_schedule} {text}")
         self.model = models.build(self._config) if model is None else model
         self._device = get_local_rank() if int(os.environ.get("GPU_NUM") or 0) else None
         if self._device is not None:
@@ -215,7 +216,7 @@ class OpenRun:
         try:
             self.folder.name_latest()
         except StorageError as error:
-            _logger.error("LATEST does not name this run, training continues: %s", error)
+            _logger.error("cannot point LATEST to this run; training continues: %s", error)
 
     def _new_record(self, resumed_step: int | None) -> Record:
         record = Record(self.folder, tensorboard=self._config.run.tensorboard, resumed_step=resumed_step)

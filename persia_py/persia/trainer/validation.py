@@ -53,7 +53,9 @@ class Validation:
             self._forget()
         elif best is not None and best.metric != stop.metric:
             _logger.warning(
-                "train.early_stop.metric was %s, now it is %s: the best is chosen again", best.metric, stop.metric
+                "train.early_stop.metric has changed from %s to %s: choosing a new best checkpoint",
+                best.metric,
+                stop.metric,
             )
             self._forget()
         elif best is not None and not _exists(self.checkpoint(best.step)):
@@ -116,7 +118,7 @@ class Validation:
             self._ctx.dump_checkpoint(folder)
             _core.publish_latest(folder)
         except StorageError as error:
-            _logger.error("the best model so far is not kept, training continues: %s", error)
+            _logger.error("cannot save the new best model; the previous one is kept, and training continues: %s", error)
             return False
         self.prune()
         return True
@@ -175,7 +177,7 @@ def _delete(path: Place) -> None:
     try:
         retention.remove(path)
     except PersiaError as error:
-        _logger.warning("the checkpoint remains: %s", error)
+        _logger.warning("cannot delete the checkpoint %s: %s", path, error)
 
 
 def may_continue(before: Config, now: Config) -> bool:

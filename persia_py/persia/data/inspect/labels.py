@@ -169,5 +169,5 @@ def _checked(column: Column, keys: dict[str, Any], reason: str, positive: npt.ND
         rule = " ".join(f"{key} {value}" for key, value in keys.items())
         values = ", ".join(value for value, _ in column.top)
         which = "all" if positive.all() else "no"
-        raise DataError(f"label {column.name!r} ({rule}): {which} rows of the sample are 1; it has {values}")
+        raise DataError(f"label {column.name!r} ({rule}): {which} rows of the sample are 1; the values are {values}")
     return Label(column.name, keys, reason, positive)

@@ -149,7 +149,7 @@ def _warnings(table: Table, proposal: Proposal) -> Iterator[str]:
             "remove repeated rows, or split by a group or by time"
         )
     if table.repeats.across > 0.001:
-        yield f"{table.repeats.across:.1%} of the test rows occur in training too: so the test metrics are too good"
+        yield f"{table.repeats.across:.1%} of the test rows occur in training too, so the test metrics are too good"
     for column in table.columns.values():
         if column.stray is not None:
             text, place = column.stray

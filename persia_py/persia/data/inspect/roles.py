@@ -55,7 +55,7 @@ def find(table: Table, label: Label) -> Roles:
 
 
 def _is_time(column: Column) -> bool:
-    """Whether a time can divide rows: nearly all rows have a time, and there are enough distinct ones."""
+    """Whether rows can be split by this column: every row has a time, and there are enough distinct times."""
     return column.missing == 0 and column.distinct >= 10
 
 
