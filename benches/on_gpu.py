@@ -243,7 +243,7 @@ def collect(parts: dict[str, Iterator[Record]]) -> list[Record]:
         try:
             for record in part:
                 add(record)
-        except Exception as error:  # after any error the other parts are measured
+        except Exception as error:  # for any error, because the other parts are still measured
             traceback.print_exc()
             add({"id": "B8", "case": name, "failed": f"{type(error).__name__}: {error}"})
     return records

@@ -195,7 +195,7 @@ def collect(name: str, part: Iterable[Record]) -> list[Record]:
     try:
         for record in part:
             records.append(figures.checked(record))
-    except Exception as error:  # after any error the other parts are measured
+    except Exception as error:  # for any error, because the other parts are still measured
         traceback.print_exc()
         records += (failed(each, f"--only {name}", f"{type(error).__name__}: {error}") for each in PARTS[name])
     sys.stderr.write(f"{name}: {time.monotonic() - begun:.0f} s\n")

@@ -119,7 +119,7 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [*os.environ]:
         if name.startswith("PERSIA_") or name in {*places, "REPRODUCIBLE", "EMBEDDING_STALENESS"}:
             monkeypatch.delenv(name)
-    settings.reload_place()  # a test may have read that of its own variables
+    settings.reload_place()  # a test may have set it by its own variables
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def environment() -> Iterator[None]:
 def forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the Python processes of a test be forks of one that has imported torch: see ``forking.py``."""
     if forking.WANTED:
-        forking.fork_server()  # the kernel ties it to the thread that starts it
+        forking.fork_server()  # the kernel ends it together with the thread that starts it
     monkeypatch.setattr(subprocess, "Popen", forking.Popen)
 
 
@@ -216,7 +216,7 @@ def verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
     def run(*arguments: str, code: int = 0) -> tuple[str, str]:
         monkeypatch.setattr(sys, "argv", ["persia", *arguments])
-        sys.modules.pop("mine", None)  # the model of another test
+        sys.modules.pop("mine", None)  # the module of another test
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             main()

@@ -127,7 +127,7 @@ class ForkServer:
             for reply in self._starting.values():
                 reply.put(None)
         for child in self._running.values():
-            child.end(-signal.SIGKILL)  # by the kernel, with its parent
+            child.end(-signal.SIGKILL)  # the kernel kills it together with its parent
 
     def _heard(self, pid: int, number: int | None = None, code: int | None = None) -> None:
         if number is None:

@@ -73,7 +73,8 @@ class Server:
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._woken, False)
         os.set_blocking(self._wake, False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # only its byte in the pipe is of use
+        # Without a handler, the signal would not write its byte into the pipe.
+        signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake)
 
     def serve(self) -> Work:
@@ -141,7 +142,7 @@ class Spare:
 
     def poll(self) -> int | None:
         """Return its exit code, or None while it runs."""
-        if not self._reaping.acquire(blocking=False):  # a thread waits for it
+        if not self._reaping.acquire(blocking=False):  # another thread is waiting for the process
             return self._code
         try:
             if self._code is None:

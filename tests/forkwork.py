@@ -169,7 +169,7 @@ def become(work: Work, site: Sequence[str]) -> None:
     sys.path_importer_cache.clear()
     importlib.invalidate_caches()
     sys.orig_argv[:] = [sys.executable, *work.argv]
-    tempfile.tempdir = None  # of TMPDIR in the server's environment
+    tempfile.tempdir = None  # cached from the TMPDIR of the server
     sys.modules["numpy"].random.seed()  # each process has its own state; random and torch reseed themselves
 
 

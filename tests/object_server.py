@@ -64,7 +64,7 @@ class Server:
 def send(address: str, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
     """Send a request, and return the status and the content of its response."""
     with contextlib.closing(http.client.HTTPConnection(address.removeprefix("http://"))) as connection:
-        connection.request(method, path, body, {"Authorization": SIGNED})  # anonymous ones may read nothing
+        connection.request(method, path, body, {"Authorization": SIGNED})  # anonymous requests are refused
         answer = connection.getresponse()
         return answer.status, answer.read()
 

@@ -42,7 +42,7 @@ class Pages:
         self.rust = rust_docs.read()
         self.modules = [name for names in GROUPS.values() for name in names]
         self.names = {name: self._public(name) for name in self.modules}
-        self.homes: dict[str, str] = {}  # where an object is described, by its own path
+        self.homes: dict[str, str] = {}  # the page that describes an object, by the path of the object
         for module, names in self.names.items():
             for name in names:
                 self.homes.setdefault(_target(self.tree[f"{module}.{name}"]).path, f"{module}.{name}")
@@ -55,7 +55,7 @@ class Pages:
         found = self.tree[module]
         if found.exports is not None:
             return sorted((str(name) for name in found.exports), key=str.lower)
-        if "__all__" in found.members:  # that of the module of which it is another path
+        if "__all__" in found.members:  # the module is another path of a module, whose __all__ is used
             return self._public(str(found.members["__all__"].target_path).removesuffix(".__all__"))
         return [
             name
@@ -93,7 +93,7 @@ class Pages:
         inner: list[tuple[str, Object]] = []
         if isinstance(found, Class):
             kind = "exception" if _is_error(found) else "class"
-            made = found.members.get("__new__")  # of the extension
+            made = found.members.get("__new__")  # a class of the extension
             given = made.parameters if isinstance(made, Function) else found.parameters
             shown = "" if kind == "exception" or _is_enum(found) else self._parameters(given, bound=True)
             inner = [*self._members(found)]
@@ -226,7 +226,7 @@ class Pages:
         shown = target.rpartition(".")[2] if short else target
         root = target.partition(".")[0]
         if "." in target and root not in {"persia", "persia_core"} and self._find(root, place) is None:
-            return f"``{shown}``"  # of another package
+            return f"``{shown}``"  # an object of another package
         found = self._find(target, place)
         if found is None:
             self.wrong.append(f"{place}: :{role}:`{target}`: there is no such name")

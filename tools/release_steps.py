@@ -90,7 +90,7 @@ class Release:
                     command,
                     cwd=cwd,
                     env=env,
-                    stdin=subprocess.DEVNULL,  # a question ends the command instead of the release waiting for it
+                    stdin=subprocess.DEVNULL,  # a command that asks a question ends, so the release does not wait
                     stdout=subprocess.PIPE,
                     stderr=log,
                     check=False,

@@ -100,7 +100,7 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
             for path in () if self.resume else folder.glob("*.*"):
                 path.unlink()
-        for path in JUNIT.glob("*.xml"):  # of this shard only
+        for path in JUNIT.glob("*.xml"):  # only the results of this shard
             path.unlink()
         if not self.resume:
             (ROOT / "runs" / "checklist.json").unlink(missing_ok=True)

@@ -76,7 +76,8 @@ class Machine:
         shell(*inside, "route", "add", "default", "via", "10.200.0.254")
         self._folder.mkdir(parents=True)
         driver = self._share_images()
-        (self._folder / "empty.json").write_text("{}")  # this host's file names another folder
+        # The empty file replaces the configuration of this host, which sets another folder.
+        (self._folder / "empty.json").write_text("{}")
         # `ip netns exec` mounts a new /sys, in which the engine finds no cgroups.
         command = ["nsenter", f"--net=/run/netns/{self.name}", "dockerd", "--config-file", f"{self._folder}/empty.json"]
         command += ["--data-root", f"{self._folder}/root", "--exec-root", f"{self._folder}/x"]
@@ -166,7 +167,7 @@ class Swarm:
         shell("ip", "link", "add", bridge, "type", "bridge")
         shell("ip", "addr", "add", "10.200.0.254/24", "dev", bridge)
         shell("ip", "link", "set", bridge, "up")
-        # This host's engine drops what is forwarded, frames of a bridge too.
+        # The engine of this host makes the kernel drop forwarded packets, including frames of a bridge.
         shell("iptables", "-I", "FORWARD", "-i", bridge, "-o", bridge, "-j", "ACCEPT")
         for machine in self.machines:
             machine.start()

@@ -87,7 +87,7 @@ def test_what_is_chosen_reaches_the_services() -> None:
     for name in REPLICAS:
         assert services[name]["deploy"]["replicas"] == 5
         assert services[name]["environment"]["REPLICA_SIZE"] == "5"
-    for name in ("trainer", "data_compose"):  # what runs Python
+    for name in ("trainer", "data_compose"):  # the services that run Python
         sources = {volume["target"]: volume["source"] for volume in services[name]["volumes"] if "source" in volume}
         chosen = [sources[target] for target in ("/workspace", "/data", "/third_party", "/persia")]
         assert chosen == [*folders.values()], name

@@ -82,7 +82,7 @@ def test_reverse_order_and_a_restart_of_nats_change_nothing(stacks: Stacks) -> N
     project = stacks(EXAMPLE, **SHORT)
     for service in ("data_compose", "trainer", "middleware", "emb_server"):
         project.up(service)
-    project.says("emb_server", "NATS")  # it waits, and reports for what
+    project.says("emb_server", "NATS")  # it logs what it waits for
     project.up("persia_nats_service")
     project.says("trainer", "generation 1")
     project("restart", "--timeout", "1", "persia_nats_service")

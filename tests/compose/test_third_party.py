@@ -147,7 +147,7 @@ def test_the_commands_for_containers(clone: Path, monkeypatch: pytest.MonkeyPatc
     persia = f"{sys.executable} -m persia"
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'persia_py'}:{os.environ.get('PYTHONPATH', '')}")
     for command in commands:
-        if "trainer persia status" in command or "--stack" in command:  # parts and ranks have to be there
+        if "trainer persia status" in command or "--stack" in command:  # all processes must have started
             wait_until("the stack", partial(succeeds, clone, re.sub("^persia", persia, command)), 300)
         else:
             assert succeeds(clone, re.sub("^persia", persia, command)), command

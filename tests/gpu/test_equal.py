@@ -46,7 +46,7 @@ class Everything(IterableDataset):
         features: list[Any] = [IDTypeFeatureWithSingleID("single", rng.integers(0, 99, self.batch_size, np.uint64))]
         for name in NAMES[1:]:
             lists = [rng.integers(0, 99, rng.integers(0, 6), np.uint64) for _ in range(self.batch_size)]
-            lists[3] = np.full(900, 7, np.uint64)  # so many that more than one thread adds
+            lists[3] = np.full(900, 7, np.uint64)  # enough for more than one thread to add them
             weights = None
             if name == "summed":
                 weights = [rng.standard_normal(len(ids), np.float32) for ids in lists]

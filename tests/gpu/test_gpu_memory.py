@@ -16,8 +16,8 @@ sys.path.insert(0, str(ROOT / "tests" / "unit"))
 from test_trainer_memory import SGD, results, small
 from trainer_files import fit
 
-# Torch decides once in a process whether it can be deterministic, and another test may have come before. With one step
-# after the other, a run on one device is the same every time, but for rounding.
+# Torch decides once per process whether it can be deterministic, and an earlier test may have decided otherwise. With
+# staleness 1, runs on one device are equal except for rounding.
 TRAIN: dict[str, Any] = {**SGD, "reproducible": False, "staleness": 1}
 LARGE = 1 << 22
 """Numbers of the largest tensor that a report names."""
@@ -54,7 +54,7 @@ def held() -> tuple[int, int]:
     """Return the bytes of tensors on the device, and its free bytes, after everything that can be freed is freed."""
     gc.collect()
     torch.cuda.synchronize()
-    torch._C._cuda_clearCublasWorkspaces()  # they stay for the process, and belong to no run
+    torch._C._cuda_clearCublasWorkspaces()  # workspaces exist until the process ends, and belong to no run
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(0)
     return torch.cuda.memory_allocated(0), free
@@ -102,7 +102,7 @@ def test_a_second_run_of_a_process_finds_the_device_as_the_first_did(tmp_path: P
         assert torch.cuda.max_memory_allocated(0) > weights, "it was trained on the device"
         return [each.loss for each in reports]
 
-    torch.ones(1, device="cuda:0")  # the context of CUDA itself
+    torch.ones(1, device="cuda:0")  # creates the CUDA context
     begun, _ = held()
     first = train()
     after, free = held()

@@ -174,7 +174,7 @@ def test_a_process_has_its_use_of_its_device(tmp_path: Path) -> None:
         (device,) = [each for each in driver().sample() if each.uuid == uuid]
         assert row.gpu == index and row.gpu_used_bytes is not None and row.gpu_percent is not None
         assert 1 << 30 <= row.gpu_used_bytes <= device.total_bytes and 0 < row.gpu_percent <= 100
-        if device.processes:  # a container sees none, and has the figures of the whole device
+        if device.processes:  # in a container there are none, and the values are those of the whole device
             assert row.gpu_used_bytes < device.used_bytes
     finally:
         process.kill()
@@ -207,7 +207,7 @@ def test_the_engine_that_the_documented_command_builds_trains_on_a_device(tmp_pa
     assert cargo is not None, "cargo is not on PATH; make test-gpu needs it too"
     target = os.environ.get("CARGO_TARGET_DIR", str(ROOT / "rust_core" / "target"))
     words = [cargo, "build", "--package", "persia-core", "--features", "cuda", "--target-dir", target]
-    env = {**os.environ, "PYO3_NO_PYTHON": "1", "PYO3_BUILD_EXTENSION_MODULE": "1"}  # as the Makefile has it
+    env = {**os.environ, "PYO3_NO_PYTHON": "1", "PYO3_BUILD_EXTENSION_MODULE": "1"}  # as in the Makefile
     subprocess.run(words, cwd=ROOT / "rust_core", env=env, check=True)
     mine = tmp_path / "mine"
     mine.mkdir()

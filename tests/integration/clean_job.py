@@ -85,8 +85,8 @@ SAMPLES = SKIPPED + LEAST
 LOUD = {"warn", "warning", "error", "critical"}
 EXPECTED = re.compile(
     r"step \d+|effective batch: "  # the progress of rank 0
-    r"|.*\[WRN\] Plaintext passwords detected"  # NATS; its password gives access to NATS only
-    r"|.*find_unused_parameters=True was specified"  # torch, once in each job: the default of DDPOption, as in PersiaML
+    r"|.*\[WRN\] Plaintext passwords detected"  # a warning of NATS; the password gives access to NATS only
+    r"|.*find_unused_parameters=True was specified"  # a warning of torch about a default of DDPOption
 )
 """Lines that every job writes."""
 

@@ -33,7 +33,7 @@ from persia.nn import EmbeddingCollection, TableConfig
 PLAN: dict[str, Any] = json.loads(sys.argv[1])
 RANK, WORLD = env.get_rank(), env.get_world_size()
 STEPS, BATCH, IDS = 20, 32, 200
-MANY = 1_100_000  # of each feature, more than a look-up may carry of both
+MANY = 1_100_000  # ids per feature; a look-up of two such features exceeds the limit
 
 
 def slow(step: int) -> float:
@@ -135,11 +135,12 @@ class Loop:
         first = read(self.tables)
         barrier()
         self.train(STEPS, STEPS + 1)
-        with mock.patch.dict(os.environ), fails(UsageError, "PERSIA_CKPT_DIR"):  # of one rank, on all
+        # An error of one rank is raised on all ranks.
+        with mock.patch.dict(os.environ), fails(UsageError, "PERSIA_CKPT_DIR"):
             if RANK == WORLD - 1:
                 del os.environ["PERSIA_CKPT_DIR"]
             self.tables.load(folder)
-        self.train(STEPS + 1, STEPS + 2)  # and the ranks continue in the same loop
+        self.train(STEPS + 1, STEPS + 2)  # the ranks continue in the same loop
         with fails(CheckpointError, "the state dict does not belong to the rows"):
             everything.load_state_dict(state)
         with waits_for(STEPS + 2):
@@ -154,7 +155,7 @@ class Loop:
         self.apply()
         for name, rows in read(self.tables).items():
             assert torch.equal(rows, first[name]), name
-        with fails(CheckpointError, "nothing"):  # on every rank, and the ranks continue
+        with fails(CheckpointError, "nothing"):  # on every rank; afterwards the ranks continue
             self.tables.load(str(Path(folder) / "nothing"))
 
 

@@ -38,11 +38,11 @@ from persia_core.forward import TrainingBatch
 
 PLAN: dict[str, Any] = {
     "steps": 20,
-    "batch": 32,  # of all ranks together
+    "batch": 32,  # the samples of all ranks together
     "ids": 200,
     "optimizer": "SGD",
     "reproducible": True,
-    "more": {},  # steps more by rank
+    "more": {},  # the number of additional steps, by rank
     "data": "part",
     "passes": 1,
     "swapped": None,  # the rank whose batches have their features in the opposite order
@@ -215,7 +215,7 @@ def train_once(ctx: TrainCtx, loader: DataLoader) -> None:
         loss = loss_fn(output, labels[0])
         if due("nan", batch.step):
             loss = loss * float("nan")
-        if due("overflow", batch.step):  # finite itself, but not its gradient, which is scaled
+        if due("overflow", batch.step):  # the loss is finite, but its scaled gradient is not
             loss = loss * 1e36
         ctx.backward(loss)
         if due("freeze", batch.step):

@@ -63,10 +63,10 @@ def test_regions_give_the_result_of_one_all_reduce_with_half_the_bytes_between_t
     flat = result(stack, 4)
     one, other = (result(stack, 4, regions=regions) for _ in range(2))
     assert flat.report["dense_bytes"] == [None] * 4
-    assert 0 < flat.differs(one) < 1e-5  # sums are in another order
-    assert one.equals(other)  # which is the same in every run
+    assert 0 < flat.differs(one) < 1e-5  # sums are computed in another order
+    assert one.equals(other)  # the order is the same in every run
     whole = STEPS * GRADIENTS
-    assert one.sent("gradients") == [whole] * 4  # of which one all-reduce is given all, on each of the four ranks
+    assert one.sent("gradients") == [whole] * 4  # each of the four ranks passes all gradients to one all-reduce
     assert one.sent("across_regions") == [whole, 0, 0, whole]
     assert one.sent("in_region") == [2 * whole] * 4
     half = result(stack, 4, regions=regions, compression={"name": "fp16"})
@@ -108,7 +108,7 @@ def test_powersgd_sends_less_and_a_resumed_run_has_the_bits_of_an_undisturbed_on
     trainer.says("as the plan wants")
     resumed = result(stack, 2, **plan, checkpoints=saves)
     assert resumed.equals(undisturbed)
-    assert resumed.sent("gradients")[0] < undisturbed.sent("gradients")[0]  # it has not begun again
+    assert resumed.sent("gradients")[0] < undisturbed.sent("gradients")[0]  # it has resumed, not restarted
 
 
 @pytest.mark.row("S4-24")

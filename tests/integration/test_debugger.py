@@ -86,7 +86,7 @@ def stops(terminal: Terminal, number: int) -> Path:
 @pytest.mark.row("S2-17")
 def test_a_person_debugs_one_of_two_ranks(start: Start, tmp_path: Path) -> None:
     for stale in ("debug_counter_0.txt", "debug_counter_deadbeef_0.txt", "debug_counter_deadbeef_1.txt"):
-        (tmp_path / stale).write_text("{}")  # of runs that crashed
+        (tmp_path / stale).write_text("{}")  # files of runs that crashed
     late, env = tmp_path / "late", {"BREAKPOINT_TMP_FILE_PATH": str(tmp_path)}
     arguments = ["tour", str(late), "--lr", "0.1"]
     command = ("-m", "persia", "debug", "run", "--rank", 1, "--nproc", 2, "--", SCRIPT, *arguments)
@@ -129,7 +129,7 @@ def the_commands_of_pdb_work(terminal: Terminal, folder: Path) -> None:
     terminal.command("r", r"--Return--")
     terminal.command("n", r"-> value \+= 1")
     terminal.command("p value", r"\b41\b")
-    terminal.command("\x1b[A", r"\b41\b")  # the arrow: the command before
+    terminal.command("\x1b[A", r"\b41\b")  # the arrow key: the previous command
     terminal.command(f"b {line_of('say(f')}", r"Breakpoint 1 at")
     terminal.command("c", r"-> say\(f\"one")
     terminal.command("cl 1", r"Deleted breakpoint 1")
@@ -319,7 +319,7 @@ def test_with_servers_no_limit_of_persia_ends_a_rank(make_stack: MakeStack, star
     says(tmp_path, 0, "rank 0 has 4 steps in flight, the limit of staleness 4")
     wait_until("the limit of a step in a collective, which is doubled", lambda: time.monotonic() - began > 5, 20)
     terminal.type("c\n")
-    stops(terminal, 1)  # reproducible: the server keeps the turn of this rank
+    stops(terminal, 1)  # in a reproducible run, the server waits for this rank
     says(tmp_path, 0, "the limit of staleness 1")
     terminal.type("c\n")
     assert terminal.wait() == 0, f"{terminal.content}\n{log_of(tmp_path, 0)}"

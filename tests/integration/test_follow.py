@@ -40,7 +40,7 @@ def hold(tmp_path: Path) -> Iterator[Path]:
     write_config(tmp_path, model={"class": "mine:Mine"}, run={"dir": "runs"})
     path.touch()
     yield path
-    path.unlink(missing_ok=True)  # what a test that failed has left ends too
+    path.unlink(missing_ok=True)  # processes that a failed test has left end too
 
 
 def status(folder: Path) -> str:
@@ -65,13 +65,13 @@ def test_ctrl_c_asks_and_leaves_it_running(tmp_path: Path, hold: Path) -> None:
     terminal = Terminal(WORDS, env=os.environ, cwd=tmp_path)
     pid = int(terminal.expect(STARTED)[1])
     wait_until("the first step", (tmp_path / "held").exists, 90, evidence=lambda: terminal.content)
-    os.kill(terminal.process.pid, signal.SIGINT)  # as the terminal does at Ctrl-C: to the follower alone
+    os.kill(terminal.process.pid, signal.SIGINT)  # on Ctrl-C, the terminal sends the signal to the follower only
     terminal.expect(r"training continues in the background\. End it\? \[y/N\] ")
     terminal.type("\n")
     command = terminal.expect(r"to follow it: (tail .*\.log)\n")[1]
     terminal.expect(rf"to end it: kill -INT {pid}\n")
     assert terminal.wait() == 130
-    terminal.close()  # as the window is closed
+    terminal.close()  # as if the window was closed
     assert is_running(pid) and os.getsid(pid) == pid, "the session of the window ends, its own does not"
     hold.unlink()
     words = shlex.split(command)
@@ -84,7 +84,7 @@ def test_ctrl_c_ends_it_if_that_is_the_answer(tmp_path: Path, hold: Path) -> Non
     terminal = Terminal(WORDS, env=os.environ, cwd=tmp_path)
     pid = int(terminal.expect(STARTED)[1])
     wait_until("the first step", (tmp_path / "held").exists, 90, evidence=lambda: terminal.content)
-    os.kill(terminal.process.pid, signal.SIGINT)  # as the terminal does at Ctrl-C: to the follower alone
+    os.kill(terminal.process.pid, signal.SIGINT)  # on Ctrl-C, the terminal sends the signal to the follower only
     terminal.expect(r"End it\? \[y/N\] ")
     terminal.type("y\n")
     assert terminal.wait() == 130, terminal.content

@@ -81,13 +81,14 @@ def test_ranks_and_servers_save_and_resume_without_a_shared_disk(make_stack: Mak
     core.Checkpoint(newest).verify()
     for index in range(2):
         stack.parts[f"server-{index}"].says("snapshot written")
-    (stack.folder / "run" / "RUN").unlink()  # as after the loss of its disk: the run is found in the store
+    (stack.folder / "run" / "RUN").unlink()  # as if the disk was lost: the run is found in the store
     parts = nodes(stack, every=16)
     assert [part.wait() for part in parts] == [0, 0], parts[0].output
     parts[0].says(f"training resumes after step {step}, from {newest}")
     exact(stack)
     assert run_url(store) == url and store.request("GET", f"/bucket/{url.removeprefix('s3://bucket/')}/FINISHED") == b""
-    folders = [Path.cwd(), stack.folder, stack.folder / "run"]  # of the processes, and what they are given
+    # The working directories of the processes, and the folders passed to them.
+    folders = [Path.cwd(), stack.folder, stack.folder / "run"]
     assert [each for each in folders if (each / "s3:").exists()] == [], "no URL is taken for a folder"
 
 

@@ -97,7 +97,7 @@ def test_ranks_may_start_in_any_order(make_stack: MakeStack) -> None:
     stack = make_stack()
     plan = json.dumps({"steps": 4})
     second = stack.trainer(SCRIPT, plan, node=1, nodes=2)
-    wait_for_questions(stack, 3)  # the second did not find rank 0
+    wait_for_questions(stack, 3)  # the second rank has not found rank 0
     first = stack.trainer(SCRIPT, plan, node=0, nodes=2)
     assert first.wait() == 0, first.output
     assert second.wait() == 0, second.output

@@ -143,7 +143,7 @@ def test_a_run_that_was_killed_whole_goes_on_and_one_that_ended_does_not(ledger:
     ledger.start()
     assert [part.wait(180) for part in nodes(ledger, every=8)] == [0, 0]
     exact(ledger)
-    (ledger.folder / "run" / "summary.json").unlink()  # as the launcher suggests, to train again
+    (ledger.folder / "run" / "summary.json").unlink()  # the launcher suggests this to train again
     (ledger.folder / "ledger.json").unlink()
     first, second = nodes(ledger, every=8)
     assert [first.wait(180), second.wait(180)] == [0, 0]
@@ -176,7 +176,7 @@ def test_rows_that_a_server_lost_are_missed_wherever_they_are_needed(
 ) -> None:
     stack = make_stack(servers=2)
     stack.use(monkeypatch)
-    monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "15")  # after it the loss of rows is reported
+    monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "15")  # after this time, the loss of rows is reported
     model = TinyModel()
     with (
         pytest.raises(RunLostError, match=r"server 1 of 2 .* lost"),

@@ -74,7 +74,7 @@ class TorchServe:
         (self.folder / "ts.properties").write_text("\n".join([*lines, "default_workers_per_model=1", ""]))
         store = ["--model-store", str(self.folder), "--models", f"{name}.mar", "--ts-config", "ts.properties"]
         words = [str(self.programs / "torchserve"), "--start", "--ncs", "--disable-token-auth", *store]
-        with (self.folder / "torchserve.log").open("w") as log:  # the server keeps what it inherits
+        with (self.folder / "torchserve.log").open("w") as log:  # the server inherits the file, and keeps it open
             subprocess.run(words, env=self.env, cwd=self.folder, check=True, stdout=log, stderr=log, timeout=START)
 
         def is_ready() -> bool:

@@ -126,7 +126,7 @@ def test_a_price_that_arrives_while_prices_are_logged_does_no_harm(caplog: pytes
 
     class Arriving(float):
         def __format__(self, spec: str) -> str:
-            interval._add(9.0)  # as the thread that polls may at any time
+            interval._add(9.0)  # the polling thread may do this at any time
             return super().__format__(spec)
 
     for each in (1.0, 2.0, 3.0):

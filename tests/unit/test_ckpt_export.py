@@ -260,7 +260,7 @@ def test_uploads_that_were_not_completed_are_listed_and_aborted(
     assert "census2" not in out and f"1 uploads are not complete, {2 * SMALL:,} bytes" in out
     assert f"persia ckpt export --abort-uploads {URL}" in out
     listed = multipart._listed
-    with monkeypatch.context() as patch:  # the server says 2010 of every upload
+    with monkeypatch.context() as patch:  # the server reports 2010 as the start of every upload
         now = datetime.now(timezone.utc)
         patch.setattr(multipart, "_listed", lambda *given: (replace(each, started=now) for each in listed(*given)))
         out, _ = verb("ckpt", "export", "--abort-uploads", URL)

@@ -195,7 +195,7 @@ def test_a_skipped_step_leaves_the_rows_only_where_no_other_rank_pushes(
             patch.setattr("persia.nn.session.run.peers", object)
         loss.backward()
     assert whole.tables.skipped == 1
-    if others:  # which may have pushed theirs in this step
+    if others:  # other ranks may have pushed in this step
         with pytest.raises(CheckpointError, match="does not belong to the rows"):
             whole.load_state_dict(state)
     else:

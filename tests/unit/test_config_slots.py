@@ -179,7 +179,7 @@ def test_features_beside_other_slots_are_a_warning(
     assert "persia.yml:6: features.seen: dim is 8, but 9 in" in caplog.text
     assert "PERSIA_CONFIG=persia.yml takes them from the features" in caplog.text
     caplog.clear()
-    slots.write_text("not: valid\n")  # the context raises that
+    slots.write_text("not: valid\n")  # the context raises the error
     read_features(path)
     slots.write_text("slots_config: {x: {dim: 1}}\n")
     monkeypatch.setenv("PERSIA_CONFIG", str(path))

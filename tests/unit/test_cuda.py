@@ -104,7 +104,7 @@ def train(ctx: TrainCtx, steps: int, spoil: int = -1) -> list[float]:
         output, labels = ctx.forward(batch)
         loss = loss_fn(output, labels[0])
         if number == spoil:
-            loss = loss * 1e36  # finite, but not after scaling
+            loss = loss * 1e36  # the loss is finite, but not after scaling
         losses.append(float(ctx.backward(loss)))
     return losses
 
@@ -169,7 +169,7 @@ def test_the_scale_stops_growing_and_goes_on_from_a_checkpoint(configure: Config
         ctx.load_checkpoint(f"{tmp_path}/saved")
     assert again.value == 2.0**23 == again.scaler.get_scale()
     with scaled(None) as ctx:
-        ctx.load_checkpoint(f"{tmp_path}/saved")  # one without a scale has no use for it
+        ctx.load_checkpoint(f"{tmp_path}/saved")  # a context without a loss scale ignores the saved one
 
 
 class OnDevice:

@@ -309,7 +309,7 @@ def test_the_stacks_of_a_running_rank(rank: ranks.Rank) -> None:
 
 @pytest.mark.row("S2-22")
 def test_without_debugpy_the_command_says_what_to_install(rank: ranks.Rank, tmp_path: Path) -> None:
-    (tmp_path / "debugpy.py").write_text("raise ImportError('as if it were not installed')")  # beside the script
+    (tmp_path / "debugpy.py").write_text("raise ImportError('as if it were not installed')")  # next to the script
     with pytest.raises(UsageError, match=r"debugpy is not installed.*persia\[debug\]"):
         attach.ask(rank, 0, 10)
 

@@ -281,7 +281,7 @@ def test_each_operation_of_a_save_is_tried(tmp_path: Path, monkeypatch: pytest.M
     failed: list[str] = []
 
     def fail(*arguments: object, **options: object) -> None:
-        if not failed:  # what cleans up afterwards works
+        if not failed:  # the clean-up succeeds
             failed.append(operation)
             raise OSError(errno.EDQUOT, "Disk quota exceeded")
         before(*arguments, **options)

@@ -260,7 +260,7 @@ def test_why_a_part_does_not_answer(
     found = Status([dead], [Problem("health", f"{dead.name} at {dead.address}: {dead.health}")])
     checks = [check for check in services.services(found, "j") if check.name != "persia-server"]
     assert tried == [("10.0.0.9", 7401)]
-    (check,) = checks  # and none of the job: what was told of the part is not told again
+    (check,) = checks  # a problem that was reported for the process is not reported again for the job
     assert (check.status, check.code) == ("fail", ExitCode.UNREACHABLE)
     assert "persia-middleware 0 at 10.0.0.9:7401" in check.found and why in check.why and remedy in check.next
     assert "persia status" not in check.next
@@ -338,7 +338,7 @@ def test_a_loopback_interface_reaches_no_other_host(monkeypatch: pytest.MonkeyPa
 def test_a_loopback_address_that_is_announced_is_named(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     monkeypatch.setenv("PERSIA_ADVERTISE", address)
     own = [each.address for one in psutil.net_if_addrs().values() for each in one if each.family == socket.AF_INET]
-    for here in own:  # NATS on this host, at whichever of its addresses
+    for here in own:  # NATS on this host, at any of its addresses
         monkeypatch.setenv("PERSIA_NATS_URL", f"nats://{here}:4222")
         assert network.interfaces().status == "ok", here
     monkeypatch.setenv("PERSIA_NATS_URL", "nats://203.0.113.7:4222")

@@ -83,7 +83,8 @@ def test_batches_wait_in_the_script_while_training_is_behind(script: Script, tmp
             output, labels = ctx.forward(batch)
             ctx.backward(loss_fn(output, labels[0]))
             sent = len(log.read_text().splitlines())
-            assert sent <= taken + 20  # the buffer, the pipeline's, and the batches looked up ahead
+            # 20: the buffers of the data set and the pipeline, and the batches looked up in advance.
+            assert sent <= taken + 20
             if taken == 40:
                 break
         assert len(log.read_text().splitlines()) < 70
@@ -100,7 +101,7 @@ def test_a_loop_left_early_resumes_after_the_last_trained_batch(script: Script, 
     with make() as ctx:
         loader = DataLoader(StreamingDataset(), reproducible=reproducible)
         assert leave_loops(ctx, loader) == list(range(9))
-        assert train(ctx, loader) == []  # the stream has ended, and stays so
+        assert train(ctx, loader) == []  # a stream that has ended cannot be restarted
 
 
 def test_a_reading_thread_that_is_left_running_does_not_end_the_next_loop(
@@ -167,7 +168,7 @@ def test_a_resumed_run_whose_script_sends_other_batches_gives_a_warning(
                 del state["passed"]
                 patch.setattr(RunState, "rank_state", lambda _: state)
             ctx.dump_checkpoint(tmp_path / "checkpoint")
-    for again in (1, 2):  # the second time from a checkpoint that was written before anything else was trained
+    for again in (1, 2):  # the second checkpoint was written directly after a load
         sends(changed)
         with make(seed=5) as ctx:
             ctx.load_checkpoint(tmp_path / "checkpoint")

@@ -54,7 +54,7 @@ def spoil_below(ctx: TrainCtx, output: torch.Tensor, loss: torch.Tensor) -> torc
 def spoil_output(ctx: TrainCtx, output: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
     del ctx, loss
     with torch.no_grad():
-        output[5] = float("nan")  # what a model returns, not what the script makes of it
+        output[5] = float("nan")  # the output of the model, not a value that the script computes from it
     return output.sum()
 
 
@@ -170,7 +170,7 @@ def test_the_norm_is_torchs_and_is_the_one_that_clips(configure: Configure) -> N
     applied = []
     limit = found[0] / 4
     found, expected, applied = steps(limit)
-    assert found == pytest.approx(expected, rel=1e-5)  # before it is clipped
+    assert found == pytest.approx(expected, rel=1e-5)  # the norm before clipping
     count = len(applied) // 4
     for step in range(4):
         norm = float(torch.cat([each.flatten() for each in applied[step * count : (step + 1) * count]]).norm())
@@ -197,7 +197,7 @@ def test_a_norm_that_is_not_finite_clips_nothing(configure: Configure, precision
         before = everything(ctx)
         output, labels = ctx.forward(batch)
         loss = loss_fn(output, labels[0])
-        if precision == "fp16":  # as an overflow: a smaller scale may help
+        if precision == "fp16":  # handled as an overflow, because a smaller scale may help
             ctx.backward(loss)
             assert ctx.skipped_steps == 1
         else:

@@ -52,7 +52,7 @@ def test_a_rank_has_a_place_before_its_first_loop() -> None:
         assert place["call"] == ["collective", None, "start of the process group"] and place["open"]
         said = lag.doing(place, 0.0)
     assert re.match(r"in collective 'start of the process group' after step 0 for \d+ s", said)
-    assert not flight.totals()  # which are of training loops
+    assert not flight.totals()  # totals count only calls of training loops
 
 
 def test_only_the_outer_calls_of_the_loop_count() -> None:
@@ -135,9 +135,9 @@ def test_a_collective_of_torch_that_waits_for_long_is_logged(
         r"waiting in a forward, backward or collective for \d+ s\nlagging: rank 1 \(pid 1 on h\): in forward of step 5"
     )
     assert re.search(text, caplog.text)
-    assert first._positions.late() and not second._positions.late()  # rank 1 itself lags
+    assert first._positions.late() and not second._positions.late()  # rank 1 does not report itself
     late = known(place(6, "forward"), place(6, "forward"))
-    assert not first._positions.late()  # both compile, for example
+    assert not first._positions.late()  # neither lags: both may be compiling
     late = known(place(7), place(7))
     assert "see the network" in first._positions.late()
 

@@ -74,7 +74,7 @@ def test_a_driver_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="NVML: error 18") as caught:
         gpus.find()
     assert caught.value.hint == "persia doctor --only gpu"
-    lost = FakeNvml([Device("GPU-one", used=30, percent_error=15)])  # it has fallen off the bus
+    lost = FakeNvml([Device("GPU-one", used=30, percent_error=15)])  # a device that no longer responds
     monkeypatch.setitem(sys.modules, "pynvml", lost)
     with pytest.raises(UsageError, match="NVML: error 15"):
         gpus.find().sample()

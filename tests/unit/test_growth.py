@@ -105,7 +105,7 @@ def grown(rates: list[float], noise: float = 0.0, rows: float = 0.0) -> list[Sam
         (grown([20.0] * 10), 200),
         (grown([20.0] * 10, noise=20), 200),
         (grown([0.0] * 10, noise=50), None),  # a busy allocator
-        (grown([0, 0, 0, 500, 0, 0, 0, 0, 0, 0]), None),  # one large buffer, that stays
+        (grown([0, 0, 0, 500, 0, 0, 0, 0, 0, 0]), None),  # one large buffer that is kept
         (grown([400 / 2**n for n in range(10)]), None),  # a cache fills up
         (grown([0.0] * 10, rows=30), None),  # new ids
         (grown([2.0] * 10), None),  # below the limit
@@ -155,7 +155,7 @@ def test_the_memory_of_a_run_is_in_its_folder(tmp_path: Path) -> None:
     lines = (trainer.folder.path / "memory" / "rank-0.jsonl").read_text().splitlines()
     samples = [Sample(**json.loads(line)) for line in lines]
     assert [each.step for each in samples] == [3, 6, 9, 12]
-    assert samples[-1].row_count > 0 and samples[-1].python == 0  # which only leaks: true records
+    assert samples[-1].row_count > 0 and samples[-1].python == 0  # Python memory is recorded only with leaks: true
     logged = [
         json.loads(line)["event"] for line in (trainer.folder.path / "logs" / "train.log").read_text().splitlines()
     ]

@@ -20,7 +20,7 @@ def test_threads_of_a_server_connect_once(monkeypatch: pytest.MonkeyPatch) -> No
     def connected(ctx: InferCtx) -> Any:
         made.append(SimpleNamespace())
         with contextlib.suppress(threading.BrokenBarrierError):
-            both.wait(0.3)  # for the other thread, if it gets here
+            both.wait(0.3)  # wait for the other thread, which must not arrive here
         return made[-1]
 
     def on_enter(ctx: InferCtx) -> None:

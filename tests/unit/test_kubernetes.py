@@ -77,7 +77,7 @@ def workload(request: pytest.FixtureRequest) -> Document:
 
 
 def validate(document: Document, version: str) -> None:
-    import kubernetes_validate  # no image has it
+    import kubernetes_validate  # imported here, because no image contains it
 
     kubernetes_validate.validate(document, version, strict=True)
 

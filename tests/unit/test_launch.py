@@ -363,7 +363,7 @@ def test_a_log_is_written_when_the_output_is_closed(monkeypatch: pytest.MonkeyPa
     reader, writer = os.pipe()
     os.close(reader)
     with Logs(tmp_path) as logs, monkeypatch.context() as patch:
-        broken = os.fdopen(writer, "w", buffering=1)  # closing it fails, like its writes
+        broken = os.fdopen(writer, "w", buffering=1)  # both writing and closing fail
         patch.setattr(sys, "stdout", broken)
         write = logs.writer("part")
         write("one")
@@ -438,7 +438,7 @@ def test_data_compose_of_a_kubernetes_job_ends_with_0_only_if_the_run_is_finishe
 ) -> None:
     (tmp_path / "send.py").write_text("import pathlib, time\npathlib.Path('sends').touch()\ntime.sleep(600)\n")
     summary = tmp_path / "summary.json"
-    summary.write_text('{"status": "finished", "job": "another"}')  # does not count
+    summary.write_text('{"status": "finished", "job": "another"}')  # the summary of another job is ignored
     variables = {"PERSIA_NATS_URL": "nats://127.0.0.1:1", "PERSIA_RUN_DIR": str(tmp_path), "PERSIA_JOB": "one"}
     process = launch("data-loader", *options, "send.py", env=variables)
     wait_until("the script", (tmp_path / "sends").exists, DEADLINE)

@@ -266,7 +266,7 @@ def test_a_finished_run_is_shown_and_not_trained_again(run: Run, tmp_path: Path,
         for name in ("one  # ours", "'one'", '"one" # ours'):
             config.write_text(f"common_config:\n  metrics_config:\n    job_name: {name}\n")
             assert launched() is again
-    # The run of another job does not count. If the job's name is not known, the launcher checks it.
+    # The run of another job is ignored. If the job's name is not known, the launcher checks it.
     assert launched(PERSIA_JOB="two")
     for text in ("    job_name: two\n", "    job_name: 'one\"\n", "    job_name: x\n    job_name: ne\n", "{}\n"):
         config.write_text(text)

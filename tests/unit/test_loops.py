@@ -213,7 +213,7 @@ def test_a_loop_whose_end_fails_reads_no_further(configure: Configure, monkeypat
             ctx.backward(loss_fn(output, labels[0]))
         with pytest.raises(UnreachableError):
             loop.close()  # type: ignore[attr-defined]
-    assert data.next == 2  # not at the position of the thread that reads ahead
+    assert data.next == 2  # the position of the loop, not that of the thread that reads ahead
     wait_until("threads to end", lambda: not persia_threads(), 5.0, evidence=lambda: str(persia_threads()))
 
 

@@ -78,7 +78,7 @@ def test_verbose_is_an_option_of_the_command(tmp_path: Path, verb: Verb, monkeyp
         "labels: {label: {}}\nmodel: {class: 'mine:Mine'}\n"
     )
     (tmp_path / "rows.csv").write_text("a,label\n" + "x,1\ny,0\n" * 20)
-    monkeypatch.setenv("LOG_LEVEL", "")  # so that it is set back
+    monkeypatch.setenv("LOG_LEVEL", "")  # so that the variable is restored after the test
     run = ("train", "persia.yml", "--set", "data.columns={label: int64}")
     _, short = verb(*run, code=1)
     assert short.startswith("error: ZeroDivisionError: division by zero\n  at mine.py:4 in __init__: 1 / 0\n")

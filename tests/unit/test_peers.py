@@ -190,7 +190,7 @@ def test_ranks_begin_a_loop_with_the_same() -> None:
     told: list[dict[str, Any]] = [{"staleness": 1, "learning rate": rate} for rate in (0.1, 0.1, 0.2)]
     with pytest.raises(UsageError, match=r"learning rate is 0\.2 on rank 2 and 0\.1 on rank 0"):
         rank_checks.check_same(told)
-    told[0]["learning rate"] = None  # of a checkpoint that rank 0 has loaded, which the others get from it
+    told[0]["learning rate"] = None  # rank 0 has loaded a checkpoint, and the other ranks get the rate from it
     rank_checks.check_same(told)
     told[2]["staleness"] = 2
     with pytest.raises(UsageError, match="staleness is 2 on rank 2 and 1 on rank 0"):

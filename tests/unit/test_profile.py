@@ -148,7 +148,7 @@ def test_a_loop_that_is_too_short_is_a_warning(
     assert "the loop did 3 steps, and the first 6 are not recorded (profile.wait=5" in caplog.text
     (found,) = profile(tmp_path, Batches(9), TinyModel(), wait=5, warmup=1, active=50)
     assert found.content["steps"] == [7, 9]
-    with pytest.raises(UsageError, match="no profile"):  # an earlier one is not taken for it
+    with pytest.raises(UsageError, match="no profile"):  # an earlier profile is not used instead
         profile(tmp_path, Batches(3), TinyModel(), wait=5)
 
 

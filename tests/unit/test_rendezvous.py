@@ -240,4 +240,5 @@ def test_ranks_may_wait_hours_for_one_that_evaluates(monkeypatch: pytest.MonkeyP
     for option, limit in ((options.DDPOption(backend="gloo"), 5), (FSDPOption("gloo", timeout_s=7), 7)):
         option.initialize(HashStore(), 0, 2, None)
         assert option.limit_s == limit
-        assert asked.pop("timeout") >= timedelta(hours=12)  # Peers have a clock that a debugger stops
+        # Peers apply the limit, with a clock that a debugger can stop.
+        assert asked.pop("timeout") >= timedelta(hours=12)

@@ -203,7 +203,7 @@ class Context:
 
 def test_a_request_for_a_version_is_not_scored_by_the_one_that_took_over() -> None:
     async def test(batcher: Batcher, model: Gate) -> None:
-        reloader: Any = SimpleNamespace(model=model)  # it has not heard of the switch
+        reloader: Any = SimpleNamespace(model=model)  # the reloader does not know of the switch yet
         service = Service("small", Limits(), Metrics(), batcher, reloader)
         batcher.switch(SmallModel(3.0))
         body = json.dumps({"inputs": []}).encode()

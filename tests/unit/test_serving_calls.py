@@ -79,7 +79,7 @@ def test_silent_calls_without_the_token_take_no_place(server: Serving) -> None:
         async with connect(server) as other, connect(server) as third:
             old = [silent(other, _HEALTH[n % len(_HEALTH)]) for n in range(6)]
             await asyncio.gather(*(call.wait_for_connection() for call in old))
-            await check_health(other)  # its calls come after those
+            await check_health(other)  # the calls of this check are newer
             new = [silent(third, _HEALTH[n % len(_HEALTH)]) for n in range(HEALTH_CALLS)]
             ended = await asyncio.gather(*(call.code() for call in old))
             assert set(ended) == {grpc.StatusCode.RESOURCE_EXHAUSTED}

@@ -266,7 +266,7 @@ def saturate(tmp_path: Path, clients: int, seconds: float) -> None:
         check([answer for answer in answers if answer[0] != 503])
         assert refused and len(answers) - len(refused) > 100 * seconds / 2, (len(refused), len(answers))
         assert process.memory_info().rss < before + (64 << 20)
-        assert check(overload(server, 1, 0.2)) == {"small-1"}  # without a person
+        assert check(overload(server, 1, 0.2)) == {"small-1"}  # it recovers without intervention
 
 
 def test_twice_the_load_that_it_can_serve(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_gradients_are_averaged_without_a_forward_of_the_model(sharded: ShardedM
         full = getattr(weight.grad, "full_tensor", lambda weight=weight: weight.grad)()
         torch.testing.assert_close(full, want)
     del module.forward
-    model(*INPUTS).sum().backward()  # the reducer waits for nothing
+    model(*INPUTS).sum().backward()  # the reducer has all gradients of the earlier pass
 
 
 def test_a_backward_that_has_failed_is_dropped(sharded: ShardedModel) -> None:

@@ -43,7 +43,7 @@ WRAPPERS = {"plain": lambda model: model, "module.": Held, "_orig_mod.": compile
 
 
 @pytest.mark.row("S3-26")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch looks at inputs of what it compiles
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile reads the attribute of inputs
 @pytest.mark.parametrize("saved", WRAPPERS)
 def test_a_checkpoint_loads_whatever_wrapped_the_model(configure: Configure, tmp_path: Path, saved: str) -> None:
     configure(SLOTS)
@@ -105,7 +105,7 @@ def test_a_state_of_a_cuda_device_loads_on_the_cpu(
     configure(SLOTS)
     path = tmp_path / "dense.pt"
     model = TinyModel()
-    with monkeypatch.context() as patched:  # torch writes where each tensor was
+    with monkeypatch.context() as patched:  # torch saves the device of each tensor
         patched.setattr("torch.serialization.location_tag", lambda storage: "cuda:0")
         torch.save(model.state_dict(), path)
     if not torch.cuda.is_available():

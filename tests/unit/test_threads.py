@@ -96,9 +96,10 @@ def test_the_limit_of_the_control_groups(
         (["0,4", "1,5", "2,6", "3,7"] * 2, range(8), 4),
         (["0-1", "0-1", "2-3", "2-3"], range(4), 2),
         (["0", "1", "2", "3"], range(4), 4),
-        (["0,4", "1,5", "2,6", "3,7"] * 2, [0, 4, 1], 2),  # the mask has both threads of one core, and one of another
+        # The mask contains both threads of one core, and one thread of another.
+        (["0,4", "1,5", "2,6", "3,7"] * 2, [0, 4, 1], 2),
         (["0,4", "1,5", "2,6", "3,7"] * 2, [0, 1, 2], 3),
-        (["0,2", "1,3"], range(4), 4),  # this kernel shows the core of some processors only
+        (["0,2", "1,3"], range(4), 4),  # the kernel reports the core of some processors only
         ([], range(3), 3),
     ],
 )
@@ -118,7 +119,7 @@ def test_hyperthreads_of_a_core_count_once(
         (16, None, 2, 4, 2),
         (16, 6.0, 2, 1, 3),
         (16, 0.5, 1, 1, 1),
-        (16, 6.0, 1, 2, 6),  # the limit is that of this container, and the cores are of both
+        (16, 6.0, 1, 2, 6),  # the limit applies to this container, and both containers share the cores
         (16, 12.0, 1, 2, 8),
     ],
 )

@@ -30,7 +30,8 @@ def test_verbose_logs_all(tmp_path: Path, verb: Verb, monkeypatch: pytest.Monkey
     write_clicks(tmp_path / "clicks.parquet", 300)
     (tmp_path / "mine.py").write_text(MINE)
     path = str(write_config(tmp_path, model={"class": "mine:Mine"}))
-    doctor, test = ("doctor", path, "--only", "disk"), ("train", path, "--test", "--local")  # each makes the model
+    # Both commands create the model.
+    doctor, test = ("doctor", path, "--only", "disk"), ("train", path, "--test", "--local")
     assert "detail" not in verb(*doctor)[1]
     assert "DEBUG   persia.mine: a detail of the model" in verb("--verbose", *doctor)[1]
     monkeypatch.setenv("LOG_LEVEL", "")

@@ -149,7 +149,7 @@ def test_a_resumed_run_begins_with_the_rows_that_fit(tmp_path: Path) -> None:
         reports = trainer.fit()
         next(reports)
         trainer.save()
-    for given, size in ((None, 50), (40, 40)):  # another number of the file is followed
+    for given, size in ((None, 50), (40, 40)):  # a different number in the file is used
         config = small(tmp_path, data={"epochs": 2}, train={**SGD, "micro_batch": given}, run={"name": "again"})
         model = scarce(config, 0)
         sizes: list[int] = []

@@ -142,7 +142,7 @@ def test_saves_are_made_at_the_interval(tmp_path: Path) -> None:
     trainer, _ = fit(config)
     assert trainer.folder is not None
     saves = {path.name for path in Path(trainer.folder.saves(config)).glob("step-*")}
-    assert saves == {"step-3", "step-6", "step-9", "step-10"}  # and the end
+    assert saves == {"step-3", "step-6", "step-9", "step-10"}  # the last one is written at the end
 
 
 # --- precision

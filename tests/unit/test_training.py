@@ -107,7 +107,7 @@ def test_training_equals_torch_embedding_bag(configure: Configure, pooling: str,
                 torch.from_numpy(np.concatenate(lists).astype(np.int64)),
             ]
             offsets = torch.tensor(np.cumsum([0, *[len(x) for x in lists][:-1]]))
-            for slot in range(2):  # rows that are new start as ours
+            for slot in range(2):  # new rows start with the initial weights of Persia
                 fresh = torch.zeros(200, dtype=torch.bool)
                 fresh[flat[slot]] = True
                 fresh &= ~known[slot]

@@ -135,7 +135,7 @@ class _Supervision:
         return 0
 
     def _passed_on(self) -> bool:
-        """Pass Ctrl-C on to the rank in the foreground, as the terminal would. Return False for a second one."""
+        """Pass Ctrl-C on to the rank in the foreground, as the terminal would. Return False for a second Ctrl-C."""
         now, foreground = time.monotonic(), self._ranks.get(self._job.rank)
         impatient = bool(self._interrupted) and now - self._interrupted > ONE_SIGNAL and not self._prompts()
         self._interrupted = self._interrupted or now

@@ -161,7 +161,8 @@ class OpenRun:
 
     def _enter(self, resumes: bool) -> None:
         config, block = self._config, self._config.checkpoint
-        saves, upload_to = None, None if config.data.synthetic else block.upload_to  # a job has both
+        # In a job, Checkpoints chooses the folders.
+        saves, upload_to = None, None if config.data.synthetic else block.upload_to
         if not self._in_job:
             saves = self.folder.saves(config)
             upload_to = None if upload_to is None else f"{upload_to.rstrip('/')}/{self.folder.path.name}"
