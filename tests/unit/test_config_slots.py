@@ -177,7 +177,7 @@ def test_features_beside_other_slots_are_a_warning(
     slots.write_text(slots.read_text().replace("dim: 8", "dim: 9"))
     read_features(path)
     assert "persia.yml:6: features.seen: dim is 8, but 9 in" in caplog.text
-    assert "PERSIA_CONFIG=persia.yml takes them from the features" in caplog.text
+    assert "PERSIA_CONFIG=persia.yml uses the features" in caplog.text
     caplog.clear()
     slots.write_text("not: valid\n")  # the context raises the error
     read_features(path)

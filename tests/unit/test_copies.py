@@ -103,7 +103,7 @@ def test_the_newest_run_counts_wherever_it_is_found(
     with monkeypatch.context() as context:
         context.setattr(ObjectStore, "interrupted_run", _unreachable)
         assert Checkpoints(upload_to=URL).name() == "census-20260103-000000"
-        assert "without looking for a newer one" in caplog.text
+        assert "without looking for a newer run" in caplog.text
         shutil.rmtree(tmp_path / "run")
         shutil.rmtree(tmp_path / "checkpoints")
         with pytest.raises(StorageError):

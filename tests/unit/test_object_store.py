@@ -429,7 +429,7 @@ def test_a_missing_bucket_an_address_without_a_store_and_missing_credentials_say
     configure(SLOTS)
     other = "s3://no-such-bucket/run"
     for use_it in (lambda: core.probe(other), lambda: core.latest(other), lambda: core.Checkpoint(f"{other}/step-1")):
-        with pytest.raises(StorageError, match="NoSuchBucket.*make the bucket"):
+        with pytest.raises(StorageError, match="NoSuchBucket.*create the bucket"):
             use_it()
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     with pytest.raises(StorageError, match=r"refused.*does not respond: check .*AWS_ENDPOINT_URL=http://127.0.0.1:1"):

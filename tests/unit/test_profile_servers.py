@@ -57,14 +57,14 @@ def test_a_server_that_has_restarted_is_left_out(
     texts["b:2"] = METRICS.replace("} 100", "} 900").replace('sum{method="push"} 0.5', 'sum{method="push"} 0.25')
     left = found.end()
     assert [*left] == ["0"] and left["0"]["rows"] == 50
-    assert "profile: server 1 is left out: it has restarted" in capfd.readouterr().err
+    assert "profile: server 1 is omitted: it has restarted" in capfd.readouterr().err
 
 
 def test_a_server_that_cannot_be_read_is_left_out(capfd: pytest.CaptureFixture[str]) -> None:
     found = Servers({3: "127.0.0.1:9"})
     found.begin()
     assert found.end() == {}
-    assert "profile: server 3 is left out: http://127.0.0.1:9/metrics" in capfd.readouterr().err
+    assert "profile: server 3 is omitted: http://127.0.0.1:9/metrics" in capfd.readouterr().err
 
 
 def test_without_nats_servers_are_left_out(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -75,7 +75,7 @@ def test_without_nats_servers_are_left_out(monkeypatch: pytest.MonkeyPatch, capf
 
     monkeypatch.setattr(nats, "services", services)
     assert Servers.find().addresses == {}
-    assert "profile: the servers are left out: " in capfd.readouterr().err
+    assert "profile: the servers are omitted: " in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def decode(body: Any) -> Any:
         ([ROW] * 101, "101 rows; a request may have at most 100"),
         ({"records": [ROW] * 101}, "101 rows; a request may have at most 100"),
         ({"shared": {"site": "a"}, "candidates": [ROW] * 101}, "101 rows; a request may have at most 100"),
-        ({"shared": {"site": "a" * 200}, "candidates": [ROW] * 50}, "shared in each of 50 rows is 10550 bytes"),
+        ({"shared": {"site": "a" * 200}, "candidates": [ROW] * 50}, "shared, repeated in 50 rows, is 10550 bytes"),
     ],
     ids=["list", "records", "candidates", "shared"],
 )

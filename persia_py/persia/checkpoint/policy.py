@@ -270,6 +270,6 @@ def _newest_interrupted(store: ObjectStore) -> str | None:
     except StorageError as error:
         if local is None:
             raise
-        _logger.warning("found %s on the disk, without looking for a newer one: %s", local, error)
+        _logger.warning("using %s from the disk, without looking for a newer run: %s", local, error)
         return local
     return max((name for name in (local, replicated) if name is not None), default=None)

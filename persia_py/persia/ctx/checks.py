@@ -165,8 +165,8 @@ class TruncatedSlots:
             if truncated and slot not in self._logged:
                 self._logged.add(slot)
                 _logger.warning(
-                    "slot %r: %d ids of the batch are dropped, because their samples have more than "
-                    "sample_fixed_size; the first ones are used. Engine.stats()['slots'] counts them from now on",
+                    "slot %r: %d ids of the batch are dropped, because a sample uses only its first sample_fixed_size "
+                    "ids; further dropped ids are not logged, but counted in Engine.stats()['slots']",
                     slot,
                     truncated,
                 )

@@ -177,7 +177,7 @@ def has_stack(say: Callable[[str], None]) -> bool:
         listed = compose.ask("compose", "config", "--services")
         if listed.returncode != 0 and _NO_FILE.search(listed.stderr) is not None:
             return False
-        if listed.returncode == 0 and compose.SERVICE not in listed.stdout.split():  # a project of another kind
+        if listed.returncode == 0 and compose.SERVICE not in listed.stdout.split():  # not a project of Persia
             return False
         done = listed if listed.returncode else compose.ask("compose", "ps", "--all", "--quiet")
         problem = compose.last_line(done) if done.returncode else ""

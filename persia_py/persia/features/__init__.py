@@ -72,7 +72,8 @@ def _warn_of_other_slots(given: tuple[str, str]) -> None:
     if found := differences(given, slots):
         lines = "".join(f"\n  {each}" for each in found)
         _logger.warning(
-            "the slots of %s differ; PERSIA_CONFIG=%s takes them from the features:%s", path, given[1], lines
+            "the slots of %s differ from the features of %s; PERSIA_CONFIG=%s uses the features:%s",
+            *(path, given[1], given[1], lines),
         )
 
 

@@ -51,7 +51,7 @@ class Servers:
         try:
             found = nats.services(services.nats_url(), "persia-server", job=job_name())
         except PersiaError as error:  # a profile without servers is better than none
-            _logger.warning("profile: the servers are left out: %s", error)
+            _logger.warning("profile: the servers are omitted: %s", error)
             return cls({})
         return cls({each.number("index"): each.text("metrics") for each in found if each.text("metrics")})
 
@@ -77,7 +77,7 @@ class Servers:
             if (before := self._first.get(index)) is None:
                 continue
             if any(after[name] < value for name, value in before.items()):
-                _logger.warning("profile: server %d is left out: it has restarted since the profile began", index)
+                _logger.warning("profile: server %d is omitted: it has restarted since the profile began", index)
                 continue
             found[str(index)] = {name: round(value - before[name], 6) for name, value in after.items()}
         return found
@@ -93,7 +93,7 @@ class Servers:
             with urllib.request.urlopen(f"http://{address}/metrics", timeout=_DEADLINE_S) as response:
                 return index, parse(response.read().decode())
         except (OSError, ValueError) as error:
-            _logger.warning("profile: server %d is left out: http://%s/metrics: %s", index, address, error)
+            _logger.warning("profile: server %d is omitted: http://%s/metrics: %s", index, address, error)
             return index, None
 
 

@@ -48,7 +48,8 @@ def _object(body: bytes, model: Any, limits: Limits) -> bytes:
         _check_count(rows, limits)
         if (size := len(rest.dumps(shared)) * len(rows)) > limits.waiting_bytes:
             raise TooLargeError(
-                f"shared in each of {len(rows)} rows is {size} bytes; a request may have at most {limits.waiting_bytes}"
+                f"shared, repeated in {len(rows)} rows, is {size} bytes; "
+                f"a request may have at most {limits.waiting_bytes}"
             )
         if both := sorted({*shared} & {key for row in rows if isinstance(row, dict) for key in row}):
             raise InvalidError(f"columns in both shared and a candidate: {', '.join(both)}")

@@ -134,7 +134,7 @@ class Sizing:
         return self.here <= FULL * self.available
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the estimate, in bytes, JSON-serializable."""
+        """Return the estimate in bytes, as a JSON-serializable dictionary."""
         return {
             "tables": {table.name: {"rows": table.rows, "bytes": table.bytes} for table in self.tables},
             "servers": self.servers,

@@ -43,12 +43,12 @@ pub(crate) fn failure(error: &Error) -> io::Error {
     let (kind, hint) = match error {
         Error::PermissionDenied { .. } | Error::Unauthenticated { .. } => (
             io::ErrorKind::PermissionDenied,
-            "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, for trainers and servers, and what they allow: to get, \
+            "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, for trainers and servers, and their permissions: get, \
              put, list and delete objects"
                 .to_owned(),
         ),
         _ if text.contains("NoSuchBucket") => {
-            (io::ErrorKind::Other, "make the bucket, or correct its name; see also AWS_ENDPOINT_URL".into())
+            (io::ErrorKind::Other, "create the bucket, or correct its name; see also AWS_ENDPOINT_URL".into())
         }
         _ if INSTANCE_METADATA.iter().any(|part| text.contains(part)) => (
             io::ErrorKind::Other,
@@ -135,7 +135,7 @@ mod tests {
         assert!(!is_absent(&missing));
         let found = failure(&missing);
         assert_ne!(found.kind(), io::ErrorKind::NotFound, "else training would start from the beginning");
-        assert!(found.to_string().contains("make the bucket"), "{found}");
+        assert!(found.to_string().contains("create the bucket"), "{found}");
         assert!(is_absent(&Error::NotFound { path: "k".into(), source: "status code: 404".into() }));
     }
 

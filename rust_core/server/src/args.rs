@@ -108,7 +108,7 @@ pub struct MiddlewareArgs {
     /// Flags of both binaries
     #[command(flatten)]
     pub common: CommonArgs,
-    /// Servers in the order of their index, HOST:PORT or unix:/PATH, instead of discovery; of an infer job instead of
+    /// Servers, in the order of their index: HOST:PORT or unix:/PATH. Replaces discovery and, in an infer job,
     /// infer_config.servers
     #[arg(long, value_name = "ADDRESS,…", value_delimiter = ',')]
     pub servers: Vec<Endpoint>,

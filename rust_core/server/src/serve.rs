@@ -45,7 +45,7 @@ pub struct Health {
 pub type HealthService = HealthServer<tonic_health::server::HealthService>;
 
 impl Health {
-    /// Create a health that reports "not serving", and its service.
+    /// Return the health of a process that does not serve yet, and the gRPC service that reports it.
     pub async fn new(service: &'static str) -> (Self, HealthService) {
         let reporter = HealthReporter::new();
         let server =

@@ -237,7 +237,7 @@ impl Node {
             // run.
             Some(_) if !run.fresh && self.holds_rows()? => {
                 tracing::warn!(
-                    "the log is closed, because it does not hold the rows: load a checkpoint again"
+                    "the log is closed, because it does not contain the current rows; load a checkpoint again"
                 );
                 self.start(run)?;
             }

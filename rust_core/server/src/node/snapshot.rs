@@ -52,7 +52,10 @@ impl Node {
         if let Some(log) = &self.log
             && let Err(error) = log.abort_snapshot(number)
         {
-            tracing::warn!(number, "after a restart rows would be copied for an aborted snapshot: {error}");
+            tracing::warn!(
+                number,
+                "cannot log the abort of a snapshot; after a restart, rows would be copied for it: {error}"
+            );
         }
         Ok(())
     }

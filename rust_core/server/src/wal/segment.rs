@@ -71,7 +71,7 @@ impl Segment {
         if let Err(error) = self.truncate() {
             tracing::warn!(
                 path = %self.path.display(),
-                "the end of the log cannot be removed now; nothing is appended until it is: {error}"
+                "cannot truncate the log; nothing is appended until this succeeds: {error}"
             );
         }
     }

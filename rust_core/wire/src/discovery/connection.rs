@@ -246,7 +246,7 @@ fn note(error: &mut Option<String>, url: &str, event: Event) {
         Event::ClientError(client) => (client.to_string().replace("nats: ", ""), false),
         Event::ServerError(server) => (server.to_string().replace("nats: ", ""), false),
         other => {
-            tracing::debug!(url, %other, "NATS");
+            tracing::debug!(url, %other, "event of NATS");
             return;
         }
     };
