@@ -17,7 +17,7 @@ def check_pyarray_dtype_valid(array: npt.NDArray[np.generic], dtype: npt.DTypeLi
         FeatureTypeError: The array has a dtype that a batch cannot hold, or its dtype is not ``dtype``.
     """
     if NdarrayDataBase(array).data.dtype != np.dtype(dtype):
-        raise FeatureTypeError(f"dtype {np.dtype(dtype)}: the array has {array.dtype}")
+        raise FeatureTypeError(f"expected an array of {np.dtype(dtype)}, found {array.dtype}")
 
 
 def is_cuda_feature_available() -> bool:

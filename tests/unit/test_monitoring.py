@@ -122,7 +122,7 @@ def test_counters_go_on_in_the_next_context_and_evaluations_are_no_steps(
                 output, labels = ctx.forward(batch)
                 ctx.backward(loss_fn(output, labels[0]))
                 now[0] += 1000.0
-                flight.apart()  # as after an evaluation
+                flight.apart()  # an evaluation does this
     samples = read(own().address)
     assert of(samples, "persia_trainer_samples_total") == 2 * 3 * 32
     assert of(samples, "persia_trainer_steps_total") == 6

@@ -35,6 +35,6 @@ def test_a_model_comes_close_to_the_teacher(verb: Verb, tmp_path: Path, sizes: M
         name, *arguments = shlex.split(command)
         assert name == "persia"
         printed += verb(*arguments)[0]
-    *_, teacher = re.findall(r"on these labels the teacher has AUC (\S+),", printed)  # that of test.parquet
+    *_, teacher = re.findall(r"on these labels the teacher has AUC (\S+),", printed)  # the last one is of test.parquet
     found = json.loads(next((tmp_path / "runs").glob("*/summary.json")).read_text())["test"]["labels"]["label"]["auc"]
     assert float(teacher) - gap <= found <= float(teacher) + 0.002

@@ -44,7 +44,8 @@ class Epochs:
         given = self._state.backend.all_gather("ctx.epochs", [count, self._state.passes])
         other = next((rank for rank, (of_rank, _) in enumerate(given) if of_rank != count), None)
         if other is not None:
-            raise UsageError(f"ctx.epochs: {count} on rank {settings.rank}, {given[other][0]} on rank {other}")
+            text = f"ctx.epochs: {count} on rank {settings.rank}, {given[other][0]} on rank {other}"
+            raise UsageError(f"{text}; pass the same number on every rank")
         first = given[0][1]  # rank 0 has loaded the checkpoint
         if first is None:
             _logger.warning(

@@ -76,7 +76,7 @@ class Families:
         elif isinstance(found, CounterMetricFamily | GaugeMetricFamily) and not isinstance(value, Durations):
             found.add_metric(values, value)
         else:
-            raise TypeError(f"{series.name}: a {series.kind} of {type(value).__name__}")
+            raise TypeError(f"{series.name}: a {series.kind} cannot have a value of type {type(value).__name__}")
 
     def __iter__(self) -> Iterator[Metric]:
         """Yield the added values, by series."""

@@ -277,7 +277,7 @@ fn expired_rows_are_freed_within_256_steps() {
     assert_eq!((stats.rows[0], stats.pushes.rows_expired, stats.pushes.rows_evicted), (3_000, 50_000, 0));
 }
 
-/// The payload is 20 bytes. The overhead is at most 40 bytes at 10⁶ rows, and falls above.
+/// The payload is 20 bytes. The overhead is at most 40 bytes at 10⁶ rows, and less with more rows.
 #[test]
 fn a_small_row_of_halves_costs_its_payload_and_at_most_40_bytes() {
     let own = TableSettings { optimizer: Some(ROW_WISE), ..halves(Dtype::F16, Rounding::Nearest) };

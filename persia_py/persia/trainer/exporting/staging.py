@@ -97,11 +97,11 @@ class Staging:
         return path
 
     def publish(self, name: str, content: bytes) -> None:
-        """Write the last file, and make the folder appear.
+        """Write the last file, and rename the folder to its final name.
 
         Raises:
             StorageError: The file cannot be written.
-            UsageError: The folder exists in the meantime.
+            UsageError: Another process has created a folder of this name.
         """
         self.write(name, content)
         check_free(self._folder)
