@@ -9,7 +9,12 @@ from conftest import ROOT, Verb
 
 from persia.doctor import gpu
 
-PAGE = (ROOT / "docs" / "cuda.md").read_text(encoding="utf-8")
+pytestmark = pytest.mark.clone
+
+
+def page() -> str:
+    """Return the page about GPUs."""
+    return (ROOT / "docs" / "cuda.md").read_text(encoding="utf-8")
 
 
 def compose(name: str) -> dict[str, Any]:
@@ -21,7 +26,7 @@ def compose(name: str) -> dict[str, Any]:
 
 def layers() -> dict[str, str]:
     """Return the rows of the page's table by their first cell."""
-    section = PAGE.partition("\n## The driver, and containers\n")[2].partition("\n## ")[0]
+    section = page().partition("\n## The driver, and containers\n")[2].partition("\n## ")[0]
     return {row[1]: row[0] for row in re.finditer(r"^\| ([^|]+) \|.*\|$", section, re.MULTILINE)}
 
 
@@ -32,7 +37,7 @@ def test_compose_gives_devices_by_the_stanza_that_the_doctor_names() -> None:
     given = {name: each.get("deploy", {}).get("resources", {}).get("reservations") for name, each in overlay.items()}
     assert given == {"trainer": {"devices": named}}, "and no other service has a GPU"
     assert "GPU_NUM" in overlay["trainer"]["environment"], "the ranks of a container"
-    assert gpu.OVERLAY in PAGE
+    assert gpu.OVERLAY in page()
 
 
 @pytest.mark.row("S4-16")
