@@ -137,8 +137,10 @@ def test_vectors_of_sixteen_bits_are_those_of_the_cpu_rounded(configure: Configu
     _, rows = results(None)
     _, halves = results(0, embedding_dtype=dtype)
     assert all(tensor.dtype == dtype for tensor in halves)
-    for one, other in zip(rows, halves, strict=True):
-        torch.testing.assert_close(other.float(), one, rtol=0.05, atol=0.02)
+    # Adagrad's first steps amplify a rounded gradient near zero, so single numbers may differ more than the vectors.
+    wanted = {torch.float16: 0.02, torch.bfloat16: 0.1}[dtype]
+    for name, one, other in zip(NAMES, rows, halves, strict=True):
+        assert (other.float() - one).norm() <= wanted * one.norm(), name
 
 
 @pytest.mark.row("S3-06/G", "S3-32/G")

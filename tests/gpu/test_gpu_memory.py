@@ -37,7 +37,10 @@ class Greedy(torch.nn.Module):
         assert output.is_cuda and self.large.is_cuda
         scratch = torch.empty(len(output), self.row_bytes, dtype=torch.uint8, device=output.device)
         self.sizes.append(len(output))
-        return output + 0.0 * scratch[:, :1] + 0.0 * self.large[0]
+        output = output + 0.0 * scratch[:, :1] + 0.0 * self.large[0]
+        del scratch
+        torch.cuda.empty_cache()  # a part of the freed block may otherwise get a gradient, and the rest is too small
+        return output
 
 
 @pytest.fixture(autouse=True)

@@ -178,7 +178,7 @@ def test_a_process_has_its_use_of_its_device(tmp_path: Path) -> None:
             assert row.gpu_used_bytes < device.used_bytes
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
 @with_servers

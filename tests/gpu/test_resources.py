@@ -49,6 +49,7 @@ def test_device_memory_does_not_grow_over_10000_steps(configure: Configure) -> N
     assert free >= begun[0] - (64 << 20), (begun, free)
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_a_step_waits_for_the_device_once(configure: Configure) -> None:
     """It waits for the flag that says whether all is finite; the push thread waits for its copy in the background."""
     configure("a: {dim: 4}\nb: {dim: 4}")
