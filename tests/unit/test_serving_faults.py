@@ -102,9 +102,11 @@ def test_it_answers_while_a_load_balancer_learns_that_it_stops(tmp_path: Path) -
         with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
             health = health_pb2_grpc.HealthStub(channel)
             assert health.Check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.SERVING
+            assert server.metric("persia_serving_ready") == 1
             server.process.send_signal(signal.SIGTERM)
             server.says("no longer ready")
             wait_until("not ready", lambda: server.client().ask("GET", "/v2/health/ready")[0] == 503, 20)
+            assert "persia_serving_ready 0.0" in server.client().ask("GET", "/metrics")[2].decode()
             assert health.Check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         assert check([server.client().score(BODY)[::2]]) == {"small-1"}  # by a new connection
         assert server.stop() == 0  # the second signal ends the wait
@@ -122,6 +124,32 @@ def test_a_higher_version_replaces_the_served_one_without_a_failed_request(tmp_p
             wait_until("more answers", lambda count=count: len(answers) > count + 20, 30)  # type: ignore[misc]
     assert check(answers) == {"small-1", "small-2", "small-10"}
     assert answers[-1][1]["bundle"] == "small-10"
+
+
+def test_the_ages_are_those_of_the_bundle_that_is_served(tmp_path: Path) -> None:
+    hour, minute = 3600.0, 60.0
+    versions = tmp_path / "versions"
+    began = time.time()
+    version(versions, 1, exported_at=began - hour)
+    with serving(versions, tmp_path / "log") as server:
+
+        def ages() -> tuple[float, float]:
+            found = [server.metric(f"persia_serving_bundle_{name}age_seconds ") for name in ("", "load_")]
+            return found[0], found[1]
+
+        wait_until("a second", lambda: ages()[1] > 1, 20)
+        exported, loaded = ages()
+        assert hour < exported < hour + minute and loaded < minute
+        version(versions, 2, exported_at=began - 2 * hour)
+        server.says("bundle small-2, loaded")
+        wait_until("the new bundle", lambda: server.metric('persia_serving_bundle{bundle="small-2"}') == 1, 20)
+        at = time.monotonic()
+        exported, since = ages()
+        assert 2 * hour < exported < 2 * hour + minute
+        assert since < min(loaded, 1.0) + time.monotonic() - at, "the time starts again"
+        version(versions, 3, exported_at=began + hour)  # by a machine whose clock is ahead
+        server.says("bundle small-3, loaded")
+        wait_until("no age", lambda: ages()[0] == 0.0, 20)
 
 
 def test_a_link_that_changes_and_sighup_replace_the_bundle(tmp_path: Path) -> None:

@@ -104,6 +104,7 @@ class _Process:
         reloader = Reloader(self._path, (found, model), self._load, batcher, metrics)
         name = self._options.name or self._path.absolute().name
         service = Service(name, limits, metrics, batcher, reloader, self._expected)
+        metrics.is_ready(lambda: service.ready)
         server = self._http(service)
         remote = None
         try:
