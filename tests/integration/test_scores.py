@@ -137,7 +137,7 @@ def by_records(server: "Server", bundle: Bundle, rows: pa.Table) -> Floats:
     """Return the scores of ``POST /score``."""
     del bundle
     found = server.ask("/score", rows.to_pylist())
-    return np.array([found["scores"][label] for label in LABELS], np.float32).T
+    return np.stack([np.array(found["scores"][label], np.float32) for label in LABELS], 1)
 
 
 def by_rest(server: "Server", bundle: Bundle, rows: pa.Table) -> Floats:
@@ -148,7 +148,7 @@ def by_rest(server: "Server", bundle: Bundle, rows: pa.Table) -> Floats:
     ]
     outputs = server.ask("/v2/models/model/infer", {"inputs": inputs})["outputs"]
     assert [each["name"] for each in outputs] == NAMES
-    return np.array([each["data"] for each in outputs], np.float32).T
+    return np.stack([np.array(each["data"], np.float32) for each in outputs], 1)
 
 
 def by_grpc(server: "Server", bundle: Bundle, rows: pa.Table) -> Floats:
