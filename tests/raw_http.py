@@ -1,12 +1,18 @@
 """HTTP requests as bytes, for clients that break them."""
 
+import errno
 import random
+import re
 import socket
 from collections.abc import Callable
 from typing import Any
 
 SHORTEST = 30
 """A request is not made shorter than this many bytes."""
+NOT_FINITE = b"the model gave a score that is not a finite number"
+"""The error of a request with a huge number, which wrong bytes can make: a number without its decimal point."""
+DISCONNECTED = (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN)
+"""The errors of a connection that the server has ended."""
 
 
 def rest(connection: socket.socket) -> bytes:
@@ -35,3 +41,47 @@ def malformed(draw: random.Random, request: bytes) -> bytes:
         if len(text) > SHORTEST:
             change()
     return bytes(text)
+
+
+def framed(body: bytes) -> bytes:
+    """Return a request for scores with this body, whose length it states."""
+    return b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+
+
+def answers(connection: socket.socket, count: int) -> list[tuple[int, bytes]]:
+    """Return the status and the body of each of the next responses."""
+    found: list[tuple[int, bytes]] = []
+    text = b""
+    while len(found) < count:
+        head, end, body = text.partition(b"\r\n\r\n")
+        length = re.search(rb"\r\ncontent-length: (\d+)", head, re.IGNORECASE)
+        if end and length and len(body) >= int(length[1]):
+            assert head.startswith(b"HTTP/1.1 "), head
+            size = int(length[1])
+            found.append((int(head.split()[1]), body[:size]))
+            text = body[size:]
+            continue
+        part = connection.recv(65_536)
+        assert part, f"the connection ended after {len(found)} of {count} responses: {text!r}"
+        text += part
+    return found
+
+
+def send_malformed(connection: socket.socket, draw: random.Random, body: bytes, count: int) -> None:
+    """Send malformed requests by one connection, and check that none is a failure of the server.
+
+    All but the last have malformed bodies of the right length, and are sent together: each must get a response. The
+    last one has wrong bytes anywhere, so the server may also disconnect it.
+    """
+    connection.sendall(b"".join(framed(malformed(draw, body)) for _ in range(count - 1)))
+    for status, content in answers(connection, count - 1):
+        assert 200 <= status < 500 or NOT_FINITE in content, (status, content)
+    try:
+        connection.sendall(malformed(draw, framed(body)))
+        connection.shutdown(socket.SHUT_WR)
+        answer = rest(connection)
+    except OSError as error:
+        if error.errno not in DISCONNECTED:
+            raise
+        return
+    assert not answer or re.match(rb"HTTP/1\.1 [234]\d\d ", answer) or NOT_FINITE in answer, answer

@@ -14,6 +14,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
@@ -22,8 +23,8 @@ from typing import Any
 
 import pytest
 from faults import NEEDS, STORM_S, Record, fill
-from raw_http import malformed, rest
-from serving_job import CLIENT_S, MEMORY, Bundles, Served, export
+from raw_http import framed, rest, send_malformed
+from serving_job import CLIENT_S, CLIENTS, MEMORY, Bundles, Served, export
 
 from persia.errors import StorageError
 from persia.serving import parity
@@ -36,6 +37,9 @@ REMOVED = 0.3
 SLOW_CLIENTS = 40
 LEAVING_CLIENTS = 300
 MALFORMED = 100_000
+MALFORMED_CLIENTS = 4
+BY_CONNECTION = 20
+"""The malformed requests of a connection. One of them breaks the framing of HTTP, which ends a connection."""
 WARM = 300
 """The number of responses after which the memory of a process is measured the first time."""
 LARGE_ROWS = 500
@@ -55,6 +59,7 @@ class ServingFault:
         inject: The function that injects it.
         goes_on: Whether no request of the clients may fail, and the process must not be restarted.
         options: Options of ``persia serve``.
+        clients: The number of clients that request scores all the time.
         needs: The requirement for this machine, one of ``faults.NEEDS``.
     """
 
@@ -62,6 +67,7 @@ class ServingFault:
     inject: Callable[[Served, random.Random, float], None]
     goes_on: bool = True
     options: tuple[str, ...] = ()
+    clients: int = CLIENTS
     needs: str = ""
 
     def missing(self) -> str | None:
@@ -158,8 +164,7 @@ def reloads(job: Served, rng: random.Random, seconds: float) -> None:
 
 def request(job: Served, at: int = 0) -> bytes:
     """Return a request for scores as bytes."""
-    body = job.bundles.bodies[at]
-    return b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    return framed(job.bundles.bodies[at])
 
 
 def slow_clients(job: Served, rng: random.Random, seconds: float) -> None:
@@ -192,22 +197,33 @@ def leaving_clients(job: Served, rng: random.Random, seconds: float) -> None:
 
 
 def malformed_requests(job: Served, rng: random.Random, seconds: float, count: int = MALFORMED) -> None:
-    """Send requests with wrong bytes. No response may be a failure of the server."""
+    """Send malformed requests, several by each connection. No response may be a failure of the server.
+
+    The memory of the process is bounded all the time, not only at the end.
+    """
     del seconds
     job.more()
-    for number in range(count):
-        job.note_fault()
+    before, most = job.memory(), 0
+    seeds = [rng.getrandbits(64) for _ in range(count // BY_CONNECTION)]
+
+    def send(number: int) -> None:
         with connect(job) as connection:
+            body = job.bundles.bodies[number % len(job.bundles.bodies)]
+            send_malformed(connection, random.Random(seeds[number]), body, BY_CONNECTION)
+
+    with ThreadPoolExecutor(MALFORMED_CLIENTS) as clients:
+        sent = [clients.submit(send, number) for number in range(len(seeds))]
+        for one in sent:
+            job.injected += BY_CONNECTION
+            job.wait("a malformed request to be refused", one.done)
             try:
-                connection.sendall(malformed(rng, request(job, number % len(job.bundles.bodies))))
-                connection.shutdown(socket.SHUT_WR)
-                answer = rest(connection)
-            except (BrokenPipeError, ConnectionResetError):
-                answer = b""
-        assert not answer or answer.startswith(b"HTTP/1.1 "), answer
-        assert b" 500 " not in answer[:20], answer
-        job.recovered += 1
-        job.look_after()
+                one.result()
+            except BaseException:
+                clients.shutdown(cancel_futures=True)
+                raise
+            job.recovered += BY_CONNECTION
+            most = max(most, job.memory())
+            assert most - before < MEMORY, f"the memory grew by {(most - before) >> 20} MiB"
     job.more()
 
 
@@ -308,7 +324,7 @@ FAULTS: dict[str, ServingFault] = {
     "F37": ServingFault("the bundle replaced ten times under load", reloads),
     "F38": ServingFault("forty clients that stop within a request", slow_clients, options=("--timeout-s", "2")),
     "F39": ServingFault("300 clients that leave before the response", leaving_clients),
-    "F40": ServingFault("100,000 malformed requests", malformed_requests),
+    "F40": ServingFault("100,000 malformed requests", malformed_requests, clients=1),
     "F41": ServingFault("twice the load that serving can take", overload, options=OVERLOAD_OPTIONS),
 }
 
@@ -327,7 +343,7 @@ def run(name: str, seed: int, folder: Path, bundles: Bundles, seconds: float = S
         The result, in which a row is a score, and its problem: None if there is none.
     """
     fault = FAULTS[name]
-    job = Served(folder, bundles, *fault.options)
+    job = Served(folder, bundles, *fault.options, clients=fault.clients)
     problem: str | None = None
     with ExitStack() as mounted:
         if fault.inject is disk_full:

@@ -17,7 +17,7 @@ from serving_job import Answers, Bundles, make_bundles
 SEED = 1
 OVERLOAD_S = 60.0
 ALWAYS = {"F37"}
-TIMEOUT_S = {"F40": 1800}
+TIMEOUT_S = {"F40": 600}
 """A longer limit for a fault of many requests."""
 
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -221,9 +222,11 @@ def slowed(process: psutil.Process) -> Iterator[None]:
         thread.join()
 
 
-def test_every_panel_of_serving_has_data(programs: Path, tmp_path: Path, opened: contextlib.ExitStack) -> None:
+def test_every_panel_of_serving_has_data_and_a_process_that_stops_raises_an_alert(
+    programs: Path, tmp_path: Path, opened: contextlib.ExitStack
+) -> None:
     bundle = write_bundle(tmp_path / "bundle", 2.0)
-    process = opened.enter_context(serving(bundle, tmp_path / "serving.log"))
+    process = opened.enter_context(serving(bundle, tmp_path / "serving.log", drain_s=600))
     target = {"targets": [f"127.0.0.1:{process.port}"]}
     seen = prometheus(
         programs, tmp_path, config(tmp_path, [{"job_name": "persia-serving", "static_configs": [target]}])
@@ -248,6 +251,10 @@ def test_every_panel_of_serving_has_data(programs: Path, tmp_path: Path, opened:
 
         wait_until("data in every panel", all_have_data, 60, interval=1.0, evidence=lambda: str(empty))
         assert "persia-serving" in persia("doctor", "--prometheus", seen.url, env={})
+        assert "PersiaServingNoBundle" not in {name for name, _ in seen.firing()}
+        process.process.send_signal(signal.SIGTERM)  # it still answers, but is not ready
+        assert seen.waits_for_alert("PersiaServingNoBundle") == {f"127.0.0.1:{process.port}"}
+        assert seen.query("up")[0]["value"][1] == "1"
     finally:
         over.set()
         asking.join()

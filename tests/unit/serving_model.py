@@ -40,16 +40,18 @@ class SmallModel:
         Column("price", "FP32"),
     )
 
-    def __init__(self, scale: float = 1.0, *, delay_s: float = 0.0) -> None:
+    def __init__(self, scale: float = 1.0, *, delay_s: float = 0.0, exported_at: float = 0.0) -> None:
         """Make a model.
 
         Args:
             scale: Distinguishes one model from another.
             delay_s: Seconds that each batch takes.
+            exported_at: When its bundle was written.
         """
         self.identity = f"small-{scale:g}"
         self.scale = scale
         self.delay_s = delay_s
+        self.exported_at = exported_at
         self.closed = False
         self.batches: list[int] = []
         self.columns = {column.name: column for column in self.inputs}

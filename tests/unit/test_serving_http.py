@@ -164,6 +164,11 @@ def test_binary_tensors(client: Client) -> None:
                                           f"{sum(map(len, raws))}")  # fmt: skip
 
 
+def valid(name: str, marks: list[Any], datatype: str = "BOOL") -> dict[str, Any]:
+    """Return the tensor that marks the missing values of a column."""
+    return {"name": f"{name}.valid", "shape": [len(marks)], "datatype": datatype, "data": marks}
+
+
 def replaced(index: int, **keys: Any) -> list[dict[str, Any]]:
     return [{**each, **keys} if at == index else each for at, each in enumerate(INPUTS)]
 
@@ -186,6 +191,10 @@ def replaced(index: int, **keys: Any) -> list[dict[str, Any]]:
         (replaced(3, data=[0, 2, 1, 3]), "tags.offsets: expected offsets that start at 0, never decrease"),
         (replaced(3, data=[0, 2, 2, 4]), "tags.offsets: expected offsets that start at 0, never decrease"),
         (replaced(3, shape=[3], data=[0, 2, 3]), "different numbers of rows"),
+        ([*INPUTS, valid("user", [1, 0, 1], "INT8")], "user.valid: INT8 [3], expected BOOL [3]: false for each"),
+        ([*INPUTS, valid("tags", [True])], "tags.valid: BOOL [1], expected BOOL [3]: false for each"),
+        ([*INPUTS, valid("user", [True, None, True])], "user.valid: BOOL [3], expected BOOL [3]: false for each"),
+        ([*INPUTS, valid("usr", [True] * 3)], "usr.valid: no such input; did you mean user.valid?"),
         (replaced(4, parameters={"shared_memory_region": "x"}), "price: shared memory is not supported"),
         (replaced(4, parameters={"binary_data_size": 4}), "price: binary_data_size is 4, but 0 bytes follow"),
         (7, "expected an object with a list of inputs"),
@@ -213,6 +222,19 @@ def test_ten_unknown_tensors_are_named(client: Client) -> None:
 def test_a_missing_number_is_null(client: Client) -> None:
     _, _, content = client.ask("POST", INFER, json.dumps({"inputs": replaced(4, data=[0.5, None, 2])}))
     assert json.loads(content["parameters"]["unusual"]) == {"price": {"null": 1}}
+
+
+def test_values_that_are_not_valid_are_missing(client: Client) -> None:
+    names = ("user", "site", "tags", "price")
+    missing = dict.fromkeys(names)
+    wanted = client.score([RECORDS[0], {**RECORDS[1], **missing}, RECORDS[2]])[2]
+    assert wanted["unusual"].keys() == {*names}
+    whole = [each for each in INPUTS if each["name"] not in ("tags", "tags.offsets")]
+    tags = [{**INPUTS[2], "data": [1, 2, 6, 7], "shape": [4]}, {**INPUTS[3], "data": [0, 2, 3, 4]}]
+    marks = [valid(name, [True, False, True]) for name in names]
+    _, _, found = client.ask("POST", INFER, json.dumps({"inputs": [*whole, *tags, *marks]}))
+    assert found["outputs"][0]["data"] == wanted["scores"]
+    assert json.loads(found["parameters"]["unusual"]) == wanted["unusual"]
 
 
 def test_a_row_that_makes_the_model_fail_fails_alone(client: Client, server: Serving) -> None:

@@ -46,6 +46,7 @@ def test_a_checkpoint_has_the_vocabulary_of_its_step(configure: Configure, tmp_p
     assert lines["a"][-2:] == ["-", "-"] and lines["b"][-2:] == [f"{b.waiting:,}", f"{b.seen_once:,}"]
     assert f"{a.hit_rate:.1%}" in lines["a"] and f"{b.rows:,}" in lines["b"]
     assert "since the generation began" in out and "note:" not in out
+    assert "-: no id waits, as in a table without admission by count" in " ".join(out.split())
 
 
 def test_a_checkpoint_without_counters_says_so(tmp_path: Path, verb: Verb) -> None:

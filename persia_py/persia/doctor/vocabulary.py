@@ -11,7 +11,8 @@ from rich.table import Table
 _HEADS = ("table", "rows", "memory", "admitted", "evicted", "expired", "hit rate", "waiting", "seen once")
 _MEANING = (
     "admitted, evicted, expired and hit rate count since the generation began; each training loop begins one. waiting: "
-    "ids that were pushed and wait for a row (admission by count); seen once: those of them with one push"
+    "ids that were pushed and wait for a row (admission by count); seen once: those of them with one push; -: no id "
+    "waits, as in a table without admission by count, whose pushes are not counted"
 )
 _PIPED_COLUMNS = 240
 """The width of the table if the output is not a terminal."""

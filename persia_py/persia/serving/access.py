@@ -2,6 +2,7 @@
 
 import hmac
 import ipaddress
+import shlex
 import ssl
 
 from persia.runtime import tokens
@@ -35,12 +36,16 @@ def certificate() -> tuple[str, str] | None:
         return None
     for name, path in files.items():
         if path is None:
-            raise ConfigError(f"{name} is not set: set both PERSIA_TLS_CERT and PERSIA_TLS_KEY, or neither")
+            unset = ConfigError(f"{name} is not set: set both PERSIA_TLS_CERT and PERSIA_TLS_KEY, or neither")
+            unset.hint = f"export {name}=FILE, and start the process again"
+            raise unset
         try:
             with open(path, "rb") as file:  # noqa: PTH123
                 file.read(1)
         except OSError as error:
-            raise ConfigError(f"{name}: {path}: {error.strerror}") from error
+            unread = ConfigError(f"{name}: {path}: {error.strerror}")
+            unread.hint = f"set {name} to a file in PEM that this user can read: ls -l {shlex.quote(str(path))}"
+            raise unread from error
     certificate, key = str(files["PERSIA_TLS_CERT"]), str(files["PERSIA_TLS_KEY"])
     try:
         # prevents a prompt for a password

@@ -36,6 +36,10 @@ class Model(Protocol):
     def identity(self) -> str:
         """The unique name of this bundle."""
 
+    @property
+    def exported_at(self) -> float:
+        """The time at which this bundle was exported, as Unix time."""
+
     def transform(self, data: Any) -> Samples:
         """Return ids and floats of rows, which are a table, a list of records, or JSON text.
 

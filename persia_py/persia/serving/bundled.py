@@ -1,5 +1,6 @@
 """Adapts a bundle to the model interface of the serving process."""
 
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ class BundledModel:
 
     Attributes:
         identity: The unique name of this bundle.
+        exported_at: The time at which this bundle was exported, as Unix time.
         inputs: The columns of rows.
         columns: The columns of rows by name.
         labels: The labels of the scores.
@@ -25,6 +27,7 @@ class BundledModel:
     def __init__(self, bundle: Bundle) -> None:
         self._bundle = bundle
         self.identity = bundle.identity
+        self.exported_at = datetime.fromisoformat(bundle.manifest.created_at).timestamp()
         self.inputs: tuple[Input, ...] = bundle.inputs
         self.columns = {column.name: column for column in bundle.inputs}
         self.labels = tuple(output.name for output in bundle.outputs)

@@ -1,5 +1,8 @@
 """The metrics of a serving process, for Prometheus."""
 
+import time
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
@@ -27,7 +30,10 @@ class Metrics:
         unseen_ids: The number of these ids that did not occur in training; their vectors are zeros.
         unusual: The number of unusual values in rows, by ``feature`` and ``kind``.
         reloads: The number of bundles loaded after the first, by ``outcome``.
+        ready: 1 while clients should send requests, otherwise 0.
         bundle: 1, with the identity of the served bundle as a label.
+        bundle_age: The time since the served bundle was exported, in seconds.
+        bundle_load_age: The time since the process began to serve this bundle, in seconds.
     """
 
     def __init__(self) -> None:
@@ -59,17 +65,37 @@ class Metrics:
         self.reloads = Counter(f"{name}reloads", "Bundles loaded after the first", ("outcome",), registry=registry)
         for outcome in ("ok", "failed"):
             self.reloads.labels(outcome)
+        self._ready = Gauge(f"{name}ready", "1 while clients should send requests", registry=registry)
         self._bundle = Gauge(f"{name}bundle", "The served bundle", ("bundle",), registry=registry)
+        self._bundle_age = Gauge(
+            f"{name}bundle_age_seconds", "Time since the served bundle was exported", registry=registry
+        )
+        self._bundle_load_age = Gauge(
+            f"{name}bundle_load_age_seconds", "Time since the process began to serve this bundle", registry=registry
+        )
 
     def answered(self, api: str, outcome: str, seconds: float) -> None:
         """Record that a request has received its response."""
         (self._ok[api] if outcome == "ok" else self._requests.labels(api, outcome)).inc()
         self.request_seconds[api].observe(seconds)
 
-    def serves(self, identity: str) -> None:
-        """Record which bundle is served."""
+    def is_ready(self, ready: Callable[[], bool]) -> None:
+        """Report what a function returns: whether clients should send requests."""
+        self._ready.set_function(lambda: float(ready()))
+
+    def serves(self, identity: str, exported_at: float) -> None:
+        """Record which bundle is served from now on.
+
+        Args:
+            identity: The unique name of the bundle.
+            exported_at: The time at which it was exported, as Unix time. The age of a bundle that another machine
+                exported is only as accurate as the clocks of both machines. It is never negative.
+        """
+        began = time.monotonic()
         self._bundle.clear()
         self._bundle.labels(identity).set(1)
+        self._bundle_age.set_function(lambda: max(0.0, time.time() - exported_at))
+        self._bundle_load_age.set_function(lambda: time.monotonic() - began)
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus's text format."""

@@ -63,7 +63,7 @@ class Reloader:
         self._failed: Found | None = None
         self._pause_s = _FIRST_PAUSE_S
         self._again_at = 0.0
-        metrics.serves(self.model.identity)
+        metrics.serves(self.model.identity, self.model.exported_at)
 
     def ask(self) -> None:
         """Check for a newer bundle now, and retry one that could not be loaded."""
@@ -112,7 +112,7 @@ class Reloader:
             return
         before = await asyncio.wrap_future(self._batcher.switch(model))
         self._found, self.model, self._failed = found, model, None
-        self._metrics.serves(model.identity)
+        self._metrics.serves(model.identity, model.exported_at)
         self._metrics.reloads.labels("ok").inc()
         _logger.info("serving %s, bundle %s, loaded in %.2f s", found.path, model.identity, loop.time() - began)
         before.close()

@@ -72,7 +72,8 @@ def serve(path: Path, options: Options, load: Callable[[Path], Any]) -> ExitCode
     model = _first(load, found.path)
     listening = _listen(addresses)
     process = _Process(path, options, load, expected, certificate)
-    return uvloop.run(process.run(found, model, listening, rpc))
+    with listening:
+        return uvloop.run(process.run(found, model, listening, rpc))
 
 
 class _Process:
@@ -104,6 +105,7 @@ class _Process:
         reloader = Reloader(self._path, (found, model), self._load, batcher, metrics)
         name = self._options.name or self._path.absolute().name
         service = Service(name, limits, metrics, batcher, reloader, self._expected)
+        metrics.is_ready(lambda: service.ready)
         server = self._http(service)
         remote = None
         try:
@@ -211,11 +213,13 @@ def _listen(address: tuple[str, int]) -> socket.socket:
     try:
         host, port = address
         family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family, kind, protocol)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(place)
-        listening.listen(_BACKLOG)
-        listening.setblocking(False)
+        with contextlib.ExitStack() as opened:
+            listening = opened.enter_context(socket.socket(family, kind, protocol))
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(place)
+            listening.listen(_BACKLOG)
+            listening.setblocking(False)
+            opened.pop_all()
     except OSError as error:
         raise UnreachableError(f"--http {address[0]}:{address[1]}: cannot listen: {error.strerror}") from error
     return listening

@@ -3,6 +3,9 @@
 A column with one value in each row is the tensor ``<name>``, ``[rows]`` or ``[rows, 1]``. A column of lists, for a bag
 or a sequence, is two tensors: ``<name>`` has the values of all rows, and ``<name>.offsets``, ``[rows + 1]``, the
 positions at which rows begin and end, as in Arrow. Row i has the values from offset i to offset i + 1.
+
+The optional tensor ``<name>.valid``, BOOL ``[rows]``, is false for each row whose value is missing, because bytes and
+the values of gRPC cannot be null.
 """
 
 import difflib
@@ -13,11 +16,14 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from persia.serving.refusals import InvalidError
 
 OFFSETS = ".offsets"
 """The suffix of the name of the tensor with the offsets of a column of lists."""
+VALID = ".valid"
+"""The suffix of the name of the tensor that marks missing values."""
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
@@ -109,13 +115,18 @@ def to_table(tensors: Iterable[Tensor], columns: Mapping[str, str]) -> pa.Record
         if tensor.name in given:
             raise InvalidError(f"{tensor.name}: given twice")
         given[tensor.name] = tensor
-    unknown = [name for name in given if name.removesuffix(OFFSETS) not in columns]
+    endings = ("", OFFSETS, VALID)
+    unknown = [name for name in given if not any(name.removesuffix(ending) in columns for ending in endings)]
     if unknown:
         more = [f"and {len(unknown) - _NAMED} more"] if len(unknown) > _NAMED else []
         raise InvalidError("; ".join([*(_unknown(name, columns) for name in unknown[:_NAMED]), *more]))
     if missing := [name for name in columns if name not in given]:
         raise InvalidError(f"inputs are missing: {', '.join(missing)}; the model takes {', '.join(columns)}")
-    arrays = {name: _column(given[name], given.get(f"{name}{OFFSETS}")) for name in columns}
+    beside = {name: tensor for name, tensor in given.items() if name not in columns}
+    arrays = {
+        name: _with_missing(_column(given[name], beside.get(f"{name}{OFFSETS}")), beside.get(f"{name}{VALID}"))
+        for name in columns
+    }
     counts = {name: len(array) for name, array in arrays.items()}
     if len({*counts.values()}) > 1:
         raise InvalidError(f"inputs have different numbers of rows: {', '.join(f'{n} {c}' for n, c in counts.items())}")
@@ -155,6 +166,20 @@ def _column(tensor: Tensor, offsets: Tensor | None) -> pa.Array:
             f"number of values of {tensor.name}"
         )
     return pa.LargeListArray.from_arrays(pa.array(numbers.astype(np.int64)), values)
+
+
+def _with_missing(column: pa.Array, valid: Tensor | None) -> pa.Array:
+    """Return a column in which the values that are not valid are null."""
+    if valid is None:
+        return column
+    marks = valid.values if isinstance(valid.values, pa.Array) else pa.array(valid.values)
+    is_column = len(valid.shape) == 1 or valid.shape[1] == 1
+    if valid.datatype != "BOOL" or marks.null_count or not is_column or len(marks) != len(column):
+        raise InvalidError(
+            f"{valid.name}: {valid.datatype} {[*valid.shape]}, expected BOOL [{len(column)}]: false for each row whose "
+            "value is missing"
+        )
+    return pc.if_else(marks, column, pa.scalar(None, column.type))
 
 
 def _count(name: str, shape: Iterable[int]) -> tuple[tuple[int, ...], int]:
@@ -228,6 +253,7 @@ def _strings(name: str, values: Iterable[Any]) -> pa.Array:
 
 
 def _unknown(name: str, columns: Mapping[str, str]) -> str:
-    near = difflib.get_close_matches(name, [*columns], 1)
-    hint = f"did you mean {near[0]}?" if near else f"the model takes {', '.join(columns)}"
+    ending = next((each for each in (OFFSETS, VALID) if name.endswith(each)), "")
+    near = difflib.get_close_matches(name.removesuffix(ending), [*columns], 1)
+    hint = f"did you mean {near[0]}{ending}?" if near else f"the model takes {', '.join(columns)}"
     return f"{name}: no such input; {hint}"
