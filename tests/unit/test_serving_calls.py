@@ -83,7 +83,7 @@ def test_silent_calls_without_the_token_take_no_place(server: Serving) -> None:
             new = [silent(third, _HEALTH[n % len(_HEALTH)]) for n in range(HEALTH_CALLS)]
             ended = await asyncio.gather(*(call.code() for call in old))
             assert set(ended) == {grpc.StatusCode.RESOURCE_EXHAUSTED}
-            assert "this one the longest" in await old[0].details()
+            assert "this one has waited longest" in await old[0].details()
             assert not any(call.done() for call in new)
             assert await infers(channel) == grpc.StatusCode.OK
             await check_health(channel)
