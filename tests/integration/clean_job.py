@@ -85,7 +85,7 @@ SAMPLES = SKIPPED + LEAST
 """Samples of memory that a rank must have, of which the last ones are compared."""
 LOUD = {"warn", "warning", "error", "critical"}
 EXPECTED = re.compile(
-    r"step \d+|effective batch: "  # the progress of rank 0
+    r"step \d+/\d+ |effective batch: "  # the progress of rank 0
     r"|.*\[WRN\] Plaintext passwords detected"  # NATS; its password gives access to NATS only
 )
 """Lines that every job writes."""
