@@ -68,6 +68,7 @@ JOB: dict[str, Any] = {
     },
     "labels": {"label": {}},
     "model": {"class": "slow_model:Slow"},
+    "train": {"nonfinite": "skip"},
     "checkpoint": {"every": 200},
     "memory": {"every": 20, "leaks": True},
     "run": {"log_every": 20},
@@ -84,9 +85,8 @@ SAMPLES = SKIPPED + LEAST
 """Samples of memory that a rank must have, of which the last ones are compared."""
 LOUD = {"warn", "warning", "error", "critical"}
 EXPECTED = re.compile(
-    r"step \d+|effective batch: "  # the progress of rank 0
+    r"step \d+/\d+ |effective batch: "  # the progress of rank 0
     r"|.*\[WRN\] Plaintext passwords detected"  # a warning of NATS; the password gives access to NATS only
-    r"|.*find_unused_parameters=True was specified"  # a warning of torch about a default of DDPOption
 )
 """Lines that every job writes."""
 

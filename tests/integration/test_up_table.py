@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import os
 import re
 import subprocess
 import sys
@@ -157,9 +156,10 @@ def test_a_job_is_watched_and_profiled_and_says_what_it_needs(up: StartUp, tmp_p
     one.says("dense gradients are averaged over gloo \\(no GPU\\)")
     one.says("memory: server .* rows\\), trainer .* fits in the")
     one.says("step 10/")
-    env = {name: value for name, value in one.child("launch.rank_main", RANK="0").environ().items() if "PERSIA" in name}
-    command = [sys.executable, "-m", "persia", "status", "--watch", "--csv", "-l", "1", "-n", "0.5"]
-    seen = subprocess.run(command, env={**os.environ, **env}, cwd=tmp_path, capture_output=True, text=True, timeout=90)
+    environment = tmp_path / "runs" / "one" / "job.env"
+    one.says(f"in another shell: \\. {environment}")
+    command = f". {environment}; {sys.executable} -m persia status --watch --csv -l 1 -n 0.5"
+    seen = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=90)
     assert seen.returncode == 0, seen.stderr
     rows = {row["process"]: row for row in csv.DictReader(io.StringIO(seen.stdout))}
     kinds = ("server 0", "middleware 0", "data 0", "trainer 0", "trainer 1")
@@ -168,6 +168,7 @@ def test_a_job_is_watched_and_profiled_and_says_what_it_needs(up: StartUp, tmp_p
     first, second = rows["persia-trainer 0"], rows["persia-trainer 1"]
     assert int(first["step"]) >= 10 and first["data_wait"] and not second["step"]
     assert one.wait() == 0, one.output
+    assert not environment.exists()
     profiles = report.read(tmp_path / "runs" / "one")
     assert [each.rank for each in profiles] == [0, 1]
     assert all(each.content["steps"] == [4, 9] and "all-reduce" in each.content["calls"] for each in profiles)

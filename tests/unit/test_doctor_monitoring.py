@@ -89,7 +89,9 @@ def target(job: str, instance: str, health: str = "up", error: str = "", age_s: 
     }
 
 
-def prometheus(serve: Serve, targets: list[dict[str, Any]], has: dict[tuple[str, str], tuple[str, ...]]) -> str:
+def prometheus(
+    serve: Serve, targets: list[dict[str, Any]], has: dict[tuple[str, str], tuple[str, ...]], *rules: str
+) -> str:
     result = [
         {"metric": {"__name__": name, "job": job, "instance": instance}}
         for (job, instance), names in has.items()
@@ -98,6 +100,7 @@ def prometheus(serve: Serve, targets: list[dict[str, Any]], has: dict[tuple[str,
     answers: dict[str, Callable[[], Any]] = {
         "/api/v1/targets": lambda: {"activeTargets": targets},
         "/api/v1/query": lambda: {"result": result},
+        "/api/v1/rules": lambda: {"groups": [{"rules": [{"name": name} for name in rules]}]},
     }
     return serve(answers).url
 
@@ -141,6 +144,14 @@ def test_targets_up_and_down_and_series_that_are_absent(serve: Serve, verb: Verb
     assert "down: dial tcp" in out and "next:" in out
     out, _ = verb("doctor", "--prometheus", url, "--json", code=3)
     assert {each["name"] for each in json.loads(out)} >= {"persia-server 10.0.0.1:9464", "persia-middleware"}
+
+
+def test_a_prometheus_without_the_alert_rules_is_a_warning(serve: Serve) -> None:
+    """Prometheus ignores a path of ``rule_files`` at which there is no file."""
+    found = by_name(monitoring.checks(prometheus(serve, [], {}, "DiskFull"), None))["alert rules"]
+    assert (found.status, found.found) == ("warn", "none of Persia is loaded") and "rule_files" in found.next
+    found = by_name(monitoring.checks(prometheus(serve, [], {}, "PersiaSlowRank", "DiskFull"), None))["alert rules"]
+    assert (found.status, found.found) == ("ok", "1 loaded")
 
 
 @pytest.mark.row("S4-42", "S4-44")

@@ -1,6 +1,7 @@
 """The profile of a run: spans, times, a trace, and advice that names what limits."""
 
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -95,7 +96,9 @@ def test_steps_are_recorded_as_scheduled_with_a_trace(configure: Configure, tmp_
     assert sum(found.shares.values()) == pytest.approx(1)
     assert {path.name for path in tmp_path.glob("rank-*")} == {"rank-0.json", "rank-0.pt.trace.json"}
     events = json.loads((tmp_path / "rank-0.pt.trace.json").read_text())["traceEvents"]
-    spans = [event["name"] for event in events if str(event.get("name", "")).startswith("persia: ")]
+    names = [str(event.get("name", "")) for event in events]
+    assert {name for name in names if name.startswith("ProfilerStep#")} == {f"ProfilerStep#{n}" for n in range(5, 12)}
+    spans = [name for name in names if name.startswith("persia: ")]
     assert {spans.count(f"persia: {verb}") for verb in ("forward", "backward", "push", "optimizer")} == {7}
     assert any(event.get("name") == "aten::linear" for event in events)
 
@@ -128,6 +131,7 @@ def test_a_profile_of_memory_names_the_operations_that_allocate(tmp_path: Path, 
     assert "no memory was recorded" in refused and "--profile --set profile.memory=true" in refused
 
 
+@pytest.mark.row("S4-57")
 @pytest.mark.parametrize(("stack", "frames"), [(False, False), (True, True)])
 def test_stacks_are_in_the_trace_if_they_are_wanted(
     configure: Configure, tmp_path: Path, stack: bool, frames: bool
@@ -136,6 +140,16 @@ def test_stacks_are_in_the_trace_if_they_are_wanted(
     profile(tmp_path, Batches(5), TinyModel(), wait=1, warmup=1, active=2, stack=stack)
     text = (tmp_path / "rank-0.pt.trace.json").read_text()
     assert ("test_profile.py" in text) == frames
+
+
+@pytest.mark.row("S4-57")
+def test_the_block_of_the_configuration_is_the_schedule(tmp_path: Path) -> None:
+    fit(config_of(tmp_path, profile={"wait": 3, "warmup": 2, "active": 4, "stack": True}))
+    (found,) = report.read(tmp_path / "runs" / "one")
+    assert found.content["steps"] == [6, 9] and found.content["calls"]["forward"]["count"] == 4
+    text = (tmp_path / "runs" / "one" / "profile" / "rank-0.pt.trace.json").read_text()
+    assert {*re.findall(r"ProfilerStep#\d+", text)} == {f"ProfilerStep#{n}" for n in range(5, 9)}
+    assert "trainer_files.py" in text
 
 
 def test_a_loop_that_is_too_short_is_a_warning(
@@ -195,11 +209,13 @@ def of_rank(rank: int, *, staleness: int = 4, **seconds: float) -> report.RankPr
         ([of_rank(0, ranks=6, dense=4), of_rank(1, ranks=6, dense=4)], "ranks", None, "dist.interface"),
     ],
 )
+@pytest.mark.row("S4-62")
 def test_the_advice(profiles: list[report.RankProfile], limit: str, rank: int | None, text: str) -> None:
     found = advice.advise(profiles)
     assert (found.limit, found.rank) == (limit, rank) and text in str(found)
 
 
+@pytest.mark.row("S4-62")
 def test_the_wait_for_look_ups_is_that_for_pushes_where_the_staleness_holds_them_back() -> None:
     calls = {"look-up": 3.0, "all-reduce": 1.0, "agreement": 1.0, "forward": 2.0, "checkpoint": 0.5}
     found = stages.stages(calls, 10.0, {"lookup": 2.0, "permit_wait": 1.0}, staleness=4)
@@ -254,6 +270,30 @@ def verb(verb: Verb, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     return lambda *arguments, **options: "".join(verb(*arguments, **options))
 
 
+@pytest.mark.row("S4-62")
+def test_the_report_is_one_page_of_the_shares_of_each_rank_and_one_advice(
+    tmp_path: Path, verb: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    seconds = {"look-up": 2.0, "all-reduce": 1.0, "agreement": 0.5, "data wait": 1.5, "checkpoint": 1.0}
+    calls = {verb: {"count": 10, "seconds": each} for verb, each in seconds.items()}
+    engine = {"lookup": 1.0, "permit_wait": 0.5}
+    made = {"world_size": 2, "seconds": 10.0, "calls": calls, "engine": engine, "staleness": 4, "servers": True}
+    made |= {"step": {"p50_ms": 900.0, "p99_ms": 1100.0}, "threads": 1}
+    (tmp_path / "rank-0.json").write_text(json.dumps({**made, "rank": 0}))
+    held_back = {"lookup": 0.5, "permit_wait": 1.0}
+    (tmp_path / "rank-1.json").write_text(json.dumps({**made, "rank": 1, "engine": held_back}))
+    lines = verb("profile", "report", str(tmp_path)).splitlines()
+    cells = [[*re.sub("[┃│]", " ", line).split()] for line in lines]
+    header = cells.index(next(each for each in cells if "dense" in each))
+    assert cells[header][-6:] == ["dense", "data", "lookup", "push", "ranks", "checkpoint"]
+    assert ["rank", "0", "900.00", "1100.00", "40%", "15%", "20%", "0%", "15%", "10%"] in cells
+    assert ["rank", "1", "900.00", "1100.00", "40%", "15%", "0%", "20%", "15%", "10%"] in cells
+    assert len(lines) < 40 and [line.startswith("limited by ") for line in lines].count(True) == 1
+    assert lines[-1].startswith("limited by dense: the model and the script compute during 40% of the time: raise ")
+
+
+@pytest.mark.row("S4-62")
 def test_train_with_a_profile_ends_with_the_advice(tmp_path: Path, verb: Callable[..., str]) -> None:
     write_clicks(tmp_path / "clicks.parquet", 6000)
     config = str(write_config(tmp_path))

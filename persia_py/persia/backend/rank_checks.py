@@ -9,6 +9,7 @@ import torch
 
 from persia.backend.base import NonFiniteTensor
 from persia.distributed.control_plane import Peers
+from persia.distributed.wrapped import check_averaged
 from persia.embedding.optim import Optimizer
 from persia.runtime import errors, flight, watchdog
 from persia.runtime.errors import ConfigError, PersiaError, UsageError
@@ -51,13 +52,16 @@ def collective(peers: Peers | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def backward(peers: Peers, loss: torch.Tensor, step: int) -> Iterator[None]:
+def backward(peers: Peers, model: torch.nn.Module | None, loss: torch.Tensor, step: int) -> Iterator[None]:
     """Enclose the backward pass of ``loss`` on several ranks. Record two calls: the pass itself, then the all-reduce.
 
     The all-reduce is recorded from the time at which this rank has all its gradients, so it covers the wait for other
     ranks and for the network. DDP sends the first gradients earlier, so it may be short. Autograd runs callbacks in the
     order in which they are queued. This callback is queued at the start of the backward pass, DDP's, which waits, near
     its end.
+
+    Raises:
+        UsageError: Gradients of ``model`` were not averaged.
     """
     call = flight.Call(flight.BACKWARD, step, of_loop=True)
 
@@ -82,6 +86,7 @@ def backward(peers: Peers, loss: torch.Tensor, step: int) -> Iterator[None]:
         if handle is not None:
             handle.remove()
     call.__exit__(None, None, None)
+    check_averaged(model, step)
 
 
 def first_nonfinite(peers: Peers, mine: NonFiniteTensor | None) -> NonFiniteTensor | None:

@@ -85,6 +85,7 @@ class RemoteBackend(Backend):
         self._job = job.job_name()
         self._url = services.nats_url()
         self._peers: control_plane.Peers | None = None
+        self._wrapped: torch.nn.Module | None = None
         self._begun = False
         self._restored = False
         self._announcement: Any = None
@@ -319,7 +320,8 @@ class RemoteBackend(Backend):
         if self._peers is None:
             return model
         with self.collective(), flight.Call(flight.COLLECTIVE, detail="broadcast of the model"):
-            return self._option.wrap(model, self._device_id)
+            wrapped = self._wrapped = self._option.wrap(model, self._device_id)
+        return wrapped
 
     @contextlib.contextmanager
     def collective(self) -> Iterator[None]:
@@ -329,7 +331,9 @@ class RemoteBackend(Backend):
 
     def backward(self, loss: torch.Tensor, step: int) -> contextlib.AbstractContextManager[Any]:
         """Enclose the backward pass of ``loss``, at the end of which ranks average their dense gradients."""
-        return super().backward(loss, step) if self._peers is None else rank_checks.backward(self._peers, loss, step)
+        if self._peers is None:
+            return super().backward(loss, step)
+        return rank_checks.backward(self._peers, self._wrapped, loss, step)
 
     @property
     def is_rank_0(self) -> bool:

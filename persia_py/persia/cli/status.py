@@ -83,7 +83,7 @@ def _url(given: str | None) -> str:
         return services.nats_url(given)
     except UsageError as error:
         error.hint = (
-            "set it to the value of the job, or run: persia status --nats-url nats://HOST:4222; "
-            "a run of `persia train`: persia status --watch runs/LATEST"
+            "for a running job of persia up: . runs/NAME/job.env; else set it to the value of the job, or run: "
+            "persia status --nats-url nats://HOST:4222; a run of `persia train`: persia status --watch runs/LATEST"
         )
         raise

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import distributed as torch_distributed
 
+from persia.distributed.replicated import Replicated
 from persia.runtime.errors import UsageError
 from persia.runtime.logging import get_logger
 
@@ -302,7 +303,7 @@ def _on_cuda() -> bool:
     return torch_distributed.get_backend() == "nccl"
 
 
-class Averaged(torch.nn.parallel.DistributedDataParallel):
+class Averaged(Replicated):
     """DistributedDataParallel whose gradients are averaged by a hook of this module.
 
     Args:

@@ -10,6 +10,7 @@ import torch
 from torch import distributed as torch_distributed
 
 from persia.distributed.averaging import Averaged, Compression, check_together
+from persia.distributed.replicated import Replicated
 from persia.runtime import flight
 from persia.runtime.errors import UsageError
 from persia.runtime.logging import get_logger
@@ -63,8 +64,8 @@ class DDPOption(DistributedBaseOption):
         regions: The ranks of each region, by its name. Gradients are added up within each region, then between regions.
         compression: The compression of gradients, see :class:`persia.distributed.Compression`.
         **options: Passed to :class:`torch.nn.parallel.DistributedDataParallel`. ``find_unused_parameters`` is true by
-            default, as in PersiaML. PersiaML's ``master_addr``, ``master_port`` and ``sync_file`` are accepted and have
-            no effect.
+            default, as in PersiaML, unless ``static_graph`` is true. PersiaML's ``master_addr``, ``master_port`` and
+            ``sync_file`` are accepted and have no effect.
 
     Raises:
         UsageError: The initialization method or backend is not supported, a time limit is not above 0, or arguments are
@@ -93,7 +94,8 @@ class DDPOption(DistributedBaseOption):
             _logger.warning("DDPOption: %s has no effect: rank 0 is found through discovery", ", ".join(ignored))
         self.backend = backend
         self.timeout_s = timeout_s
-        self.options = {"find_unused_parameters": True, **options}
+        # with a static graph, torch finds unused weights in the first step
+        self.options = {"find_unused_parameters": not options.get("static_graph"), **options}
         check_together(regions, compression, self.options)
         self.regions, self.compression = regions, compression
 
@@ -129,7 +131,7 @@ class DDPOption(DistributedBaseOption):
             if self.regions is not None or self.compression is not None:
                 own = (self.regions, self.compression, _COLLECTIVE)
                 return Averaged(model, *own, device_ids=devices, **self.options)
-            return torch.nn.parallel.DistributedDataParallel(model, device_ids=devices, **self.options)
+            return Replicated(model, device_ids=devices, **self.options)
         except TypeError as error:
             raise UsageError(f"DDPOption: {error}") from error
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from persia.distributed.averaging import Averaged, Bytes
+from persia.distributed.replicated import Replicated
 from persia.distributed.sharded import ShardedModel, check_current
 
 
@@ -40,6 +41,16 @@ def synchronise_gradients(model: torch.nn.Module | None, on: bool) -> None:
         model.require_backward_grad_sync = on  # like no_sync(), for one forward pass
     elif isinstance(model, ShardedModel):
         model.synchronise_gradients(on)
+
+
+def check_averaged(model: torch.nn.Module | None, step: int) -> None:
+    """Check after the backward pass of a step that its gradients were averaged over all ranks.
+
+    Raises:
+        UsageError: Gradients are missing on this rank; the message names the weights.
+    """
+    if isinstance(model, Replicated):
+        model.check_averaged(step)
 
 
 def zero_loss(model: torch.nn.Module, inputs: tuple[Any, ...]) -> torch.Tensor:

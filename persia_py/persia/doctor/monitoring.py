@@ -84,6 +84,7 @@ def _of_prometheus(url: str) -> Iterator[Check]:
             labels, kind = target["labels"], _kind(target)
             kinds.add(kind)
             yield from _target(kind, target, found.get((labels["job"], labels["instance"]), set()))
+        rules = _get(f"{url}/api/v1/rules", type="alert")["data"]["groups"]
     except _Unanswered as error:
         why = "it cannot be asked for its targets"
         remedy = "docker compose up --detach prometheus; its log: docker compose logs prometheus"
@@ -93,6 +94,16 @@ def _of_prometheus(url: str) -> Iterator[Check]:
         if kind not in kinds:
             why = "no such process runs, or Prometheus does not find it"
             yield Check(kind, "warn", "no target", why, f"persia status; {url}/service-discovery")
+    yield _rules([rule["name"] for group in rules for rule in group["rules"]])
+
+
+def _rules(names: list[str]) -> Check:
+    """Return the check that the alert rules of Persia are loaded."""
+    if own := [name for name in names if name.startswith("Persia")]:
+        return Check("alert rules", "ok", f"{len(own)} loaded")
+    why = "no file is at the path in rule_files, which Prometheus ignores; a relative path begins at its configuration"
+    remedy = "rule_files: [/PATH/OF/CLONE/services/monitor/alerts.yml], then restart Prometheus"
+    return Check("alert rules", "warn", "none of Persia is loaded", why, remedy)
 
 
 def _kind(target: dict[str, Any]) -> str:

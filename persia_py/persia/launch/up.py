@@ -13,6 +13,7 @@ from persia.launch.local_job import Command, LocalJob, private_folder
 from persia.launch.logs import Logs
 from persia.launch.process import Process
 from persia.launch.supervision import SAVING_GRACE, Events, stop, stopped_by
+from persia.runtime import files
 from persia.runtime import job as jobs
 from persia.runtime.errors import PersiaError, UsageError
 from persia.runtime.exit_codes import AGAIN, ExitCode
@@ -22,6 +23,8 @@ from persia.trainer.run_folder import RunFolder, of_one_process
 
 _logger = get_logger("up")
 
+ENVIRONMENT = "job.env"
+"""The file in the folder of a running job with the variables of its environment, for a shell."""
 _NATS = "nats"
 _PERMANENT = {
     *(ExitCode.FAILED, ExitCode.CONFIG, ExitCode.UNREACHABLE, ExitCode.CORRUPT, ExitCode.REFUSED),
@@ -175,10 +178,12 @@ class _Run:
         for kind in ("trainer", "data-compose", "middleware", "server", _NATS):
             group = [process for name, process in self._processes.items() if name.startswith(kind)]
             stop(group, self._events, say=self.say)
+        self._environment.unlink(missing_ok=True)
 
     def _start_all(self) -> None:
         self._start(self._local.nats())
         self._url = self._local.nats_url(self._processes[_NATS])
+        self._write_environment()
         for index in range(self._config.servers):
             self._start(self._local.part("server", index, self._url))
         for index in range(self._config.middlewares):
@@ -241,6 +246,18 @@ class _Run:
             return 0
         stop([self._processes["trainer"]], self._events, grace=SAVING_GRACE + 5, say=self.say)
         return 0 if jobs.finished_summary(self._folder, of=self._config.job) is not None else stopped_by(number)
+
+    @property
+    def _environment(self) -> Path:
+        return self._folder / ENVIRONMENT
+
+    def _write_environment(self) -> None:
+        """Write the variables with which commands in another shell reach this job. They contain no secret."""
+        variables = sorted(self._local.settings(self._url).items())
+        lines = [f"export {name}={shlex.quote(value)}\n" for name, value in variables if name.startswith("PERSIA_")]
+        files.write_whole(self._environment, "".join(lines).encode())
+        if self._config.trainer is not None:
+            self.say(f"for commands such as `persia status` in another shell: . {shlex.quote(str(self._environment))}")
 
     def _say_environment(self) -> None:
         self.say("the servers run until Ctrl-C; to use them, run in another shell:")

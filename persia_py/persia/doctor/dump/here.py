@@ -173,7 +173,7 @@ def _job(archive: Archive, facts: Facts) -> None:
 
     url = settings.nats_url
     if url is None:
-        archive.skip("status.json", "PERSIA_NATS_URL is not set")
+        archive.skip("status.json", "PERSIA_NATS_URL is not set; for a running job of persia up: . runs/NAME/job.env")
         return
     processes: list[job_status.Process] = []
 
