@@ -60,6 +60,7 @@ def test_a_score_of_another_bundle_is_found() -> None:
     assert (found.good, found.checked, found.busy, len(found.failed)) == (4, 7, 1, 2)
 
 
+@pytest.mark.clone
 def test_the_page_lists_every_fault() -> None:
     page = (ROOT / "docs" / "reliability.md").read_text()
     commands = set(re.findall(r"`make chaos F=(\w+) SEED=\d+(?: SECONDS=\d+)?` \|$", page, re.MULTILINE))

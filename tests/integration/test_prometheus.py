@@ -29,6 +29,7 @@ from trainer_files import write_clicks, write_config
 
 pytestmark = [
     pytest.mark.nightly,
+    pytest.mark.clone,
     pytest.mark.timeout(900, func_only=True),
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
 ]

@@ -34,6 +34,7 @@ def unquoted(source: str) -> Iterator[tuple[int, str]]:
             before += "X"
 
 
+@pytest.mark.clone
 def test_paths_in_commands_are_quoted() -> None:
     assert [*unquoted('f"next: rm -r {folder}"')] == [(1, "folder")]
     assert [*unquoted('f"next: rm -r {shlex.quote(folder)}, {folder}"')] == []

@@ -15,6 +15,7 @@ from persia.doctor.monitoring import EXPECTED
 from persia.monitor.series import DATA, PROCESS, TRAINER
 from persia.serving.metrics import Metrics
 
+pytestmark = pytest.mark.clone
 MONITOR = ROOT / "services" / "monitor"
 PERSIAML = (
     *("staleness", "num_pending_batches", "batch_unique_indices_rate", "index_miss_ratio", "index_miss_count"),

@@ -10,6 +10,7 @@ from test_serving_http import INPUTS, SCORES
 
 
 @pytest.mark.nightly
+@pytest.mark.clone
 @pytest.mark.timeout(600)
 def test_tritonclient(tmp_path: Path) -> None:
     python = stock_clients.install(tmp_path / "environment")
