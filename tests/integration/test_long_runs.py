@@ -90,12 +90,13 @@ def test_a_notice_ends_the_job_with_75_and_no_attempt_trains_after_it(table: Pat
         )
         assert process.stdout is not None
         lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if "step 20" in line:
-                service.announce(120)
+        with process, process.stdout as stream:
+            for line in stream:
+                lines.append(line)
+                if "step 20" in line:
+                    service.announce(120)
         output = "".join(lines)
-        assert process.wait(60) == 75, output
+        assert process.returncode == 75, output
     steps = re.findall(r"exiting after step (\d+)", output)
     assert len(steps) == 2 and len({*steps}) == 1, output
     assert "training does not start" in output
