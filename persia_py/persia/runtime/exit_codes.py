@@ -4,7 +4,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """The exit code of a process of a job. Launchers and containers restart after :attr:`AGAIN` and :attr:`HUNG`."""
+    """The exit code of a process of a job. ``docs/running.md`` lists which of them lead to a restart."""
 
     OK = 0
     """The work is done."""
