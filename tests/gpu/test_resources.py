@@ -1,11 +1,14 @@
 """The costs of a CUDA device: memory that does not grow, and one wait in a step."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from conftest import Batches, Configure, TinyModel
 
 from persia.ctx import TrainCtx
 from persia.data import DataLoader
+from persia.embedding.data import PersiaBatch
 from persia.embedding.optim import SGD
 from persia_core.forward import device_memory
 
@@ -17,6 +20,16 @@ WAITS = {
     "cuCtxSynchronize",
 }
 """Calls by which a thread waits for a device."""
+
+
+class Again(Batches):
+    """The same 50 batches again and again; to make them takes longer than to train on them."""
+
+    def __iter__(self) -> Iterator[PersiaBatch]:
+        batches = [self.batch(number) for number in range(50)]
+        for number in range(self.count):
+            yield batches[number % len(batches)]
+
 
 loss_fn = torch.nn.BCEWithLogitsLoss()
 
@@ -39,7 +52,7 @@ def test_device_memory_does_not_grow_over_10000_steps(configure: Configure) -> N
     configure("a: {dim: 64}\nb: {dim: 64}")
     with make(128) as ctx:
         begun = (0, 0)
-        for number, batch in enumerate(DataLoader(Batches(10_500, batch_size=256, ids=5000))):
+        for number, batch in enumerate(DataLoader(Again(10_500, batch_size=256, ids=5000))):
             output, labels = ctx.forward(batch)
             ctx.backward(loss_fn(output, labels[0]))
             if number == 500:
