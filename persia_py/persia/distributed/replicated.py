@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,6 +82,7 @@ def _without_warnings() -> Iterator[None]:
         level.value = before
 
 
+@functools.cache
 def _log_level() -> ctypes.c_int | None:
     """Return the variable with the level from which on torch's C++ code logs."""
     library = Path(torch.__file__).parent / "lib" / "libc10.so"
