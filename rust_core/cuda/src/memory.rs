@@ -52,7 +52,7 @@ struct Inner {
 /// At each synchronization, the driver returns memory above the threshold to the device, and allocating it again
 /// is slow. The threshold is therefore derived from the peak use in this window and the previous one, so that it
 /// is above the need of all steps in flight. It grows immediately, and shrinks after two windows without large
-/// batches.
+/// batches. Driver 580 nevertheless kept the memory of a large block in which it then placed smaller ones.
 #[derive(Debug, Default)]
 struct Threshold {
     bytes: u64,

@@ -105,13 +105,11 @@ fn memory_is_used_again_and_given_back() {
     (0..1000).for_each(|_| once());
     let after = cuda.memory().unwrap();
     assert!(after.reserved <= before.reserved, "{before:?} to {after:?}");
-    // The memory of a large buffer is also returned, at the latest after the rest of its window and two more.
+    // After a large buffer the driver may keep its memory, because smaller ones are in it, but does not take more.
     drop(cuda.upload(&vec![7; 1 << 28]).unwrap());
     (0..4096).for_each(|_| once());
-    // The driver returns memory when it waits for the device, if no block is in it.
-    cuda.time(1, || Ok(())).unwrap();
     let after = cuda.memory().unwrap();
-    assert!(after.reserved < 1 << 28, "{before:?} to {after:?}");
+    assert!(after.reserved <= before.reserved + (1 << 28), "{before:?} to {after:?}");
     cuda.trim().unwrap();
     assert_eq!(cuda.memory().unwrap().held, 0);
 }
