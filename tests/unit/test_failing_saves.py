@@ -128,7 +128,7 @@ def test_a_context_that_fails_lets_its_save_be_written(
             if ctx.step == 12:
                 raise ZeroDivisionError("mine")
     assert ("LATEST" in names(tmp_path / "run")) == in_time
-    assert f"step-10 {'has ended' if in_time else 'is abandoned'}" in caplog.text
+    assert f"step-10 {'is complete' if in_time else 'is abandoned'}" in caplog.text
     left.set()
     for thread in threading.enumerate():
         if thread.name == "persia-save":
