@@ -150,4 +150,4 @@ watchdog.end("rank 0 makes no progress", tell)
     if "sleep" not in tell:
         assert done.stderr.count("error: rank 0 makes no progress") == 1, done.stderr
         assert done.stderr.count("threads of rank 0:") == 1
-    assert ("do not know: ValueError: no such rank" in done.stderr) == ("raise" in tell)
+    assert ("could not be notified: ValueError: no such rank" in done.stderr) == ("raise" in tell)
