@@ -96,7 +96,10 @@ def is_shard(request: Request) -> bool:
     return request.method == "PUT" and "/shard-" in request.key
 
 
-@pytest.mark.parametrize(("shard", "when"), [(0, CUT), pytest.param(20, CUT, marks=pytest.mark.nightly), (-1, LOSE)])
+@pytest.mark.parametrize(
+    ("shard", "when"),
+    [(0, CUT), pytest.param(20, CUT, marks=pytest.mark.nightly), pytest.param(-1, LOSE, marks=pytest.mark.nightly)],
+)
 def test_a_server_that_is_killed_while_it_saves_leaves_the_old_checkpoint(
     make_stack: MakeStack, store: Server, shard: int, when: str
 ) -> None:

@@ -113,6 +113,7 @@ def check(folder: Path, name: str, where: str) -> None:
     assert "rank 1: step 1, 40 rows at a time: DefaultCPUAllocator" in output
 
 
+@pytest.mark.nightly
 @pytest.mark.row("S4-13")
 def test_all_ranks_halve_together_where_one_has_no_memory(table: Path) -> None:
     """The result is that of a run with so many rows at a time."""

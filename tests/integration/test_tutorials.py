@@ -13,10 +13,12 @@ from tutorials import PageError, matches, run_page
 pytestmark = [pytest.mark.clone, pytest.mark.timeout(480)]
 
 PAGES = sorted([*ROOT.glob("docs/tutorials/*.md"), *ROOT.glob("docs/from-embeddingbag.md")])
+# A set of Criteo's form is read and trained on by other tests too.
+RUN = [pytest.param(page, marks=[pytest.mark.nightly] if page.stem == "criteo" else []) for page in PAGES]
 EXAMPLES = [ROOT / "examples" / name for name in ("collection", "table")]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
 def test_a_page_runs_as_it_stands(page: Path, tmp_path: Path, commands: str) -> None:
     if "persia up" in page.read_text() and (reason := missing()):
         pytest.skip(reason)

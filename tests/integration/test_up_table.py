@@ -73,6 +73,7 @@ def test_a_table_on_two_ranks_outlives_a_rank_and_a_server(up: StartUp, tmp_path
     assert not re.search("differ from those it received", one.output)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("binaries")
 def test_a_table_that_stopped_early_on_two_ranks_ends_after_a_restart(up: StartUp, tmp_path: Path) -> None:
     synth.write(tmp_path / "rows.parquet", 1500, synth.Teacher((40, 30), 1))
@@ -98,6 +99,7 @@ def test_a_table_that_stopped_early_on_two_ranks_ends_after_a_restart(up: StartU
     assert "<td class=n>finished</td>" in (tmp_path / "runs" / "early" / "report.html").read_text()
 
 
+@pytest.mark.nightly
 @pytest.mark.row("S3-05", "S3-27")
 @pytest.mark.usefixtures("binaries")
 def test_shards_of_a_table_s_model_learn_what_whole_copies_learn(up: StartUp, tmp_path: Path) -> None:
@@ -122,6 +124,7 @@ def test_shards_of_a_table_s_model_learn_what_whole_copies_learn(up: StartUp, tm
     assert_same_form(*states)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("binaries")
 def test_shards_that_are_stopped_continue_as_if_they_were_not(up: StartUp, tmp_path: Path) -> None:
     """The last checkpoint is written after a signal, with the weights of its step and not of the one before it."""
