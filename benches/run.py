@@ -32,7 +32,7 @@ TARGETS = {
 """B3 against FBGEMM: (optimizer, ids per sample) to dim to ratio."""
 
 PARTS = {
-    "store": ("B1", "B2", "B6", "B7"),
+    "store": ("B1", "B2", "B6", "B7", "threads"),
     "step": ("B3",),
     "loopback": ("B4", "servers"),
     "training": ("B5",),
@@ -91,12 +91,12 @@ def environment() -> dict[str, str]:
 
 
 def store(quick: bool) -> Iterator[Record]:
-    """B1, B2, B6, B7: the store alone."""
+    """B1, B2, B6, B7, threads: the store alone."""
     example = ["cargo", "run", "--quiet", "--release", "--locked", "--manifest-path", "rust_core/Cargo.toml"]
     example += ["-p", "persia-store", "--example", "bench_store", "--", *(["--quick"] if quick else [])]
     for dim in (16, 64, 128):
         yield from lines([*example, "B1", "B2", str(dim)], "B1", "B2")
-    for name in ("B6", "B7"):
+    for name in ("B6", "B7", "threads"):
         yield from lines([*example, name], name)
     script = [
         sys.executable,
@@ -229,7 +229,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--only",
         choices=PARTS,
-        help="the store (B1, B2, B6, B7), the step (B3), the step over sockets (B4), training (B5), start-up (B9),"
+        help="the store (B1, B2, B6, B7, threads), the step (B3), the step over sockets (B4), training (B5), start-up (B9),"
         " files (B10), serving (B11)",
     )
     parser.add_argument(

@@ -78,6 +78,21 @@ def everything(ctx: TrainCtx) -> bytes:
     return b"".join(tensor.numpy().tobytes() for tensor in tensors)
 
 
+def test_threads_that_divide_requests_change_no_bit(configure: Configure, tmp_path: Path) -> None:
+    """Each request has more ids than one thread processes alone, and rows are evicted."""
+    found = []
+    for threads in (1, 3):
+        configure(SLOTS)
+        section = f"{{capacity: 30_000, request_threads: {threads}}}"
+        (tmp_path / "global_config.yml").write_text(f"embedding_parameter_server_config: {section}\n")
+        with make(optimizer=Adam(0.1)) as ctx:
+            names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+            assert sum(name.startswith("persia-store-") for name in names) == (threads if threads > 1 else 0)
+            train(ctx, DataLoader(Batches(3, batch_size=12_000, ids=40_000), reproducible=True))
+            found.append([tensor.numpy().tobytes() for tensor in rows(ctx, 40_000)])
+    assert found[0] == found[1]
+
+
 @pytest.mark.stack
 @pytest.mark.parametrize(("pooling", "mode"), [("sum", "sum"), ("mean", "mean")])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

@@ -67,6 +67,7 @@ fn started(dir: &Path, generation: GenerationFile) -> Node {
         servers: 1,
         schema: run().schema,
         capacity: 512,
+        request_threads: 1,
         snapshot_threads: 1,
         max_copy_bytes: u64::MAX,
         checkpoints: CheckpointRoot::new(Some(dir.join("checkpoints"))),

@@ -21,4 +21,5 @@ mod snapshot;
 mod store;
 
 use persia_kernels::simd;
+pub use request::threads::default_request_threads;
 pub use store::{Progress, Store, StoreOptions, TransferStart};

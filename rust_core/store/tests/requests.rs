@@ -36,8 +36,9 @@ fn invalid_options_and_schemas_are_refused() {
     let options = StoreOptions::default();
     assert!(refuse(&[2], StoreOptions { capacity: 0, ..options.clone() }).contains("capacity"));
     assert!(
-        refuse(&[2], StoreOptions { snapshot_threads: 0, ..options.clone() }).contains("snapshot_threads")
+        refuse(&[2], StoreOptions { snapshot_threads: 0, ..options.clone() }).contains("threads must be")
     );
+    assert!(refuse(&[2], StoreOptions { request_threads: 0, ..options.clone() }).contains("threads must be"));
     assert!(refuse(&[2], StoreOptions { shards: 0..257, ..options.clone() }).contains("0..257"));
     assert!(refuse(&[2], StoreOptions { shards: 7..7, ..options.clone() }).contains("7..7"));
     assert!(refuse(&[2, 0], options.clone()).contains("table table_1 has dim 0"));

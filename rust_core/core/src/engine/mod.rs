@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use persia_engine::device::Device;
 use persia_engine::{DrainOutcome, EngineOptions};
 use persia_store::checkpoint::probe;
-use persia_store::{Store, StoreOptions};
+use persia_store::{Store, StoreOptions, default_request_threads};
 use persia_types::tables::{Mode, Run, ServedCheckpoint};
 use persia_types::{Dtype, Schema, Tables};
 use pyo3::prelude::*;
@@ -66,6 +66,7 @@ impl Engine {
         let schema = embedding.parsed.schema.clone();
         let options = StoreOptions {
             capacity: general.parsed.capacity,
+            request_threads: general.parsed.request_threads.unwrap_or_else(default_request_threads),
             snapshot_threads: general.parsed.checkpoint_workers,
             max_copy_bytes: general.parsed.max_copy_bytes.unwrap_or(u64::MAX),
             ..StoreOptions::default()

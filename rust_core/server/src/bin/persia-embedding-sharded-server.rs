@@ -15,6 +15,7 @@ use persia_server::node::{
 use persia_server::process::{self, Process};
 use persia_server::serve::{HealthService, serve};
 use persia_server::service::{EmbeddingService, StartingNode};
+use persia_store::default_request_threads;
 use persia_types::config::LogSync;
 use persia_wire::bounded;
 use persia_wire::discovery::Service;
@@ -93,6 +94,7 @@ async fn run(process: Process, health: HealthService, args: ServerArgs) -> Resul
         servers: args.common.replica_size,
         schema,
         capacity: process.global.capacity,
+        request_threads: process.global.request_threads.unwrap_or_else(default_request_threads),
         snapshot_threads: process.global.checkpoint_workers,
         max_copy_bytes: process.global.max_copy_bytes.unwrap_or(u64::MAX),
         checkpoints: CheckpointRoot::new(args.checkpoint_root),

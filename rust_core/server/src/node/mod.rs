@@ -54,6 +54,8 @@ pub struct NodeOptions {
     /// The capacity of the whole job, in rows. Each shard gets an equal part, so evictions do not depend on the number
     /// of servers.
     pub capacity: u64,
+    /// See [`StoreOptions::request_threads`].
+    pub request_threads: usize,
     /// The number of threads that write and read a snapshot.
     pub snapshot_threads: usize,
     /// See [`StoreOptions::max_copy_bytes`].
@@ -111,6 +113,7 @@ pub struct Fence {
 fn empty_store(options: &NodeOptions, serves: bool) -> Result<Arc<Store>, Exit> {
     let store_options = StoreOptions {
         capacity: if serves { u64::MAX } else { options.capacity }, // a served row is never evicted
+        request_threads: options.request_threads,
         snapshot_threads: options.snapshot_threads,
         shards: server_shards(options.index as usize, options.servers as usize),
         max_copy_bytes: options.max_copy_bytes,

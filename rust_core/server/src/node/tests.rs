@@ -20,6 +20,7 @@ fn node_with(data: &std::path::Path, checkpoints: Option<PathBuf>) -> Node {
         servers: 1,
         schema,
         capacity: 1000,
+        request_threads: 1,
         snapshot_threads: 1,
         max_copy_bytes: u64::MAX,
         checkpoints: CheckpointRoot::new(checkpoints),

@@ -60,6 +60,7 @@ fn options(checkpoints: &Path, log: Option<LogOptions>) -> NodeOptions {
         servers: 1,
         schema: run(1, true).schema,
         capacity: 512,
+        request_threads: 1,
         snapshot_threads: 1,
         max_copy_bytes: u64::MAX,
         checkpoints: CheckpointRoot::new(Some(checkpoints.into())),

@@ -161,6 +161,7 @@ fn a_damaged_checkpoint_is_not_served() {
         servers: 1,
         schema: schema(&[DIM]),
         capacity: 1,
+        request_threads: 1,
         snapshot_threads: 1,
         max_copy_bytes: 1,
         checkpoints: CheckpointRoot::default(),

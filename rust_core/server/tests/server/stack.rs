@@ -159,6 +159,7 @@ async fn start_server(
         servers: plan.servers,
         schema: plan.schema.clone(),
         capacity: plan.capacity,
+        request_threads: 2,
         snapshot_threads: 2,
         max_copy_bytes: u64::MAX,
         checkpoints: CheckpointRoot::new(Some(std::env::temp_dir())),

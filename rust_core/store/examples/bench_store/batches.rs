@@ -62,11 +62,21 @@ impl Bench {
         Self::of(Table::new("bench", dim), rows, optimizer)
     }
 
+    /// Like [`Self::new`], with several threads for a request.
+    pub(crate) fn divided(dim: usize, rows: usize, optimizer: Optimizer, request_threads: usize) -> Self {
+        let options = StoreOptions { request_threads, ..StoreOptions::default() };
+        Self::with(Table::new("bench", dim), rows, optimizer, options)
+    }
+
     /// Like [`Self::new`], for a given table.
     pub(crate) fn of(table: Table, rows: usize, optimizer: Optimizer) -> Self {
+        Self::with(table, rows, optimizer, StoreOptions::default())
+    }
+
+    fn with(table: Table, rows: usize, optimizer: Optimizer, options: StoreOptions) -> Self {
         let dim = table.dim;
         let schema = Schema { slots: vec![], tables: vec![table] };
-        let store = Store::new(schema.clone(), StoreOptions::default()).expect("a good schema");
+        let store = Store::new(schema.clone(), options).expect("a good schema");
         let run = Run {
             job: "bench".into(),
             generation: 1,

@@ -1,8 +1,9 @@
 //! Compares the store with the limits of memory and disk: B1, B2, B6 and B7 of the performance goals.
+//! `threads` compares several threads with one.
 //!
-//! `cargo run --release -p persia-store --example bench_store -- [--quick] [B1] [B2] [B6] [B7] [DIM...]` prints one
+//! `cargo run --release -p persia-store --example bench_store -- [--quick] [B1] [B2] [B6] [B7] [threads] [DIM...]` prints one
 //! line of JSON per figure. `DIM` selects dimensions of B1 and B2. Times are CPU nanoseconds per row, summed over all
-//! threads; each is the median of many requests. `peer` is the raw operation on the same number of rows of the same
+//! threads, and in `threads` elapsed nanoseconds; each is the median of many requests. `peer` is the raw operation on the same number of rows of the same
 //! size, measured alternately with the store. A higher `ratio` is better. `spread` is half the interquartile range
 //! divided by the median. In B7, `peer` is the limit or the smaller size. A figure with the key `invalid` is not a
 //! result; the value is the reason.
@@ -15,6 +16,7 @@ mod machine;
 mod raw;
 mod scale;
 mod speed;
+mod threads;
 
 /// The size of a measurement.
 pub(crate) struct Size {
@@ -41,7 +43,8 @@ const QUICK: Size = Size {
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let size = if arguments.iter().any(|argument| argument == "--quick") { QUICK } else { FULL };
-    let chosen: Vec<&String> = arguments.iter().filter(|argument| argument.starts_with('B')).collect();
+    let named = |argument: &&String| argument.starts_with('B') || *argument == "threads";
+    let chosen: Vec<&String> = arguments.iter().filter(named).collect();
     let wanted = |id: &str| chosen.is_empty() || chosen.iter().any(|chosen| *chosen == id);
     if wanted("B1") || wanted("B2") {
         let dims: Vec<usize> = arguments.iter().filter_map(|argument| argument.parse().ok()).collect();
@@ -54,5 +57,8 @@ fn main() {
     }
     if wanted("B7") {
         scale::measure(&size);
+    }
+    if wanted("threads") {
+        threads::measure(&size);
     }
 }

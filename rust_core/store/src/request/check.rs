@@ -59,6 +59,20 @@ pub(crate) fn check_buffer(table: &Table, part: &TableIds<'_>, floats: usize) ->
     }
 }
 
+/// Check that no sample receives two rows, because threads that write to one sample would disturb each other.
+pub(crate) fn check_samples_once(table: &Table, part: &TableIds<'_>) -> Result<(), TablesError> {
+    let Some(csr) = part.gathered() else { return Ok(()) };
+    let mut seen = vec![0u64; csr.indices.len().div_ceil(64)];
+    for sample in csr.indices {
+        let (word, bit) = (&mut seen[*sample as usize / 64], 1 << (sample % 64));
+        if *word & bit != 0 {
+            return malformed(format!("table {}: sample {sample} occurs twice", table.name));
+        }
+        *word |= bit;
+    }
+    Ok(())
+}
+
 /// Check a step. Rows store steps in 32 bits.
 pub(crate) fn check_step(step: u64) -> Result<u32, TablesError> {
     match u32::try_from(step) {

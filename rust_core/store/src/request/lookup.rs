@@ -1,14 +1,17 @@
 //! [`CheckedLookup`]: reads rows, and changes nothing.
 
 use std::convert::Infallible;
+use std::ops::Range;
 
 use parking_lot::Mutex;
 use persia_kernels::{Csr, copy};
 use persia_types::tables::{LookupReport, TableIds};
 use persia_types::{Dtype, Id, Schema};
 
-use crate::request::row_index_cache::{LookupRows, PartRows};
-use crate::request::shard_batch::{ShardBatch, for_each_batch};
+use crate::request::row_index_cache::{LookupRows, TableRows};
+use crate::request::shard_batch::{ShardBatch, for_each_batch, positions};
+use crate::request::shared_rows::SharedRows;
+use crate::request::threads::RequestThreads;
 use crate::run::ActiveRun;
 use crate::shard::{Layout, NO_ROW, Shard};
 use crate::simd::{InstructionSet, Lanes, Portable, SimdLoop};
@@ -30,71 +33,23 @@ impl CheckedLookup<'_> {
     pub(crate) fn run(
         &self,
         shards: &[Mutex<Shard>],
+        threads: &RequestThreads,
         rows: &mut [&mut [f32]],
         found: &mut LookupRows,
     ) -> Vec<LookupReport> {
         found.reset(self.step, self.tables.iter().map(|part| (part.table, part.ids.len())));
-        let (step, mut asked, mut all_hits) = (self.step, 0, 0);
-        let mut reports = vec![LookupReport::default(); self.tables.len()];
-        for (number, part) in self.tables.iter().enumerate() {
-            let layout = self.run.table(part.table).layout;
-            let mut found = found.part(number, 0);
-            let (dim, out) = (layout.dim, &mut *rows[number]);
-            let hits = &mut reports[number].hits;
-            let Ok(()) = for_each_batch(shards, part.table, part.ids, |batch| {
-                let found = &mut found;
-                *hits += match part.gathered() {
-                    None => {
-                        let output = InOrder { dim, out };
-                        self.level.run(ReadBatch { batch, part, layout, found, output, step })
-                    }
-                    Some(csr) => {
-                        let output = BySample { dim, csr, out };
-                        self.level.run(ReadBatch { batch, part, layout, found, output, step })
-                    }
-                };
-                Ok::<(), Infallible>(())
-            });
-            asked += part.ids.len() as u64;
-            all_hits += *hits;
+        let dims = self.tables.iter().map(|part| self.schema.tables[part.table].dim);
+        let rows: Vec<SharedRows<'_>> =
+            rows.iter_mut().zip(dims).map(|(rows, dim)| SharedRows::new(rows, dim)).collect();
+        let found = &*found;
+        let of_parts = threads.map(asked(self.tables), |within| {
+            ShardsLookup { lookup: self, shards, within, rows: &rows, found }.run()
+        });
+        let mut sums = vec![LookupReport::default(); self.tables.len()];
+        for reports in of_parts {
+            sums.iter_mut().zip(reports).for_each(|(sum, report)| *sum += report);
         }
-        if all_hits < asked {
-            self.second_pass(shards, rows, found, &mut reports);
-        }
-        reports
-    }
-
-    /// Read every id in which the first pass found no row.
-    #[cold]
-    fn second_pass(
-        &self,
-        shards: &[Mutex<Shard>],
-        rows: &mut [&mut [f32]],
-        found: &mut LookupRows,
-        reports: &mut [LookupReport],
-    ) {
-        for (number, part) in self.tables.iter().enumerate() {
-            let dim = self.schema.tables[part.table].dim;
-            let PartRows { row_indices, scratch, .. } = found.part(number, 2 * dim);
-            if !row_indices.contains(&NO_ROW) {
-                continue;
-            }
-            let (row, scratch) = scratch.split_at_mut(dim);
-            let (out, report) = (&mut *rows[number], &mut reports[number]);
-            let Ok(()) = for_each_batch(shards, part.table, part.ids, |batch| {
-                for (shard, at) in ShardBatch::walk(batch.ranges) {
-                    if row_indices[at] == NO_ROW {
-                        let id = part.ids.ids()[at];
-                        self.read_missing(&batch.shards[shard], part.table, id, row, scratch, report);
-                        match part.gathered() {
-                            None => InOrder { dim, out }.write::<Portable>(at, F32Row(row)),
-                            Some(csr) => BySample { dim, csr, out }.write::<Portable>(at, F32Row(row)),
-                        }
-                    }
-                }
-                Ok::<(), Infallible>(())
-            });
-        }
+        sums
     }
 
     /// Read an id without a row into `out`: its initial weights if a push of this step would admit it,
@@ -122,37 +77,120 @@ impl CheckedLookup<'_> {
     }
 }
 
+/// The number of ids of a request.
+pub(crate) fn asked(tables: &[TableIds<'_>]) -> usize {
+    tables.iter().map(|part| part.ids.len()).sum()
+}
+
+/// The part of a look-up in some shards.
+struct ShardsLookup<'a> {
+    lookup: &'a CheckedLookup<'a>,
+    shards: &'a [Mutex<Shard>],
+    /// The shards of this part.
+    within: Range<usize>,
+    /// The destination of each table's rows.
+    rows: &'a [SharedRows<'a>],
+    found: &'a LookupRows,
+}
+
+impl ShardsLookup<'_> {
+    /// Read the rows. Returns a report for each table.
+    fn run(self) -> Vec<LookupReport> {
+        let mut reports = vec![LookupReport::default(); self.lookup.tables.len()];
+        for (number, report) in reports.iter_mut().enumerate() {
+            report.hits = self.first_pass(number);
+        }
+        for (number, report) in reports.iter_mut().enumerate() {
+            let asked = positions(self.lookup.tables[number].ids, &self.within).len();
+            if report.hits < asked as u64 {
+                self.second_pass(number, report);
+            }
+        }
+        reports
+    }
+
+    /// Read the existing rows of one table, and return their number.
+    fn first_pass(&self, number: usize) -> u64 {
+        let Self { lookup, rows, .. } = self;
+        let part = &lookup.tables[number];
+        let (layout, step) = (lookup.run.table(part.table).layout, lookup.step);
+        let (found, out) = (self.found.part(number), &rows[number]);
+        let mut hits = 0;
+        let Ok(()) = for_each_batch(self.shards, self.within.clone(), part.table, part.ids, |batch| {
+            hits += match part.gathered() {
+                None => {
+                    let output = InOrder { out };
+                    lookup.level.run(ReadBatch { batch, part, layout, found, output, step })
+                }
+                Some(csr) => {
+                    let output = BySample { csr, out };
+                    lookup.level.run(ReadBatch { batch, part, layout, found, output, step })
+                }
+            };
+            Ok::<(), Infallible>(())
+        });
+        hits
+    }
+
+    /// Read every id of one table in which the first pass found no row.
+    #[cold]
+    fn second_pass(&self, number: usize, report: &mut LookupReport) {
+        let Self { lookup, rows, .. } = self;
+        let part = &lookup.tables[number];
+        let dim = lookup.schema.tables[part.table].dim;
+        let (found, out) = (self.found.part(number), &rows[number]);
+        let mut scratch = vec![0.0; 2 * dim];
+        let (row, scratch) = scratch.split_at_mut(dim);
+        let Ok(()) = for_each_batch(self.shards, self.within.clone(), part.table, part.ids, |batch| {
+            for (shard, at) in ShardBatch::walk(batch.ranges) {
+                if found.get(at) == NO_ROW {
+                    let id = part.ids.ids()[at];
+                    lookup.read_missing(&batch.shards[shard], part.table, id, row, scratch, report);
+                    match part.gathered() {
+                        None => InOrder { out }.write::<Portable>(at, F32Row(row)),
+                        Some(csr) => BySample { csr, out }.write::<Portable>(at, F32Row(row)),
+                    }
+                }
+            }
+            Ok::<(), Infallible>(())
+        });
+    }
+}
+
 /// The destination of the rows of one table.
 trait Output {
     /// Write the row of the id at position `at` to every position that uses it.
-    fn write<L: Lanes>(&mut self, at: usize, row: impl StoredRow);
+    fn write<L: Lanes>(&self, at: usize, row: impl StoredRow);
 }
 
 /// A destination of the shape `[ids, dim]`: one row per id.
 struct InOrder<'a> {
-    dim: usize,
-    out: &'a mut [f32],
+    out: &'a SharedRows<'a>,
 }
 
 impl Output for InOrder<'_> {
     #[inline(always)]
-    fn write<L: Lanes>(&mut self, at: usize, row: impl StoredRow) {
-        row.write::<L>(&mut self.out[at * self.dim..][..self.dim]);
+    #[allow(unsafe_code)]
+    fn write<L: Lanes>(&self, at: usize, row: impl StoredRow) {
+        // SAFETY: a position belongs to one shard, and a shard to one part of the request.
+        row.write::<L>(unsafe { self.out.row(at) });
     }
 }
 
-/// A destination of the shape `[samples, dim]`: for each sample, the row of its id.
+/// A destination of the shape `[samples, dim]`: for each sample, the row of its id. If the request is divided, no sample
+/// occurs twice.
 struct BySample<'a> {
-    dim: usize,
     csr: Csr<'a>,
-    out: &'a mut [f32],
+    out: &'a SharedRows<'a>,
 }
 
 impl Output for BySample<'_> {
     #[inline(always)]
-    fn write<L: Lanes>(&mut self, at: usize, row: impl StoredRow) {
+    #[allow(unsafe_code)]
+    fn write<L: Lanes>(&self, at: usize, row: impl StoredRow) {
         for sample in self.csr.of(at) {
-            row.write::<L>(&mut self.out[*sample as usize * self.dim..][..self.dim]);
+            // SAFETY: as above; and every sample has one id.
+            row.write::<L>(unsafe { self.out.row(*sample as usize) });
         }
     }
 }
@@ -189,18 +227,18 @@ impl StoredRow for AnyRow<'_> {
 ///
 /// It is compiled for each type of output and row, because a branch in the loop costs more than copying a short
 /// row.
-struct ReadBatch<'a, 'b, 'm, 's, O> {
+struct ReadBatch<'a, 'b, 's, O> {
     batch: ShardBatch<'b, 's>,
     part: &'a TableIds<'a>,
     layout: Layout,
     /// The row indices of all ids of the table.
-    found: &'a mut PartRows<'m>,
+    found: TableRows<'a>,
     output: O,
     /// The step that determines whether rows are expired.
     step: u32,
 }
 
-impl<O: Output> SimdLoop for ReadBatch<'_, '_, '_, '_, O> {
+impl<O: Output> SimdLoop for ReadBatch<'_, '_, '_, O> {
     type Output = u64;
 
     #[inline(always)]
@@ -209,26 +247,25 @@ impl<O: Output> SimdLoop for ReadBatch<'_, '_, '_, '_, O> {
     }
 }
 
-impl<O: Output> ReadBatch<'_, '_, '_, '_, O> {
+impl<O: Output> ReadBatch<'_, '_, '_, O> {
     #[inline(always)]
     fn read<L: Lanes, const F32: bool>(self) -> u64 {
-        let Self { batch, part, layout, found, mut output, step } = self;
+        let Self { batch, part, layout, found, output, step } = self;
         let (number, words, oldest) = (part.table, layout.weight_words(), layout.oldest_alive(step));
         found.find::<L>(&batch, number, part.ids.ids());
-        let row_indices = &mut *found.row_indices;
-        let prefetcher = batch.prefetcher(number, row_indices, oldest > 0, |_| false);
+        let prefetcher = batch.prefetcher(number, found, oldest > 0, |_| false);
         prefetcher.start(words);
         let mut hits = 0;
         for (shard, range) in batch.shards.iter().zip(batch.ranges) {
             let table = &shard.tables[number];
             for at in range.clone() {
                 prefetcher.advance(at, words);
-                let row_index = row_indices[at];
+                let row_index = found.get(at);
                 if row_index == NO_ROW {
                     continue;
                 }
                 if !table.is_alive(row_index, oldest) {
-                    row_indices[at] = NO_ROW;
+                    found.set(at, NO_ROW);
                     continue;
                 }
                 hits += 1;

@@ -6,4 +6,6 @@ pub(crate) mod push;
 mod reserve;
 pub(crate) mod row_index_cache;
 mod shard_batch;
+mod shared_rows;
+pub(crate) mod threads;
 pub(crate) mod tokens;

@@ -1,6 +1,7 @@
 //! [`CheckedPush`]: admits ids and applies gradients. `reserve.rs` reserves memory for their rows first.
 
 use std::convert::Infallible;
+use std::ops::Range;
 
 use parking_lot::Mutex;
 use persia_kernels::Gradients;
@@ -10,8 +11,9 @@ use persia_types::{Dtype, Id, Schema, TablesError};
 use crate::math::optimizer::{RowRule, Rule, is_within_limit};
 use crate::math::random::{Rounder, RowDraws};
 use crate::request::reserve::part_of;
-use crate::request::row_index_cache::{LookupRows, PartRows};
-use crate::request::shard_batch::{BATCH_IDS, ShardBatch, for_each_batch};
+use crate::request::row_index_cache::{LookupRows, TableRows};
+use crate::request::shard_batch::{BATCH_IDS, ShardBatch, for_each_batch, positions};
+use crate::request::threads::RequestThreads;
 use crate::run::ActiveRun;
 use crate::shard::{Layout, NO_ROW, Shard, ShardTable, no_memory};
 use crate::simd::{InstructionSet, Lanes, SimdLoop};
@@ -44,7 +46,7 @@ impl TableUpdate {
     }
 }
 
-/// The progress of a push.
+/// The outcome of one pass over one table of a push, in some shards.
 #[derive(Default)]
 struct Outcome {
     report: PushReport,
@@ -62,6 +64,9 @@ enum Pass {
     Missing,
 }
 
+/// The passes, in their order. A shard's passes do not wait for other shards, because rows are evicted by shard.
+const PASSES: [Pass; 2] = [Pass::Existing, Pass::Missing];
+
 impl CheckedPush<'_> {
     /// Apply the push, after [`Self::reserve`].
     ///
@@ -72,29 +77,56 @@ impl CheckedPush<'_> {
     pub(crate) fn apply(
         &self,
         shards: &[Mutex<Shard>],
-        found: &mut LookupRows,
+        threads: &RequestThreads,
+        found: &LookupRows,
     ) -> Result<PushReport, TablesError> {
-        let mut outcome = Outcome::default();
-        outcome.report.rows_pushed = self.tables.iter().map(|part| part.ids.len() as u64).sum();
-        outcome.report.rows_expired = self.sweep(shards);
-        for pass in [Pass::Existing, Pass::Missing] {
-            for (index, update) in self.updates.iter().enumerate() {
-                let lookup_part = part_of(found, &self.tables[index]).unwrap_or(index);
-                let found = found.part(lookup_part, 2 * update.layout.dim);
-                if pass == Pass::Missing && !found.row_indices.contains(&NO_ROW) {
-                    continue;
-                }
-                let part = PartPush { push: self, index, found, outcome: &mut outcome };
-                match update.rule {
-                    Rule::Sgd(rule) => part.apply(shards, rule, pass),
-                    Rule::Momentum(rule) => part.apply(shards, rule, pass),
-                    Rule::Adagrad(rule) => part.apply(shards, rule, pass),
-                    Rule::RowAdagrad(rule) => part.apply(shards, rule, pass),
-                    Rule::Adam(rule) => part.apply(shards, rule, pass),
-                }
+        let rows_expired = self.sweep(shards);
+        let of_parts = threads.map(self.asked(), |within| self.apply_in(shards, &within, found));
+        let mut sum = PushReport { rows_pushed: self.asked() as u64, rows_expired, ..PushReport::default() };
+        let mut failed = None;
+        // Add them pass by pass and table by table, so that the first row of a report is the same for every number of
+        // parts.
+        let mut of_parts: Vec<_> = of_parts.into_iter().map(Vec::into_iter).collect();
+        for _ in 0..PASSES.len() * self.tables.len() {
+            for outcome in of_parts.iter_mut().filter_map(Iterator::next) {
+                sum += outcome.report;
+                failed = failed.or(outcome.failed);
             }
         }
-        outcome.failed.map_or(Ok(outcome.report), Err)
+        failed.map_or(Ok(sum), Err)
+    }
+
+    /// The number of ids of the push.
+    pub(super) fn asked(&self) -> usize {
+        self.tables.iter().map(|part| part.ids.len()).sum()
+    }
+
+    /// Apply the push in the shards `within`. Returns an outcome for each pass and, within a pass, for each table.
+    fn apply_in(&self, shards: &[Mutex<Shard>], within: &Range<usize>, found: &LookupRows) -> Vec<Outcome> {
+        let mut outcomes = Vec::with_capacity(PASSES.len() * self.tables.len());
+        let dim = self.updates.iter().map(|update| update.layout.dim).max().unwrap_or_default();
+        let mut scratch = vec![0.0; 2 * dim];
+        for pass in PASSES {
+            for (index, update) in self.updates.iter().enumerate() {
+                let part = &self.tables[index];
+                let found = found.part(part_of(found, part).unwrap_or(index));
+                let scratch = &mut scratch[..2 * update.layout.dim];
+                let mut outcome = Outcome::default();
+                if pass == Pass::Existing || found.missing(positions(part.ids, within)) > 0 {
+                    let outcome = &mut outcome;
+                    let part = PartPush { push: self, index, within, found, scratch, outcome };
+                    match update.rule {
+                        Rule::Sgd(rule) => part.apply(shards, rule, pass),
+                        Rule::Momentum(rule) => part.apply(shards, rule, pass),
+                        Rule::Adagrad(rule) => part.apply(shards, rule, pass),
+                        Rule::RowAdagrad(rule) => part.apply(shards, rule, pass),
+                        Rule::Adam(rule) => part.apply(shards, rule, pass),
+                    }
+                }
+                outcomes.push(outcome);
+            }
+        }
+        outcomes
     }
 
     /// Remove the expired rows of the shard whose sweep is due at this step, if the request has ids in that
@@ -145,9 +177,12 @@ struct PartPush<'a> {
     push: &'a CheckedPush<'a>,
     /// The index among the tables of the push.
     index: usize,
-    /// The row indices of all ids of the part; after the first pass, [`NO_ROW`] for ids without a row. The scratch
-    /// memory holds a gradient and the f32 weights of a 16-bit row.
-    found: PartRows<'a>,
+    /// The shards in which it is applied.
+    within: &'a Range<usize>,
+    /// The row indices of all ids of the part; after the first pass, [`NO_ROW`] for ids without a row.
+    found: TableRows<'a>,
+    /// Memory for a gradient and for the f32 weights of a 16-bit row: `2 * dim` floats.
+    scratch: &'a mut [f32],
     outcome: &'a mut Outcome,
 }
 
@@ -155,7 +190,7 @@ impl PartPush<'_> {
     fn apply<R: RowRule>(mut self, shards: &[Mutex<Shard>], rule: R, pass: Pass) {
         let push = self.push;
         let TableGradients { table, ids, .. } = &push.tables[self.index];
-        let Ok(()) = for_each_batch(shards, *table, ids, |batch| {
+        let Ok(()) = for_each_batch(shards, self.within.clone(), *table, ids, |batch| {
             let part = &mut self;
             match (pass, rule.decay() == 0.0) {
                 (Pass::Existing, true) => push.level.run(ApplyBatch::<R, false> { batch, part, rule }),
@@ -185,18 +220,17 @@ impl<R: RowRule, const DECAYS: bool> SimdLoop for ApplyBatch<'_, '_, '_, '_, R, 
     #[inline(always)]
     fn run<L: Lanes>(self) {
         let Self { batch, part, rule } = self;
-        let PartPush { push, index, found, outcome } = part;
-        let (push, index, report) = (*push, *index, &mut outcome.report);
+        let PartPush { push, index, found, scratch, outcome, .. } = part;
+        let (push, index, found, report) = (*push, *index, *found, &mut outcome.report);
         let (part, update) = (&push.tables[index], &push.updates[index]);
         let (ids, number) = (part.ids.ids(), part.table);
         let (stride, oldest) = (update.layout.stride(), update.layout.oldest_alive(push.step));
         // If rows have left the shard since the row indices were found, the indices must be checked.
         let is_stale =
             |shard: usize| found.is_stale(batch.numbers[shard], batch.shards[shard].eviction_count());
-        let prefetcher = batch.prefetcher(number, found.row_indices, true, is_stale);
+        let prefetcher = batch.prefetcher(number, found, true, is_stale);
         let stale: [bool; BATCH_IDS] =
             std::array::from_fn(|shard| shard < batch.shards.len() && is_stale(shard));
-        let (row_indices, scratch) = (&mut *found.row_indices, &mut *found.scratch);
         prefetcher.start(stride);
         for ((shard, range), stale) in batch.shards.iter_mut().zip(batch.ranges).zip(stale) {
             let table = &mut shard.tables[number];
@@ -206,15 +240,16 @@ impl<R: RowRule, const DECAYS: bool> SimdLoop for ApplyBatch<'_, '_, '_, '_, R, 
                     samples.fetch_ahead(at);
                 }
                 let id = ids[at];
+                let mut row_index = found.get(at);
                 // An id without a row may have one now.
-                if row_indices[at] == NO_ROW || stale && !table.holds(row_indices[at], id) {
-                    row_indices[at] = table.find::<L>(id);
+                if row_index == NO_ROW || stale && !table.holds(row_index, id) {
+                    row_index = table.find::<L>(id);
                 }
-                let row_index = row_indices[at];
                 if row_index == NO_ROW || !table.is_alive(row_index, oldest) {
-                    row_indices[at] = NO_ROW;
+                    found.set(at, NO_ROW);
                     continue;
                 }
+                found.set(at, row_index);
                 let row = RowPush { table, row_index, at, part, update, step: push.step };
                 row.apply::<L, R, DECAYS>(rule, scratch, report);
             }
@@ -235,21 +270,21 @@ impl<R: RowRule, const DECAYS: bool> SimdLoop for AdmitBatch<'_, '_, '_, '_, R, 
     #[inline(always)]
     fn run<L: Lanes>(self) {
         let Self { batch, part, rule } = self;
-        let PartPush { push, index, found, outcome, .. } = part;
+        let PartPush { push, index, found, scratch, outcome, .. } = part;
         let (push, Outcome { report, failed }) = (*push, &mut **outcome);
         let (part, update) = (&push.tables[*index], &push.updates[*index]);
         let number = part.table;
         for (shard, at) in ShardBatch::walk(batch.ranges) {
-            if found.row_indices[at] != NO_ROW {
+            if found.get(at) != NO_ROW {
                 continue;
             }
             let (shard, id) = (&mut *batch.shards[shard], part.ids.ids()[at]);
             let row_index = shard.tables[number].find::<L>(id);
-            match push.admit(shard, number, id, row_index, found.scratch, report) {
+            match push.admit(shard, number, id, row_index, scratch, report) {
                 Ok(Some(row_index)) => {
                     let table = &mut shard.tables[number];
                     let row = RowPush { table, row_index, at, part, update, step: push.step };
-                    row.apply::<L, R, DECAYS>(rule, found.scratch, report);
+                    row.apply::<L, R, DECAYS>(rule, scratch, report);
                 }
                 Ok(None) => report.rows_missing += 1,
                 Err(error) => {

@@ -1,14 +1,16 @@
 //! [`CheckedPush::reserve`]: finds the row indices of a push's ids, and reserves memory for the missing rows.
 
 use std::convert::Infallible;
+use std::ops::Range;
 
 use parking_lot::Mutex;
 use persia_types::tables::TableGradients;
 use persia_types::{Id, TablesError};
 
 use crate::request::push::CheckedPush;
-use crate::request::row_index_cache::{LookupRows, PartRows};
+use crate::request::row_index_cache::{LookupRows, TableRows};
 use crate::request::shard_batch::{ShardBatch, for_each_batch};
+use crate::request::threads::RequestThreads;
 use crate::shard::{NO_ROW, Shard, no_memory};
 use crate::simd::{Lanes, SimdLoop};
 
@@ -18,28 +20,49 @@ impl CheckedPush<'_> {
     ///
     /// # Errors
     /// `OutOfMemory`.
-    pub(crate) fn reserve(&self, shards: &[Mutex<Shard>], found: &mut LookupRows) -> Result<(), TablesError> {
+    pub(crate) fn reserve(
+        &self,
+        shards: &[Mutex<Shard>],
+        threads: &RequestThreads,
+        found: &mut LookupRows,
+    ) -> Result<(), TablesError> {
         // A push has the same parts as its look-up, so either all row indices are cached or all must be
         // searched.
         let cached =
             found.step() == self.step && self.tables.iter().all(|part| part_of(found, part).is_some());
         if !cached {
-            self.search(shards, found);
+            found.reset(self.step, self.tables.iter().map(|part| (part.table, part.ids.len())));
         }
+        let found = &*found;
+        let of_parts = threads.map(self.asked(), |within| {
+            if !cached {
+                self.search(shards, within.clone(), found);
+            }
+            self.reserve_in(shards, within, found)
+        });
+        of_parts.into_iter().collect()
+    }
+
+    /// Reserve memory in the shards `within`.
+    fn reserve_in(
+        &self,
+        shards: &[Mutex<Shard>],
+        within: Range<usize>,
+        found: &LookupRows,
+    ) -> Result<(), TablesError> {
         for part in self.tables {
             let run = self.run.table(part.table);
-            let lookup_part = part_of(found, part).unwrap_or_default();
-            let found = found.part(lookup_part, 0);
-            for (number, shard) in shards.iter().enumerate() {
-                let row_indices = &found.row_indices[part.ids.range(number)];
-                if row_indices.is_empty() {
+            let found = found.part(part_of(found, part).unwrap_or_default());
+            for number in within.clone() {
+                let positions = part.ids.range(number);
+                if positions.is_empty() {
                     continue;
                 }
-                let mut shard = shard.lock();
+                let mut shard = shards[number].lock();
                 let missing = if found.is_stale(number, shard.eviction_count()) {
-                    row_indices.len()
+                    positions.len()
                 } else {
-                    row_indices.iter().filter(|row_index| **row_index == NO_ROW).count()
+                    found.missing(positions)
                 };
                 let reserved = shard.reserve_admissions(part.table, missing, run.admission.min_count);
                 reserved.map_err(|error| no_memory(&self.schema.tables[part.table].name, error))?;
@@ -48,15 +71,14 @@ impl CheckedPush<'_> {
         Ok(())
     }
 
-    /// Fill `found` with the row indices of all ids.
-    fn search(&self, shards: &[Mutex<Shard>], found: &mut LookupRows) {
-        found.reset(self.step, self.tables.iter().map(|part| (part.table, part.ids.len())));
+    /// Find the row indices of all ids in the shards `within`.
+    fn search(&self, shards: &[Mutex<Shard>], within: Range<usize>, found: &LookupRows) {
         for (number, part) in self.tables.iter().enumerate() {
             let (table, ids) = (part.table, part.ids.ids());
             let oldest = self.run.table(table).layout.oldest_alive(self.step);
-            let mut found = found.part(number, 0);
-            let Ok(()) = for_each_batch(shards, table, part.ids, |batch| {
-                self.level.run(SearchBatch { batch, table, ids, oldest, found: &mut found });
+            let found = found.part(number);
+            let Ok(()) = for_each_batch(shards, within.clone(), table, part.ids, |batch| {
+                self.level.run(SearchBatch { batch, table, ids, oldest, found });
                 Ok::<(), Infallible>(())
             });
         }
@@ -69,16 +91,16 @@ pub(super) fn part_of(found: &LookupRows, part: &TableGradients<'_>) -> Option<u
 }
 
 /// Finds the row indices of one batch.
-struct SearchBatch<'a, 'b, 'm, 's> {
+struct SearchBatch<'a, 'b, 's> {
     batch: ShardBatch<'b, 's>,
     table: usize,
     /// All ids of the table.
     ids: &'a [Id],
     oldest: u32,
-    found: &'a mut PartRows<'m>,
+    found: TableRows<'a>,
 }
 
-impl SimdLoop for SearchBatch<'_, '_, '_, '_> {
+impl SimdLoop for SearchBatch<'_, '_, '_> {
     type Output = ();
 
     #[inline(always)]
@@ -89,9 +111,9 @@ impl SimdLoop for SearchBatch<'_, '_, '_, '_> {
             return;
         }
         for (shard, at) in ShardBatch::walk(batch.ranges) {
-            let row_index = found.row_indices[at];
+            let row_index = found.get(at);
             if row_index != NO_ROW && !batch.shards[shard].tables[table].is_alive(row_index, oldest) {
-                found.row_indices[at] = NO_ROW;
+                found.set(at, NO_ROW);
             }
         }
     }

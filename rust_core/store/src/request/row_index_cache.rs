@@ -5,65 +5,84 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 use persia_types::limits::MAX_STALENESS;
 use persia_types::{Id, Token, VIRTUAL_SHARDS};
 
 use crate::request::shard_batch::ShardBatch;
+use crate::shard::NO_ROW;
 use crate::simd::Lanes;
 
 /// The maximum number of buffers that are kept for later look-ups.
 const MAX_SPARE: usize = 8;
 
-/// The row indices of one look-up, table by table, in the order of the request.
+/// The row indices of one look-up, table by table, in the order of the request. The threads that execute the parts of a
+/// request use it at the same time, each for the ids of its own shards; when they have ended, the caller sees what they
+/// wrote. So every access is [`Ordering::Relaxed`].
 #[derive(Debug, Default)]
 pub(crate) struct LookupRows {
     /// The step that determines whether rows are expired; 0 if no row index was found.
     step: u32,
-    row_indices: Vec<u32>,
+    row_indices: Vec<AtomicU32>,
     /// `(table, row_indices)` for each table of the request.
     parts: Vec<(usize, Range<usize>)>,
-    /// Scratch memory for single rows. It is kept here so that it is reused like the other buffers of a
-    /// request.
-    scratch: Vec<f32>,
     /// The [`eviction_count`](crate::shard::Shard::eviction_count) of each shard when its first row index was found.
-    eviction_counts: Vec<u64>,
+    eviction_counts: Vec<AtomicU64>,
 }
 
 /// The eviction count recorded for a shard in which no row index was found.
 const NEVER: u64 = u64::MAX;
 
-/// The row indices of one part of a request, with scratch memory.
-pub(super) struct PartRows<'a> {
-    /// The row indices, in the order of the part's ids.
-    pub(super) row_indices: &'a mut [u32],
-    /// Scratch memory: floats with unspecified content.
-    pub(super) scratch: &'a mut [f32],
-    eviction_counts: &'a mut [u64],
+/// The row indices of one table of a request.
+#[derive(Clone, Copy)]
+pub(super) struct TableRows<'a> {
+    row_indices: &'a [AtomicU32],
+    eviction_counts: &'a [AtomicU64],
 }
 
-impl PartRows<'_> {
-    /// Find the row indices of a batch of `ids`, the ids of the part.
+impl TableRows<'_> {
+    /// The row index of the id at position `at`.
     #[inline(always)]
-    pub(super) fn find<L: Lanes>(&mut self, batch: &ShardBatch<'_, '_>, table: usize, ids: &[Id]) {
+    pub(super) fn get(&self, at: usize) -> u32 {
+        self.row_indices[at].load(Ordering::Relaxed)
+    }
+
+    /// Set the row index of the id at position `at`.
+    #[inline(always)]
+    pub(super) fn set(&self, at: usize, row_index: u32) {
+        self.row_indices[at].store(row_index, Ordering::Relaxed);
+    }
+
+    /// The number of ids without a row among the ids at the positions `range`.
+    pub(super) fn missing(&self, range: Range<usize>) -> usize {
+        let missing = |row_index: &&AtomicU32| row_index.load(Ordering::Relaxed) == NO_ROW;
+        self.row_indices[range].iter().filter(missing).count()
+    }
+
+    /// Find the row indices of a batch of `ids`, the ids of the table.
+    #[inline(always)]
+    pub(super) fn find<L: Lanes>(&self, batch: &ShardBatch<'_, '_>, table: usize, ids: &[Id]) {
         for (number, shard) in batch.numbers.iter().zip(&*batch.shards) {
             self.note(*number, shard.eviction_count());
         }
-        batch.find::<L>(table, ids, self.row_indices);
+        batch.find::<L>(table, ids, *self);
     }
 
     /// Record that row indices of a shard are about to be found.
     #[inline(always)]
-    fn note(&mut self, shard: usize, eviction_count: u64) {
-        let first = &mut self.eviction_counts[shard];
-        *first = eviction_count.min(*first);
+    fn note(&self, shard: usize, eviction_count: u64) {
+        let first = &self.eviction_counts[shard];
+        if eviction_count < first.load(Ordering::Relaxed) {
+            first.store(eviction_count, Ordering::Relaxed);
+        }
     }
 
     /// Whether a row that was found in a shard may have left it since.
     #[inline(always)]
     pub(super) fn is_stale(&self, shard: usize, eviction_count: u64) -> bool {
-        self.eviction_counts[shard] != eviction_count
+        self.eviction_counts[shard].load(Ordering::Relaxed) != eviction_count
     }
 }
 
@@ -79,10 +98,10 @@ impl LookupRows {
         }
         // The old content need not be cleared, because every row index is written before it is read.
         if self.row_indices.len() < end {
-            self.row_indices.resize(end, 0);
+            self.row_indices.resize_with(end, AtomicU32::default);
         }
         self.eviction_counts.clear();
-        self.eviction_counts.resize(VIRTUAL_SHARDS, NEVER);
+        self.eviction_counts.resize_with(VIRTUAL_SHARDS, || AtomicU64::new(NEVER));
     }
 
     /// The step of the request.
@@ -90,16 +109,10 @@ impl LookupRows {
         self.step
     }
 
-    /// The row indices of a part, with `scratch` floats of scratch memory.
-    pub(super) fn part(&mut self, part: usize, scratch: usize) -> PartRows<'_> {
-        if self.scratch.len() < scratch {
-            self.scratch.resize(scratch, 0.0);
-        }
-        PartRows {
-            row_indices: &mut self.row_indices[self.parts[part].1.clone()],
-            scratch: &mut self.scratch[..scratch],
-            eviction_counts: &mut self.eviction_counts,
-        }
+    /// The row indices of a part.
+    pub(super) fn part(&self, part: usize) -> TableRows<'_> {
+        let row_indices = &self.row_indices[self.parts[part].1.clone()];
+        TableRows { row_indices, eviction_counts: &self.eviction_counts }
     }
 
     /// The part of `table`, if the look-up had the same number of ids. A push of fewer ids must search for
@@ -189,19 +202,19 @@ mod tests {
             (Some(1), None, None)
         );
         row_indices.reset(1, [(2, 1)].into_iter());
-        assert_eq!(row_indices.part(0, 0).row_indices.len(), 1);
+        assert_eq!(row_indices.part(0).row_indices.len(), 1);
     }
 
     #[test]
     fn the_first_eviction_count_of_a_shard_counts() {
         let mut row_indices = LookupRows::default();
         row_indices.reset(1, [(0, 1)].into_iter());
-        let mut part = row_indices.part(0, 0);
+        let part = row_indices.part(0);
         assert!(part.is_stale(3, 0));
         part.note(3, 5);
         part.note(3, 6); // the row indices of another table, which are found later
         assert!(!part.is_stale(3, 5) && part.is_stale(3, 6) && part.is_stale(4, 5));
         row_indices.reset(1, [(0, 1)].into_iter());
-        assert!(row_indices.part(0, 0).is_stale(3, 5));
+        assert!(row_indices.part(0).is_stale(3, 5));
     }
 }

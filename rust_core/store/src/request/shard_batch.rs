@@ -11,6 +11,7 @@ use persia_kernels::rows_ahead;
 use persia_types::id::hash_id;
 use persia_types::{Id, ShardedIds};
 
+use crate::request::row_index_cache::TableRows;
 use crate::shard::{NO_ROW, Shard};
 use crate::simd::{Lanes, prefetch, prefetch_row};
 
@@ -40,7 +41,7 @@ impl<'s> ShardBatch<'_, 's> {
 
     /// Find the row indices of all ids, after prefetching the first bucket of each.
     #[inline(always)]
-    pub(super) fn find<L: Lanes>(&self, table: usize, ids: &[Id], row_indices: &mut [u32]) {
+    pub(super) fn find<L: Lanes>(&self, table: usize, ids: &[Id], rows: TableRows<'_>) {
         for (shard, range) in self.shards() {
             let index = &shard.tables[table].index;
             for id in &ids[range] {
@@ -49,19 +50,19 @@ impl<'s> ShardBatch<'_, 's> {
         }
         for (shard, range) in self.shards() {
             let table = &shard.tables[table];
-            for (row_index, id) in row_indices[range.clone()].iter_mut().zip(&ids[range]) {
-                *row_index = table.find::<L>(*id);
+            for at in range {
+                rows.set(at, table.find::<L>(ids[at]));
             }
         }
     }
 
-    /// A prefetcher for the rows at these indices. Prefetches their `recency` and, in shards for which `is_stale` is
+    /// A prefetcher for the rows that were found. Prefetches their `recency` and, in shards for which `is_stale` is
     /// true, their ids. `is_stale` takes an index into [`Self::shards`].
     #[inline(always)]
     pub(super) fn prefetcher(
         &self,
         table: usize,
-        row_indices: &[u32],
+        found: TableRows<'_>,
         recency: bool,
         is_stale: impl Fn(usize) -> bool,
     ) -> Prefetcher {
@@ -71,14 +72,15 @@ impl<'s> ShardBatch<'_, 's> {
             let table = &shard.tables[table];
             let (start, stride) = (table.rows().as_ptr(), table.layout().stride());
             let stale = is_stale(number);
-            for (row, row_index) in rows[range.start - first..].iter_mut().zip(&row_indices[range]) {
-                if *row_index != NO_ROW {
-                    *row = start.wrapping_add(*row_index as usize * stride);
+            for at in range {
+                let row_index = found.get(at);
+                if row_index != NO_ROW {
+                    rows[at - first] = start.wrapping_add(row_index as usize * stride);
                     if recency || stale {
-                        prefetch(table.last_used(), *row_index as usize, 1);
+                        prefetch(table.last_used(), row_index as usize, 1);
                     }
                     if stale {
-                        prefetch(table.ids(), *row_index as usize, 1);
+                        prefetch(table.ids(), row_index as usize, 1);
                     }
                 }
             }
@@ -111,25 +113,32 @@ impl Prefetcher {
     }
 }
 
-/// Call `work` with every batch of `table`, in the order of `ids`. Each batch has [`BATCH_IDS`] ids, except that the
-/// last one has the remaining ids.
+/// The positions of the ids of some shards, at least one.
+pub(super) fn positions(ids: &ShardedIds, within: &Range<usize>) -> Range<usize> {
+    ids.range(within.start).start..ids.range(within.end - 1).end
+}
+
+/// Call `work` with every batch of `table` in the shards `within`, in the order of `ids`. Each batch has [`BATCH_IDS`] ids,
+/// except that the last one has the remaining ids.
 ///
 /// Shards are always locked in ascending order, so two requests cannot deadlock. A shard without ids is not locked.
 pub(super) fn for_each_batch<E>(
     shards: &[Mutex<Shard>],
+    within: Range<usize>,
     table: usize,
     ids: &ShardedIds,
     mut work: impl FnMut(ShardBatch<'_, '_>) -> Result<(), E>,
 ) -> Result<(), E> {
-    let most = BATCH_IDS.min(ids.len()).min(shards.len());
+    let covered = positions(ids, &within);
+    let most = BATCH_IDS.min(covered.len()).min(within.len());
     let mut locked: Vec<MutexGuard<'_, Shard>> = Vec::with_capacity(most);
     let (mut numbers, mut ranges) = (Vec::with_capacity(most), Vec::with_capacity(most));
-    let mut end = BATCH_IDS;
-    for (number, shard) in shards.iter().enumerate() {
+    let mut end = covered.start + BATCH_IDS;
+    for number in within {
         let mut range = ids.range(number);
         while !range.is_empty() {
             let cut = range.end.min(end);
-            let shard = shard.lock();
+            let shard = shards[number].lock();
             // The table is not in the same cache lines as its shard. Prefetch it for all shards of the batch before
             // reading one.
             prefetch(&shard.tables, table, 1);
@@ -137,7 +146,7 @@ pub(super) fn for_each_batch<E>(
             numbers.push(number);
             ranges.push(range.start..cut);
             range.start = cut;
-            if cut == end || cut == ids.len() {
+            if cut == end || cut == covered.end {
                 work(ShardBatch { shards: &mut locked, numbers: &numbers, ranges: &ranges })?;
                 locked.clear();
                 numbers.clear();
@@ -155,11 +164,12 @@ mod tests {
 
     use super::*;
 
-    fn check(ids: &[u64]) {
+    fn check(ids: &[u64], within: Range<usize>) {
         let shards: Vec<Mutex<Shard>> = (0..VIRTUAL_SHARDS).map(|_| Mutex::new(Shard::new(&[], 1))).collect();
         let grouped = ShardedIds::group(ids).unwrap();
-        let mut covered = 0;
-        for_each_batch(&shards, 0, &grouped, |batch| {
+        let Range { start: first, end: last } = positions(&grouped, &within);
+        let mut covered = first;
+        for_each_batch(&shards, within, 0, &grouped, |batch| {
             assert!(batch.shards.len() == batch.ranges.len() && batch.numbers.len() == batch.ranges.len());
             assert!(batch.numbers.iter().zip(batch.ranges).all(|(number, range)| {
                 let whole = grouped.range(*number);
@@ -171,21 +181,23 @@ mod tests {
                 assert_eq!(at, covered);
                 covered += 1;
             }
-            assert!(covered - start == BATCH_IDS || covered == ids.len());
+            assert!(covered - start == BATCH_IDS || covered == last);
             Ok::<(), ()>(())
         })
         .unwrap();
-        assert_eq!(covered, ids.len());
+        assert_eq!(covered, last);
         assert!(shards.iter().all(|shard| shard.try_lock().is_some()));
     }
 
     #[test]
     fn every_id_is_covered_once_and_in_order() {
-        check(&[]);
-        check(&[7]);
-        check(&(0..3_000).collect::<Vec<_>>());
-        check(&(0..200_000).collect::<Vec<_>>());
-        check(&[1; 5_000]);
-        check(&[1; BATCH_IDS]);
+        for within in [0..VIRTUAL_SHARDS, 0..1, 17..40, VIRTUAL_SHARDS - 1..VIRTUAL_SHARDS] {
+            check(&[], within.clone());
+            check(&[7], within.clone());
+            check(&(0..3_000).collect::<Vec<_>>(), within.clone());
+            check(&(0..200_000).collect::<Vec<_>>(), within.clone());
+            check(&[1; 5_000], within.clone());
+            check(&[1; BATCH_IDS], within);
+        }
     }
 }

@@ -28,6 +28,7 @@ use persia_types::{Schema, Table, Tables, TablesError, VIRTUAL_SHARDS};
 
 use crate::checkpoint::ShardRows;
 use crate::request::row_index_cache::RowIndexCache;
+use crate::request::threads::RequestThreads;
 use crate::request::tokens::Claims;
 use crate::run::{ActiveRun, bad};
 use crate::shard::{CopyBudget, Layout, Shard};
@@ -44,6 +45,9 @@ pub use transfer::TransferStart;
 pub struct StoreOptions {
     /// The maximum number of rows over all tables, at least 1. Memory is allocated as rows are inserted.
     pub capacity: u64,
+    /// The number of threads that execute a look-up or push with many ids, at least 1. Its results are the same for
+    /// every number. With 1, the caller's thread executes them.
+    pub request_threads: usize,
     /// The number of threads that write or read a snapshot, at least 1.
     pub snapshot_threads: usize,
     /// The virtual shards that the store holds. Requests with ids of other shards are refused; files of other
@@ -63,6 +67,7 @@ impl Default for StoreOptions {
     fn default() -> Self {
         Self {
             capacity: 1_000_000_000,
+            request_threads: 1,
             snapshot_threads: 4,
             shards: 0..VIRTUAL_SHARDS,
             max_copy_bytes: u64::MAX,
@@ -75,7 +80,7 @@ impl Default for StoreOptions {
 /// Embedding tables in memory, in [`VIRTUAL_SHARDS`] shards.
 ///
 /// * A *look-up* changes nothing. It makes a pass over its tables, with some neighbouring shards locked at a time, and
-///   a second pass if ids had no row. In training, an id that a push of the same step would admit reads as its new
+///   a second pass if ids had no row. Several threads divide a large request by shards. In training, an id that a push of the same step would admit reads as its new
 ///   row. A batch that is looked up but not trained on has no effect.
 /// * A *push* is checked as a whole and then applied, once per token. It records the use of rows, admits ids without a
 ///   row, and updates rows. An id that is not admitted, or whose gradient is not finite, is skipped without an effect
@@ -90,6 +95,7 @@ pub struct Store {
     options: StoreOptions,
     level: InstructionSet,
     shards: Vec<Mutex<Shard>>,
+    threads: RequestThreads,
     /// Every request holds the read lock for its whole duration, so no request outlives its run.
     run: RwLock<Option<ActiveRun>>,
     claims: Claims,
@@ -112,8 +118,8 @@ impl Store {
     /// `BadRun` for an option of 0, a dimension out of range, an invalid range of shards, or two tables with the
     /// same name.
     pub fn new(schema: Schema, options: StoreOptions) -> Result<Self, TablesError> {
-        if options.capacity == 0 || options.snapshot_threads == 0 {
-            return bad(format!("capacity and snapshot_threads must be at least 1: {options:?}"));
+        if options.capacity == 0 || options.snapshot_threads == 0 || options.request_threads == 0 {
+            return bad(format!("capacity and numbers of threads must be at least 1: {options:?}"));
         }
         if options.shards.is_empty() || options.shards.end > VIRTUAL_SHARDS {
             return bad(format!("shards {:?} are not a range within 0..{VIRTUAL_SHARDS}", options.shards));
@@ -128,12 +134,14 @@ impl Store {
         }
         let layouts: Vec<Layout> = schema.tables.iter().map(Layout::stateless).collect();
         let budget = shard_budget(options.capacity);
+        let threads = RequestThreads::start(options.request_threads, options.shards.clone())?;
         let copy_budget = Arc::new(CopyBudget::new(options.max_copy_bytes));
         Ok(Self {
             schema,
             options,
             level: InstructionSet::detect(),
             shards: (0..VIRTUAL_SHARDS).map(|_| Mutex::new(Shard::new(&layouts, budget))).collect(),
+            threads,
             run: RwLock::new(None),
             claims: Claims::default(),
             row_index_cache: RowIndexCache::default(),

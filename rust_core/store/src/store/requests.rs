@@ -5,8 +5,10 @@ use std::time::Duration;
 use persia_types::tables::{LookupReport, LookupRequest, PushReport, PushRequest};
 use persia_types::{Mode, ShardedIds, Table, TablesError, VIRTUAL_SHARDS};
 
-use crate::request::check::{check_buffer, check_step, check_tables, malformed, of_table};
-use crate::request::lookup::CheckedLookup;
+use crate::request::check::{
+    check_buffer, check_samples_once, check_step, check_tables, malformed, of_table,
+};
+use crate::request::lookup::{CheckedLookup, asked};
 use crate::request::push::{CheckedPush, TableUpdate};
 use crate::run::ActiveRun;
 use crate::store::Store;
@@ -38,6 +40,10 @@ impl Store {
             check_buffer(&self.schema.tables[part.table], part, rows.len())?;
         }
         self.check_shards(request.tables.iter().map(|part| part.ids))?;
+        if self.threads.parts(asked(request.tables)) > 1 {
+            let mut parts = request.tables.iter();
+            parts.try_for_each(|part| check_samples_once(&self.schema.tables[part.table], part))?;
+        }
         let trains = request.mode == Mode::Train;
         let step = if trains {
             self.claims.check(request.token)?;
@@ -49,7 +55,7 @@ impl Store {
         let mut found = self.row_index_cache.buffer();
         let (schema, level, tables) = (&self.schema, self.level, request.tables);
         let lookup = CheckedLookup { schema, run, level, step, trains, tables };
-        let reports = lookup.run(&self.shards, rows, &mut found);
+        let reports = lookup.run(&self.shards, &self.threads, rows, &mut found);
         let counts = if trains {
             self.row_index_cache.insert(request.token, found)
         } else {
@@ -73,8 +79,8 @@ impl Store {
             Some(claim) => {
                 let push = self.check_push(run, request)?;
                 let mut found = self.row_index_cache.take(request.token).unwrap_or_default();
-                push.reserve(&self.shards, &mut found)?;
-                let report = push.apply(&self.shards, &mut found);
+                push.reserve(&self.shards, &self.threads, &mut found)?;
+                let report = push.apply(&self.shards, &self.threads, &found);
                 claim.applied();
                 self.row_index_cache.recycle(found);
                 report?

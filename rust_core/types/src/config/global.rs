@@ -13,6 +13,8 @@ use crate::schema::Dtype;
 
 /// The largest number of threads; more would only wait for the disk.
 const MAX_WORKERS: u64 = 256;
+/// The largest number of threads that execute a request; a shard is locked by one of them.
+const MAX_REQUEST_THREADS: u64 = 64;
 const MAX_COPY_BYTES: u64 = i64::MAX as u64;
 const MAX_CAPACITY: u64 = (VIRTUAL_SHARDS * MAX_ROWS_PER_SLAB) as u64;
 
@@ -25,6 +27,7 @@ const SERVER_KEYS: &[&str] = &[
     "durability",
     "log_sync",
     "max_copy_bytes",
+    "request_threads",
     "num_hashmap_internal_shards",
     "enable_incremental_update",
     "incremental_buffer_size",
@@ -112,6 +115,9 @@ pub struct GlobalConfig {
     /// copies while a checkpoint is written. With None there is no limit, so the copies may become as large as all
     /// rows.
     pub max_copy_bytes: Option<u64>,
+    /// `embedding_parameter_server_config.request_threads`: the number of threads that execute a large look-up or push
+    /// in the process that holds the rows. None chooses it by the number of processors. The results do not depend on it.
+    pub request_threads: Option<usize>,
     /// `common_config.job_type: Infer` and `.infer_config`; None for a job that trains or evaluates.
     pub infer: Option<InferConfig>,
     /// `embedding_worker_config.wire_dtype`: the type of rows and gradients between trainers, middlewares and servers.
@@ -127,6 +133,7 @@ impl Default for GlobalConfig {
             capacity: 1_000_000_000,
             log: None,
             max_copy_bytes: None,
+            request_threads: None,
             infer: None,
             wire_dtype: Dtype::F32,
         }
@@ -195,6 +202,9 @@ impl GlobalConfig {
         }
         let path = "embedding_parameter_server_config.max_copy_bytes";
         self.max_copy_bytes = reader.integer(&server, path, 1..=MAX_COPY_BYTES);
+        let path = "embedding_parameter_server_config.request_threads";
+        let threads = reader.integer(&server, path, 1..=MAX_REQUEST_THREADS);
+        self.request_threads = threads.map(|threads| threads as usize);
         let logs = reader.choice(&server, "embedding_parameter_server_config.durability", DURABILITIES);
         let path = "embedding_parameter_server_config.log_sync";
         let sync = reader.choice(&server, path, LOG_SYNCS);

@@ -45,6 +45,7 @@ fn a_real_file_is_read_with_one_warning_for_each_key_without_effect() {
             capacity: 1_000_000,
             log: None,
             max_copy_bytes: None,
+            request_threads: None,
             infer: None,
             wire_dtype: Dtype::F32,
         }
@@ -111,6 +112,7 @@ fn absent_keys_have_their_documented_defaults() {
         capacity: 1_000_000_000,
         log: None,
         max_copy_bytes: None,
+        request_threads: None,
         infer: None,
         wire_dtype: Dtype::F32,
     };
@@ -137,6 +139,17 @@ fn what_is_copied_for_a_checkpoint_may_be_bounded() {
     let parsed = GlobalConfig::parse(text, "f").unwrap();
     assert_eq!((parsed.config.max_copy_bytes, parsed.warnings), (Some(1_000_000), vec![]));
     assert!(parse("embedding_parameter_server_config: {max_copy_bytes: 0}")[0].contains("max_copy_bytes"));
+}
+
+#[test]
+fn the_threads_of_a_request_may_be_chosen() {
+    let text = "embedding_parameter_server_config: {request_threads: 8}";
+    let parsed = GlobalConfig::parse(text, "f").unwrap();
+    assert_eq!((parsed.config.request_threads, parsed.warnings), (Some(8), vec![]));
+    for wrong in ["0", "65", "all"] {
+        let text = format!("embedding_parameter_server_config: {{request_threads: {wrong}}}");
+        assert!(parse(&text)[0].contains("request_threads: found"), "{wrong}");
+    }
 }
 
 #[test]

@@ -1,0 +1,100 @@
+//! [`RequestThreads`]: divides a request among threads, by shards.
+//!
+//! Everything that a request does to a row depends only on the row's shard: its memory, evictions and counts are the
+//! shard's own, and the ids of a request are in the order of shards. So the result has the same bits for every number
+//! of threads.
+
+use std::num::NonZeroUsize;
+use std::ops::Range;
+
+use persia_types::TablesError;
+use rayon::iter::{IntoParallelIterator, ParallelIterator};
+use rayon::{ThreadPool, ThreadPoolBuilder};
+
+use crate::run::bad;
+
+/// The minimum number of ids of a part. To wake a thread for fewer ids takes longer than to process them.
+const MIN_IDS: usize = 2_048;
+/// The number of parts for each thread, so that no thread waits long for another one that was interrupted.
+const PARTS_PER_THREAD: usize = 4;
+
+/// The number of threads that execute a request unless the configuration says otherwise: a quarter of the processors,
+/// from 1 to 8. The others are for requests that come at the same time, and for the dense model.
+pub fn default_request_threads() -> usize {
+    (std::thread::available_parallelism().map_or(1, NonZeroUsize::get) / 4).clamp(1, 8)
+}
+
+/// The threads that execute requests, and the shards among which requests are divided.
+pub(crate) struct RequestThreads {
+    /// None if the caller of a request executes it alone.
+    pool: Option<ThreadPool>,
+    /// The shards that the store holds.
+    shards: Range<usize>,
+}
+
+impl RequestThreads {
+    /// Start the threads; with 1, callers execute their requests alone.
+    ///
+    /// # Errors
+    /// `BadRun` if the operating system refuses a thread.
+    pub(crate) fn start(threads: usize, shards: Range<usize>) -> Result<Self, TablesError> {
+        let builder = ThreadPoolBuilder::new().num_threads(threads);
+        let pool = match threads {
+            1 => None,
+            _ => match builder.thread_name(|number| format!("persia-store-{number}")).build() {
+                Ok(pool) => Some(pool),
+                Err(error) => return bad(format!("cannot start {threads} threads for requests: {error}")),
+            },
+        };
+        Ok(Self { pool, shards })
+    }
+
+    /// The number of parts into which a request with this number of ids is divided.
+    pub(crate) fn parts(&self, ids: usize) -> usize {
+        let threads = self.pool.as_ref().map_or(1, ThreadPool::current_num_threads);
+        let most = if threads == 1 { 1 } else { threads * PARTS_PER_THREAD };
+        (ids / MIN_IDS).min(most).min(self.shards.len()).max(1)
+    }
+
+    /// Call `work` for each part of a request with this number of ids. A part is a range of shards; the parts contain
+    /// every shard of the store once. Returns the results in the order of shards.
+    pub(crate) fn map<T: Send>(&self, ids: usize, work: impl Fn(Range<usize>) -> T + Sync) -> Vec<T> {
+        let parts = self.parts(ids);
+        let Range { start, end } = self.shards;
+        let of = |part: usize| start + (end - start) * part / parts;
+        let work = |part: usize| work(of(part)..of(part + 1));
+        match &self.pool {
+            Some(pool) if parts > 1 => pool.install(|| (0..parts).into_par_iter().map(work).collect()),
+            _ => (0..parts).map(work).collect(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shards_of(threads: usize, held: Range<usize>, ids: usize) -> Vec<Range<usize>> {
+        RequestThreads::start(threads, held).unwrap().map(ids, |shards| shards)
+    }
+
+    #[test]
+    fn parts_contain_every_shard_once() {
+        for (threads, held) in [(1, 0..256), (2, 0..256), (3, 0..256), (4, 85..171), (8, 3..5), (2, 9..10)] {
+            for ids in [0, 1, 2 * MIN_IDS - 1, 2 * MIN_IDS, 5 * MIN_IDS, 1_000 * MIN_IDS] {
+                let parts = shards_of(threads, held.clone(), ids);
+                assert!(parts.iter().all(|part| !part.is_empty()));
+                let all: Vec<usize> = parts.into_iter().flatten().collect();
+                assert_eq!(all, held.clone().collect::<Vec<_>>(), "{threads} threads, {ids} ids");
+            }
+        }
+    }
+
+    #[test]
+    fn only_large_requests_are_divided() {
+        assert_eq!(shards_of(4, 0..256, 2 * MIN_IDS - 1).len(), 1);
+        assert_eq!(shards_of(4, 0..256, 2 * MIN_IDS).len(), 2);
+        assert_eq!(shards_of(4, 0..256, 1_000 * MIN_IDS).len(), 16);
+        assert_eq!(shards_of(1, 0..256, 1_000 * MIN_IDS).len(), 1);
+    }
+}
