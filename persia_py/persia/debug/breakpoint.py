@@ -73,6 +73,7 @@ class Session:
         self.gate: Gate = FileGate(gate.run_name())
         self._calls = 0
         self._passed = 0
+        self._continued = 0
         self._stop: Stop | None = None
         self._terminal: terminal.Terminal | None = None
         self._debugger: Debugger | None = None
@@ -187,7 +188,8 @@ class Session:
         self._passed = self._passed if passed is None else passed
         stop = {} if self._stop is None else {"call": self._stop.call, "file": self._stop.file}
         stopped = stopped or ("an editor" if self._edited else "")
-        record = {"passed": self._passed, "stopped": stopped, "sites": self._sites, **stop}
+        progress = {"passed": self._passed, "continued": self._continued}
+        record = {**progress, "stopped": stopped, "sites": self._sites, **stop}
         self.gate.put(f"rank-{self.rank}", record)
 
     def clear(self) -> None:
@@ -204,6 +206,7 @@ class Session:
     def continues(self, *, stops_again: bool) -> str:
         """Record that the program continues; return a message about the other ranks for the user."""
         clock.go("prompt")
+        self._continued += 1
         stop, told = self._stop, ""
         if stop is not None and stop.blocking and self.world_size > 1:
             told = (

@@ -39,7 +39,7 @@ def stop() -> None:
 class _Watcher:
     def __init__(self, session: RankSession) -> None:
         self._session = session
-        self._stopped: tuple[int, str] | None = None
+        self._stopped: tuple[int, str, int] | None = None
         self._said = False
         self._requests = attach.Requests(session)
         self._end = threading.Event()
@@ -77,16 +77,18 @@ class _Watcher:
         if stopped != self._stopped:
             self._stopped, self._said = stopped, False
             if stopped is not None:
-                _logger.info("rank %d is stopped at %s; the time limits of rank %d are paused", *stopped, session.rank)
+                where = (*stopped[:2], session.rank)
+                _logger.info("rank %d is stopped at %s; the time limits of rank %d are paused", *where)
         if stopped is not None and not self._said:
-            self._said = self._say_permits(*stopped)
+            self._said = self._say_permits(*stopped[:2])
 
-    def _find(self, gate: Gate) -> tuple[int, str] | None:
+    def _find(self, gate: Gate) -> tuple[int, str, int] | None:
+        """Return a stopped rank, its place, and how often it has continued, which tells two stops at one place apart."""
         for rank in range(self._session.world_size):
             if rank != self._session.rank:
                 record = gate.get(f"rank-{rank}")
                 if record is not None and record["stopped"] and gate.is_alive(record):
-                    return rank, str(record["stopped"])
+                    return rank, str(record["stopped"]), int(record["continued"])
         return None
 
     def _say_permits(self, rank: int, site: str) -> bool:
