@@ -155,8 +155,9 @@ def data(quick: bool) -> Iterator[Record]:
 
 
 def serving(quick: bool) -> Iterator[Record]:
-    """B11: persia serve beside FastAPI and LitServe."""
-    yield from lines([sys.executable, str(BENCHES / "serving.py"), *(["--quick"] if quick else [])], "B11")
+    """B11: persia serve beside FastAPI and LitServe, and the start of a large bundle."""
+    for script in ("serving.py", "serving_start.py"):
+        yield from lines([sys.executable, str(BENCHES / script), *(["--quick"] if quick else [])], "B11")
 
 
 def compare(measured: list[Record], dim: int, per_sample: int) -> Iterator[Record]:
@@ -229,8 +230,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--only",
         choices=PARTS,
-        help="the store (B1, B2, B6, B7, threads), the step (B3), the step over sockets (B4), training (B5), start-up (B9),"
-        " files (B10), serving (B11)",
+        help="the store (B1, B2, B6, B7, threads), the step (B3), the step over sockets (B4), training (B5), "
+        "start-up (B9), files (B10), serving (B11)",
     )
     parser.add_argument(
         "--containers", action="store_true", help="B9 with docker compose too; the images must be built"

@@ -83,7 +83,7 @@ class _Watcher:
             self._said = self._say_permits(*stopped[:2])
 
     def _find(self, gate: Gate) -> tuple[int, str, int] | None:
-        """Return a stopped rank, its place, and how often it has continued, which tells two stops at one place apart."""
+        """Return a stopped rank, its place, and how often it has continued: a place may be met again."""
         for rank in range(self._session.world_size):
             if rank != self._session.rank:
                 record = gate.get(f"rank-{rank}")

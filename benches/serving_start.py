@@ -1,0 +1,107 @@
+"""B11: the start of ``persia serve`` with a large table, and its memory.
+
+A model with one id column is trained on a file in which each id occurs once, and exported with f32, f16 and int8 rows.
+The start is the time from the command to the first score. It includes the hashes of all files. Memory is the
+proportional set size (PSS) after the ids of requests have been drawn from the whole table.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import figures
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+from serving import served
+
+import persia
+from persia.trainer import Trainer
+
+DIM = 16
+START_S = 5.0
+"""The target of a start."""
+NEAR = 0.8
+"""The target of the size of the files over the memory."""
+REQUESTS, REQUEST_ROWS = 200, 500
+
+
+def train(folder: Path, rows: int) -> None:
+    """Train on ``rows`` different ids, and export the bundles."""
+    random = np.random.default_rng(1)
+    label = random.integers(0, 2, rows, dtype=np.int8)
+    pq.write_table(pa.table({"id": random.permutation(rows), "label": label}), folder / "train.parquet")
+    (folder / "persia.yml").write_text(
+        f"data: {{train: train.parquet, batch_size: 32768}}\nfeatures:\n  id: {{type: id, dim: {DIM}}}\n"
+        "labels:\n  label: {}\nmodel: {name: dlrm, bottom_mlp: [], top_mlp: [16]}\n"
+        f"run: {{dir: {folder}/runs, name: one}}\n"
+    )
+    with Trainer(persia.load_config(folder / "persia.yml")) as trainer:
+        for _ in trainer.fit():
+            pass
+    for dtype in ("f32", "f16", "int8"):
+        with Trainer(persia.load_config(folder / "persia.yml")) as trainer:
+            trainer.resume(folder / "runs" / "one").export(folder / dtype / "bundle", rows=dtype)
+
+
+def score(port: int, ids: list[int]) -> None:
+    """Request scores; they must be one for each id."""
+    body = json.dumps([{"id": each} for each in ids]).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/score", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
+        found = json.load(answer)["scores"]
+    if len(found) != len(ids):
+        raise RuntimeError(f"{len(found)} scores for {len(ids)} ids")
+
+
+def first_score(port: int) -> None:
+    """Request one score until the system gives it."""
+    while True:
+        try:
+            return score(port, [0])
+        except OSError:
+            time.sleep(0.01)
+
+
+def measure(rows: int, repetitions: int, folder: Path) -> Iterator[figures.Record]:
+    """Measure each dtype of rows."""
+    train(folder, rows)
+    random = np.random.default_rng(2)
+    for dtype in ("f32", "f16", "int8"):
+        size = sum(path.stat().st_size for path in (folder / dtype / "bundle").rglob("*") if path.is_file()) / 2**30
+        starts, memory = list[float](), 0.0
+        for repetition in range(repetitions):
+            began = time.monotonic()
+            with served("persia", folder / dtype, pinned=False) as (port, pid):
+                first_score(port)
+                starts.append(time.monotonic() - began)
+                if repetition == 0:
+                    for _ in range(REQUESTS):
+                        score(port, random.integers(0, rows, REQUEST_ROWS).tolist())
+                    memory = psutil.Process(pid).memory_full_info().pss / 2**30
+        took = float(np.median(starts))
+        spread = float(np.quantile(starts, 0.75) - np.quantile(starts, 0.25)) / 2 / took
+        case = f"{rows} rows of dim {DIM}, {dtype}"
+        numbers = {"value": round(took, 2), "peer": START_S, "ratio": round(figures.ratio(START_S, took), 3)}
+        yield {"id": "B11", "case": f"start, {case}", "unit": "s", **numbers, "target": 1.0, "spread": round(spread, 3)}
+        numbers = {"value": round(memory, 2), "peer": round(size, 2), "ratio": round(figures.ratio(size, memory), 3)}
+        yield {"id": "B11", "case": f"memory, {case}", "unit": "GiB", **numbers, "target": NEAR, "spread": 0.0}
+
+
+def main() -> None:
+    """Measure, and print a record for each case."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="10^6 rows instead of 10^7")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        for record in measure(1_000_000 if options.quick else 10_000_000, 3, Path(folder)):
+            figures.write(record)
+
+
+if __name__ == "__main__":
+    main()
