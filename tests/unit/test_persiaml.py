@@ -180,7 +180,7 @@ def test_a_state_dict_is_not_written_to_a_folder_called_like_a_url(
     configure(SLOTS)
     monkeypatch.chdir(tmp_path)
     with eval_ctx(model=TinyModel()) as ctx:
-        with pytest.raises(UsageError, match="hdfs://host/a: expected a path of this host"):
+        with pytest.raises(UsageError, match="hdfs://host/a: expected a local path"):
             ctx.dump_torch_state_dict(TinyModel(), "hdfs://host/a", "dense.pt")
         with pytest.raises(UsageError, match="load_torch_state_dict: hdfs://host/a/dense.pt"):
             ctx.load_torch_state_dict(TinyModel(), "hdfs://host/a/dense.pt")

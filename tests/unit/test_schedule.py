@@ -93,9 +93,9 @@ def test_wrong_schedules_are_refused() -> None:
         (lambda: LRSchedule("step"), "course='step'"),  # type: ignore[arg-type]
         (lambda: LRSchedule("linear"), "total_steps=None"),
         (lambda: LRSchedule("cosine", warmup_steps=9, total_steps=9), "more than warmup_steps"),
-        (lambda: LRSchedule(total_steps=9), "no end"),
+        (lambda: LRSchedule(total_steps=9), "total_steps=9: must be None with course='constant'"),
         (lambda: LRSchedule("linear", warmup_steps=-1, total_steps=9, end=2), "warmup_steps=-1.*end=2"),
-        (lambda: LRSchedule(end=0.1), "end=0.1: a constant course does not decrease"),
+        (lambda: LRSchedule(end=0.1), "end=0.1: must be 0 with course='constant'"),
         (lambda: LRSchedule(warmup_steps=math.nan), "warmup_steps=nan: must be an integer"),  # type: ignore[arg-type]
         (lambda: LRSchedule(warmup_steps=1.5), "warmup_steps=1.5: must be an integer"),  # type: ignore[arg-type]
         (lambda: LRSchedule("linear", total_steps=math.inf), "total_steps=inf"),  # type: ignore[arg-type]

@@ -197,7 +197,7 @@ def replaced(index: int, **keys: Any) -> list[dict[str, Any]]:
         ([*INPUTS, valid("usr", [True] * 3)], "usr.valid: no such input; did you mean user.valid?"),
         (replaced(4, parameters={"shared_memory_region": "x"}), "price: shared memory is not supported"),
         (replaced(4, parameters={"binary_data_size": 4}), "price: binary_data_size is 4, but 0 bytes follow"),
-        (7, "expected an object with a list of inputs"),
+        (7, "the request: expected a JSON object with the list 'inputs'"),
     ],
 )
 def test_invalid_tensors_are_refused_with_the_reason(client: Client, inputs: Any, message: str) -> None:

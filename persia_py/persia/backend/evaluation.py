@@ -92,7 +92,8 @@ class Evaluation:
             self._warned_slots.update(batch.slots)
             _logger.warning(
                 "evaluation: the tables are empty (0 rows), so every id reads as zeros and predictions do not "
-                "depend on ids. Load rows first: %s; with servers, train or load in the training script",
+                "depend on ids. Load rows first: %s; if the rows are on servers, train or load them in the training "
+                "script",
                 self._load,
             )
         return empty

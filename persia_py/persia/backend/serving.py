@@ -67,8 +67,8 @@ class ServingBackend(Backend):
             device.serve(engine)
         if names is None:
             _logger.warning(
-                "%s does not have the order of the model's inputs: every batch needs its features in the order of "
-                "training. A checkpoint that TrainCtx saves now has it",
+                "%s does not record the order of the model's inputs, so every batch must have its features in the "
+                "order of training. Checkpoints that this version of TrainCtx saves record the order",
                 source,
             )
         else:

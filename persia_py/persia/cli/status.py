@@ -34,7 +34,8 @@ def status(
         raise typer.Exit(_show(nats_url, job, every=every, as_json=as_json))
     if as_json or every or targets:
         name = "--json" if as_json else "--all" if every else "--targets"
-        raise UsageError(f"persia status: {name} is not allowed with --watch; use --csv")
+        instead = "; use --csv" if as_json else ""
+        raise UsageError(f"persia status: {name} is not allowed with --watch{instead}")
     _watch(run, nats_url, job, as_csv=as_csv, samples=samples, seconds=seconds)
 
 

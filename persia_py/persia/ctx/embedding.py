@@ -403,7 +403,7 @@ class EmbeddingCtx(BaseCtx):
 def _local(caller: str, path: str | os.PathLike[str]) -> Path:
     if is_url(path):
         raise UsageError(
-            f"{caller}: {os.fspath(path)}: expected a path of this host; HDFS and object stores are not supported"
+            f"{caller}: {os.fspath(path)}: expected a local path; HDFS and object stores are not supported"
         )
     return Path(path)
 

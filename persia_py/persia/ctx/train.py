@@ -132,8 +132,8 @@ class TrainCtx(StepCtx):
         if settings.nats_url is not None:
             if run.holds_session():
                 raise UsageError(
-                    "TrainCtx together with an EmbeddingCollection: both keep their rows on the same servers, and "
-                    "TrainCtx starts from empty tables; close() the collection first"
+                    "TrainCtx together with an EmbeddingCollection would drop the collection's rows, because both use "
+                    "the same servers and TrainCtx starts from empty tables; close() the collection first"
                 )
             from persia.backend.remote import RemoteBackend  # this also imports gRPC
 

@@ -182,7 +182,8 @@ def _store(host: str, port: int, timeout_s: float, descriptor: int | None = None
             master_listen_fd=descriptor,
         )
     except RuntimeError as error:
-        raise UnreachableError(f"torch's store of rank 0 at {host}:{port}: {str(error).splitlines()[0]}") from error
+        why = str(error).splitlines()[0]
+        raise UnreachableError(f"cannot connect to torch's store of rank 0 at {host}:{port}: {why}") from error
 
 
 def _shown(url: str) -> str:

@@ -52,9 +52,9 @@ class LRSchedule:
             wrong.append(f"warmup_steps={self.warmup_steps!r}: must be an integer of at least 0")
         if self.course == "constant":
             if self.total_steps is not None:
-                wrong.append(f"total_steps={self.total_steps}: a constant course has no end")
+                wrong.append(f"total_steps={self.total_steps}: must be None with course='constant'")
             if self.end != 0:
-                wrong.append(f"end={self.end!r}: a constant course does not decrease")
+                wrong.append(f"end={self.end!r}: must be 0 with course='constant'")
         else:
             total = self.total_steps
             if total is None or not _is_a(Integral, total) or (warms_up and total <= self.warmup_steps):

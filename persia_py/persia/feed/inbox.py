@@ -253,7 +253,8 @@ class Inbox:
             raise ConfigError(f"REPLICA_INDEX={index}: must be less than REPLICA_SIZE={replicas}")
         if self._replicas not in (None, replicas):
             raise ConfigError(
-                f"data-compose replica {index} has REPLICA_SIZE={replicas}, this run has {self._replicas} replicas"
+                f"data-compose replica {index} has REPLICA_SIZE={replicas}, this run has {self._replicas} replicas; "
+                f"start {self._replicas} replicas, each with REPLICA_SIZE={self._replicas}"
             )
         self._replicas = replicas
 

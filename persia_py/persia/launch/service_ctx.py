@@ -162,7 +162,10 @@ class PersiaServiceCtx:
                 return
             self._check()
             if time.monotonic() > deadline:
-                raise UnreachableError(f"{' and '.join(absent)} did not announce themselves in time")
+                raise UnreachableError(
+                    f"waited {settings.start_timeout:g} s (PERSIA_START_TIMEOUT) for {' and '.join(absent)} to "
+                    "announce themselves to NATS; see their output for the reason"
+                )
             time.sleep(_POLL)
 
     def _config(self, folder: Path, name: str) -> Path | None:

@@ -37,7 +37,7 @@ class InferRequest:
         head = len(self._body) if self._header is None else _whole(self._header, len(self._body))
         content = loads(memoryview(self._body)[:head])
         if not isinstance(content, dict) or not isinstance(content.get("inputs"), list):
-            raise InvalidError("expected an object with a list of inputs")
+            raise InvalidError("the request: expected a JSON object with the list 'inputs'")
         self._id = _text(content.get("id"), "id")
         parameters = _parameters(content, "the request")
         self._binary = parameters.get("binary_data_output") is True

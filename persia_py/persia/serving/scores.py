@@ -42,7 +42,9 @@ def split(output: Any, labels: Sequence[str]) -> "list[torch.Tensor]":
     elif isinstance(output, Sequence) and len(output) == len(labels):
         parts = [*output]
     else:
-        raise DataError(f"the model returned {type(output).__name__}, expected an output for each of {[*labels]}")
+        raise DataError(
+            f"the model returned {type(output).__name__}, expected an output for each of the labels {', '.join(labels)}"
+        )
     return [part.reshape(-1, 1) for part in parts]
 
 

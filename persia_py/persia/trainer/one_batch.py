@@ -176,7 +176,10 @@ def train(make: Callable[[], Trainer], ticks: Ticks, source: Callable[[], Iterab
             reports = trainer.fit(None if source is None else source())
         with ticks.step("batch"):
             if next(reports, None) is None:
-                raise UsageError("no batch was trained on")
+                raise UsageError(
+                    "no batch was trained on: the data ended before the first batch; check data.train, or the log of "
+                    "data-compose"
+                )
         with ticks.step("evaluate"):
             next(reports, None)
         with ticks.step("checkpoint"):

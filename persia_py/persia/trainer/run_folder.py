@@ -203,7 +203,7 @@ class RunFolder:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.path / name}: {error}") from error
+            raise CheckpointError(f"cannot read {self.path / name}: {error}") from error
         if not isinstance(content, dict):
             raise CheckpointError(f"{self.path / name}: expected an object, found {type(content).__name__}")
         return content

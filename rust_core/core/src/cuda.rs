@@ -101,7 +101,8 @@ pub(crate) fn sum(
     scale: f32,
 ) -> PyResult<Sums> {
     let Some(step) = step(on_device) else {
-        return Err(errors::raise(py, "UsageError", format!("step {number} is not on a device")));
+        let text = format!("step {number}: its embeddings are not on a device");
+        return Err(errors::raise(py, "UsageError", text));
     };
     let cuda = step.device().cuda();
     let place = (CUDA, cuda.ordinal());

@@ -58,5 +58,5 @@ pub(crate) fn sum(
     _: &[(Bound<'_, PyAny>, Vec<usize>)],
     _: f32,
 ) -> PyResult<Sums> {
-    Err(errors::raise(py, "UsageError", format!("step {step} is not on a device")))
+    Err(errors::raise(py, "UsageError", format!("step {step}: its embeddings are not on a device")))
 }

@@ -58,7 +58,8 @@ impl Step {
             return Err(CudaError::BadGradient { what });
         }
         if !self.layout.trains() {
-            return Err(CudaError::BadGradient { what: "this batch was looked up for evaluation".into() });
+            let what = "this batch was looked up for evaluation, so its gradients cannot be pushed".into();
+            return Err(CudaError::BadGradient { what });
         }
         let cuda = self.device.cuda();
         let _current = cuda.context.enter()?;

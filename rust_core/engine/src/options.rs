@@ -53,7 +53,7 @@ impl EngineOptions {
     pub(crate) fn check(&self) -> Result<(), Error> {
         let bad = |option, what: String| Err(Error::BadOption { option, what });
         if !(1..=MAX_STALENESS).contains(&self.staleness) {
-            return bad("staleness", format!("{} is outside 1..={MAX_STALENESS}", self.staleness));
+            return bad("staleness", format!("{}; it must be from 1 to {MAX_STALENESS}", self.staleness));
         }
         if self.rank >= self.world_size {
             return bad("rank", format!("{} is not below the world size {}", self.rank, self.world_size));

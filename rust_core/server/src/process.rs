@@ -279,7 +279,13 @@ async fn announce(discovery: &Discovery, announcement: Announcement) -> Option<A
         Ok(()) => discovery.announce(announcement).await,
         Err(error) => Err(error),
     };
-    announced.map_err(|error| tracing::error!("cannot announce this process: {error}")).ok()
+    announced
+        .map_err(|error| {
+            tracing::error!(
+                "cannot announce this process to NATS, so other processes do not find it: {error}"
+            );
+        })
+        .ok()
 }
 
 /// The announcement of a serving process.

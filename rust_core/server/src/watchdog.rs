@@ -21,8 +21,8 @@ pub fn start() -> std::io::Result<()> {
     std::thread::Builder::new().name("watchdog".into()).spawn(move || {
         watch(&seen, TICK, MAX_STALLED_TICKS);
         tracing::error!(
-            "the event loop stalled for {MAX_STALLED_TICKS} s: ending with exit code {}; attach a debugger before that \
-             to see where it hangs",
+            "the event loop made no progress for {MAX_STALLED_TICKS} s: ending with exit code {}; if this \
+             happens again, attach a debugger within this time to see where the process hangs",
             exit::WATCHDOG
         );
         std::process::exit(exit::WATCHDOG);

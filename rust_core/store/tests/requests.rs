@@ -61,7 +61,7 @@ fn a_run_that_does_not_fit_is_refused_and_the_old_one_continues() {
     let adam = Optimizer::Adam { lr: 0.1, beta1: 0.9, beta2: 0.9, weight_decay: 0.0, eps: 1e-8 };
     let message = begin(Run { generation: 2, optimizer: Some(adam), ..run(&[2]) });
     assert!(
-        message.contains("3 rows of table table_0 have 0 floats") && message.contains("has 4"),
+        message.contains("table table_0 has 3 rows with 0 floats") && message.contains("has 4"),
         "{message}"
     );
     assert_eq!(push(&store, 1, 0, &[1, 2, 3], 1.0).rows_applied, 3);

@@ -92,7 +92,8 @@ impl Tensor {
         }
         let expected = tensor.shape.iter().try_fold(dtype.size(), |product, axis| product.checked_mul(*axis));
         if expected != Some(tensor.bytes.len()) {
-            return bad(format!("{} bytes do not fill {dtype:?} {:?}", tensor.bytes.len(), tensor.shape));
+            let (found, shape) = (tensor.bytes.len(), &tensor.shape);
+            return bad(format!("{found} bytes do not match dtype {dtype:?} and shape {shape:?}"));
         }
         if dtype == Dtype::Bool && tensor.bytes.iter().any(|byte| *byte > 1) {
             return bad("a bool that is neither 0 nor 1".into());
