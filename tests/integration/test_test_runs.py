@@ -83,7 +83,7 @@ def test_a_whole_run_on_ranks_has_the_overrides(table: Path, verb: Verb) -> None
     )
     given = [word for each in settings for word in ("--set", each)]
     output = persia(table, "train", "persia.yml", "--nproc", "2", "--profile", *given)
-    assert output.count("a batch has 64 rows, which are in the model together") == 1, output
+    assert output.count("found 999, which has no effect, because data.batch_size is 64") == 1, output
     profile = output.partition("finished")[2] or output
     assert re.search(r"data wait .* %|forward", profile) and "trace: runs/two/profile/rank-0.pt.trace.json" in profile
     summary = json.loads((table / "runs" / "two" / "summary.json").read_text())

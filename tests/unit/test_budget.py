@@ -133,7 +133,7 @@ def test_a_price_that_arrives_while_prices_are_logged_does_no_harm(caplog: pytes
         interval._add(Arriving(each))
     checkpoints = Checkpoints("saves", every=50)
     assert interval.of(checkpoints).decide(1, [interval.vote(None)]) is False
-    assert checkpoints.every == 10 and "the price is volatile (1, 2, 3)" in caplog.text
+    assert checkpoints.every == 10 and "the price is volatile; the last prices are 1, 2, 3" in caplog.text
 
 
 def test_the_time_in_which_features_are_fitted_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,5 +169,8 @@ def test_a_volatile_price_makes_checkpoints_more_frequent(tmp_path: Path, caplog
             assert trainer.folder is not None
             saved = sorted(int(path.name[5:]) for path in Path(trainer.folder.saves(config)).glob("step-*"))
     assert saved[0] == 50 and {70, 80, 90} <= {*saved}, saved
-    assert "checkpoints every 10 steps from step 61 on, not 50: the price is volatile (" in caplog.text
-    assert "not 10: the price is calm again (" in caplog.text
+    assert (
+        "from step 61 on, a checkpoint is written every 10 steps instead of every 50, because the price is volatile;"
+        in caplog.text
+    )
+    assert "instead of every 10, because the price is no longer volatile;" in caplog.text

@@ -155,7 +155,7 @@ def test_an_object_that_differs_from_its_file_is_deleted(saved: Path, monkeypatc
 
     with (
         monkeypatch.context() as patch,
-        pytest.raises(StorageError, match=r"dense\.pt: the object differs from .*, and"),
+        pytest.raises(StorageError, match=r"dense\.pt: the uploaded object differs from .*, and"),
     ):
         patch.setattr(Bucket, "call", corrupts)
         multipart.export(str(saved), ADDRESS, "again")

@@ -48,7 +48,7 @@ def test_rows_at_a_time_that_are_no_fewer_than_a_batch_are_a_warning(
 ) -> None:
     persia_yml.write_text(GOOD + "train: {micro_batch: 4096, accumulate: 2}\n")
     assert persia.load_config(persia_yml).step_rows == 8192
-    assert "train.micro_batch: found 4096, but a batch has 4096 rows, which are in the model together" in caplog.text
+    assert "train.micro_batch: found 4096, which has no effect, because data.batch_size is 4096" in caplog.text
 
 
 def test_the_early_stop_needs_rows_and_a_metric(persia_yml: Path) -> None:
@@ -150,7 +150,7 @@ def test_regions_hold_each_rank_once(persia_yml: Path) -> None:
     ]
     sharded = text.replace("[0, 1, 0], west: [1, -2], none: []", "[0, 1]").replace("ddp", "fsdp")
     assert mistakes(persia_yml, sharded) == [
-        "9:17: dist.regions: found together with `parallel: fsdp`, whose gradients are never whole"
+        "9:17: dist.regions: found together with `parallel: fsdp`, which shards the gradients: remove one of them"
     ]
     assert mistakes(persia_yml, GOOD + "dist: {regions: {}}\n") == [
         "8:17: dist.regions: found no regions; allowed: at least one, such as `{east: [0, 1]}`"
@@ -169,7 +169,7 @@ def test_compression_that_would_not_work_is_refused(persia_yml: Path) -> None:
     ]
     text = GOOD + "parallel: fsdp\ndist: {compression: {name: bf16}}\n"
     assert mistakes(persia_yml, text) == [
-        "9:21: dist.compression: found together with `parallel: fsdp`, whose gradients are never whole"
+        "9:21: dist.compression: found together with `parallel: fsdp`, which shards the gradients: remove one of them"
     ]
 
 

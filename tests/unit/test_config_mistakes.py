@@ -186,7 +186,7 @@ def test_each_mistake_has_its_place(persia_yml: Path, added: str, message: str) 
         ),
         (
             "{train: a, split: {by: time, column: t, valid: 3, test: 2024-05-01}}",
-            "1:63: data.split.test: found '2024-05-01' with valid: 3; expected two times of one kind",
+            "1:63: data.split.test: found '2024-05-01' with valid: 3; expected two strings or two numbers",
         ),
         (
             "{train: a, split: {by: file}}",

@@ -25,6 +25,29 @@ def test_build_information() -> None:
     assert loaded_file().suffix == ".so"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+def test_a_process_waits_until_the_name_of_nats_has_an_address(tmp_path: Path) -> None:
+    """In a stack, a service may start before the container of NATS, whose name has no address until then."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n")
+    ask = "from persia_core.discovery import advertised_host as ask; print(ask('nats://late-nats:4222', timeout_s={}))"
+    mount = ("unshare", "--mount", "sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"', str(hosts))
+
+    def start(timeout_s: float) -> "subprocess.Popen[str]":
+        words = (*mount, sys.executable, "-c", ask.format(timeout_s))
+        return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    with start(0.5) as process:
+        output, errors = process.communicate(timeout=60)
+        assert process.returncode != 0 and not output
+        assert "NATS at nats://late-nats:4222 has no address or no route here" in errors
+    with start(60) as process:
+        assert process.stderr is not None
+        assert any("waiting for NATS" in line for line in process.stderr)
+        hosts.write_text("127.0.0.1 localhost late-nats\n")
+        assert process.communicate(timeout=60)[0] == "127.0.0.1\n"
+
+
 @pytest.mark.stack
 def test_a_misaligned_gradient_is_refused() -> None:
     import numpy as np

@@ -303,7 +303,7 @@ def test_the_stacks_of_a_running_rank(rank: ranks.Rank) -> None:
     for _ in range(2):
         done = CliRunner().invoke(app, ["stacks", "--pid", str(rank.pid)])
         assert ", line 8 in wait_here\n" in done.output and rank.title in done.output
-    with pytest.raises(UnreachableError, match="no such rank runs on this host"):
+    with pytest.raises(UnreachableError, match="no rank with --rank 77 runs on this host"):
         raise_of(CliRunner().invoke(app, ["stacks", "--rank", "77"]))
 
 

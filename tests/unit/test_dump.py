@@ -165,7 +165,7 @@ def test_the_size_is_bounded() -> None:
     first = archive.entries["logs/0.log"]
     assert first.content.endswith(b"last line 0\n") and first.cut > 100_000, "the end is kept"
     assert first.content.index(b"\n") == 100, "from the start of a line"
-    assert archive.skipped["logs/19.log"] == "the archive has 18 MiB already"
+    assert archive.skipped["logs/19.log"] == "the archive is full: it has at most 18 MiB"
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,6 @@ def test_an_engine_that_is_of_no_use_is_closed(monkeypatch: pytest.MonkeyPatch) 
     closed: list[bool] = []
     engine = SimpleNamespace(served=None, close=lambda abandon: closed.append(abandon))
     monkeypatch.setattr(serving, "Engine", SimpleNamespace(serving=lambda *_, **__: engine))
-    with pytest.raises(UsageError, match="no checkpoint is served"):
+    with pytest.raises(UsageError, match="serve no checkpoint"):
         serving.ServingBackend(["middleware:8887"])
     assert closed == [True]

@@ -63,7 +63,7 @@ def test_a_check_names_the_argument_and_its_place(
         (
             {"class": "mine:Mine", "hiden": [8]},
             "hiden",
-            "model.hiden: mine:Mine: `hiden` is not an argument; it has num_dense, ",
+            "model.hiden: mine:Mine: `hiden` is not an argument; the arguments are num_dense, ",
         ),
         (
             {"class": "mine:Mine", "hidden": [-1]},

@@ -196,7 +196,7 @@ def test_ranks_resume_only_what_ranks_have_trained(tmp_path: Path, verb: Verb) -
     verb("train", path)
     (run,) = (tmp_path / "runs").glob("*-*")
     _, errors = verb("train", path, "--nproc", "2", "--resume", code=2)
-    assert "which run?" in errors and "--resume" in errors
+    assert "--resume needs the folder of the run" in errors and "--resume" in errors
     _, errors = verb("train", path, "--nproc", "2", "--resume", str(run), code=2)
     assert "the run was trained in one process" in errors and f"--resume runs/{run.name}" in errors
 

@@ -61,7 +61,9 @@ def test_mistakes_are_named(train: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"short\.txt: .*[Ee]xpected 40 columns, (got|found) 3"):
         [*RecordReader(open_files(str(tmp_path / "short.txt"), **presets.options("criteo")), 10)]
     (tmp_path / "wrong.txt").write_text(lines[0].replace(lines[0].split("\t")[0] + "\t", "x\t", 1))
-    with pytest.raises(DataError, match=r"wrong\.txt: row 1 \(line 1\), column 'label': found 'x', its type is int64"):
+    with pytest.raises(
+        DataError, match=r"wrong\.txt: row 1 \(line 1\), column 'label': found 'x', but the type of the column is int64"
+    ):
         [*RecordReader(open_files(str(tmp_path / "wrong.txt"), **presets.options("criteo")), 10)]
 
 

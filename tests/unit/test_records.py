@@ -301,7 +301,7 @@ def test_wrong_files_are_named(folder: Path) -> None:
 def test_a_text_row_of_another_type_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("row\n" + "".join(f"{number}\n" for number in range(500_000)) + "many\n")  # several blocks
-    with pytest.raises(DataError, match=r"a.csv: row 500001 \(line 500002\), column 'row': found 'many', its"):
+    with pytest.raises(DataError, match=r"a.csv: row 500001 \(line 500002\), column 'row': found 'many', but the"):
         rows_of(RecordReader(open_files(str(path), types={"row": pa.int64()}), 1000))
 
 
@@ -320,7 +320,7 @@ def test_lines_are_counted_as_an_editor_does(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         rows_of(RecordReader(files, 10))
     place = "row 4 (line 9), column 'row', read by features.row (a.yml:7)"
-    assert str(caught.value) == f"{path}: {place}: found 'x', its type is int64"
+    assert str(caught.value) == f"{path}: {place}: found 'x', but the type of the column is int64"
     (tmp_path / "b.tsv").write_text("\n1\tu1\n\nx\tu2\n")
     with pytest.raises(DataError, match=r"b\.tsv: row 2 \(line 4\), column 'row': found 'x'"):
         rows_of(RecordReader(open_files(str(tmp_path / "b.tsv"), header=["row", "u"], types={"row": pa.int64()}), 10))
@@ -342,7 +342,8 @@ def test_values_that_cannot_be_read_are_null_and_counted(tmp_path: Path) -> None
 def test_a_wrong_value_is_named_in_every_read(tmp_path: Path) -> None:
     """Wherever it is in Arrow's blocks of 1 MiB, also beside a block's end, and while other files are read."""
     lines = [f"{number},{number * 7 % 1000},user{number % 500}" for number in range(60_000)]
-    wrong = f"{tmp_path}/wrong.csv: row 48001 (line 48002), column 'price': found 'n/a', its type is double"
+    place = f"{tmp_path}/wrong.csv: row 48001 (line 48002), column 'price'"
+    wrong = f"{place}: found 'n/a', but the type of the column is double"
     lines[48_000] = "48000,n/a,user0"
     (tmp_path / "wrong.csv").write_text("row,price,user\n" + "\n".join(lines) + "\n")
     for _ in range(20):

@@ -125,7 +125,7 @@ def test_the_best_trial_comes_first_and_one_without_a_value_last(
     [
         (["lr"], "expected KEY=VALUE,VALUE"),
         (["a=1,,2"], "expected KEY=VALUE,VALUE"),
-        (["a=1,1"], "a value is given twice"),
+        (["a=1,1"], "the value 1 is given twice"),
         (["a=1", "a=2"], "a is specified twice"),
         (["run.name=a,b"], "`run` cannot be searched over"),
     ],

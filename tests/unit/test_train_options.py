@@ -47,7 +47,7 @@ def test_a_warning_of_the_configuration_is_shown_once(tmp_path: Path, verb: Verb
     if "--resume" in options:
         verb("train", path)
     out, errors = verb("train", path, *options, code=2 if "--nproc" in options else 0)
-    assert (out + errors).count("a batch has 128 rows, which are in the model together") == 1
+    assert (out + errors).count("found 999, which has no effect, because data.batch_size is 128") == 1
 
 
 # --- next commands

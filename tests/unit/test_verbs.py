@@ -94,7 +94,7 @@ def test_a_wrong_value_of_a_text_file_is_named_or_counted(verb: Verb, folder: Pa
     place = r"wrong.csv: row 149 (line 151), column 'dense0', read by features.dense0 ("
     for arguments in (("eval", "runs/one", "wrong.csv"), ("predict", "runs/one", "wrong.csv", "-o", "o.parquet")):
         _, errors = verb(*arguments, code=2)
-        assert place in errors and "found 'n/a', its type is float" in errors
+        assert place in errors and "found 'n/a', but the type of the column is float" in errors
         assert "persia.yml:" in errors.partition(place)[2]
     assert not (folder / "o.parquet").exists()
     out, _ = verb("predict", "runs/one", "wrong.csv", "-o", "lenient.parquet", "--no-strict", "--force")

@@ -121,10 +121,10 @@ class RemoteBackend(Backend):
         """Announce this rank, and connect to the others."""
         if self.world_size > 1:
             backend = getattr(self._option, "backend", default_backend(self._device_id))
-            private.check(advertised_host(self._url), rank=self.rank, backend=backend)
+            private.check(self._host(), rank=self.rank, backend=backend)
         address = ""  # data-compose waits for one
         if self._takes_batches:
-            self.feed = feed_server.serve(self._job, host=advertised_host(self._url))
+            self.feed = feed_server.serve(self._job, host=self._host())
             address = self.feed.address
         self._peers = run.peers()
         if self._peers is not None:  # a second context of this process: the ranks are connected already
@@ -141,9 +141,13 @@ class RemoteBackend(Backend):
             run.adopt(self._peers, store, extra)
             self._start_torch(store)
 
+    def _host(self) -> str:
+        """Return the address of this process, also while NATS is restarted and its name has no address."""
+        return advertised_host(self._url, timeout_s=settings.start_timeout)
+
     def _start_torch(self, store: "Store") -> None:
         """Start torch's process group, on the interface of this process's address."""
-        name = network.of_address(advertised_host(self._url))
+        name = network.of_address(self._host())
         if name is not None:
             for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ.setdefault(variable, name)
@@ -178,7 +182,9 @@ class RemoteBackend(Backend):
         """
         super().drain_all_ranks()
         if self._peers is not None and self.rank == 0:
-            self._peers.wait_for_notes(self._peers.loops, "to leave its training loop", settings.rpc_timeout)
+            self._peers.wait_for_notes(
+                self._peers.loops, "to leave the training loop (PERSIA_RPC_TIMEOUT)", settings.rpc_timeout
+            )
 
     def all_gather(self, what: str, mine: Any) -> list[Any]:
         """Return the values of all ranks, ordered by rank; blocks until all have called this."""
@@ -280,7 +286,7 @@ class RemoteBackend(Backend):
         try:
             self._note_loop(self._peers)
         except PersiaError as error:  # the next use of the engine raises this error
-            _logger.warning("the training loop ends without its last pushes: %s", error)
+            _logger.warning("the training loop has ended, but its last pushes are not applied: %s", error)
 
     def _note_loop(self, others: control_plane.Peers) -> None:
         """Inform rank 0 that this rank's pushes are applied."""

@@ -57,7 +57,10 @@ class ServingBackend(Backend):
     def _serve(self, engine: Engine, addresses: Sequence[str], device: Device | None) -> None:
         served = engine.served
         if served is None:
-            raise UsageError(f"{', '.join(addresses)}: no checkpoint is served there")
+            raise UsageError(
+                f"the servers of {', '.join(addresses)} serve no checkpoint; start them with job_type: Infer in "
+                "global_config.yml"
+            )
         path, step, names = served
         source = f"the checkpoint {path}"
         super().__init__(Configuration(source, "", engine.configuration, GlobalConfig()), device)

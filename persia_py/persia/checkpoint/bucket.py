@@ -77,7 +77,9 @@ class Bucket:
             session = boto3.Session(region_name=os.environ.get("AWS_REGION"))  # the default one keeps old credentials
             return session.client("s3", endpoint_url=endpoint, config=config)
         except (BotoCoreError, ValueError) as error:
-            raise ConfigError(f"{self.url}: {error}") from error
+            refused = ConfigError(f"cannot use the store of {self.url}: {error}")
+            refused.hint = f"check AWS_REGION and AWS_ENDPOINT_URL, then run: {self._again}"
+            raise refused from error
 
     def key(self, name: str) -> str:
         """Return the key of an object below the prefix."""

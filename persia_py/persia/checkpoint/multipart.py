@@ -88,7 +88,9 @@ def export(folder: str, url: str, again: str, *, force: bool = False) -> Exporte
     """
     bucket = Bucket(url, again)
     if not bucket.prefix:
-        raise ConfigError(f"{url}: expected the name of the checkpoint too, such as s3://bucket/run/step-100")
+        refused = ConfigError(f"{url}: expected the name of the checkpoint too, such as s3://bucket/run/step-100")
+        refused.hint = ""  # the message has the next step
+        raise refused
     opened = _core.Checkpoint(folder)
     opened.verify()
     manifest = Path(folder, MANIFEST).read_bytes()
@@ -219,8 +221,8 @@ class _Object:
         if head is None or self._is_same(head, [digest for _, digest, _ in sent]) is False:
             self.bucket.call("delete_object", Key=self.key)
             raise StorageError(
-                f"s3://{self.bucket.name}/{self.key}: the object differs from {self.path}, and was deleted; "
-                f"found {head}"
+                f"s3://{self.bucket.name}/{self.key}: the uploaded object differs from {self.path}, and was deleted; "
+                f"the store reported {head}"
             )
         kept = sum(has for _, _, has in sent)
         done.parts, done.parts_before = done.parts + len(sent) - kept, done.parts_before + kept

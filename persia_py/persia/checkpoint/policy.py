@@ -188,7 +188,9 @@ class Checkpoints:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"checkpoints: {folder}: {error.strerror}") from error
+            failed = ConfigError(f"cannot create the folder of the checkpoints, {folder}: {error.strerror}")
+            failed.hint = "make its parent writable, or choose another folder"
+            raise failed from error
         return folder
 
     def validate_storage(self) -> None:

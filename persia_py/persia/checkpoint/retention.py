@@ -150,7 +150,7 @@ def remove(path: Place) -> None:
         (path / _MANIFEST).replace(path / _REMOVED)
         files.sync(path)
     except OSError as error:
-        raise StorageError(f"{path}: {error.strerror}") from error
+        raise StorageError(f"cannot delete checkpoint {path}: {error.strerror}") from error
     _core.prune(path.parent, sys.maxsize)  # this deletes no checkpoint, and completes interrupted removals
 
 

@@ -48,7 +48,7 @@ def check_random_state(state: dict[str, Any], optimizer: Optimizer, path: Place)
         optimizer.check_lr(state["embedding_lr"])
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
-            f"{path}: random state and learning rate cannot be restored: {type(error).__name__}: {error}"
+            f"{path}: the random state or the learning rate cannot be restored: {type(error).__name__}: {error}"
         ) from error
 
 

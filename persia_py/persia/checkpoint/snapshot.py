@@ -147,7 +147,12 @@ class Save:
         created_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
         unreported = self._saver.commit(self._cursor, created_at, self._inputs)
         if unreported is not None:
-            _logger.warning("the checkpoint is written, but servers with a log were not notified: %s", unreported)
+            _logger.warning(
+                "%s is complete, but a server with a log (durability: log) was not notified, so it keeps the log of "
+                "the requests before the save: %s",
+                self.what,
+                unreported,
+            )
 
 
 class Writing:
@@ -339,10 +344,12 @@ def check_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], pat
     own = [len(group["params"]) for group in optimizer.param_groups]
     saved = [len(group["params"]) for group in groups]
     keys = [sorted(set(group) - {"param_names"}) for group in optimizer.param_groups]
-    if own == saved and keys != [sorted(set(group) - {"param_names"}) for group in groups]:
+    there = [sorted(set(group) - {"param_names"}) for group in groups]
+    if own == saved and keys != there:
+        number = next(number for number, key in enumerate(keys) if key != there[number])
         raise CheckpointError(
-            f"{path}: the dense optimizer differs from the one that was saved: its options are "
-            f"{', '.join(sorted(groups[0]))} in the checkpoint, {', '.join(keys[0])} here"
+            f"{path}: the dense optimizer differs from the one that was saved: the options of parameter group {number} "
+            f"are {', '.join(there[number])} in the checkpoint, {', '.join(keys[number])} here"
         )
     if own != saved:
         raise CheckpointError(

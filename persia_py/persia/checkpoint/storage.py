@@ -60,7 +60,9 @@ def validate_url(url: Url) -> None:
         _core.probe(url)
     except StorageError as error:
         refused = StorageError(f"{FAILED}: {error}")
-        refused.hint = f"correct it, then check it: persia doctor --only disk --dir {shlex.quote(url.text)}"
+        refused.hint = (
+            f"remove the cause, then check the store: persia doctor --only disk --dir {shlex.quote(url.text)}"
+        )
         raise refused from error
 
 

@@ -177,11 +177,12 @@ def _checkpoints_of(parent: str) -> "Place":
 
         return saves_of(find_run(folder))
     if not folder.is_dir() or (folder / "MANIFEST.json").exists():
-        error = UsageError(f"{folder}: expected a run, or a folder of checkpoints")
+        found = "one checkpoint" if folder.is_dir() else "a file" if folder.exists() else "nothing"
+        error = UsageError(f"{folder}: expected a run, or a folder of checkpoints, found {found}")
         error.hint = (
-            f"a single checkpoint is a folder: rm -r {shlex.quote(str(folder))}"
+            f"to delete this checkpoint: rm -r {shlex.quote(str(folder))}"
             if folder.is_dir()
-            else "persia ckpt list FOLDER"
+            else "specify a folder that exists, such as runs/LATEST; its checkpoints: persia ckpt list runs/LATEST"
         )
         raise error
     return folder

@@ -90,7 +90,10 @@ def _running(rank: int | None, job: str | None, pid: int | None) -> "list[Rank]"
     ]
     if not chosen:
         others = "; ".join(entry.title for entry in found) or "none"
-        error = UnreachableError(f"no such rank runs on this host; running ranks of this user: {others}")
+        given = {"--rank": rank, "--job": job, "--pid": pid}
+        options = " ".join(f"{name} {value}" for name, value in given.items() if value is not None)
+        wanted = f"rank with {options}" if options else "rank"
+        error = UnreachableError(f"no {wanted} runs on this host; running ranks of this user: {others}")
         error.hint = "run this on the host of the rank, inside its container, as the user of the rank"
         raise error
     return chosen
@@ -108,12 +111,15 @@ def debug_attach(
     from persia.debug import attach
     from persia.runtime.errors import UsageError
 
-    found = [entry for entry in _running(rank, job, pid) if entry.registered]
+    chosen = _running(rank, job, pid)
+    found = [entry for entry in chosen if entry.registered]
     if len(found) != 1:
-        error = UsageError(
-            "expected one registered rank, found: " + ("; ".join(entry.title for entry in found) or "none")
-        )
+        titles = "; ".join(entry.title for entry in found or chosen)
+        error = UsageError(f"an editor can be attached to one rank only, found {len(found)}: {titles}")
         error.hint = "choose one: --rank R, --job NAME or --pid N"
+        if not found:
+            error = UsageError(f"no editor can be attached to ranks that have not registered: {titles}")
+            error.hint = "a rank registers if `persia debug run` starts it, or at its first call of `breakpoint_`"
         raise error
     listening = attach.ask(found[0], attach.FIRST_PORT + found[0].rank if port is None else port, timeout)
     typer.echo(attach.launch_json(found[0], listening))

@@ -83,7 +83,7 @@ def doctor(
     path = config or find_persia_yml()
     if ladder:
         if path is None:
-            error = UsageError("--ladder: of which configuration?")
+            error = UsageError("--ladder: no CONFIG, and no persia.yml, neither in PERSIA_CONFIG nor in this folder")
             error.hint = (
                 "persia doctor --ladder persia.yml; create one from your data: persia data inspect FILE -o persia.yml"
             )

@@ -48,7 +48,9 @@ def dump(
     folder = None if of_stack else logs.newest_run(run)
     if run is not None and (folder is None or not folder.is_dir()):
         error = UsageError(f"{run}: no such folder; expected the folder of a run, such as runs/LATEST")
-        error.hint = "without RUN: the stack in this folder, or the newest run below runs/"
+        error.hint = (
+            "without RUN, the dump is of the stack in this folder, or of PERSIA_RUN_DIR, or of the newest run in runs/"
+        )
         raise error
     if folder is not None:
         facts.subject = f"run {folder}"

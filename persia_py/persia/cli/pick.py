@@ -98,7 +98,8 @@ def _show(table: "Sequence[Instance]", memory: float, gpus: int, choice: "Choice
     if choice.saving < 0:
         compared = f"{-choice.saving:.0%} above the {choice.usual.on_demand:g} USD of {choice.usual.name} on demand"
     if choice.waits:
-        typer.echo(f"wait: {price}, is the cheapest, but only {compared}; at least {min_saving:.0%} are wanted")
+        only = "" if choice.saving < 0 else "only "
+        typer.echo(f"wait: {price}, is the cheapest, but {only}{compared}; at least {min_saving:.0%} are wanted")
         anyway = "" if choice.saving < 0 else ", or take it: --min-saving 0"
         typer.echo(f"run this again when prices have changed{anyway}")
     else:

@@ -108,7 +108,9 @@ def name_of(run: Path | None, config: Config) -> str:
 
     parent = Path(config.run.dir).expanduser().absolute()
     if run is None and config.run.name is None:
-        error = UsageError("--nproc with --resume: which run? The newest one may be of one process")
+        error = UsageError(
+            "--nproc with --resume needs the folder of the run: one process may have trained the newest run"
+        )
         error.hint = f"specify its folder: --resume {shlex.quote(str(Path(config.run.dir) / 'NAME'))}"
         raise error
     found = find_run(parent / str(config.run.name) if run is None else run)

@@ -211,7 +211,7 @@ def run_folder(given: Path) -> Path:
         folder = given.parent / given.read_text(encoding="utf-8").strip()
     if not (folder / METRICS).is_file():
         error = UsageError(f"{given}: no run; expected the folder of a run, such as runs/LATEST")
-        error.hint = "train one: persia train persia.yml; or set PERSIA_NATS_URL, to watch a job"
+        error.hint = "train one: persia train persia.yml; or, to watch a job, omit RUN and set PERSIA_NATS_URL"
         raise error
     return folder
 

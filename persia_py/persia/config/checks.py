@@ -148,7 +148,7 @@ class _Checks(Checker):
         if first is not None and second is not None:
             if isinstance(first, str) != isinstance(second, str):
                 self._error(
-                    "data.split.test", f"found {second!r} with valid: {first!r}; expected two times of one kind"
+                    "data.split.test", f"found {second!r} with valid: {first!r}; expected two strings or two numbers"
                 )
             elif second < first:
                 self._error("data.split.test", f"found {second!r}, which is before valid ({first!r})")
@@ -251,7 +251,10 @@ class _Checks(Checker):
                 allowed = "a folder, or an address such as s3://bucket/prefix"
                 self._error("checkpoint.dir", f"found `{shown_url(saves)}`, allowed: {allowed}")
             if upload is not None:
-                self._error("checkpoint.upload_to", f"checkpoints are at `{saves}` already; remove one of the two keys")
+                message = (
+                    f"found together with the address `{shown_url(saves)}` in checkpoint.dir: remove one of the two"
+                )
+                self._error("checkpoint.upload_to", message)
         if upload is not None and not is_url(upload):
             self._error("checkpoint.upload_to", f"found `{upload}`, allowed: an address such as s3://bucket/prefix")
 
@@ -303,7 +306,7 @@ class _Checks(Checker):
         rows, batch = self._train.get("micro_batch"), self._data.get("batch_size")
         node = self._node("train.micro_batch")
         if rows is not None and batch is not None and rows >= batch and node is not None:
-            message = f"found {rows}, but a batch has {batch} rows, which are in the model together: no effect"
+            message = f"found {rows}, which has no effect, because data.batch_size is {batch}"
             self._findings.warn(node.place, "train.micro_batch", message)
 
     def check_dims(self) -> None:

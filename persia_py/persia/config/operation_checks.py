@@ -64,7 +64,9 @@ class Operations(Checker):
         if not regions:
             self._error("dist.regions", "found no regions; allowed: at least one, such as `{east: [0, 1]}`")
         if self._values.get("parallel") == "fsdp":
-            self._error("dist.regions", "found together with `parallel: fsdp`, whose gradients are never whole")
+            self._error(
+                "dist.regions", "found together with `parallel: fsdp`, which shards the gradients: remove one of them"
+            )
 
     def _check_compression(self, dist: Mapping[str, Any]) -> None:
         """Check that compression gets whole gradients, and that PowerSGD is not used with regions."""
@@ -73,7 +75,7 @@ class Operations(Checker):
             return
         path = "dist.compression"
         if self._values.get("parallel") == "fsdp":
-            self._error(path, "found together with `parallel: fsdp`, whose gradients are never whole")
+            self._error(path, "found together with `parallel: fsdp`, which shards the gradients: remove one of them")
         if block["name"] == "powersgd":
             if dist.get("regions"):
                 self._error(path, "found `powersgd` together with dist.regions; allowed: one of them, or fp16, bf16")

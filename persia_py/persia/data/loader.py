@@ -57,7 +57,8 @@ class DataLoader:
             raise UsageError(f"DataLoader(dataset=...): expected an IterableDataset, found {type(dataset).__name__}")
         if forward_buffer_size < 1 or timeout_ms < 1:
             raise UsageError(
-                f"DataLoader(forward_buffer_size={forward_buffer_size}, timeout_ms={timeout_ms}): must be at least 1"
+                f"DataLoader(forward_buffer_size={forward_buffer_size}, timeout_ms={timeout_ms}): "
+                "both must be at least 1"
             )
         self.reproducible = reproducible or settings.reproducible
         self.staleness = settings.staleness(embedding_staleness)

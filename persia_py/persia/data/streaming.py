@@ -95,7 +95,9 @@ class StreamingDataset(IterableDataset):
         """Return this context's inbox. At the first iteration, admit the senders."""
         backend = self._context()
         if backend is None:
-            raise UsageError("a StreamingDataset is iterated inside TrainCtx; there is no such context here")
+            raise UsageError(
+                "a StreamingDataset is iterated inside TrainCtx or eval_ctx; there is no such context here"
+            )
         if backend.feed is None:
             backend.feed = ScriptFeed()
             backend.feed.start()

@@ -76,7 +76,10 @@ class Requests:
         _answer({"port": self._port, "connected": False})
         while not debugpy.is_client_connected():
             if time.monotonic() > self._until:
-                _logger.warning("no editor was attached in time; rank %d continues", self._session.rank)
+                _logger.warning(
+                    "no editor was attached within the --timeout of persia debug attach; rank %d continues",
+                    self._session.rank,
+                )
                 return
             time.sleep(_POLL_S)
         self._set_connected(True)
@@ -108,7 +111,7 @@ def ask(entry: Rank, port: int, timeout_s: float) -> int:
     _answer_of(entry.pid).unlink(missing_ok=True)
     request = json.dumps({"port": port, "timeout": timeout_s}).encode()
     write_whole(ranks.folder() / f"{entry.pid}.attach", request)
-    silent = UnreachableError(f"{entry.title} does not respond")
+    silent = UnreachableError(f"{entry.title} did not respond within {_LISTENS_S:g} s")
     silent.hint = "only ranks of `persia debug run`, and those that have passed a breakpoint_, can be attached to"
     try:
         answer = _wait(entry, lambda _: True, _LISTENS_S, silent)

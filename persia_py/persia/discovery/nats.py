@@ -101,7 +101,7 @@ def _ask(url: str, subject: str) -> list[bytes]:
     except NATSUnexpectedResponse as error:
         text = error.line.decode(errors="replace").strip()
         if "Authorization" in text:
-            raise AuthError(f"NATS at {shown} refuses the password derived from PERSIA_TOKEN_FILE") from error
+            raise AuthError(f"NATS at {shown} refuses {_credentials(url)}") from error
         raise UnreachableError(f"NATS at {shown} answered {text!r}") from error
     except (OSError, NATSError) as error:
         raise UnreachableError(f"NATS at {shown} is not reachable: {error or type(error).__name__}") from error
@@ -135,6 +135,15 @@ def _target(url: str) -> tuple[str, str]:
     if parts.username:
         user = f"{parts.username}:{parts.password or ''}@"
     return f"{parts.scheme}://{user}{address}", address
+
+
+def _credentials(url: str) -> str:
+    """Return, as part of a message, how this process logs in to NATS."""
+    if urlsplit(url).username:
+        return "the user and password in PERSIA_NATS_URL"
+    if token("nats"):
+        return "the password derived from PERSIA_TOKEN_FILE"
+    return "a connection without a password, and PERSIA_TOKEN_FILE is not set"
 
 
 def _parse(payload: bytes) -> Service | None:

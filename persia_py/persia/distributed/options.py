@@ -108,8 +108,8 @@ class DDPOption(DistributedBaseOption):
         """Start the process group."""
         if self.backend == "nccl" and device_id is None:
             raise UsageError(
-                "DDPOption(backend='nccl'), dist.backend and PERSIA_DIST_BACKEND: nccl needs a GPU, "
-                "TrainCtx(device_id=...); without GPUs use gloo"
+                "nccl needs a GPU, and TrainCtx has no device_id: pass TrainCtx(device_id=...), or use gloo "
+                f"({type(self).__name__}(backend='gloo'), dist.backend or PERSIA_DIST_BACKEND)"
             )
         if self.backend == "nccl":
             _record_collectives()

@@ -54,7 +54,7 @@ class Rendezvous:
         """On rank 0: listen for the other ranks. Return the metadata to announce; it is empty on the other ranks."""
         if self._rank != 0:
             return {}
-        self._address = advertised_host(self._url)  # NATS is connected, so its name can be resolved
+        self._address = advertised_host(self._url, timeout_s=self.left())
         self._listener = _listen(self._address)
         self._store_listener = _listen(self._address)
         return {
@@ -166,7 +166,10 @@ def _listen(address: str) -> socket.socket:
         return handshake.listen(address)
     except OSError as error:
         if tokens.token("trainer") is None:
-            raise UsageError(f"cannot listen on {address}: {error.strerror}; see PERSIA_ADVERTISE") from error
+            raise UsageError(
+                f"cannot listen on {address}, which rank 0 would announce: {error.strerror}; set PERSIA_ADVERTISE to "
+                "an address of this host, or set PERSIA_TOKEN_FILE, with which rank 0 listens on all addresses"
+            ) from error
         return handshake.listen("0.0.0.0")  # noqa: S104  # the announced address may be translated
 
 

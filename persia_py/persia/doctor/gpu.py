@@ -204,4 +204,4 @@ def ranks(wanted: int, there: int, visible: str | None) -> Check:
         return Check("ranks", "ok", f"{wanted} requested (GPU_NUM), {there} visible")
     where = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
     what = f"{wanted} requested (GPU_NUM), {there} visible{where}"
-    return Check("ranks", "fail", what, "each rank needs its own GPU", f"GPU_NUM={there}, or show it more devices")
+    return Check("ranks", "fail", what, "each rank needs its own GPU", f"GPU_NUM={there}, or make more GPUs visible")

@@ -277,10 +277,10 @@ class PersiaBatch:
         sizes += [(part.title, part.batch_size) for part in (*dense, *targets)]
         expected = sizes[0][1] if batch_size is None else batch_size
         if expected <= 0 or any(size != expected for _, size in sizes):
-            listed = ", ".join(f"{name}: {size}" for name, size in sizes)
-            raise BatchSizeError(
-                f"PersiaBatch: expected the same number of samples ({expected}) in all parts, found {listed}"
-            )
+            given = [] if batch_size is None else [("batch_size", batch_size)]
+            listed = ", ".join(f"{name}: {size}" for name, size in (*given, *sizes))
+            wanted = "at least one sample" if expected <= 0 else f"the same number of samples ({expected})"
+            raise BatchSizeError(f"PersiaBatch: expected {wanted} in all parts, found {listed}")
         builder = _core.BatchBuilder(expected, requires_grad, meta)
         for feature in id_type_features:
             if isinstance(feature, IDTypeFeatureWithSingleID):
@@ -342,7 +342,9 @@ def with_mask(rows: "torch.Tensor", mask: "torch.Tensor") -> "torch.Tensor":
 
 def _name(name: str) -> str:
     if not isinstance(name, str) or not name or not name.isascii() or len(name) > 128:
-        raise DataError(f"feature name {name!r}: must be from 1 to 128 ASCII characters")
+        raise DataError(
+            f"name {name!r} of a feature, dense input or label: expected a string of 1 to 128 ASCII characters"
+        )
     return name
 
 

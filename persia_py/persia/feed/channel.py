@@ -75,7 +75,9 @@ def server_credentials() -> grpc.ServerCredentials | None:
     if certificate is None and key is None:
         return None
     if certificate is None or key is None:
-        raise ConfigError("PERSIA_TLS_CERT and PERSIA_TLS_KEY: only one is set; set both or neither")
+        error = ConfigError("PERSIA_TLS_CERT and PERSIA_TLS_KEY: only one is set; set both or neither")
+        error.hint = ""  # the message has the next step
+        raise error
     return grpc.ssl_server_credentials([(_content("PERSIA_TLS_KEY", key), _content("PERSIA_TLS_CERT", certificate))])
 
 
@@ -131,4 +133,6 @@ def _content(variable: str, path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise ConfigError(f"{variable}: {path}: {error.strerror}") from error
+        failed = ConfigError(f"{variable}={path}: {error.strerror}")
+        failed.hint = f"set {variable} to a file that this process can read"
+        raise failed from error

@@ -193,14 +193,18 @@ def find_script() -> tuple[Path, list[str]]:
     if entry is not None:
         name, *arguments = [entry] if Path(entry).is_file() else shlex.split(entry)
         if not Path(name).is_file():
-            raise ConfigError(f"PERSIA_DATALOADER_ENTRY={entry}: no file {name} (working directory: {Path.cwd()})")
+            error = ConfigError(f"PERSIA_DATALOADER_ENTRY={entry}: no file {name} (working directory: {Path.cwd()})")
+            error.hint = "set PERSIA_DATALOADER_ENTRY to the path of the data script"
+            raise error
         return Path(name).resolve(), arguments
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     folder = Path(main).resolve().parent if main else Path.cwd()
     for name in _NAMES:
         if (folder / name).is_file():
             return folder / name, []
-    raise ConfigError(
+    error = ConfigError(
         f"StreamingDataset: no data script; set PERSIA_DATALOADER_ENTRY to it, or put {' or '.join(_NAMES)} into "
         f"{folder}"
     )
+    error.hint = ""  # the message has the next step
+    raise error

@@ -137,7 +137,7 @@ def read_job_config(path: Path, sizes: Sizes | None = None, *, folder: Path | No
         raise
     if given := [name for name in ("servers", "middlewares", "data_compose", "ranks", "name") if getattr(sizes, name)]:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise UsageError(f"{options}: {path} is not a persia.yml and sets these numbers itself; change them there")
+        raise UsageError(f"{options}: {path} is not a persia.yml and sets these values itself; change them there")
     mistakes = _without_slots(content)
     try:
         config = JobConfig.model_validate(content)

@@ -125,9 +125,9 @@ class LocalJob:
                     port = urlsplit(json.loads(text)["nats"][0]).port
                     return f"nats://{LOOPBACK}:{port}"
             if not process.running:
-                raise UnreachableError(f"nats-server {process.outcome()} before it listened")
+                raise _no_nats(f"{process.outcome()} before it listened")
             time.sleep(0.01)
-        raise UnreachableError(f"nats-server did not listen within {_NATS_START:.0f} s")
+        raise _no_nats(f"did not listen within {_NATS_START:.0f} s")
 
     def address(self, kind: Kind, index: int) -> str:
         """Return the address at which a server or a middleware listens."""
@@ -183,6 +183,12 @@ _NOT_INHERITED = {
 }
 """Variables of a single process, or of another job, which the processes of this job must not inherit from the
 launcher."""
+
+
+def _no_nats(what: str) -> UnreachableError:
+    error = UnreachableError(f"nats-server {what}")
+    error.hint = "see its output, in logs/nats.log in the folder of the run"
+    return error
 
 
 @contextlib.contextmanager

@@ -168,7 +168,9 @@ def _set_aside(summary: Path) -> None:
     try:
         summary.replace(previous)
     except OSError as error:
-        raise ConfigError(f"{summary}: {error.strerror}; it is the summary of the last run: rename it") from error
+        failed = ConfigError(f"cannot rename {summary}, the summary of the last run, to {previous}: {error.strerror}")
+        failed.hint = f"move {summary} away, then start the ranks again"
+        raise failed from error
     _say(f"a new run begins; the summary of the last one is now {previous}")
 
 

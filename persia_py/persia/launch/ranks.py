@@ -38,7 +38,9 @@ def check_devices(ranks: int) -> None:
     if not wanted.isdecimal() or int(wanted) == 0:
         processors = len(os.sched_getaffinity(0))
         if ranks > processors:
-            _logger.warning("%d ranks on %d processors: ranks take turns", ranks, processors)
+            _logger.warning(
+                "%d ranks on %d processors: ranks share processors, which makes each step slower", ranks, processors
+            )
         return
     import torch
 

@@ -282,7 +282,10 @@ class Autosave:
                 f"the run is not finished: its last checkpoint, of step {step}, cannot be written: {why}; the newest "
                 f"in {folder} is {f'of step {written}' if written else 'of an earlier start, if there is one'}"
             )
-            error.hint = "free space there, then restart the run: it continues after its newest checkpoint"
+            error.hint = (
+                "remove the cause (on a full disk, free space), then restart the run: it continues after its newest "
+                "checkpoint"
+            )
             raise error
 
     def _save_to_leave(self) -> None:

@@ -283,7 +283,8 @@ def _back_propagate(loss: torch.Tensor, step: int) -> None:
     except RuntimeError as error:
         if not isinstance(error, PersiaError) and "returned nan values in its" in str(error):
             found = NonFiniteError(
-                f"step {step}: {error} The warning before has the lines of the forward. Nothing of the step is applied"
+                f"step {step}: {error} The warning above this error shows the line of the forward pass. Nothing of the "
+                "step is applied"
             )
             found.step = step
             raise found from error

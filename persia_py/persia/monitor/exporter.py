@@ -171,7 +171,9 @@ def _reached_by(host: str) -> str:
     if not unspecified:
         return f"[{host}]" if ":" in host else host
     url = settings.nats_url
-    return os.uname().nodename if url is None else advertised_host(url)
+    if url is None:
+        return os.uname().nodename
+    return advertised_host(url, timeout_s=settings.start_timeout)  # NATS may start after this process
 
 
 def run_id() -> str:

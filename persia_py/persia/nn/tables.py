@@ -54,4 +54,6 @@ def check_tables(tables: Sequence[TableConfig]) -> None:
                 )
             seen[feature] = table.name
     if wrong:
-        raise ConfigError("EmbeddingCollection: " + "; ".join(wrong))
+        error = ConfigError("EmbeddingCollection: " + "; ".join(wrong))
+        error.hint = "correct the TableConfig that the message names"
+        raise error

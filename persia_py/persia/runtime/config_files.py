@@ -30,11 +30,13 @@ def persia_config() -> Path | None:
     if given is None:
         return None
     if other is not None:
-        raise ConfigError(
+        error = ConfigError(
             f"{CONFIG} is {given}, and {EMBEDDING_CONFIG} is {other}: slots come from one file; unset one of the two"
         )
+        error.hint = ""  # the message has the next step
+        raise error
     if not Path(given).is_file():
-        raise ConfigError(f"{CONFIG}={given}: no such file (working directory: {Path.cwd()})")
+        raise _no_file(CONFIG, given)
     return Path(given)
 
 
@@ -48,7 +50,7 @@ def find_config(variable: str, name: str) -> Path | None:
     if given is not None:
         path = Path(given)
         if not path.is_file():
-            raise ConfigError(f"{variable}={given}: no such file (working directory: {Path.cwd()})")
+            raise _no_file(variable, given)
         return path
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     folders = [Path(script).resolve().parent] if script else []
@@ -67,7 +69,9 @@ def read_config(path: Path) -> tuple[str, str]:
     """
     try:
         return path.read_text(encoding="utf-8"), str(path)
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
@@ -82,5 +86,11 @@ def find_persia_yml() -> Path | None:
         path = Path("persia.yml")
         return path if path.is_file() else None
     if not Path(given).is_file():
-        raise ConfigError(f"{CONFIG}={given}: no such file (working directory: {Path.cwd()})")
+        raise _no_file(CONFIG, given)
     return Path(given)
+
+
+def _no_file(variable: str, given: str) -> ConfigError:
+    error = ConfigError(f"{variable}={given}: no such file (working directory: {Path.cwd()})")
+    error.hint = f"correct the path in {variable}, or unset the variable"
+    return error

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -43,7 +44,9 @@ def job_name() -> str:
     if name is None:
         name, origin = _configured_name()
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"{origin}: job name {name!r}, allowed: 1 to 64 of the characters A-Z a-z 0-9 . _ -")
+        error = ConfigError(f"{origin}: job name {name!r}, allowed: 1 to 64 of the characters A-Z a-z 0-9 . _ -")
+        error.hint = f"correct the name in {origin}"
+        raise error
     if settings.nats_url is not None:
         context["run_id"] = name
     return name
@@ -51,7 +54,12 @@ def job_name() -> str:
 
 def _checked(name: str, origin: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,80}", name) or name.startswith("."):
-        raise ConfigError(f"{origin}: run name {name!r}; remove the file to begin a new run")
+        error = ConfigError(
+            f"{origin}: found {name!r}, expected the name of a run: 1 to 80 of the characters A-Z a-z 0-9 . _ -, with "
+            "no dot at the start"
+        )
+        error.hint = f"to begin a new run, remove the file: rm {shlex.quote(origin)}"
+        raise error
     return name
 
 
@@ -169,12 +177,18 @@ def _summary(folder: Path, status: str, of: str | None) -> dict[str, Any] | None
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}; remove the file to train again") from error
+        raise _no_summary(path, str(error)) from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path}: not a summary; remove the file to train again")
+        raise _no_summary(path, "expected a JSON object")
     if content.get("status") != status or of not in (None, content.get("job")):
         return None
     return content
+
+
+def _no_summary(path: Path, why: str) -> ConfigError:
+    error = ConfigError(f"cannot read the summary of a run, {path}: {why}")
+    error.hint = f"to train again, remove the file: rm {shlex.quote(str(path))}"
+    return error
 
 
 def serves_metrics() -> bool:

@@ -285,5 +285,9 @@ def weights_in(meta: bytes | None, rows: int) -> torch.Tensor:
         DataError: The batch has no weights, or another number of weights.
     """
     if meta is None or len(meta) != 4 * rows:
-        raise DataError(f"train.weight is set, but a batch of {rows} rows does not have one weight per row")
+        error = DataError(
+            f"train.weight is set, but the meta of a batch of {rows} rows is not one float32 for each row"
+        )
+        error.hint = "pass the weights with each batch: PersiaBatch(..., meta=weights.astype(np.float32).tobytes())"
+        raise error
     return torch.frombuffer(bytearray(meta), dtype=torch.float32).view(-1, 1)

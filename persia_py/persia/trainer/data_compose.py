@@ -94,7 +94,9 @@ def _batches(
         unusual.add(len(samples), samples.report.counts)
         bounds = pieces(len(samples), ranks)
         if not bounds:
-            _logger.warning("%d rows at the end of a pass are not sent: there are %d ranks", len(samples), ranks)
+            _logger.warning(
+                "%d rows at the end of a pass are not sent: they are fewer than the %d ranks", len(samples), ranks
+            )
         for start, stop in bounds:
             meta = None if weights is None else weights[start:stop].tobytes()
             yield to_batch(samples.slice(start, stop), meta=meta)

@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from persia.config import Config
-from persia.runtime.errors import StorageError
+from persia.runtime.errors import CheckpointError, StorageError
 from persia.runtime.files import make_folders, write_whole
 from persia.runtime.logging import get_logger
 from persia.trainer import fitting
@@ -59,8 +59,8 @@ def _read(path: Path, config: Config) -> Fitted:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         return Fitted(config.compiled.load(content["transform"]), int(content["rows"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        damaged = StorageError(f"{path}: {error}")
+    except (OSError, ValueError, KeyError, TypeError, CheckpointError) as error:
+        damaged = StorageError(f"{path}: cannot read the fitted features: {type(error).__name__}: {error}")
         damaged.hint = f"remove the file to fit again: rm {shlex.quote(str(path))}"
         raise damaged from error
 

@@ -138,8 +138,8 @@ def read_table(path: Path) -> list[Instance]:
 def _refused(path: Path, mistakes: list[str]) -> ConfigError:
     error = ConfigError("\n".join(mistakes))
     error.hint = (
-        f"the first line of {path.name} is {','.join((*REQUIRED, *OPTIONAL))}, of which the last {len(OPTIONAL)} may "
-        "be left out; docs/long-runs.md has an example"
+        f"the first line of {path.name} must be {','.join((*REQUIRED, *OPTIONAL))}, of which the last {len(OPTIONAL)} "
+        "may be left out; docs/long-runs.md has an example"
     )
     return error
 

@@ -183,7 +183,7 @@ def _check_arguments(config: Config, place: str, parameters: list[inspect.Parame
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return
     allowed = [each.name for each in parameters]
-    listed = f"it has {', '.join(allowed) or 'no arguments'}"
+    listed = f"the arguments are {', '.join(allowed)}" if allowed else "there are no arguments"
     if wrong := [argument for argument in config.model.arguments if argument not in allowed]:
         raise _refused(config, [_placed(config, place, f"`{each}` is not an argument; {listed}") for each in wrong])
 
@@ -197,7 +197,7 @@ def _import(config: Config, place: str) -> Callable[..., torch.nn.Module]:
     try:
         found = getattr(importlib.import_module(module), name, None)
     except ModuleNotFoundError as error:
-        failed = ConfigError(f"model.class: {place}: {error}; modules are found from {folder}")
+        failed = ConfigError(f"model.class: {place}: {error}; it is searched for in {folder} and on sys.path")
         if error.name is not None and not f"{module}.".startswith(f"{error.name}."):
             failed.hint = f"install what {module} imports: pip install {error.name.partition('.')[0]}"
         raise failed from error

@@ -98,11 +98,12 @@ class Interval:
             prices = [*self._prices]  # another thread appends to the prices
             if prices:
                 shown = ", ".join(f"{price:g}" for price in prices)
-                why = "the price is volatile" if every != self._calm else "the price is calm again"
+                why = "is volatile" if every != self._calm else "is no longer volatile"
                 _logger.warning(
-                    "price: checkpoints every %d steps from step %d on, not %d: %s (%s)",
-                    every,
+                    "price: from step %d on, a checkpoint is written every %d steps instead of every %d, because the "
+                    "price %s; the last prices are %s",
                     step,
+                    every,
                     self._checkpoints.every,
                     why,
                     shown,

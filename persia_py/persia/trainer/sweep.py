@@ -71,8 +71,8 @@ def grid(options: Sequence[str]) -> list[tuple[str, ...]]:
             raise UsageError(f"--sweep {option!r}: expected KEY=VALUE,VALUE, such as train.dense_optimizer.lr=0.1,0.01")
         if key in axes:
             raise UsageError(f"--sweep {option!r}: {key} is specified twice; list all its values in one option")
-        if len(set(values)) < len(values):
-            raise UsageError(f"--sweep {option!r}: a value is given twice")
+        if repeated := [value for value in values if values.count(value) > 1]:
+            raise UsageError(f"--sweep {option!r}: the value {repeated[0]} is given twice")
         if key.split(".")[0] == "run":
             raise UsageError(f"--sweep {option!r}: each trial is a separate run; `run` cannot be searched over")
         axes[key] = values

@@ -333,7 +333,9 @@ class Trainer:
         parts = Parts(self.config) if training is None else training.parts
         part = parts.test or parts.valid
         if part is None:
-            raise UsageError("Trainer.evaluate: the configuration has no test set and no validation set; pass files")
+            error = UsageError("Trainer.evaluate: the configuration has no test set and no validation set")
+            error.hint = "specify files with labels: persia eval RUN FILE, or evaluate(FILE)"
+            raise error
         if training is None and part.split is not None and self.folder is not None:
             check_files(self.folder, part.files)
         return part

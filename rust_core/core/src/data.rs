@@ -145,7 +145,10 @@ fn tensor(name: Option<String>, data: &Bound<'_, PyAny>) -> PyResult<Tensor> {
     let Some((dtype, shape, bytes)) = read else {
         return Err(errors::feature_type(
             py,
-            format!("{name:?}: an array of an unsupported dtype or layout"),
+            format!(
+                "{}: expected a contiguous array of float32, float64, int8 to int64, uint8 or bool",
+                name.as_deref().unwrap_or("a tensor without a name")
+            ),
         ));
     };
     Tensor::new(name, dtype, shape, bytes).map_err(|error| errors::engine(py, &error))

@@ -133,14 +133,34 @@ impl Announcement {
 }
 
 /// Return the address at which other processes reach this one: `PERSIA_ADVERTISE` if set, otherwise the address of
-/// the interface `PERSIA_SOCKET_IFNAME` if set, otherwise the local address of a connection to NATS.
+/// the interface `PERSIA_SOCKET_IFNAME` if set, otherwise the local address of a connection to NATS. Waits at most
+/// `timeout_s` until the host name of NATS can be resolved; the name of a container cannot be while it starts.
 #[pyfunction]
-pub(crate) fn advertised_host(py: Python<'_>, nats_url: &str) -> PyResult<String> {
+#[pyo3(signature = (nats_url, *, timeout_s = 0.0))]
+pub(crate) fn advertised_host(py: Python<'_>, nats_url: &str, timeout_s: f64) -> PyResult<String> {
+    logs::begin(py)?;
     let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.trim().is_empty());
     let (given, interface) = (variable("PERSIA_ADVERTISE"), variable("PERSIA_SOCKET_IFNAME"));
-    py.detach(|| wire::advertised_host(nats_url, given.as_deref().map(str::trim), interface.as_deref()))
-        .map_err(|error| raise(py, &error))
+    let (end, mut said) = (end(timeout_s), false);
+    loop {
+        let find = || wire::advertised_host(nats_url, given.as_deref().map(str::trim), interface.as_deref());
+        match py.detach(find) {
+            Ok(host) => return Ok(host),
+            Err(error @ DiscoveryError::NoAddress { .. }) if Instant::now() < end => {
+                if !said {
+                    tracing::warn!(target: "persia_wire::discovery", "waiting for NATS: {error}");
+                }
+                said = true;
+                py.detach(|| std::thread::sleep(ADDRESS_INTERVAL));
+                py.check_signals()?;
+            }
+            Err(error) => return Err(raise(py, &error)),
+        }
+    }
 }
+
+/// The interval at which the host name of NATS is resolved until it has an address.
+const ADDRESS_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Read the secret from the token file, if one is given.
 pub(crate) fn secret(py: Python<'_>, token_file: Option<PathBuf>) -> PyResult<Option<Secret>> {

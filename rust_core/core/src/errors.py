@@ -30,7 +30,7 @@ class ConfigError(PersiaError, ValueError):
 
     findings: list[tuple[int, int, str, str]] = []  # noqa: RUF012
     exit_code = 2
-    hint = "correct the file, then run: persia config check"
+    hint = "correct the file, variable or argument that is named above; to check a persia.yml: persia config check"
 
 
 class DataError(PersiaError, ValueError):

@@ -118,7 +118,8 @@ impl Samples {
     #[pyo3(signature = (requires_grad=true, meta=None))]
     fn batch(&self, py: Python<'_>, requires_grad: bool, meta: Option<Vec<u8>>) -> PyResult<Batch> {
         if requires_grad && self.0.labels().is_empty() {
-            let message = "a batch for training without labels; transform the rows with labels=True";
+            let message = "a batch for training needs labels, which these samples do not have; transform the \
+                           rows with labels=True";
             return Err(errors::raise(py, "MissingLabelError", message));
         }
         let batch = py.detach(|| engine_batch(&self.0, requires_grad, meta));
@@ -128,7 +129,11 @@ impl Samples {
 
 impl Samples {
     fn outside(&self, py: Python<'_>) -> PyErr {
-        errors::raise(py, "DataError", format!("a row outside of the {} rows", self.0.rows()))
+        errors::raise(
+            py,
+            "DataError",
+            format!("a row number is out of range: there are {} rows", self.0.rows()),
+        )
     }
 }
 

@@ -71,7 +71,7 @@ impl Cuda {
         // The bindings panic if the driver's library lacks a function.
         let opened = catch_unwind(AssertUnwindSafe(|| Self::open(ordinal))).unwrap_or_else(|panic| {
             let text = panic.downcast_ref::<String>().cloned();
-            let what = text.unwrap_or_else(|| "a call of it did not return".into());
+            let what = text.unwrap_or_else(|| "a call of its library failed".into());
             Err(CudaError::BrokenDriver { ordinal, what })
         });
         let cuda = Arc::new(opened?);

@@ -81,7 +81,7 @@ pub enum Error {
         value: f64,
     },
     /// The bytes do not encode a valid batch.
-    #[error("not a valid batch at byte {at}: {what}; send it again")]
+    #[error("not a valid batch at byte {at}: {what}")]
     BadBytes {
         /// The position at which reading stopped.
         at: usize,
@@ -182,7 +182,7 @@ fn describe_mismatch(unknown: &[String], missing: &[String], known: &[String]) -
         parts.push(format!("slots without an id feature: {}", missing.join(", ")));
     }
     format!(
-        "the batch does not fit embedding_config.yml: {}; the slots are {}",
+        "the id features of the batch differ from the slots: {}; the slots are {}",
         parts.join("; "),
         known.join(", ")
     )

@@ -116,9 +116,12 @@ where
     host.health.set(false).await;
     tokio::select! {
         closed = tokio::time::timeout(host.grace, open.all_closed()) => if closed.is_err() {
-            tracing::warn!("connections were still open at the end of the grace period");
+            tracing::warn!(
+                "connections were still open after {} s (PERSIA_STOP_GRACE)",
+                host.grace.as_secs()
+            );
         },
-        () = hurry => tracing::warn!("second signal: connections were still open"),
+        () = hurry => tracing::warn!("stopping at the second signal, although connections were still open"),
     }
     Ok(())
 }

@@ -21,7 +21,7 @@ pub enum TablesError {
         current: u64,
     },
     /// No run has begun.
-    #[error("no run has begun: call begin first")]
+    #[error("no run has begun; TrainCtx and EmbeddingCollection begin one")]
     NotBegun,
     /// The run cannot begin.
     #[error("cannot begin the run: {what}")]

@@ -101,7 +101,12 @@ def _positives(column: Column) -> str:
 def _of(column: Column, reason: str) -> Label:
     """Return the label for a column that was specified without a rule."""
     if column.many or column.kind in ("list", "time", "other"):
-        raise DataError(f"label {column.name!r}: a {column.kind} column cannot be a label; use numbers or strings")
+        what = column.stored if column.separator is None else f"strings of several values ({column.separator!r})"
+        error = DataError(
+            f"label {column.name!r}: a column of {what} cannot be a label; a row needs one number or string"
+        )
+        error.hint = "specify another column: --label COL"
+        raise error
     if column.exact and column.distinct < 2:
         only = column.top[0][0] if column.top else "null"
         raise DataError(f"label {column.name!r}: every row is {only}; training needs rows with different labels")
@@ -169,5 +174,7 @@ def _checked(column: Column, keys: dict[str, Any], reason: str, positive: npt.ND
         rule = " ".join(f"{key} {value}" for key, value in keys.items())
         values = ", ".join(value for value, _ in column.top)
         which = "all" if positive.all() else "no"
-        raise DataError(f"label {column.name!r} ({rule}): {which} rows of the sample are 1; the values are {values}")
+        raise DataError(
+            f"label {column.name!r} ({rule}): {which} rows of the sample have the label 1; frequent values are {values}"
+        )
     return Label(column.name, keys, reason, positive)

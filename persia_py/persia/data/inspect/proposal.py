@@ -141,7 +141,7 @@ def _warnings(table: Table, proposal: Proposal) -> Iterator[str]:
         yield f"{table.rows:,} rows are few: a model of embeddings needs thousands"
     for missing in proposal.left_out:
         if missing.warning:
-            yield f"column {missing.column}: {missing.reason} It is left out"
+            yield f"column {missing.column} is left out: {missing.reason}"
     repeated = table.repeats.within
     if repeated > 0.01 and "group" not in proposal.data["split"].value and "column" not in proposal.data["split"].value:
         yield (

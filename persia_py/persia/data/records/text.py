@@ -110,7 +110,7 @@ class TextFiles:
         name = self.columns(path)[int(column)]
         place = self.place(path, int(record) - 1 - header)
         shown = f"column {name!r}{readers(name, self.used_by)}"
-        error = DataError(f"{path}: {place}, {shown}: found {value!r}, its type is {kind}")
+        error = DataError(f"{path}: {place}, {shown}: found {value!r}, but the type of the column is {kind}")
         error.hint = "correct the value; an empty field is a missing value, and a column of strings needs no type"
         return error
 

@@ -102,7 +102,7 @@ class Archive:
         """Add a text, and return it redacted. If it is too large, its start is removed."""
         room = min(FILE, MOST - (0 if name in (SUMMARY, MANIFEST) else _RESERVED) - self.size)
         if room < _LEAST:
-            self.skip(name, f"the archive has {MOST >> 20} MiB already")
+            self.skip(name, f"the archive is full: it has at most {MOST >> 20} MiB")
             return ""
         before = self.redactor.count
         dropped = max(0, len(text) - FILE - MARGIN)

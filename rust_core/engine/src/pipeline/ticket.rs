@@ -128,7 +128,7 @@ impl PushTicket {
             let Some(gradient) = gradient else { continue };
             let (feature, found) = (plan.feature(batch, index), gradient.as_ref().as_ref().len());
             if found != feature.samples() * dim {
-                let want = format!("{} samples or places of {dim}", feature.samples());
+                let want = format!("{} vectors of {dim} floats", feature.samples());
                 return bad(format!("{:?} has {found} floats, expected {want}", feature.name()));
             }
         }

@@ -37,7 +37,7 @@ impl fmt::Display for Wait {
             Self::Push { step } => write!(f, "the push of step {step} to be acknowledged"),
             Self::Gradients { step } => write!(f, "backward of step {step}, or its batch to be dropped"),
             Self::Taking { step } => {
-                write!(f, "step {step} to be taken by its data loader, or that to be closed")
+                write!(f, "the data loader to take step {step}, or to be closed")
             }
         }
     }

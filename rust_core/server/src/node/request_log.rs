@@ -104,7 +104,11 @@ impl RequestLog {
         let Some(base) = self.wal.base()? else { return Ok(None) };
         let base: WalBase = serde_json::from_slice(&base).map_err(|error| format!("its base: {error}"))?;
         if base.owner != self.owner {
-            return Err(format!("it was written by {:?}, this server is {:?}", base.owner, self.owner));
+            let shown = |owner: &Owner| {
+                let Owner { version, index, servers, capacity } = owner;
+                format!("server {index} of {servers} with version {version} and capacity {capacity}")
+            };
+            return Err(format!("it was written by {}, this is {}", shown(&base.owner), shown(&self.owner)));
         }
         Ok(Some(base))
     }

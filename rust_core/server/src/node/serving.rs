@@ -83,7 +83,7 @@ fn differences(saved: &Schema, configured: &Schema) -> Vec<String> {
     }
     for table in &configured.tables {
         match saved.tables.iter().find(|before| before.name == table.name) {
-            None => wrong.push(format!("it has no table {}", table.name)),
+            None => wrong.push(format!("the checkpoint has no table {}", table.name)),
             Some(before) if before.dim != table.dim => {
                 wrong.push(format!("table {} has dim {} there, {} here", table.name, before.dim, table.dim));
             }
@@ -91,7 +91,13 @@ fn differences(saved: &Schema, configured: &Schema) -> Vec<String> {
         }
     }
     let missing = |table: &&Table| !configured.tables.iter().any(|own| own.name == table.name);
-    wrong.extend(saved.tables.iter().filter(missing).map(|table| format!("it has a table {}", table.name)));
+    wrong.extend(
+        saved
+            .tables
+            .iter()
+            .filter(missing)
+            .map(|table| format!("the configuration has no table {}", table.name)),
+    );
     wrong
 }
 
@@ -226,7 +232,7 @@ mod tests {
             ),
             (&|schema| schema.tables[1].dim = 16, "table goods has dim 8 there, 16 here"),
             (&|schema| schema.tables[1].name = "items".into(), "slot item has table goods there, items here"),
-            (&|schema| schema.tables.push(Table::new("city", 2)), "it has no table city"),
+            (&|schema| schema.tables.push(Table::new("city", 2)), "the checkpoint has no table city"),
         ];
         for (change, expected) in changes {
             let found = said(change);

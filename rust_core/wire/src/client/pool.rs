@@ -101,7 +101,7 @@ impl Pool {
         let (remotes, options) = (Arc::clone(&self.remotes), options.clone());
         tokio::spawn(async move {
             if let Err(error) = resolve(&remotes, &options).await {
-                tracing::warn!("cannot find other peers: {error}");
+                tracing::warn!("cannot search for another {}: {error}", options.service_name());
             }
         });
     }

@@ -63,7 +63,7 @@ fn all_stats(remote: &Remote, reply: &proto::StatsReply) -> Result<Vec<Stats>, C
     if !missing.is_empty() {
         return Err(CallError::Transient(TablesError::Unreachable {
             peer: format!("server {} of {}", missing.join(", "), reply.servers),
-            what: format!("the {} received no response from it", remote.name),
+            what: format!("the {} received no response", remote.name),
         }));
     }
     let mut answers: Vec<&proto::ServerStats> = reply.answered.iter().collect();

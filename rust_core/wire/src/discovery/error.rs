@@ -50,7 +50,10 @@ pub enum DiscoveryError {
         there: Vec<String>,
     },
     /// There is no route from this host to NATS.
-    #[error("no address of this host can reach NATS at {url}: {what}; set PERSIA_ADVERTISE")]
+    #[error(
+        "NATS at {url} has no address or no route here: {what}; correct PERSIA_NATS_URL, or set \
+         PERSIA_ADVERTISE to the address of this host"
+    )]
     NoAddress {
         /// The address of NATS.
         url: String,

@@ -259,7 +259,7 @@ impl Queue {
         if !self.warned.swap(true, Ordering::Relaxed) {
             let receiver = &self.receiver;
             tracing::warn!(
-                "spans are lost: {receiver}: {why}; training continues, and further losses \
+                "spans are lost: {receiver}: {why}; nothing else is affected, and further losses \
                  are only counted. Check that an OTLP receiver for gRPC listens there"
             );
         }
