@@ -214,6 +214,61 @@ def check_image(name: str, image: str, version: str, revision: str, run: Run) ->
             raise ReleaseError(f"the demo in {image} ended with {summary}", "make release")
 
 
+MAKE_BUNDLE = """
+cd /shared
+persia data synth clicks.parquet --rows 4000 --ids 50,300 --dense 2
+persia data inspect clicks.parquet -o persia.yml
+persia train persia.yml --set data.epochs=1
+persia export runs/LATEST -o bundle
+persia predict runs/LATEST clicks.parquet -o scores.parquet --keep label
+python - <<END
+import json
+import pyarrow.parquet as pq
+wanted = pq.read_table("scores.parquet")
+rows = pq.read_table("clicks.parquet").drop_columns(["label"]).slice(0, 200).to_pylist()
+(scores,) = [name for name in wanted.column_names if name != "label"]
+content = {"rows": rows, "scores": wanted[scores].to_pylist()[:200]}
+json.dump(content, open("request.json", "w"), default=str)
+END
+"""
+"""Makes a bundle in a volume, and the scores that its training computes for some rows."""
+ASK = """
+import json, time, urllib.request
+content = json.load(open("/shared/request.json"))
+ask = urllib.request.Request("http://127.0.0.1:8000/score", json.dumps(content["rows"]).encode())
+for _ in range(600):
+    try:
+        found = json.load(urllib.request.urlopen(ask))["scores"]
+        break
+    except OSError:
+        time.sleep(0.1)
+far = max(abs(one - other) for one, other in zip(found, content["scores"], strict=True))
+print(json.dumps({"rows": len(found), "far": far}))
+"""
+"""Requests the scores of these rows from a served bundle, and prints the largest difference."""
+FAR = 1e-6
+"""The largest difference of a score with f32 rows."""
+
+
+def check_serving(runtime: str, serving: str, run: Run) -> None:
+    """Make a bundle in one image, and serve it in another. The images have no network.
+
+    Raises:
+        ReleaseError: The scores differ.
+    """
+    volume = f"persia-release-{os.getpid()}"
+    words = ["docker", "run", "--rm", "--network", "none", "--user", "0:0", "--volume", f"{volume}:/shared"]
+    run(["docker", "volume", "create", volume])
+    try:
+        run([*words, "--entrypoint", "sh", runtime, "-euc", MAKE_BUNDLE])
+        serve = f"persia serve /shared/bundle --http 127.0.0.1:8000 --grpc none >&2 & python -c '{ASK}'"
+        found = json.loads(run([*words, "--entrypoint", "sh", serving, "-euc", serve]).splitlines()[-1])
+    finally:
+        run(["docker", "volume", "rm", volume])
+    if found["rows"] != 200 or found["far"] > FAR:
+        raise ReleaseError(f"{serving} serves scores that differ from those of {runtime}: {found}", "make release")
+
+
 def packages_of(image: str, run: Run) -> tuple[str, str]:
     """Return the bill of materials in an image, empty if it has none, and the list of its Debian packages."""
     entry = ["docker", "run", "--rm", "--network", "none", "--entrypoint"]

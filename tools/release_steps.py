@@ -276,6 +276,7 @@ def check_images(release: Release) -> list[Path]:
         made.append(path)
         found = release_install.inspect(image, release.run)
         listed[image] = {"id": found["Id"], "bytes": found["Size"], "labels": found["Config"]["Labels"]}
+    release_install.check_serving(release.image("runtime"), release.image("serving"), release.run)
     path = release.folder / "images.json"
     path.write_text(json.dumps(listed, indent=1) + "\n")
     return [*made, path]
