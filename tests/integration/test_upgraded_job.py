@@ -65,7 +65,7 @@ def test_a_job_resumes_where_the_log_is_of_another_version(
     changed, count = re.subn(rb'"version":"[0-9.]+"', f'"version":"{version}"'.encode(), content)
     assert count == 1
     base.write_bytes(crc32c(changed) + changed)
-    resumes_without_log(stopped, f'written by Owner {{ version: "{version}"', monkeypatch)
+    resumes_without_log(stopped, f"written by server 0 of 1 with version {version} ", monkeypatch)
 
 
 @pytest.mark.parametrize("stopped", RELEASED[-1:], indirect=True)

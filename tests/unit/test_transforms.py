@@ -123,7 +123,7 @@ def test_rows_are_taken_and_become_batches(transform: Transform) -> None:
     assert isinstance(batch, PersiaBatch)
     assert (batch.batch_size, batch.data.slots, batch.data.meta) == (3, transform.slots, b"m")
     for places in ([3], [-1]):
-        with pytest.raises(DataError, match="outside of the 3 rows"):
+        with pytest.raises(DataError, match="out of range: there are 3 rows"):
             samples.take(np.array(places))
     with pytest.raises(MissingLabelError, match="labels=True"):
         to_batch(transform(table(), labels=False))
