@@ -117,12 +117,10 @@ def check_slots(digests: list[str], source: str) -> None:
     """
     different = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if different:
-        error = ConfigError(
+        raise ConfigError(
             f"the ranks have different slots: those of rank {different[0]} differ from rank 0's; every rank needs the "
             f"same {Path(source).name}"
         )
-        error.hint = ""  # the file itself may be correct
-        raise error
 
 
 def rate(optimizer: Optimizer | None, *, restored: bool) -> dict[str, Any]:

@@ -88,9 +88,7 @@ def export(folder: str, url: str, again: str, *, force: bool = False) -> Exporte
     """
     bucket = Bucket(url, again)
     if not bucket.prefix:
-        refused = ConfigError(f"{url}: expected the name of the checkpoint too, such as s3://bucket/run/step-100")
-        refused.hint = ""  # the message has the next step
-        raise refused
+        raise ConfigError(f"{url}: expected the name of the checkpoint too, such as s3://bucket/run/step-100")
     opened = _core.Checkpoint(folder)
     opened.verify()
     manifest = Path(folder, MANIFEST).read_bytes()

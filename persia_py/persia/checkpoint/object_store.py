@@ -72,7 +72,7 @@ class ObjectStore:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         if not is_url(url):
-            raise _refused(f"{url!r}: expected a URL such as s3://bucket/prefix")
+            raise ConfigError(f"{url!r}: expected a URL such as s3://bucket/prefix")
         self._store  # noqa: B018  # refuses other URLs
 
     @cached_property
@@ -89,7 +89,7 @@ class ObjectStore:
         try:
             return from_url(self.url, **options)
         except (exceptions.BaseError, ValueError) as error:
-            raise _refused(f"{self.url}: {_message(error)}; expected a URL such as s3://bucket/prefix") from error
+            raise ConfigError(f"{self.url}: {_message(error)}; expected a URL such as s3://bucket/prefix") from error
 
     def put(self, directory: Path, name: str, *, replace: bool = True) -> None:
         """Upload the checkpoint in ``directory``; another one of that name is deleted first.
@@ -302,11 +302,13 @@ def copy(source: str, destination: str, *, force: bool = False) -> None:
         StorageError: The checkpoint cannot be copied.
     """
     if is_url(source) == is_url(destination):
-        raise _refused(f"copy {source} {destination}: expected one folder and one URL such as s3://bucket/run/step-100")
+        raise ConfigError(
+            f"copy {source} {destination}: expected one folder and one URL such as s3://bucket/run/step-100"
+        )
     url, folder = (source, destination) if is_url(source) else (destination, source)
     place, _, name = url.rstrip("/").rpartition("/")
     if not name or place.endswith("/"):
-        raise _refused(f"{url}: expected the name of the checkpoint too, such as s3://bucket/run/step-100")
+        raise ConfigError(f"{url}: expected the name of the checkpoint too, such as s3://bucket/run/step-100")
     if is_url(source):
         ObjectStore(place).get(name, Path(folder))
     else:
@@ -317,13 +319,6 @@ def copy(source: str, destination: str, *, force: bool = False) -> None:
             again = f"persia ckpt copy {shlex.quote(folder)} {shlex.quote(url)} --force"
             error.hint = f"copy to a URL with another name, or replace the checkpoint there: {again}"
             raise
-
-
-def _refused(text: str) -> ConfigError:
-    """Return the error for a URL, whose message has the next step."""
-    error = ConfigError(text)
-    error.hint = ""
-    return error
 
 
 def _all(work: Callable[[Path], None], paths: list[Path]) -> None:

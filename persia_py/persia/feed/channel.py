@@ -75,9 +75,7 @@ def server_credentials() -> grpc.ServerCredentials | None:
     if certificate is None and key is None:
         return None
     if certificate is None or key is None:
-        error = ConfigError("PERSIA_TLS_CERT and PERSIA_TLS_KEY: only one is set; set both or neither")
-        error.hint = ""  # the message has the next step
-        raise error
+        raise ConfigError("PERSIA_TLS_CERT and PERSIA_TLS_KEY: only one is set; set both or neither")
     return grpc.ssl_server_credentials([(_content("PERSIA_TLS_KEY", key), _content("PERSIA_TLS_CERT", certificate))])
 
 

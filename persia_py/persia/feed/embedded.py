@@ -202,9 +202,7 @@ def find_script() -> tuple[Path, list[str]]:
     for name in _NAMES:
         if (folder / name).is_file():
             return folder / name, []
-    error = ConfigError(
+    raise ConfigError(
         f"StreamingDataset: no data script; set PERSIA_DATALOADER_ENTRY to it, or put {' or '.join(_NAMES)} into "
         f"{folder}"
     )
-    error.hint = ""  # the message has the next step
-    raise error

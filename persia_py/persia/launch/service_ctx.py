@@ -75,9 +75,9 @@ class PersiaServiceCtx:
         nats_server_port: int = 4222,
     ) -> None:
         if (embedding_config is None) == (embedding_config_path is None):
-            raise _refused("pass either embedding_config or embedding_config_path")
+            raise ConfigError("pass either embedding_config or embedding_config_path")
         if global_config is not None and global_config_path is not None:
-            raise _refused("global_config and global_config_path are both given; pass one of them")
+            raise ConfigError("global_config and global_config_path are both given; pass one of them")
         self._functions = {"nn-worker": nn_worker_func, "data-loader": data_loader_func}
         self._configs = {
             "embedding_config.yml": (embedding_config, embedding_config_path),
@@ -221,13 +221,6 @@ class PersiaServiceCtx:
             self._logs.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _refused(text: str) -> ConfigError:
-    """Return the error for arguments, whose message has the next step."""
-    error = ConfigError(text)
-    error.hint = ""
-    return error
 
 
 def ensure_persia_service(*args: Any, **kwargs: Any) -> PersiaServiceCtx:

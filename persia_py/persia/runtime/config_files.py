@@ -30,11 +30,9 @@ def persia_config() -> Path | None:
     if given is None:
         return None
     if other is not None:
-        error = ConfigError(
+        raise ConfigError(
             f"{CONFIG} is {given}, and {EMBEDDING_CONFIG} is {other}: slots come from one file; unset one of the two"
         )
-        error.hint = ""  # the message has the next step
-        raise error
     if not Path(given).is_file():
         raise _no_file(CONFIG, given)
     return Path(given)

@@ -91,7 +91,7 @@ def _formatter() -> logging.Formatter:
 def _writes_json() -> bool:
     name = os.environ.get("LOG_FORMAT", "").strip() or "text"
     if name not in {"json", "text"}:
-        raise _refused(f"LOG_FORMAT={name!r}: expected json or text")
+        raise ConfigError(f"LOG_FORMAT={name!r}: expected json or text")
     return name == "json"
 
 
@@ -160,7 +160,9 @@ def named_levels() -> dict[str, int]:
         name, _, level = part.rpartition("=")
         name = name.strip()
         if name and name != _ROOT and not name.startswith(f"{_ROOT}."):
-            raise _refused(f"PERSIA_LOG={text!r}: found {name!r}, expected names such as {_ROOT}.wire or {_ROOT}.loop")
+            raise ConfigError(
+                f"PERSIA_LOG={text!r}: found {name!r}, expected names such as {_ROOT}.wire or {_ROOT}.loop"
+            )
         found[name] = _level(level.strip(), f"PERSIA_LOG={text!r}: {part!r}")
     return found
 
@@ -169,15 +171,8 @@ def _level(text: str, place: str) -> int:
     names = logging.getLevelNamesMapping() if hasattr(logging, "getLevelNamesMapping") else logging._nameToLevel
     known: dict[str, int] = {**names, "TRACE": logging.DEBUG}
     if text.upper() not in known:
-        raise _refused(f"{place}: expected one of {', '.join(sorted(known))}")
+        raise ConfigError(f"{place}: expected one of {', '.join(sorted(known))}")
     return known[text.upper()]
-
-
-def _refused(text: str) -> ConfigError:
-    """Return the error for a variable or an argument, whose message has the next step."""
-    error = ConfigError(text)
-    error.hint = ""
-    return error
 
 
 def _append_to(logger: logging.Logger, path: str | os.PathLike[str], level: int) -> None:
@@ -185,7 +180,7 @@ def _append_to(logger: logging.Logger, path: str | os.PathLike[str], level: int)
     try:
         handler = logging.FileHandler(path, encoding="utf-8")
     except OSError as error:
-        raise _refused(f"cannot write to the log file {os.fspath(path)}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot write to the log file {os.fspath(path)}: {error.strerror or error}") from error
     whole = handler.baseFilename
     if any(isinstance(each, logging.FileHandler) and each.baseFilename == whole for each in logger.handlers):
         handler.close()
