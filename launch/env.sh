@@ -30,14 +30,14 @@ case $slot in
     esac
     asked="the container's name, ${name:-which Docker's DNS does not know}"
     ;;
-*) asked="REPLICA_INDEX, $slot${POD_INDEX+, and POD_INDEX, $POD_INDEX}" ;;
+*) asked="REPLICA_INDEX=$slot${POD_INDEX+ and POD_INDEX=$POD_INDEX}" ;;
 esac
 case $slot in
 '' | *[!0-9]* | 0*)
     case ${POD_INDEX+pod}:$command in
     *:launch_nats.sh | *:launch_serving.sh) ;;
     *:launch_* | pod:persia-launcher) # as in pods of data-compose
-        fail 2 "the replica index cannot be determined from $asked" "set REPLICA_INDEX to its number, counted from 1" ;;
+        fail 2 "the replica index cannot be determined from $asked" "set REPLICA_INDEX to the number of the replica, counted from 1" ;;
     esac
     ;;
 *)

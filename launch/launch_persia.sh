@@ -6,7 +6,7 @@ if run_finished.sh; then
     summary=${PERSIA_RUN_DIR:-.}/summary.json
     echo "this run is finished: $summary"
     cat "$summary"
-    echo "to train again, set another name of the job (PERSIA_JOB), or remove this file from the volume or folder of the run"
+    echo "to train again, set another job name (PERSIA_JOB), or remove this file from the volume or folder of the run"
     echo "with compose: docker compose run --rm --no-deps trainer rm $summary"
     # `up --exit-code-from trainer` stops all containers when a trainer ends. If containers are still being started at
     # this time, they keep running, and this container is killed before its output appears. Therefore wait for data_compose,

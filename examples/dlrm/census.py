@@ -30,11 +30,11 @@ VALIDATION_SHARE = 0.05
 
 # Options of train.py and data_compose.py, which have to agree; the variables set them for both.
 Seed = Annotated[
-    int, typer.Option(min=0, envvar="DLRM_SEED", help="Of dense weights, new rows and the order of samples.")
+    int, typer.Option(min=0, envvar="DLRM_SEED", help="Seed of dense weights, new rows and the order of samples.")
 ]
 Epochs = Annotated[int, typer.Option(min=1, envvar="DLRM_EPOCHS", help="Passes over the training samples.")]
-BatchSize = Annotated[int, typer.Option(min=1, envvar="DLRM_BATCH_SIZE", help="Samples of a step, of all ranks.")]
-Data = Annotated[Path, typer.Option(envvar="DLRM_DATA", help="The two parquet files.")]
+BatchSize = Annotated[int, typer.Option(min=1, envvar="DLRM_BATCH_SIZE", help="Samples in a step, over all ranks.")]
+Data = Annotated[Path, typer.Option(envvar="DLRM_DATA", help="Folder with the two Parquet files.")]
 
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.uint64]
@@ -132,7 +132,7 @@ def read(path: Path) -> Samples:
     except OSError as error:
         if error.errno is None:  # errors of pyarrow: the file could be read, but its content could not be decoded
             raise DataError(f"{path}: damaged ({_one_line(error)}); {_restore(path)}") from error
-        raise StorageError(f"{path}: {error.strerror}; {_restore(path)}") from error
+        raise StorageError(f"cannot read {path}: {error.strerror}; {_restore(path)}") from error
     _check_columns(path, table)
     try:
         numbers = {name: table[name].cast(pa.float32()).to_numpy() for name in (*DENSE, LABEL)}
@@ -171,7 +171,7 @@ def _check_numbers(path: Path, numbers: Mapping[str, Floats]) -> None:
         if not fits.all():
             row = int(np.argmin(fits))
             wanted = "0 or 1" if name == LABEL else "a number of at least 0"
-            raise DataError(f"{path}: column {name}, row {row}: {column[row]} is not {wanted}; {_restore(path)}")
+            raise DataError(f"{path}: column {name}, row index {row}: {column[row]} is not {wanted}; {_restore(path)}")
 
 
 def _restore(path: Path) -> str:
@@ -278,8 +278,8 @@ class Batches(IterableDataset):
         other = {key: state_dict.get(key) for key in self._identity()}
         if other != self._identity():
             raise DataError(
-                f"cannot continue: the position belongs to {other}, this run has {self._identity()}; "
-                "start with the options of the run that is continued"
+                f"cannot resume: the position belongs to {other}, this run has {self._identity()}; "
+                "use the options of the run that is resumed"
             )
         self._start = self._next = int(state_dict["next"])
 

@@ -73,10 +73,10 @@ def main(
     seed: census.Seed = 0,
     epochs: census.Epochs = census.EPOCHS,
     batch_size: census.BatchSize = census.BATCH_SIZE,
-    lr: Annotated[float, typer.Option(min=0, help="Falling to 0 in a straight line.")] = 3e-3,
+    lr: Annotated[float, typer.Option(min=0, help="Learning rate, which decreases linearly to 0.")] = 3e-3,
     data: census.Data = census.DATA,
 ) -> None:
-    """Train a DLRM on Census-Income with torch alone, then judge it once on the test split."""
+    """Train a DLRM on Census-Income with torch alone, then evaluate it once on the test split."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     train, validation = census.training_data(data)

@@ -32,7 +32,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def evaluate(model: torch.nn.Module, dataset: IterableDataset) -> report.Quality:
-    """Evaluate the model on a data set. Nothing is trained; ids that were never trained on read as zeros."""
+    """Evaluate the model on a data set. Nothing is trained; ids that did not occur in training have zero vectors."""
     logits, labels = [], []
     with eval_ctx(model=model) as ctx:
         for batch in DataLoader(dataset):
@@ -47,17 +47,15 @@ def main(
     seed: census.Seed = 0,
     epochs: census.Epochs = census.EPOCHS,
     batch_size: census.BatchSize = census.BATCH_SIZE,
-    lr: Annotated[float, typer.Option(min=0, help="Of model and rows, falling to 0 in a straight line.")] = 3e-3,
+    lr: Annotated[float, typer.Option(min=0, help="Learning rate, which decreases linearly to 0.")] = 3e-3,
     staleness: Annotated[
-        int, typer.Option(min=1, envvar="EMBEDDING_STALENESS", help="Pushes a look-up may miss, plus one.")
+        int, typer.Option(min=1, envvar="EMBEDDING_STALENESS", help="Pushes that a look-up may miss, plus one.")
     ] = 4,
     reproducible: Annotated[
-        bool, typer.Option(envvar="REPRODUCIBLE", help="Equal runs give equal bits; staleness 1.")
+        bool, typer.Option(envvar="REPRODUCIBLE", help="Make equal runs bit-identical, with staleness 1.")
     ] = False,
     data: census.Data = census.DATA,
-    out: Annotated[Path, typer.Option(envvar="PERSIA_RUN_DIR", help="A folder for this run is made in it.")] = Path(
-        "runs"
-    ),
+    out: Annotated[Path, typer.Option(envvar="PERSIA_RUN_DIR", help="Parent of the folder of the run.")] = Path("runs"),
 ) -> None:
     """Train a DLRM on Census-Income, then evaluate it once on the test split."""
     torch.set_num_threads(1)  # a model this small gains little from more threads, and loses much on a busy machine

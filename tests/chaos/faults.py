@@ -187,7 +187,7 @@ def hang(job: Job, rng: random.Random) -> None:
     process.resume()
     job.wait("the old rank to end", lambda: not old.process.running)
     assert old.process.code != 0, old.output
-    assert "does not belong to the current generation" in old.output, old.output
+    assert "belongs to another run: the current generation is" in old.output, old.output
 
 
 def data(job: Job, rng: random.Random) -> None:

@@ -56,7 +56,7 @@ class Result:
 
 
 MAY_STOP = {
-    "full run": r"PERSIA_RUN_DIR: \S+/summary\.json: No space left|\S+/RUN: No space left",
+    "full run": r"cannot write the summary of the run to \S+/summary\.json: No space left|\S+/RUN: No space left",
     "full checkpoints": r"not finished: its last checkpoint, of step \d+, cannot be written: .*No space left",
 }
 """Faults after which the run may stop with code 1: its name, summary or last checkpoint cannot be written. A restart

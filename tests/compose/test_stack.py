@@ -201,7 +201,7 @@ def test_packets_that_are_dropped_are_named_with_their_direction(serving: Projec
     finally:
         subprocess.run([*inside, "-D", *rule], check=True)
     assert done.returncode == 3, done.stdout
-    assert "DNS ok, TCP filtered (timeout) middleware-1 -> emb_server-1:8888" in done.stdout
+    assert "DNS ok, TCP filtered (timeout): middleware-1 -> emb_server-1:8888" in done.stdout
     failed = [line for line in done.stdout.splitlines() if line.startswith("fail  connection ")]
     assert len(failed) == 1, "in this direction only"
 

@@ -83,13 +83,13 @@ def test_a_step_without_memory_on_the_device_is_made_in_halves(
 def test_the_report_of_a_device_without_memory(tmp_path: Path) -> None:
     config = small(tmp_path, data={"batch_size": 2}, train=TRAIN)
     model = Greedy(models.build(config), 2 * device_bytes())
-    with pytest.raises(OutOfMemoryError, match=r"^step 1, 1 rows at a time: CUDA out of memory\. ") as caught:
+    with pytest.raises(OutOfMemoryError, match=r"^step 1, 1 row at a time: CUDA out of memory\. ") as caught:
         fit(config, model=model)
     lines = [" ".join(line.split()) for line in str(caught.value).splitlines()]
     assert "the largest tensors:" in lines
     assert f"{LARGE * 4 / 2**20:.1f} MiB float32 {LARGE} cuda:0 weight large" in lines, lines
     hint = caught.value.hint
-    assert hint.startswith("less memory: --set precision=bf16") and "`model`" in hint
+    assert hint.startswith("to use less memory: --set precision=bf16") and "`model`" in hint
 
 
 @pytest.mark.row("S3-07/G")

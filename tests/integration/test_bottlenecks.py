@@ -82,8 +82,8 @@ with (
 
 
 @contextlib.contextmanager
-def slowed(server: Part, stopped_s: float = 0.04, runs_s: float = 0.004) -> Iterator[None]:
-    """Let a server run for a tenth of the time only."""
+def slowed(server: Part, stopped_s: float = 0.15, runs_s: float = 0.004) -> Iterator[None]:
+    """Let a server run for a small part of the time, so that requests take longer than a model on a busy machine."""
     end = threading.Event()
 
     def pulse() -> None:

@@ -64,7 +64,7 @@ def test_uneven_data_stops_all_ranks_together_and_says_so(pair: Stack) -> None:
     assert summary(pair)["steps"] == 20
     line = trainer.says("all ranks stop after step 20")
     assert "the data of rank 1 has ended" in line
-    assert "1 batches of rank 0" in line
+    assert "unused batches: at least 1 of rank 0" in line
 
 
 @pytest.mark.parametrize("reproducible", [0, 1])
@@ -83,7 +83,7 @@ def test_a_data_replica_that_is_killed_comes_back_without_loss(pair: Stack) -> N
     trainer = train(pair, ranks=2)
     trainer.says("batch 50,")
     pair.kill(sender.process.name)
-    trainer.says("data-compose replica 0: connection lost before its end")
+    trainer.says("data-compose replica 0: connection lost before the end of its data")
     again = send(pair, BATCHES=600)
     assert trainer.wait(180) == 0, trainer.output
     assert summary(pair)["steps"] == 300
@@ -179,7 +179,7 @@ def test_data_compose_outlives_nats(pair: Stack) -> None:
     assert trainer.wait(180) == 0, trainer.output
     sender.says("every batch is sent")
     pair.kill("nats")
-    sender.says("lost NATS")
+    sender.says("lost the connection to NATS")
     pair.start_nats()
     again = train(pair, STOP_AT=20, PERSIA_RUN_DIR=pair.folder / "run-again")
     assert again.wait(180) == 0, again.output

@@ -45,7 +45,7 @@ def test_rank_0_alone_cannot_use_weights_that_are_not_gathered(make_stack: MakeS
     plan = {"steps": 8, "parallel": "fsdp", "evaluate": {"rank": 0, "step": 4}}
     trainer = stack.trainer(SCRIPT, json.dumps(plan), ranks=2)
     assert trainer.wait(60) == 2, trainer.output
-    trainer.says("every rank calls ctx.gather_model")
+    trainer.says("call ctx.gather_model() on every rank")
 
 
 @pytest.mark.row("S3-05", "S2-18")

@@ -248,7 +248,7 @@ def test_addresses_of_nothing(no_job: None, monkeypatch: pytest.MonkeyPatch) -> 
     for given in ([], [""], "localhost:1"):
         with pytest.raises(UsageError, match="expected a list of the addresses of middlewares"):
             InferCtx(given)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="a middleware's address"):
+    with pytest.raises(UsageError, match="invalid address of a middleware"):
         InferCtx(["localhost"]).wait_for_serving()
     monkeypatch.setenv("PERSIA_START_TIMEOUT", "1")
     with pytest.raises(UnreachableError, match="middleware at localhost:1") as raised:

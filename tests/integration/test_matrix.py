@@ -122,7 +122,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     first, last = results(alone)
     assert first[0] == 3 and "rank 1 of 2 did not connect within 2 s" in first[2]
     assert last[0] == 3 and "127.0.0.1" in last[2] and "(DNS ok / TCP refused)" in last[2] and "waited 2 s" in last[2]
-    assert "next:  start it on every rank: RANK=R persia doctor --matrix 2" in last[2]
+    assert "next:  start the command on every rank: RANK=R persia doctor --matrix 2" in last[2]
 
 
 @pytest.mark.row("S3-11")
@@ -130,7 +130,7 @@ def test_a_port_of_the_rendezvous_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         ((code, _, errors),) = results([rank(0, 2, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})])
-    assert code == 2 and f"rank 0 cannot listen: port {port} in use by pid {os.getpid()} (" in errors
+    assert code == 2 and f"rank 0 cannot listen: port {port} is in use by pid {os.getpid()} (" in errors
     assert "set MASTER_PORT to another port" in errors
 
 
@@ -158,10 +158,10 @@ def test_outcomes_of_connections_are_told_apart() -> None:
 @pytest.mark.parametrize(
     ("env", "text"),
     [
-        ({"RANK": "2"}, "index 2 must be below size 2"),
-        ({"RANK": "1", "WORLD_SIZE": "4"}, "found WORLD_SIZE=4; specify all ranks, --matrix 4"),
-        ({"RANK": "1"}, "neither PERSIA_NATS_URL nor MASTER_ADDR and MASTER_PORT"),
-        ({"RANK": "1"}, "torchrun sets MASTER_ADDR and MASTER_PORT on every rank"),
+        ({"RANK": "2"}, "environment variable RANK=2: must be below WORLD_SIZE=2"),
+        ({"RANK": "1", "WORLD_SIZE": "4"}, "found WORLD_SIZE=4\nnext:  specify the number of all ranks: --matrix 4"),
+        ({"RANK": "1"}, "neither PERSIA_NATS_URL nor both MASTER_ADDR and a numeric MASTER_PORT"),
+        ({"RANK": "1"}, "torchrun and `persia debug run` set MASTER_ADDR and MASTER_PORT on every rank"),
     ],
 )
 def test_variables_that_are_wrong(

@@ -88,7 +88,7 @@ def test_an_interface_that_does_not_exist_is_named(make_stack: MakeStack, variab
     stack = make_stack()
     trainer = stack.trainer(SCRIPT, "{}", ranks=2, env={variable: "eth9"})
     assert trainer.wait(40) == 2, trainer.output
-    trainer.says(f"{variable}=eth9: interface eth9 does not exist; have ")
+    trainer.says(f"{variable}=eth9: interface eth9 does not exist; this host has ")
     trainer.says("next:  correct the variable, or dist.interface and nccl.socket_ifname of persia.yml")
 
 

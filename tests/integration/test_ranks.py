@@ -137,7 +137,7 @@ def test_uneven_data_stops_all_ranks_together(make_stack: MakeStack) -> None:
     assert trainer.wait() == 0, trainer.output
     summary = job.finished_summary(stack.folder / "run")
     assert summary is not None and (summary["steps"], summary["world_size"]) == (8, 2)
-    trainer.says("all ranks stop after step 8: the data of rank 0 has ended; not used: at least 3 batches of rank 1")
+    trainer.says("all ranks stop after step 8: the data of rank 0 has ended; unused batches: at least 3 of rank 1")
 
 
 @pytest.mark.parametrize("everybody", [True, False])
@@ -202,7 +202,7 @@ def test_another_process_evaluates_the_run_that_is_current(make_stack: MakeStack
     observer = ROOT / "tests" / "integration" / "observer_script.py"
     early = stack.python("early", "-m", "persia.launch.rank_main", observer)
     assert early.wait() == 2, early.output
-    early.says("no training run of job 'test' has begun on its servers")
+    early.says("cannot evaluate: no training run of job 'test' has begun on its servers, so they have no rows")
     pause = {"step": 5, "reached": str(tmp_path / "reached"), "until": str(tmp_path / "until")}
     trainer = stack.trainer(SCRIPT, json.dumps({"steps": 10, "pause": pause}), ranks=2)
     trainer.says("step 4 done")
@@ -210,7 +210,7 @@ def test_another_process_evaluates_the_run_that_is_current(make_stack: MakeStack
     assert during.wait() == 0, during.output
     refused = stack.python("clear", "-m", "persia.launch.rank_main", observer, "clear_embeddings")
     assert refused.wait() == 2, refused.output
-    refused.says("clear_embeddings in a process that only evaluates, while job 'test' is trained by pid ")
+    refused.says("cannot call clear_embeddings in a process that only evaluates: job 'test' is being trained by pid ")
     found = re.search(r"sizes \[(\d+), (\d+)\], rows of a: (\d+), missing (\d+)", during.output)
     assert found is not None and all(int(number) > 0 for number in found.groups()), during.output
     assert int(found[4]) + int(found[1]) + int(found[2]) == 400, "of the 200 ids of each slot"
@@ -221,7 +221,7 @@ def test_another_process_evaluates_the_run_that_is_current(make_stack: MakeStack
         env = {"RANK": str(number), "WORLD_SIZE": "2"}
         refused = stack.python(change, "-m", "persia.launch.rank_main", observer, change, env=env)
         assert refused.wait() == 2, refused.output
-        refused.says(f"{change} in a process that only evaluates: with servers, the training script loads rows")
+        refused.says(f"cannot call {change} for evaluation: the rows on the servers are those of the training script")
     cleared = stack.python("cleared", observer, "clear_embeddings")
     assert cleared.wait() == 0, cleared.output
     cleared.says("rows of a: 0, missing 400")

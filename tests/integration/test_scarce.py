@@ -135,5 +135,5 @@ def test_no_rank_has_memory_for_one_row(table: Path) -> None:
     """All ranks end with the report of the one that has none."""
     (table / "mine.py").write_text(MODEL.replace("0 < MOST < len", "0 <= MOST < len"))
     output = trained(table, "none", code=1, env={"WHERE": "forward"})
-    assert re.search(r"rank [01]: step 1, 1 rows at a time: DefaultCPUAllocator", output), output
-    assert "less memory: --set precision=bf16" in output
+    assert re.search(r"rank [01]: step 1, 1 row at a time: DefaultCPUAllocator", output), output
+    assert "to use less memory: --set precision=bf16" in output

@@ -225,7 +225,7 @@ def test_skipped_steps_are_summed_up(table: Path, verb: Verb, monkeypatch: pytes
     ("code", "output", "texts"),
     [
         (3, "", ["a process of the job is missing", "nats: 127.0.0.1:1: refused", "next: docker compose up"]),
-        (5, "", ["its version, or the slots of this file are not theirs", "PERSIA_TOKEN_FILE"]),
+        (5, "", ["its version or the slots of its file differ from those of the servers", "PERSIA_TOKEN_FILE"]),
         (2, "error: job one: the servers hold 7 rows", ["was refused before it trained"]),
         (1, "rank 0: ✓ evaluate\nrank 0: ✗ checkpoint: could not", ["the same folder as PERSIA_CKPT_DIR"]),
     ],

@@ -53,8 +53,9 @@ def test_no_nats_server(no_job: None, tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "slots.yml").write_text("slots_config: {a: {dim: 4}}\n")
     (tmp_path / "job.yml").write_text(f"embedding_config: slots.yml\nrun_dir: {tmp_path}\n")
     monkeypatch.setattr("persia.launch.local_job.shutil.which", lambda *_, **__: None)
-    with pytest.raises(UsageError, match="apt install nats-server"):
+    with pytest.raises(UsageError, match="nats-server is not on PATH") as caught:
         start_up(tmp_path / "job.yml")
+    assert caught.value.hint.endswith("apt install nats-server")
 
 
 @pytest.mark.usefixtures("binaries")

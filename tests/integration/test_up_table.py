@@ -178,7 +178,7 @@ def test_a_job_is_watched_and_profiled_and_says_what_it_needs(up: StartUp, tmp_p
     assert (tmp_path / "runs" / "one" / "profile" / "rank-1.pt.trace.json").exists()
     wrong = up(TABLE % 1 + "dist: {interface: eth9}\n", "--name", "wrong")
     assert wrong.wait() == 2, wrong.output
-    wrong.says("PERSIA_SOCKET_IFNAME=eth9: interface eth9 does not exist; have ")
+    wrong.says("PERSIA_SOCKET_IFNAME=eth9: interface eth9 does not exist; this host has ")
     wrong.says("next:  correct the variable, or dist.interface")
 
 

@@ -74,12 +74,12 @@ def test_a_job_resumes_where_the_log_has_another_format(stopped: Stack, monkeypa
         changed, count = re.subn(rb"^persia journal \d", b"persia journal 9", segment.read_bytes())
         assert count == 1
         segment.write_bytes(changed)
-    resumes_without_log(stopped, "not a segment of a log of this version", monkeypatch)
+    resumes_without_log(stopped, "not a log segment that this version can read", monkeypatch)
 
 
 def resumes_without_log(stopped: Stack, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = json.loads((stopped.folder / "expected.json").read_text())
     stopped.start().use(monkeypatch)
-    said = stopped.parts["server-0"].says("the log cannot be used; the job resumes from its last checkpoint")
+    said = stopped.parts["server-0"].says("cannot use the log, so the job resumes from its last checkpoint")
     assert why in said
     assert upgrade_job.train("run") == (SAVED, expected["trained"])

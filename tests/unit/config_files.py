@@ -28,6 +28,8 @@ def mistakes(path: Path, text: str, *overrides: str) -> list[str]:
         persia.load_config(path, overrides)
     head, *lines = str(caught.value).splitlines()
     assert head == f"persia.yml: {len(lines)} error{'s' * (len(lines) > 1)}"
-    assert caught.value.hint == "correct it, then run: persia config check persia.yml"
+    of_overrides = all(line.startswith("  --set ") for line in lines)
+    hint = "correct the values of --set" if of_overrides else "correct it, then run: persia config check persia.yml"
+    assert caught.value.hint == hint
     assert len(caught.value.findings) == len(lines)
     return [line.removeprefix("  ").removeprefix("persia.yml:") for line in lines]

@@ -90,7 +90,7 @@ def test_the_command_says_why_it_stopped_and_ends_with_0(
     each_look_takes(monkeypatch, 0.02)
     out, _ = verb("train", "persia.yml")
     assert "effective batch: 128 rows a step = 128 per rank x 1 accumulated x 1 rank" in out
-    assert "budget, 1.0" in out and "--resume runs/one --set budget.usd=2 trains on" in out
+    assert "budget, 1.0" in out and "repeat the command with --resume runs/one --set budget.usd=2\n" in out
     assert json.loads((tmp_path / "runs" / "one" / "summary.json").read_text())["reason"] == "budget"
 
 
@@ -116,7 +116,7 @@ def test_prices_are_volatile_by_their_range(prices: list[float], volatile: bool)
 
 @pytest.mark.parametrize("body", ["", "free", "-1", "0", "true", '{"cost": 3}', "[1]", "Infinity", "1" + "0" * 400])
 def test_an_answer_that_is_no_price_is_refused(body: str) -> None:
-    with pytest.raises(AnswerError, match="the response is not a price"):
+    with pytest.raises(AnswerError, match="expected status 200 and a price above 0, found status 200: "):
         price.parse(200, body)
     assert price.parse(200, "0.5") == price.parse(200, '{"price": 0.5}') == 0.5
 

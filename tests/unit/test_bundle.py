@@ -20,7 +20,8 @@ from trainer_files import write_clicks, write_config
 import persia
 from persia.cli.main import main
 from persia.runtime.errors import CheckpointError, DataError, StorageError, UsageError
-from persia.serving import Bundle, parity
+from persia.serving import Bundle, dense, parity
+from persia.serving.manifest import MANIFEST, Model
 from persia.trainer import Trainer
 from persia.trainer.exporting import export as exporting
 from persia.trainer.exporting import held_out, staging
@@ -119,11 +120,19 @@ def test_scores_that_differ_from_those_of_the_export_are_refused(whole: Path, mo
     assert "version of torch" in refused.value.hint
 
 
+@pytest.mark.parametrize(
+    ("kind", "file"), [("torch.export", "model.pt2"), ("torchscript", "model.pt"), ("onnx", MANIFEST)]
+)
+def test_a_model_that_cannot_be_read_has_the_path_of_its_file(tmp_path: Path, kind: str, file: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"^{tmp_path / file}: "):
+        dense.load(tmp_path, Model(file, kind, (), 1), b"not a model")
+
+
 def test_a_folder_without_a_bundle(tmp_path: Path, whole: Path) -> None:
     (tmp_path / "file").write_text("")
     for place, what in (
         (tmp_path / "none", "no such folder"),
-        (tmp_path, "no bundle here"),
+        (tmp_path, "no bundle, or one that was not completely written: manifest.json is missing"),
         (tmp_path / "file", "file"),
     ):
         with pytest.raises(CheckpointError, match=what) as refused:
@@ -159,7 +168,7 @@ def test_wrong_rows_are_named(whole: Path) -> None:
             (good.rename_columns({"user": "usre"}), "`user`, did you mean `usre`"),
             (good.set_column(0, "user", pa.array(["a", "b", "c", "d"])), "column `user` is"),
             ({**columns, "colour": [1, 2, 3, 4]}, "no input 'colour'; the inputs are user, site"),
-            ({**columns, "user": 3}, "'user': one value, expected a column"),
+            ({**columns, "user": 3}, "input 'user': found a single value, expected a list or an array"),
             ({**columns, "item": [1, "x", 2, 3]}, "input 'item': expected one value for each row"),
             ([{**good.to_pylist()[0], "user": "u1"}], "user"),
             ([{"user": 1}, {"usr": 1}], "no input 'usr'; the inputs are user, site"),
@@ -279,7 +288,7 @@ def test_export_says_what_it_wrote_and_refuses_what_exists(verb: Verb, folder: P
         (("runs/one", "-o", "none/new"), "mkdir -p none"),
         (("runs/none", "-o", "new"), "runs/none: no run"),
         (("runs/one", "-o", "new", "--rows", "f8"), "expected f32, f16, int8"),
-        (("runs/one", "-o", "new", "--checkpoint", "runs/one/checkpoints/step-5"), "specify the persia.yml"),
+        (("runs/one", "-o", "new", "--checkpoint", "runs/one/checkpoints/step-5"), "expected the persia.yml that"),
         (("persia.yml", "-o", "new", "--transform", "t.json"), "--transform is only allowed with --checkpoint"),
         (("runs/one", "-o", "new", "--held-out", "none.parquet"), "none.parquet"),
     ):
@@ -362,7 +371,7 @@ def trained(scripts: Path) -> Iterator[Callable[[torch.nn.Module], Trainer]]:
 
 
 def test_a_model_that_depends_on_the_rows_of_a_batch_is_refused(trained: Any, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="differ from those of evaluation: row .* in batches of 1") as refused:
+    with pytest.raises(UsageError, match="of evaluation: the held-out row with index .* in batches of 1") as refused:
         trained(Centred([4, 4, 4])).export(tmp_path / "bundle")
     assert "depends on the other rows" in refused.value.hint
     assert not any(tmp_path.iterdir())
@@ -387,7 +396,7 @@ def test_a_model_of_a_script_needs_the_script(trained: Any, verb: Verb, scripts:
 
 def test_rounded_rows_beyond_their_bound_are_refused(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(parity, "BOUNDS", {**parity.BOUNDS, "int8": 1e-7})
-    with pytest.raises(UsageError, match="int8 rows may have 1e-07") as refused:
+    with pytest.raises(UsageError, match="the limit for int8 rows is 1e-07") as refused:
         bundle_of(folder / "runs" / "one", tmp_path / "bundle", rows="int8")
     assert "--rows f16" in refused.value.hint and not any(tmp_path.iterdir())
 
@@ -418,9 +427,9 @@ def test_a_trainer_exports_after_it_is_closed(scripts: Path, tmp_path: Path) -> 
     with Trainer(config) as trainer:
         for _ in trainer.fit():
             pass
-        with pytest.raises(UsageError, match="close it first") as refused:
+        with pytest.raises(UsageError, match="Trainer.export: cannot export while this trainer trains") as refused:
             trainer.export(tmp_path / "bundle")
-    assert "runs/open').export" in refused.value.hint
+    assert "close the trainer" in refused.value.hint and "runs/open').export" in refused.value.hint
     with Trainer(config) as other:
         assert other.resume(scripts / "runs" / "open").export(tmp_path / "bundle").manifest.source.run == "open"
 

@@ -110,7 +110,7 @@ def test_a_relative_directory_is_below_the_folder_of_checkpoints(
 
 def test_servers_have_one_folder_for_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     context: RemoteBackend = object.__new__(RemoteBackend)
-    with pytest.raises(UsageError, match="set PERSIA_CKPT_DIR"):
+    with pytest.raises(UsageError, match="PERSIA_CKPT_DIR is not set; set it to the folder"):
         context.checkpoint_dir("first")
     monkeypatch.setenv("PERSIA_CKPT_DIR", str(tmp_path / "all"))
     assert context.checkpoint_dir("first") == context.checkpoint_dir(tmp_path / "all" / "first")
@@ -211,7 +211,7 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_changes(saved: Path, damage
         ("a: {dim: 4}\nc: {dim: 4}", r"table \"?b\b|\bb\b.*no such table|`b`"),
         (
             "a: {dim: 4}\nb: {dim: 4, hash_stack_config: {hash_stack_rounds: 2, embedding_size: 100}}",
-            "slot b were saved with hash_stack_config none, this run has 2 rounds of 100",
+            "slot b were saved with hash_stack_config none, this run has 2 rounds of 100 buckets",
         ),
         ("a: {dim: 4}\nb: {dim: 4, pooling: mean}", "slot b was trained with pooling sum, this run has mean"),
         (

@@ -1,5 +1,6 @@
 """Runs that save themselves while they train, and resume from their checkpoints, in embedded mode."""
 
+import json
 import logging
 import os
 import shutil
@@ -21,6 +22,7 @@ from persia.data import DataLoader
 from persia.embedding import EmbeddingConfig
 from persia.errors import CheckpointError, PersiaError, StorageError, UsageError
 from persia_core.forward import TrainingBatch
+from persia_core.serving import blake3
 
 STEPS = 25
 
@@ -169,6 +171,20 @@ def test_a_damaged_newest_save_is_never_passed_over_unasked(configure: Configure
     flip(next((folder / "step-10").glob(damaged)))
     with pytest.raises(CheckpointError, match="step-10"):
         whole(configure, folder, allow_previous=True)
+
+
+def test_a_checkpoint_in_a_newer_format_is_never_called_damaged(configure: Configure, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    whole(configure, folder, 23)
+    manifest = folder / "step-20" / "MANIFEST.json"
+    known = int(json.loads(manifest.read_text())["format"])
+    body, _, _ = manifest.read_text().replace(f'"format": {known}', '"format": 99', 1).rpartition(',\n  "blake3": "')
+    manifest.write_text(f'{body},\n  "blake3": "{blake3(body.encode())}"\n}}\n')
+    with pytest.raises(
+        CheckpointError, match=r"(?s)has format 99.*install a newer Persia.*step-10 is intact$"
+    ) as refused:
+        whole(configure, folder)
+    assert "allow_previous=true" in refused.value.hint and "rm -r" not in refused.value.hint
 
 
 @pytest.mark.row("S4-29")

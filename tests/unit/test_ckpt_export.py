@@ -124,7 +124,7 @@ def test_an_export_is_a_replica_whose_parts_have_checksums(
     assert head["ETag"].strip('"').endswith("-4"), "of four parts"
     assert pending() == []
     out, _ = verb("ckpt", "export", str(saved), ADDRESS)
-    assert "nothing is sent" in out and len(sent(server)) - before == 4
+    assert "nothing was sent" in out and len(sent(server)) - before == 4
 
 
 @pytest.mark.row("S4-28")
@@ -155,7 +155,10 @@ def test_an_object_that_differs_from_its_file_is_deleted(saved: Path, monkeypatc
 
     with (
         monkeypatch.context() as patch,
-        pytest.raises(StorageError, match=r"dense\.pt: the uploaded object differs from .*, and"),
+        pytest.raises(
+            StorageError,
+            match=r"dense\.pt: the uploaded object differs from .*, and was deleted: the store has .* bytes",
+        ),
     ):
         patch.setattr(Bucket, "call", corrupts)
         multipart.export(str(saved), ADDRESS, "again")
@@ -175,7 +178,7 @@ def test_an_interrupted_export_continues(
     before = len(sent(server))
     out, _ = verb("ckpt", "export", str(saved), ADDRESS)
     assert len(sent(server)) - before == 2, "the other two of four"
-    assert "2 parts were there already" in out, out
+    assert "2 part(s) were there already" in out, out
     copy(ADDRESS, str(tmp_path / "back"))
     assert (tmp_path / "back" / "dense.pt").read_bytes() == (saved / "dense.pt").read_bytes()
     assert pending() == []
@@ -210,7 +213,7 @@ def test_an_upload_that_has_ended_meanwhile_is_begun_again(
 
     monkeypatch.setattr(multipart._Object, "_interrupted", ended)
     assert multipart.export(str(saved), ADDRESS, "again").parts_before == 0
-    assert "cannot continue the interrupted upload; starting a new one" in caplog.text
+    assert "starting a new upload; the interrupted one cannot continue" in caplog.text
     assert [each.name for each in ObjectStore(URL).whole()] == ["step-10"]
 
 
@@ -233,7 +236,7 @@ def test_another_checkpoint_is_replaced_with_force_only(saved: Path, tmp_path: P
     key = f"runs/census/step-10/{MANIFEST}"
     client().put_object(Bucket="bucket", Key=key, Body=b"{}")
     errors = verb("ckpt", command, str(saved), ADDRESS, code=4)[1]
-    assert f"{ADDRESS}: there is a checkpoint that differs from {saved}, and would be deleted" in errors
+    assert f" {saved}: {ADDRESS} has another checkpoint, which would be deleted" in errors
     assert f"persia ckpt {command} {saved} {ADDRESS} --force" in errors
     assert client().get_object(Bucket="bucket", Key=key)["Body"].read() == b"{}", "it is unchanged"
     assert len(client().list_objects_v2(Bucket="bucket")["Contents"]) == 1, "nothing is sent"
@@ -257,19 +260,19 @@ def test_uploads_that_were_not_completed_are_listed_and_aborted(
     client().create_multipart_upload(Bucket="bucket", Key="runs/census2/other")
     out, _ = verb("ckpt", "export", "--list-uploads", URL)
     assert f"s3://bucket/runs/census/step-10/dense.pt  2 parts  {2 * SMALL:,} bytes  begun 20" in out
-    assert "census2" not in out and f"1 uploads are not complete, {2 * SMALL:,} bytes" in out
+    assert "census2" not in out and f"1 unfinished upload(s), {2 * SMALL:,} bytes" in out
     assert f"persia ckpt export --abort-uploads {URL}" in out
     listed = multipart._listed
     with monkeypatch.context() as patch:  # the server reports 2010 as the start of every upload
         now = datetime.now(timezone.utc)
         patch.setattr(multipart, "_listed", lambda *given: (replace(each, started=now) for each in listed(*given)))
         out, _ = verb("ckpt", "export", "--abort-uploads", URL)
-        assert "0 uploads" in out and len(pending()) == 1, "it has just begun"
+        assert "ok: aborted 0 upload(s)" in out and len(pending()) == 1, "it has just begun"
     out, _ = verb("ckpt", "export", "--abort-uploads", URL)
-    assert "dense.pt" in out and "ok: 1 uploads" in out and pending() == []
+    assert "dense.pt" in out and "ok: aborted 1 upload(s)" in out and pending() == []
     assert len(pending("s3://bucket")) == 1, "that of another prefix"
     assert len(multipart.abort("s3://bucket", timedelta(0), "again", lambda _: None)) == 1
-    assert "0 uploads are not complete" in verb("ckpt", "export", "--list-uploads", URL)[0]
+    assert "0 unfinished upload(s)" in verb("ckpt", "export", "--list-uploads", URL)[0]
 
 
 def test_a_damaged_checkpoint_is_not_exported(saved: Path, tmp_path: Path) -> None:
@@ -286,9 +289,9 @@ def test_a_damaged_checkpoint_is_not_exported(saved: Path, tmp_path: Path) -> No
     ("words", "message"),
     [
         (["{saved}", "gs://bucket/one"], "gs://bucket/one: expected an address of S3"),
-        (["{saved}", "s3://bucket"], "expected the name of the checkpoint too"),
+        (["{saved}", "s3://bucket"], "s3://bucket: lacks the name of the checkpoint"),
         (["{saved}", "folder"], "folder: expected an address of S3"),
-        (["{saved}"], "expected a checkpoint and the URL"),
+        (["{saved}"], "expected a checkpoint and the URL of the new one"),
         (["--list-uploads", "s3://bucket", "s3://other"], "expected one URL"),
         (["--list-uploads", "--abort-uploads", "s3://bucket"], "mutually exclusive"),
         (["--abort-uploads", "s3://bucket", "--older", "1y"], "--older 1y: expected an integer"),
@@ -392,7 +395,7 @@ def test_all_permissions_are_enough_and_aborting_needs_its_own(
     errors = verb("ckpt", "export", "--abort-uploads", URL, "--older", "0m", code=1)[1]
     assert "s3:AbortMultipartUpload is not allowed (403" in errors, errors
     assert f"persia ckpt export --abort-uploads {URL} --older 0m" in errors
-    assert "1 parts were there already" in verb("ckpt", "export", str(saved), ADDRESS)[0]
+    assert "1 part(s) were there already" in verb("ckpt", "export", str(saved), ADDRESS)[0]
 
 
 @pytest.mark.row("S4-28")

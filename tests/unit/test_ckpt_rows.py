@@ -214,7 +214,7 @@ def test_rows_that_are_no_rows_are_named_all_at_once(tmp_path: Path, monkeypatch
     for text in (
         "column 'id' is null in 2 rows: 3, 28",
         "column 'weights' is null, or has a null, in 2 rows: 10, 14",
-        "does not have the length of the first vector, 2, in 2 rows: 6 (1), 15 (3)",
+        "does not have the length of the first vector, 2, in 2 rows: 6 (length 1), 15 (length 3)",
         "has NaN, infinity, or a number beyond float32 in 3 rows: 21, 32, 39",
         "Correct or remove these rows",
     ):
@@ -242,6 +242,8 @@ def test_files_that_are_no_rows_are_refused(tmp_path: Path) -> None:
     assert "no rows" in error(
         write(tmp_path / "e.parquet", pa.array([], pa.int64()), pa.array([], pa.list_(pa.float32())))
     )
+    empty = pa.array([None, []], pa.list_(pa.float32()))
+    assert "the vector of row 2 is empty" in error(write(tmp_path / "v.parquet", pa.array([1, 2]), empty))
     good = write(tmp_path / "good.parquet", pa.array([1, 2]), vectors(2), ("user", "vector"))
     assert "no column 'id'; its columns are user, vector; use --id-column" in error(good)
     assert "--weights-column" in error(good, "--id-column", "user")
@@ -249,7 +251,7 @@ def test_files_that_are_no_rows_are_refused(tmp_path: Path) -> None:
         write(tmp_path / "f.parquet", pa.array([1.0, 2.0]), vectors(2))
     )
     assert "expected a list of floats" in error(write(tmp_path / "i.parquet", pa.array([1, 2]), pa.array([1.0, 2.0])))
-    assert "2 files and 1 --table" in error(good, good)
+    assert "found 2 file(s) and 1 --table option(s)" in error(good, good)
     twice: list[str | Path] = ["ckpt", "import", good, good, "--table", "t", "--table", "t", "-o", tmp_path / "made"]
     assert "specify a separate table for each file" in str(refused(*twice))
     assert not (tmp_path / "made").exists()
@@ -306,10 +308,10 @@ def test_new_rows_beside_imported_ones_are_those_of_the_script(tmp_path: Path) -
 def test_a_table_of_another_dim_is_refused(tmp_path: Path) -> None:
     import_rows([(write(tmp_path / "v.parquet", pa.array([1, 2]), vectors(2, dim=3)), "a")], tmp_path / "made")
     tables = collection()
-    with pytest.raises(CheckpointError, match="its table a has dim 3, 4 is configured"):
+    with pytest.raises(CheckpointError, match="its table a has dim 3, but dim 4 is configured"):
         tables.load(tmp_path / "made")
     import_rows([(write(tmp_path / "v.parquet", pa.array([1, 2]), vectors(2)), "user")], tmp_path / "made", force=True)
-    with pytest.raises(CheckpointError, match="it has a table user, configured are a, b"):
+    with pytest.raises(CheckpointError, match="it has a table user, but the configured tables are a, b"):
         tables.load(tmp_path / "made")
 
 

@@ -134,7 +134,7 @@ def test_the_help_of_every_command_imports_no_large_package() -> None:
     ("arguments", "step"),
     [
         (["status"], "persia status --nats-url"),
-        (["up", "absent.yml"], "persia up absent.yml"),
+        (["up", "absent.yml"], "correct the path: persia up FILE"),
         (["ckpt", "copy", "one", "other"], "one URL such as s3://"),
         (["config", "check"], "persia config check FILE"),
     ],

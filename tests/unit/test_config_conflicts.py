@@ -21,8 +21,8 @@ def test_dlrm_needs_equal_dims(persia_yml: Path) -> None:
         "  both: {type: cross, features: [day, item], dim: 16}\nlabels:",
     )
     assert mistakes(persia_yml, text) == [
-        "11:15: model.name: `dlrm` needs features of one dim, found user 16, item 8, both 16; set the same for all, or "
-        "use `name: dcnv2`"
+        "11:15: model.name: `dlrm` needs one dim for all features, found user 16, item 8, both 16; set the same "
+        "dim, or use `name: dcnv2`"
     ]
 
 
@@ -83,8 +83,8 @@ def test_the_arguments_of_a_class_of_the_users_own_are_checked_without_importing
         ("class: my_model:Towr", "8:16: model.class: my_model.py has no class `Towr`, did you mean `Tower`?"),
         (
             "class: my_modell:Tower",
-            "8:16: model.class: no module `my_modell` in . nor among the installed packages; move it there, add its "
-            "folder to PYTHONPATH, or install it: pip install -e FOLDER",
+            "8:16: model.class: no module `my_modell` in . nor among the installed packages; move it to that "
+            "folder, add its folder to PYTHONPATH, or install it: pip install -e FOLDER",
         ),
         ("name: dlrm, class: my_model:Free", "8:15: model.name: found together with `class`; allowed: one of the two"),
         (
@@ -93,7 +93,7 @@ def test_the_arguments_of_a_class_of_the_users_own_are_checked_without_importing
         ),
         (
             "class: my_model:Free, any: {<<: {a: 1}}",
-            "8:37: model.any.<<: merge keys are not read; an alias (`*name`) repeats a whole value",
+            "8:37: model.any.<<: merge keys are not supported; an alias (`*name`) repeats a whole value",
         ),
         ("class: my_model:Tower", "8:8: model.width: missing, allowed: a whole number"),
         ("class: my_model:Tower, width: x", "8:39: model.width: found `x`, allowed: a whole number"),
@@ -131,7 +131,10 @@ def test_a_program_can_ask_whether_a_configuration_is_valid(persia_yml: Path) ->
     made = Config.model_validate({**content, "train": {"staleness": 2, "gauc_group": "user"}})
     assert validate_config(made) == (
         False,
-        ["the configuration: train.gauc_group: found, but `train.metrics` has no `gauc`: add it, or remove the group"],
+        [
+            "the configuration: train.gauc_group: found, but `train.metrics` has no `gauc`: add `gauc`, or remove this "
+            "key"
+        ],
     )
     user["dim"] = "four"
     assert validate_config(content) == (
@@ -143,7 +146,7 @@ def test_a_program_can_ask_whether_a_configuration_is_valid(persia_yml: Path) ->
 def test_regions_hold_each_rank_once(persia_yml: Path) -> None:
     text = GOOD + "parallel: ddp\ndist: {regions: {east: [0, 1, 0], west: [1, -2], none: []}}\n"
     assert mistakes(persia_yml, text) == [
-        "9:24: dist.regions.east: rank 0 is twice; allowed: one region for each rank",
+        "9:24: dist.regions.east: rank 0 is listed twice; allowed: one region for each rank",
         "9:41: dist.regions.west: rank 1 is in region `east` too; allowed: one region for each rank",
         "9:41: dist.regions.west: found rank -2; ranks are counted from 0",
         "9:56: dist.regions.none: found no ranks; allowed: at least one",

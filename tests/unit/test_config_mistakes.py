@@ -22,14 +22,14 @@ from persia.errors import ConfigError
             "run: {nam: x}",
             "8:7: run.nam: unknown key, did you mean `name`?; allowed: dir, name, log_every, tensorboard",
         ),
-        ("run:\n  <<: {}", "9:3: run.<<: merge keys are not read; an alias (`*name`) repeats a whole value"),
+        ("run:\n  <<: {}", "9:3: run.<<: merge keys are not supported; an alias (`*name`) repeats a whole value"),
         ("train: {accumulate: 0}", "8:21: train.accumulate: found `0`, allowed: a whole number of at least 1"),
         ("precision: fp8", "8:12: precision: found `fp8`, allowed: fp32, bf16, fp16"),
         ("parallel: zero3", "8:11: parallel: found `zero3`, allowed: ddp, fsdp"),
         ("train: {nonfinite: ignore}", "8:20: train.nonfinite: found `ignore`, allowed: raise, skip"),
         (
             "train: {baseline: lightgbm}",
-            "8:9: train.baseline: not a key, but an option of the command, persia train FILE --baseline lightgbm",
+            "8:9: train.baseline: not a key, but an option of the command: persia train FILE --baseline lightgbm",
         ),
         # types
         ("run: 3", "8:6: run: found `3`, allowed: a mapping (`key: value` lines)"),
@@ -56,7 +56,7 @@ from persia.errors import ConfigError
             "train: {metrics: [auc, gac, log_loss]}",
             "8:24: train.metrics[1]: found `gac`, allowed: auc, log_loss, ne, calibration, gauc; did you mean `gauc`?",
         ),
-        ("train: {metrics: [auc, auc]}", "8:18: train.metrics: `auc` appears twice: remove one"),
+        ("train: {metrics: [auc, auc]}", "8:18: train.metrics: `auc` appears more than once: list it once"),
         # optimizers
         (
             "train: {dense_optimizer: {name: adm}}",
@@ -74,7 +74,7 @@ from persia.errors import ConfigError
         (
             "train: {dense_optimizer: {betas: [0.9]}}",
             "8:34: train.dense_optimizer.betas: found a list, allowed: a list of 2 numbers of at least 0 and below 1; "
-            "it has 1",
+            "this list has 1",
         ),
         (
             "train: {embedding_optimizer: {name: sgd}}",
@@ -117,14 +117,18 @@ from persia.errors import ConfigError
         ),
         (
             "train: {gauc_group: user}",
-            "8:21: train.gauc_group: found, but `train.metrics` has no `gauc`: add it, or remove the group",
+            "8:21: train.gauc_group: found, but `train.metrics` has no `gauc`: add `gauc`, or remove this key",
         ),
         (
             "train: {weight: clicked}",
-            "8:17: train.weight: reads `clicked`, the column of `labels.clicked`: the label would be known; "
-            "choose another column, or remove it",
+            "8:17: train.weight: reads `clicked`, the column of `labels.clicked`, which is unknown at prediction; "
+            "choose another column, or remove this key",
         ),
-        ("run: {name: a/b}", "8:13: run.name: found `a/b`, allowed: letters, digits, `.`, `_` and `-`; not LATEST"),
+        (
+            "run: {name: a/b}",
+            "8:13: run.name: found `a/b`, allowed: up to 80 letters, digits, `.`, `_` and `-`, the first a letter or a "
+            "digit; not LATEST",
+        ),
         (
             "run: {dir: s3://a/b}",
             "8:12: run.dir: found `s3://a/b`, allowed: a folder; checkpoint.dir may be an address such as "
@@ -162,23 +166,24 @@ def test_each_mistake_has_its_place(persia_yml: Path, added: str, message: str) 
         ),
         (
             "{train: [a, ~no-such-user/b]}",
-            "1:19: data.train: found `~no-such-user/b`, but this user has no home folder",
+            "1:19: data.train: found `~no-such-user/b`, but `~no-such-user` has no known home folder: write "
+            "an absolute path",
         ),
         (
             "{train: a, split: {column: t}}",
-            "1:34: data.split.column: found together with `by: hash`; allowed: with `by: time` only",
+            "1:34: data.split.column: found together with `by: hash`; allowed only with `by: time`",
         ),
         (
             "{train: a, split: {by: time, column: t, test: 5, group: u}}",
-            "1:63: data.split.group: found together with `by: time`; allowed: with `by: hash` only",
+            "1:63: data.split.group: found together with `by: time`; allowed only with `by: hash`",
         ),
         (
             "{train: a, split: {by: time, test: 2024-05-01}}",
-            "1:25: data.split.column: missing, allowed: the column of the time",
+            "1:25: data.split.column: missing, allowed: the column that holds the time",
         ),
         (
             "{train: a, split: {by: time, column: t}}",
-            "1:25: data.split.valid: missing, allowed: the first time of the part, such as `valid: 2024-05-01`",
+            "1:25: data.split.valid: missing, allowed: the start of valid, such as `valid: 2024-05-01`",
         ),
         (
             "{train: a, split: {by: time, column: t, valid: 2024-06-01, test: 2024-05-01}}",
@@ -194,15 +199,16 @@ def test_each_mistake_has_its_place(persia_yml: Path, added: str, message: str) 
         ),
         (
             "{train: a, valid: b, test: c, split: {group: u}}",
-            "1:44: data.split: found together with data.valid and data.test, so no rows are divided: remove it",
+            "1:44: data.split: found together with data.valid and data.test, so no rows are divided: remove this key",
         ),
         (
             "{train: a, format: parquet, header: [user]}",
-            "1:43: data.header: found together with `format: parquet`, whose files have types and names: remove it",
+            "1:43: data.header: found together with `format: parquet`, whose files have names and types of columns: "
+            "remove this key",
         ),
         (
             "{train: a, header: [user, price, user, clicked]}",
-            "1:26: data.header: `user` appears twice; each column has one name",
+            "1:26: data.header: `user` appears more than once; column names must differ",
         ),
         (
             "{train: a, header: [usr, price, clicked]}",
@@ -219,7 +225,7 @@ def test_each_mistake_has_its_place(persia_yml: Path, added: str, message: str) 
         ),
         (
             "{train: a, columns: {price: float64, <<: {user: string}}}",
-            "1:44: data.columns.<<: merge keys are not read; an alias (`*name`) repeats a whole value",
+            "1:44: data.columns.<<: merge keys are not supported; an alias (`*name`) repeats a whole value",
         ),
         (
             "{train: a, format: parquett}",
@@ -227,7 +233,7 @@ def test_each_mistake_has_its_place(persia_yml: Path, added: str, message: str) 
         ),
         (
             "{train: a, preset: criteo, format: csv}",
-            "1:42: data.format: found together with `preset: criteo`, which sets it: remove it",
+            "1:42: data.format: found together with `preset: criteo`, which determines the format: remove this key",
         ),
     ],
 )
@@ -247,17 +253,17 @@ def test_each_mistake_of_data_has_its_place(persia_yml: Path, data: str, message
         (
             "{user: {type: id, dim: 16, column: clicked}}",
             "3:46: features.user.column: reads `clicked`, the column of "
-            "`labels.clicked`: the label would be known; choose another column, or remove it",
+            "`labels.clicked`, which is unknown at prediction; choose another column, or remove this key",
         ),
         (
             "{clicked: {type: id, dim: 16}}",
-            "3:12: features.clicked: reads `clicked`, the column of `labels.clicked`: "
-            "the label would be known; choose another column, or remove it",
+            "3:12: features.clicked: reads `clicked`, the column of `labels.clicked`, "
+            "which is unknown at prediction; choose another column, or remove this key",
         ),
         (
             "{user: {type: bag, dim: 16, weights: clicked}}",
             "3:48: features.user.weights: reads `clicked`, the column of "
-            "`labels.clicked`: the label would be known; choose another column, or remove it",
+            "`labels.clicked`, which is unknown at prediction; choose another column, or remove this key",
         ),
         ("{}", "3:11: features: found nothing: name at least one feature, such as `user: {type: id, dim: 16}`"),
         ("", "3:9: features: found nothing: name at least one feature, such as `user: {type: id, dim: 16}`"),
@@ -348,7 +354,7 @@ def test_a_missing_block_is_named_once(persia_yml: Path) -> None:
 def test_a_file_that_cannot_be_read_names_the_next_step(persia_yml: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.yml") as caught:
         persia.load_config("absent.yml")
-    assert caught.value.hint == "create one from your data: persia data inspect FILE"
+    assert caught.value.hint == "correct the path, or create a file from your data: persia data inspect FILE"
     Path("binary.yml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"binary\.yml"):
         persia.load_config("binary.yml")

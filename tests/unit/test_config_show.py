@@ -81,13 +81,13 @@ def test_overrides_change_and_add_keys(persia_yml: Path) -> None:
             ": train.metrics: not valid YAML: while parsing a flow sequence, did not find expected ',' or ']'",
         ),
         ("train=!!set {}", ": train: the tag `tag:yaml.org,2002:set` is not supported: remove it"),
-        ("data.train.x=1", ": data.train: the file has `clicks.parquet` here, which has no key `x`"),
+        ("data.train.x=1", ": data.train: found `clicks.parquet`, which has no key `x`"),
         (
             "features.usr.dim=4",
-            ": features.usr: no feature `usr`, did you mean `user`?; a new one is given whole: "
-            "--set 'features.usr={…}'",
+            ": features.usr: no feature `usr`, did you mean `user`?; a new feature needs all its "
+            "keys: --set 'features.usr={…}'",
         ),
-        ("labels.x.column=4", ": labels.x: no label `x`; a new one is given whole: --set 'labels.x={…}'"),
+        ("labels.x.column=4", ": labels.x: no label `x`; a new label needs all its keys: --set 'labels.x={…}'"),
         ("features.user.dim=-1", ": features.user.dim: found `-1`, allowed: a whole number from 0 to 4096"),
         (
             "features.price.log1q=true",
@@ -97,8 +97,8 @@ def test_overrides_change_and_add_keys(persia_yml: Path) -> None:
         ("features.new={type: id, dim: x}", ": features.new.dim: found `x`, allowed: a whole number from 0 to 4096"),
         (
             "features.user.column=clicked",
-            ": features.user.column: reads `clicked`, the column of `labels.clicked`: the "
-            "label would be known; choose another column, or remove it",
+            ": features.user.column: reads `clicked`, the column of `labels.clicked`, which "
+            "is unknown at prediction; choose another column, or remove this key",
         ),
     ],
 )

@@ -91,7 +91,7 @@ def test_equal_slots_have_no_differences() -> None:
         (
             "[user, author]",
             "[user]",
-            "p:3: features.user: it shares its table with author, but with none in e:2",
+            "p:3: features.user: the table is shared with author, but with no other slot in e:2",
         ),
         ("  when:", "  then:", "e:6: slots_config.then: p has no feature `then`"),
         ("  when:", "  then:", "p:8: features.when: e has no slot `when`"),
@@ -177,7 +177,7 @@ def test_features_beside_other_slots_are_a_warning(
     slots.write_text(slots.read_text().replace("dim: 8", "dim: 9"))
     read_features(path)
     assert "persia.yml:6: features.seen: dim is 8, but 9 in" in caplog.text
-    assert "PERSIA_CONFIG=persia.yml uses the features" in caplog.text
+    assert "to use the features, set PERSIA_CONFIG=persia.yml. Differences:\n" in caplog.text
     caplog.clear()
     slots.write_text("not: valid\n")  # the context raises the error
     read_features(path)
@@ -197,7 +197,7 @@ def test_files_are_checked_together_whatever_their_names(write: Write, run: Run)
     assert "ok: three.yml: capacity 5 rows" in lines
     assert "ok: two.yml: 5 slots in 4 tables" in lines
     assert "ok:   seen: dtype f16" in lines
-    assert "ok: one.yml: 7 features with 5 slots in 4 tables, 1 labels, model dcnv2" in lines
+    assert "ok: one.yml: 7 features with 5 slots in 4 tables, 1 label, model dcnv2" in lines
 
 
 def test_differing_slots_and_the_mistakes_of_all_files_are_one_error(write: Write, run: Run) -> None:
@@ -207,7 +207,7 @@ def test_differing_slots_and_the_mistakes_of_all_files_are_one_error(write: Writ
     code, out, err = run("config", "check", "persia.yml", "slots.yml", "limits.yml")
     assert (code, out) == (2, "")
     assert "limits.yml: 1 error" in err
-    assert "persia.yml and slots.yml: their slots differ" in err
+    assert "the slots of persia.yml and slots.yml differ:" in err
     assert "  persia.yml:8: features.when: dim is 2, but 3 in slots.yml:6" in err
     write("other.yml", "services: {}\n")
     code, _, err = run("config", "check", "other.yml")

@@ -80,7 +80,7 @@ def test_a_context_that_is_too_large_lists_its_largest_entries(workspace: Path, 
         with (workspace / name).open("wb") as file:
             file.truncate(mebibytes << 20)  # sparse: it takes no space
     _, errors = verb("debug", "shell", "--context", str(workspace), code=2)
-    assert "134.0 MiB, more than 128.0 MiB" in errors
+    assert "134.0 MiB, more than the 128.0 MiB allowed" in errors
     listed = [line.split()[-1] for line in errors.splitlines() if line.startswith("  ")]
     assert listed == ["data", "one.bin", "two.bin", "three.bin", "four.bin"]
     assert f"list what is not needed in {workspace}/.persiaignore" in errors and "DATA_DIR" in errors
@@ -132,13 +132,13 @@ def test_what_cannot_be_copied_is_named(workspace: Path, docker: Path, verb: Ver
         "big.parquet: a link to ../rows/big.parquet, which is not in the container",
         "config: a link to .git/HEAD, which is not in the container",
         "gone: a link to nowhere, which does not exist",
-        "pipe: a named pipe, no file",
+        "pipe: a named pipe, not a file",
         f"rows: a link to {tmp_path}/rows, which is not in the container",
-        "socket: a socket, no file",
+        "socket: a socket, not a file",
     ]
     run = ("debug", "shell", "--context", str(workspace))
     _, errors = verb(*run, "--", "sh", "-c", "cat same.py same/rows.csv > copied; test ! -e pipe")
-    assert f"warning: not in the container, of {workspace}:" in errors and "\n  and 2 more\n" in errors
+    assert f"warning: left out of the copy of {workspace}:" in errors and "\n  and 2 more\n" in errors
     assert "mount it with DATA_DIR" in errors
     (workspace / ".persiaignore").write_text("/rows\n*.parquet\nabsolute.py\ngone\nconfig\npipe\nsocket\n")
     assert "warning" not in verb(*run, "--", "true")[1], "what the file names is not missed"
@@ -243,7 +243,7 @@ def test_a_notebook_that_does_not_answer_is_not_called_ready(
     assert f"the notebook does not respond at 127.0.0.1:{notebook_port} after 2 s: HTTP Error 403" in errors
     with socket.create_server(("127.0.0.1", notebook_port)):
         _, errors = verb("debug", "notebook", "--context", str(workspace), "--port", str(notebook_port), code=2)
-        assert f"--port {notebook_port}: port {notebook_port} in use by pid {os.getpid()}" in errors
+        assert f"--port {notebook_port}: port {notebook_port} is in use by pid {os.getpid()}" in errors
 
 
 @pytest.mark.row("S1-07")

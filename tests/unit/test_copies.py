@@ -237,7 +237,7 @@ def test_a_store_that_does_not_answer_holds_up_no_run_that_has_a_save(
     assert checkpoints.not_uploaded == 1
     assert names(tmp_path / "run") == ["LATEST", "step-10", "step-20"]
     with (
-        pytest.raises(StorageError, match=f"{URL}/not listed: Generic S3 error: .*127.0.0.1:1/"),
+        pytest.raises(StorageError, match=f"cannot list the checkpoints below {URL}: Generic S3 error: .*127.0.0.1:1/"),
         make(checkpoints=Checkpoints(tmp_path / "other", upload_to=URL)),
     ):
         pass  # whether there is a checkpoint to resume from is unknown

@@ -76,7 +76,7 @@ def test_a_batch_on_the_cpu_has_no_device_to_sum_on(configure: Configure) -> Non
         for batch in DataLoader(Batches(1)):
             assert batch.device_id is None
             assert all(tensor.__dlpack_device__() == (1, 0) for tensor in batch.embeddings())
-            with pytest.raises(UsageError, match="not on a device"):
+            with pytest.raises(UsageError, match="its embeddings are on the CPU"):
                 batch.sum([], 1.0)
             batch.discard()
         assert ctx.grad_scaler is None

@@ -173,10 +173,11 @@ def test_the_option_wins_over_the_variable_and_is_checked(tmp_path: Path, monkey
     monkeypatch.setenv("RANK_TO_DEBUG", "1")
     wrong = CliRunner().invoke(app, ["run", "--rank", "2", "--nproc", "2", "--", "train.py"])
     assert isinstance(wrong.exception, UsageError)
-    assert str(wrong.exception) == "rank 2 of 2 rank(s): expected a rank from 0 to 1"
+    assert str(wrong.exception) == "rank 2 does not exist: expected a rank from 0 to 1"
     assert wrong.exception.hint is not None and "--nproc 3" in wrong.exception.hint
     of_variable = CliRunner().invoke(app, ["run", "--nproc", "1", "--", "train.py"])
-    assert isinstance(of_variable.exception, UsageError) and "rank 1 of 1" in str(of_variable.exception)
+    assert isinstance(of_variable.exception, UsageError)
+    assert str(of_variable.exception) == "rank 1 does not exist: expected a rank from 0 to 0"
 
 
 @pytest.mark.parametrize(
@@ -185,7 +186,7 @@ def test_the_option_wins_over_the_variable_and_is_checked(tmp_path: Path, monkey
         ({"passed": 1, "sites": {"0": "a.py:1"}}, None),
         (
             {"passed": 1, "sites": {"0": "c.py:9"}},
-            "breakpoint_ number 0 is at c.py:9 on rank 0 and at a.py:1 on rank 1",
+            "call 0 of breakpoint_, counted from 0, is at c.py:9 on rank 0 and at a.py:1 on rank 1",
         ),
         ({"passed": 0, "sites": {}, "pid": 0}, "rank 0 has ended without stopping there; rank 1 continues"),
     ],
@@ -285,7 +286,12 @@ wait_here()
 @pytest.fixture
 def rank(tmp_path: Path, no_job: None) -> Iterator[ranks.Rank]:
     """Start a rank that has passed a breakpoint."""
-    (tmp_path / "rank.py").write_text(RANK)
+    yield from started(tmp_path, RANK)
+
+
+def started(tmp_path: Path, script: str) -> Iterator[ranks.Rank]:
+    """Start a rank, which writes ``running`` and waits."""
+    (tmp_path / "rank.py").write_text(script)
     env = {**os.environ, "BREAKPOINT_TMP_FILE_PATH": str(tmp_path)}
     output = tmp_path / "output"
     with output.open("wb") as file, Path(os.devnull).open("rb") as nothing:
@@ -308,10 +314,22 @@ def test_the_stacks_of_a_running_rank(rank: ranks.Rank) -> None:
 
 
 @pytest.mark.row("S2-22")
+def test_a_rank_without_a_debugger_accepts_no_editor(tmp_path: Path, no_job: None) -> None:
+    breaks, registers = "import breakpoint_\nbreakpoint_()", "import ranks\nranks.register(0, 1)"
+    script = RANK.replace(breaks, registers)
+    assert script != RANK
+    for entry in started(tmp_path, script):
+        with pytest.raises(UsageError, match="no editor can be attached to a rank that has no debugger: rank 0 of 1"):
+            raise_of(CliRunner().invoke(app, ["attach", "--pid", str(entry.pid)]))
+        assert "in wait_here" in ranks.stacks_of(entry)
+
+
+@pytest.mark.row("S2-22")
 def test_without_debugpy_the_command_says_what_to_install(rank: ranks.Rank, tmp_path: Path) -> None:
     (tmp_path / "debugpy.py").write_text("raise ImportError('as if it were not installed')")  # next to the script
-    with pytest.raises(UsageError, match=r"debugpy is not installed.*persia\[debug\]"):
+    with pytest.raises(UsageError, match="debugpy is not installed") as caught:
         attach.ask(rank, 0, 10)
+    assert caught.value.hint == "pip install 'persia[debug]'"
 
 
 @pytest.mark.row("S2-22")
@@ -398,7 +416,7 @@ def test_the_folder_of_running_ranks_is_private(tmp_path: Path, monkeypatch: pyt
     path = ranks.folder()
     assert path.stat().st_mode & 0o077 == 0
     path.chmod(0o755)
-    with pytest.raises(Exception, match="other users can access this folder"):
+    with pytest.raises(Exception, match="register: expected a folder that only this user can access"):
         ranks.folder()
 
 

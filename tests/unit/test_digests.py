@@ -143,8 +143,9 @@ def test_a_digest_by_tensor_and_by_name(tmp_path: Path, monkeypatch: pytest.Monk
     x = torch.arange(6.0).reshape(2, 3)
     assert digest("x") == digest(x) == digest(x.t().contiguous().t()) != digest(x + 1)
     assert digest(torch.tensor(1.0)) == digest(torch.ones(1)) and digest(x.bfloat16()) != digest(x)
-    with pytest.raises(UsageError, match=r"no tensor of this name here; recorded: none: PERSIA_DIGEST=N"):
+    with pytest.raises(UsageError, match=r"no tensor of this name here; recorded: none$") as caught:
         digest("y")
+    assert caught.value.hint.endswith("PERSIA_DIGEST=N")
     monkeypatch.setenv("PERSIA_DIGEST", "2")
     monkeypatch.setenv("PERSIA_DIGEST_DIR", str(tmp_path))
     monkeypatch.setattr(digests, "_current", None)
@@ -181,5 +182,5 @@ def test_tensors_are_compared_number_by_number(tmp_path: Path) -> None:
     half = torch.tensor([1.0, 1.0078125], dtype=torch.bfloat16)
     save_tensor("x", half, tmp_path, overwrite=True)
     assert torch.equal(load_tensor("x", folder=tmp_path), half.float())
-    with pytest.raises(UsageError, match="save_tensor writes it"):
+    with pytest.raises(UsageError, match="cannot load a tensor from .*; expected a file of save_tensor"):
         load_tensor("y", folder=tmp_path)

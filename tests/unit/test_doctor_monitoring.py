@@ -149,7 +149,7 @@ def test_targets_up_and_down_and_series_that_are_absent(serve: Serve, verb: Verb
 def test_a_prometheus_without_the_alert_rules_is_a_warning(serve: Serve) -> None:
     """Prometheus ignores a path of ``rule_files`` at which there is no file."""
     found = by_name(monitoring.checks(prometheus(serve, [], {}, "DiskFull"), None))["alert rules"]
-    assert (found.status, found.found) == ("warn", "none of Persia is loaded") and "rule_files" in found.next
+    assert (found.status, found.found) == ("warn", "no rule of Persia is loaded") and "rule_files" in found.next
     found = by_name(monitoring.checks(prometheus(serve, [], {}, "PersiaSlowRank", "DiskFull"), None))["alert rules"]
     assert (found.status, found.found) == ("ok", "1 loaded")
 
@@ -176,7 +176,7 @@ def test_who_does_not_answer_and_who_is_another_program(serve: Serve, verb: Verb
     url = serve(other).url
     found = by_name(monitoring.checks(url, url))
     assert [found[name].status for name in ("prometheus", "gateway")] == ["fail", "fail"]
-    assert "it is another program, or another version: it answers b'<html>'" in found["prometheus"].found
+    assert "unexpected response, from another program or another version: b'<html>'" in found["prometheus"].found
 
 
 @pytest.mark.parametrize("option", ["--prometheus", "--gateway"])

@@ -53,7 +53,7 @@ def test_a_port_in_use_names_the_program(listener: socket.socket) -> None:
     port = listener.getsockname()[1]
     found = ports.free("port", port, "PERSIA_LISTEN")
     assert found.status == "fail"
-    assert f"port {port} in use by pid {os.getpid()} ({psutil.Process().name()})" in found.found
+    assert f"port {port} is in use by pid {os.getpid()} ({psutil.Process().name()})" in found.found
     assert f"ps -fp {os.getpid()}" in found.next and "set PERSIA_LISTEN to another port" in found.next
     listener.close()
     assert ports.free("port", port, "PERSIA_LISTEN").status == "ok"
@@ -71,7 +71,7 @@ def test_the_service_of_the_variable_is_told_from_a_stranger(tmp_path: Path, mon
         with listening(str(path), folder=tmp_path, env={"PERSIA_LISTEN": value}) as (pid, port):
             monkeypatch.setenv("PERSIA_LISTEN", "same")
             found = ports.free("PERSIA_LISTEN", port, "PERSIA_LISTEN", "127.0.0.1")
-        assert found.status == status and f"port {port} in use by pid {pid} (" in found.found, found
+        assert found.status == status and f"port {port} is in use by pid {pid} (" in found.found, found
         assert "kill" not in found.why + found.next
         assert ("a program of Persia" in found.why) == (value == "other"), found
 
@@ -89,7 +89,7 @@ def test_rank_0_that_runs_already_is_no_stranger(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("value", "status", "text"),
     [
-        ("127.0.0.1:0", "ok", "is chosen when it starts"),
+        ("127.0.0.1:0", "ok", "is chosen when the process starts"),
         ("localhost", "fail", "expected HOST:PORT"),
         ("0.0.0.0:99999", "fail", "expected HOST:PORT"),
         ("203.0.113.7:8888", "fail", "203.0.113.7 is not an address of this host"),
@@ -151,7 +151,7 @@ def test_who_sets_the_address_of_rank_0_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("WORLD_SIZE", "2")
     (missing,) = network.rendezvous()
     assert missing.status == "fail" and missing.found == "MASTER_ADDR and MASTER_PORT not set"
-    assert "torchrun sets MASTER_ADDR and MASTER_PORT on every rank" in missing.why
+    assert "torchrun and `persia debug run` set MASTER_ADDR and MASTER_PORT on every rank" in missing.why
     assert "persia-launcher does not, because ranks of a job meet through PERSIA_NATS_URL" in missing.why
     assert "torchrun --master-addr HOST --master-port 29500" in missing.next
     monkeypatch.setenv("PERSIA_NATS_URL", "nats://127.0.0.1:4222")
@@ -197,7 +197,7 @@ def test_the_interface_of_the_route_is_proposed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
     found = network.interfaces()
     assert found.status == "fail" and "correct or unset NCCL_SOCKET_IFNAME" in found.next
-    assert "have eth0 (10.0.0.5), eth1 (10.1.0.5): for example PERSIA_SOCKET_IFNAME=eth0" in found.next
+    assert "this host has eth0 (10.0.0.5), eth1 (10.1.0.5): for example PERSIA_SOCKET_IFNAME=eth0" in found.next
     monkeypatch.setenv("MASTER_ADDR", "10.1.0.9")
     monkeypatch.setattr("persia.distributed.network._of_route", {"10.1.0.9": "eth1"}.get)
     assert "the route to 10.1.0.9 is eth1 (10.1.0.5): PERSIA_SOCKET_IFNAME=eth1" in network.interfaces().next
@@ -207,7 +207,7 @@ def test_an_interface_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPat
     assert network.interfaces().status == "ok"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
     found = network.interfaces()
-    assert found.status == "fail" and "eth77 does not exist; have" in found.found
+    assert found.status == "fail" and "interface eth77 does not exist; this host has" in found.found
     assert "unset GLOO_SOCKET_IFNAME" in found.next
 
 

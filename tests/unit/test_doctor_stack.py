@@ -92,7 +92,7 @@ def test_unresolved_refused_and_filtered_are_told_apart_in_each_direction(
                 client.close()
     row = next(line for line in out.splitlines() if line.split()[:1] == ["trainer-1"] and "filtered" in line)
     assert " ms" in row and "unresolved" in row and "refused" in row, out
-    assert f"DNS ok, TCP filtered (timeout) trainer-1 -> emb_server-1:{port}" in out
+    assert f"DNS ok, TCP filtered (timeout): trainer-1 -> emb_server-1:{port}" in out
     assert f"DNS ok, TCP refused: trainer-1 -> middleware-1:{refused}" in out
     assert f"DNS failed: trainer-1 -> emb_server-2:{port}" in out
     assert "fail  connections" in out and "ok    names          " in out

@@ -135,7 +135,7 @@ def test_passes_that_are_counted_from_0_again_are_a_warning(
     script.start(11)
     with caplog.at_level(logging.WARNING):
         assert script.start() != whole
-    assert caplog.text.count("its checkpoint was written after 2 finished") == 1
+    assert caplog.text.count("the run's checkpoint was written after 2 finished passes") == 1
     assert "ctx.epochs(N)" in caplog.text
 
 

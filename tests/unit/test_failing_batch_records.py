@@ -29,7 +29,7 @@ def test_another_batch_of_that_step_is_trained(run_folder: Path, caplog: pytest.
 
     _, checkpoints, _ = run(run_folder, lambda: Moved(STEPS, ids=20), policy="skip")
     assert checkpoints.skipped == 0
-    assert "step 13 is trained: its batch is not the one that failed" in caplog.text
+    assert "step 13 is trained, not skipped: its batch is not the one that failed before" in caplog.text
     assert names(run_folder / "poison") == []
 
     fail(2, run_folder / "other", Marked)
@@ -57,7 +57,7 @@ def test_a_batch_that_was_repaired_at_its_place_is_trained(
     fail(3, run_folder, lambda: source(Marked()), policy="skip")
     _, checkpoints, _ = run(run_folder, lambda: source(Repaired()), body, "skip")
     assert checkpoints.skipped == 0 and seen == [(BAD + 1, b"repaired")]
-    assert "step 13 is trained: its batch is not the one that failed" in caplog.text
+    assert "step 13 is trained, not skipped: its batch is not the one that failed before" in caplog.text
 
 
 def test_other_batches_at_one_place_are_counted_each_by_itself(run_folder: Path) -> None:
@@ -154,4 +154,4 @@ def test_a_damaged_record_counts_for_nothing(run_folder: Path, caplog: pytest.Lo
         (run_folder / "poison" / "step-13.rank-0.json").write_text(content)
         fail(1, run_folder, Marked, policy="skip")
         assert record(run_folder)["times"] == 1
-    assert len(re.findall("is not a record of a failed batch", caplog.text)) == 6
+    assert len(re.findall("which is not a record of a failed batch", caplog.text)) == 6

@@ -24,7 +24,7 @@ def test_a_batch_that_fails_is_written_down(run_folder: Path, caplog: pytest.Log
         caplog.clear()
         fail(1, run_folder, Marked)
         assert f"step 13 failed on rank 0 for {said}: ZeroDivisionError: at this batch; see {run_folder}" in caplog.text
-        assert ("skip its step by Checkpoints(failing_batches='skip')" in caplog.text) == (times >= 3)
+        assert ("skip its step with Checkpoints(failing_batches='skip')" in caplog.text) == (times >= 3)
         assert record(run_folder) == {
             "step": 13,
             "rank": 0,
@@ -69,7 +69,7 @@ def test_a_batch_that_always_fails_is_left_out(
         return marked
 
     fail(3, run_folder, source, body, policy="skip")
-    assert "it always fails, and its step is skipped when the run is restarted" in caplog.text
+    assert "the batch always fails, and its step is skipped when the run is restarted" in caplog.text
     ctx, checkpoints, found = run(run_folder, source, body, "skip")
     assert ctx.common_context is None and checkpoints.skipped == 1
     assert "step 13 skipped, model and rows unchanged: its batch on rank 0 always fails; 1 skipped" in caplog.text
@@ -138,10 +138,10 @@ def test_a_script_that_always_fails_leaves_nothing_out(run_folder: Path, caplog:
     fail(3, run_folder, lambda: Batches(STEPS), body, policy="skip")
     fail(3, run_folder, lambda: Batches(STEPS), body, policy="skip")
     assert record(run_folder, 14)["times"] == 3
-    assert "it always fails, and so do the steps 13: if more than one of 100 steps" in caplog.text
+    assert "the batch always fails, like those of steps 13: if more than one of 100 steps" in caplog.text
     caplog.clear()
     fail(2, run_folder, lambda: Batches(STEPS), body, policy="skip")
-    assert "steps 13, 14 are not skipped" in caplog.text
+    assert "not skipped, although their batches always fail: steps 13, 14" in caplog.text
     assert "skipped, model and rows unchanged" not in caplog.text
     assert (record(run_folder, 13)["times"], record(run_folder, 14)["times"]) == (5, 3)
     _, checkpoints, _ = run(run_folder, lambda: Batches(STEPS), step, "skip")  # corrected
@@ -172,7 +172,7 @@ def test_a_batch_left_out_before_the_save_stops_no_later_one(
 
     fail(6, run_folder, lambda: Batches(STEPS), body, policy="skip", every=5)
     assert record(run_folder, 18)["times"] == 3
-    assert "so do the steps" not in caplog.text
+    assert "like those of steps" not in caplog.text
     _, checkpoints, _ = run(run_folder, lambda: Batches(STEPS), body, "skip", every=5)
     assert checkpoints.skipped == 1
     assert "step-25" in names(run_folder)
@@ -188,9 +188,9 @@ def test_a_script_that_always_fails_leaves_nothing_out_where_each_step_is_saved(
 
     fail(6, run_folder, lambda: Batches(STEPS), body, policy="skip", every=1)
     assert record(run_folder, 14)["times"] == 3
-    assert "it always fails, and so do the steps 13" in caplog.text
+    assert "the batch always fails, like those of steps 13" in caplog.text
     fail(1, run_folder, lambda: Batches(STEPS), body, policy="skip", every=1)
-    assert "steps 14 are not skipped" in caplog.text
+    assert "not skipped, although their batches always fail: steps 14" in caplog.text
     assert names(run_folder) == ["LATEST", "poison", "step-11", "step-12", "step-13"]
 
 

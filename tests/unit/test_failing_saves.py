@@ -207,8 +207,11 @@ def test_a_state_that_cannot_be_saved_leaves_nothing_behind(
                     UsageError,
                     r"file name 'dense\.pt': the checkpoint already has a file of that name",
                 ),
-                "what cannot be pickled": (UsageError, r"opt\.pt: cannot be pickled"),
-                "what cannot be read": (StorageError, r"dense\.pt: cannot be saved: the device is gone"),
+                "what cannot be pickled": (
+                    UsageError,
+                    r"cannot save opt\.pt: its state has an object that cannot be pickled",
+                ),
+                "what cannot be read": (StorageError, r"cannot save dense\.pt: the device is gone"),
             }[what]
             with pytest.raises(error, match=text) as caught:
                 ctx.dump_checkpoint(tmp_path / "run" / "first", opt_filename=name, blocking=blocking)
@@ -263,9 +266,19 @@ def test_a_run_whose_last_save_is_missing_is_not_finished(
         assert "checkpoint of step 25 abandoned: no space left" in caplog.text
         assert "training continues" not in caplog.text, "no step follows"
         if not saved:
-            assert caught is not None and "continues after its newest checkpoint" in caught.value.hint
+            assert caught is not None and "resumes after its newest checkpoint" in caught.value.hint
     assert names(tmp_path / "run")[-1] == ("step-25" if saved else "step-20")
     with make(checkpoints=Checkpoints(tmp_path / "run", every=10)) as ctx:
         assert len(train(ctx, DataLoader(Batches(STEPS), reproducible=True))) == (0 if saved else 5)
         assert everything(ctx) == expected
     assert names(tmp_path / "run")[-1] == "step-25"
+
+
+def test_a_state_that_cannot_be_pickled_is_named_and_leaves_no_file(tmp_path: Path) -> None:
+    class Unpicklable(torch.nn.Linear):
+        def state_dict(self, *args: Any, **options: Any) -> Any:
+            return {**super().state_dict(*args, **options), "hook": lambda: 0}
+
+    with pytest.raises(UsageError, match=r"cannot save dense\.pt: its state has an object that cannot be pickled"):
+        snapshot.dump_state(Unpicklable(1, 1), tmp_path, "dense.pt", False)
+    assert not [*tmp_path.iterdir()]

@@ -122,17 +122,17 @@ def test_from_offsets_with_weights_is_the_same_feature() -> None:
 
 def test_bad_weights_are_refused_with_their_place() -> None:
     ids = arrays([[1, 2], [3]])
-    with pytest.raises(DataError, match="sample 1 has 2 weights for 1 ids"):
+    with pytest.raises(DataError, match="sample 1: expected one weight for each id, found weights: 2, ids: 1"):
         IDTypeFeature("a", ids, floats([[1, 2], [3, 4]]))
-    with pytest.raises(DataError, match="weights for 1 samples, ids for 2"):
+    with pytest.raises(DataError, match="expected weights for each sample, found samples with weights: 1, with ids: 2"):
         IDTypeFeature("a", ids, floats([[1, 2]]))
     with pytest.raises(FeatureTypeError, match="weights of sample 0.*float64"):
         IDTypeFeature("a", ids, [np.ones(2), np.ones(1)])  # type: ignore[list-item]
     with pytest.raises(FeatureTypeError, match="weights.*float64"):
         IDTypeFeature.from_offsets("a", ids[0], np.array([0, 2]), np.ones(2))  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="1 weights for 2 ids"):
+    with pytest.raises(DataError, match="expected one weight for each id, found weights: 1, ids: 2"):
         IDTypeFeature.from_offsets("a", ids[0], np.array([0, 2]), np.ones(1, np.float32))
-    with pytest.raises(DataError, match="'?\"?a.*weight NaN of id 1"):
+    with pytest.raises(DataError, match="'?\"?a.*weight NaN at index 1"):
         PersiaBatch([IDTypeFeature("a", ids, floats([[1, np.nan], [3]]))], requires_grad=False)
 
 

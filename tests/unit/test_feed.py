@@ -59,6 +59,17 @@ def test_waiting_for_a_rank_that_takes_no_batches_is_logged(ranks: MakeRanks, ca
         made.result(20).close()
 
 
+def test_trainers_that_disagree_on_their_number_are_named(ranks: MakeRanks, caplog: pytest.LogCaptureFixture) -> None:
+    run = ranks(1)
+    found = run.find()
+    run.find = lambda: [*found, {**found[0], "replicas": "2"}]  # type: ignore[method-assign]
+    with caplog.at_level(logging.INFO), ThreadPoolExecutor(1) as pool:
+        made = pool.submit(lambda: Sender(JOB, 0, 1, find=lambda: run.find(), start_timeout=5))
+        wait_until("a word about it", lambda: "disagree on the number of ranks: 1, 2" in caplog.text, 10)
+        run.find = lambda: found  # type: ignore[method-assign]
+        made.result(20).close()
+
+
 @pytest.mark.stack
 def test_batches_come_in_order_and_end(ranks: MakeRanks) -> None:
     run = ranks(2)
@@ -85,7 +96,7 @@ def test_replicas_get_the_transform_of_the_ranks(ranks: MakeRanks) -> None:
 
     assert sent("", "") == ""
     assert sent("one", "one") == "one"
-    with pytest.raises(IncompatibleError, match="the transform of rank 1 differs from rank 0's"):
+    with pytest.raises(IncompatibleError, match="the transform of rank 1 differs from that of rank 0"):
         sent("one", "two")
 
 
@@ -286,10 +297,10 @@ def test_batches_travel_by_tls(ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch
         assert run.rest() == [0, 1, 2]
     run.begin(generation=2)
     monkeypatch.setenv("PERSIA_TLS_CA", certificate(tmp_path, "wrong")[0])
-    with pytest.raises(AuthError, match=r"no TLS connection: .*CERTIFICATE_VERIFY_FAILED.*wrong.pem"):
+    with pytest.raises(AuthError, match=r"cannot open a TLS connection to .*CERTIFICATE_VERIFY_FAILED.*wrong.pem"):
         connect(run)
     for name in ("PERSIA_TLS_CERT", "PERSIA_TLS_KEY"):
         monkeypatch.delenv(name)
     run.begin(generation=3)
-    with pytest.raises(AuthError, match="no TLS connection: .*WRONG_VERSION_NUMBER"):
+    with pytest.raises(AuthError, match="cannot open a TLS connection to .*WRONG_VERSION_NUMBER"):
         connect(run)

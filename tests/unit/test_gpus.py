@@ -71,12 +71,12 @@ def test_without_a_driver_nvidia_smi_is_asked(monkeypatch: pytest.MonkeyPatch) -
 def test_a_driver_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     mismatch = CONSTANTS["NVML_ERROR_LIB_RM_VERSION_MISMATCH"]
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([], init_error=mismatch))
-    with pytest.raises(UsageError, match="NVML: error 18") as caught:
+    with pytest.raises(UsageError, match="cannot read the GPUs with NVML: error 18") as caught:
         gpus.find()
     assert caught.value.hint == "persia doctor --only gpu"
     lost = FakeNvml([Device("GPU-one", used=30, percent_error=15)])  # a device that no longer responds
     monkeypatch.setitem(sys.modules, "pynvml", lost)
-    with pytest.raises(UsageError, match="NVML: error 15"):
+    with pytest.raises(UsageError, match="cannot read the GPUs with NVML: error 15"):
         gpus.find().sample()
 
 

@@ -68,7 +68,7 @@ def test_a_model_is_found_beside_its_configuration_by_pythonpath_or_installed(
     (project / "twotower" / "model.py").write_text(MINE.format(build="pass", forward="pass", state="pass"))
     write_config(tmp_path, model={"class": "twotower.model:Mine"})
     _, errors = verb("train", str(path), "--local", "--test", code=2)
-    assert f"no module `twotower` in {tmp_path}, nor among the installed packages; move it there" in errors
+    assert f"no module `twotower` in {tmp_path}, nor among the installed packages; move it to that folder" in errors
     assert "add its folder to PYTHONPATH, or install it: pip install -e FOLDER" in errors
     with monkeypatch.context() as patch:
         patch.syspath_prepend(str(project))

@@ -332,7 +332,7 @@ def test_a_collection_returns_vectors_in_the_order_of_its_checkpoint(
     other = tables("ba")
     assert [*rows(other)] == ["b", "a"]
     other.load(tmp_path / "ab")
-    assert any("in the order a, b" in record.message for record in caplog.records)
+    assert any("followed by new features: a, b; before" in record.message for record in caplog.records)
     assert [*rows(other)] == ["a", "b"] and same([*rows(other).values()], [*expected.values()])
     other(arrays(9)[0])["a"].sum().backward()
     other.save(tmp_path / "again")
@@ -347,14 +347,15 @@ def test_a_collection_with_other_features_is_refused(tmp_path: Path, caplog: pyt
     saved(ids)["a"].sum().backward()
     saved.save(tmp_path / "checkpoint")
     few = tables("ab", group=True)
-    with pytest.raises(CheckpointError, match="model are a, b, c; those of this EmbeddingCollection are a, b;"):
+    with pytest.raises(CheckpointError, match="needs the features a, b, c; this EmbeddingCollection has only a, b;"):
         few.load(tmp_path / "checkpoint")
     assert few.step == 0
     more = tables("dabc", group=True)
     more.load(tmp_path / "checkpoint")
     with torch.no_grad():
         assert [*more({**ids, "d": torch.arange(3)})] == ["a", "b", "c", "d"]
-    assert any("was trained without the feature d" in record.message for record in caplog.records)
+    said = "was trained without these features, which read rows of its tables: d (table "
+    assert any(said in record.message for record in caplog.records)
     one = tables("a")
     one({"a": torch.arange(3)})["a"].sum().backward()
     one.save(tmp_path / "one")

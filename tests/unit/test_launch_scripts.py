@@ -145,9 +145,9 @@ def test_the_replica_is_found(run: Run, given: str, dns: str, index: str) -> Non
     ("given", "dns", "said"),
     [
         ("4", "", "this is replica 4, but there are 3"),
-        ("0", "", "cannot be determined from REPLICA_INDEX, 0"),
+        ("0", "", "cannot be determined from REPLICA_INDEX=0"),
         ("", "", "cannot be determined from REPLICA_INDEX"),
-        ("one", "", "cannot be determined from REPLICA_INDEX, one"),
+        ("one", "", "cannot be determined from REPLICA_INDEX=one"),
         ("{{.Task.Slot}}", "", "which Docker's DNS does not know"),
         ("{{.Task.Slot}}", "persia-emb_server-run-123456789012.net", "persia-emb_server-run-123456789012"),
         ("{{.Task.Slot}}", "host7.net", "the container's name, host7"),
@@ -169,7 +169,7 @@ def test_a_pod_of_kubernetes_counts_from_0(run: Run, pod: str, given: str, index
 
 
 def test_a_wrong_index_of_a_pod_is_refused(run: Run) -> None:
-    for pod, said in (("one", "from REPLICA_INDEX, , and POD_INDEX, one"), ("3", "this is replica 4, but there are 3")):
+    for pod, said in (("one", "from REPLICA_INDEX= and POD_INDEX=one"), ("3", "this is replica 4, but there are 3")):
         result = run("launch_server.sh", POD_INDEX=pod, REPLICA_INDEX="", check=False)
         assert result.returncode == 2 and said in result.stderr
 
@@ -180,7 +180,7 @@ def test_the_launcher_of_data_compose_in_a_pod_needs_an_index(run: Run, packaged
     command = ("persia-launcher", "data-loader", "--until-finished")
     assert run(*command, POD_INDEX="1", REPLICA_INDEX="").stdout == "data-loader --until-finished\n"
     refused = run(*command, POD_INDEX=pod, REPLICA_INDEX="", check=False)
-    assert refused.returncode == 2 and f"and POD_INDEX, {pod}" in refused.stderr
+    assert refused.returncode == 2 and f"from REPLICA_INDEX= and POD_INDEX={pod}\n" in refused.stderr
     # Outside pods the launcher has --replica-index.
     assert run(*command, REPLICA_INDEX="").stdout == "data-loader --until-finished\n"
 
@@ -257,7 +257,7 @@ def test_a_finished_run_is_shown_and_not_trained_again(run: Run, tmp_path: Path,
     def launched(**variables: str) -> bool:
         output = run("launch_persia.sh", **ours, **variables).stdout
         assert ("launched" in output) is ("this run is finished" not in output)
-        assert ("launched" in output) is ("to train again, set another name of the job (PERSIA_JOB)" not in output)
+        assert ("launched" in output) is ("to train again, set another job name (PERSIA_JOB)" not in output)
         return "launched" in output
 
     for status, again in (("running", True), ("finished", False)):

@@ -108,7 +108,7 @@ def test_a_batch_that_is_skipped_does_not_hold_up_the_next(configure: Configure)
     with make() as ctx:
         taken = list(DataLoader(Batches(5), reproducible=True))
         assert [batch.step for batch in taken] == [1, 2, 3, 4, 5]
-        with pytest.raises(UsageError, match="step 2: no gradients can be pushed"):
+        with pytest.raises(UsageError, match="cannot push the gradients of step 2"):
             ctx.forward(taken[1])
             ctx.backward(sum(tensor.sum() for tensor in ctx._embeddings))  # type: ignore[arg-type]
 
@@ -258,7 +258,7 @@ def test_a_feature_without_a_slot_is_named(configure: Configure) -> None:
             features = [IDTypeFeatureWithSingleID(name, np.array([1], np.uint64)) for name in ("a", "extra")]
             yield PersiaBatch(features, labels=[Label(np.zeros(1, np.float32))])
 
-    with make(), pytest.raises(DataError, match="without a slot: extra; slots without an id feature: b"):
+    with make(), pytest.raises(DataError, match=r"without a slot: extra; the slots are a, b \(not in the batch: b\)"):
         next(iter(DataLoader(Wrong())))
 
 

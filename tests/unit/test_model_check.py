@@ -108,7 +108,7 @@ def config(tmp_path: Path) -> Path:
         (Detached, "loss", UsageError, "was its output detached"),
         (BadBackward, "backward", ValueError, "no gradient of mine"),
         (BadEval, "eval", KeyError, "only in training"),
-        (BadState, "state_dict", DataError, "a weight is not in it"),
+        (BadState, "state_dict", DataError, "a weight is missing from the state dict"),
     ],
 )
 def test_the_step_that_fails_is_named(

@@ -212,6 +212,6 @@ def test_the_storage_of_checkpoints_is_tried_before_training(tmp_path: Path, ver
         assert "persia doctor --only disk --dir /proc" in errors
         _, errors = verb("train", str(path), "--set", f"checkpoint.dir={tmp_path}/mnt/disk/saves", *options, code=1)
         assert f"checkpoint.dir: {tmp_path}/mnt does not exist; is a disk not mounted?" in errors
-        assert f"mount it, or create the folder: mkdir -p {tmp_path}/mnt/disk" in errors
+        assert f"mount the disk, or create the folder: mkdir -p {tmp_path}/mnt/disk" in errors
     assert not [*tmp_path.glob("runs/*")] and not (tmp_path / "made").exists()
     assert "Checkpoint storage" not in verb("train", str(path), code=2)[1], "the rows come next"

@@ -17,7 +17,7 @@ from persia.backend import rank_checks, remote
 from persia.ctx import Checkpoints
 from persia.distributed import control_plane, run
 from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
-from persia.errors import PersiaError, RunLostError, UnreachableError, UsageError
+from persia.errors import PersiaError, RunLostError, StorageError, UnreachableError, UsageError
 from persia.loop.feeder import FedBatch
 from persia.loop.quarantine import Quarantine
 from persia.runtime import preemption
@@ -145,7 +145,7 @@ def test_waiting_for_a_rank_is_logged(
     logging.getLogger("persia").addHandler(caplog.handler)
     try:
         waiting = pool.submit(first.all_gather, "a batch", 0)
-        wait_until("the reminder", lambda: "waiting for rank 1 to say: a batch after" in caplog.text, LONG)
+        wait_until("the reminder", lambda: "waiting for rank 1 to reach 'a batch' after" in caplog.text, LONG)
         second.all_gather("a batch", 0)
         waiting.result(LONG)
     finally:
@@ -184,6 +184,21 @@ def test_a_loop_whose_last_pushes_fail_on_one_rank_fails_on_all(meet: Meet, pool
     for rank, future in enumerate(waiting):
         with pytest.raises(UnreachableError, match="^server 1 is gone" if rank == 1 else "^rank 1: server 1 is gone"):
             future.result(LONG)
+
+
+def test_another_ranks_error_keeps_its_hint(meet: Meet, pool: ThreadPoolExecutor) -> None:
+    def save(each: control_plane.Peers) -> None:
+        with rank_checks.together(each, "save"):
+            if each.rank == 1:
+                failed = StorageError("disk full")
+                failed.hint = "remove old checkpoints"
+                raise failed
+
+    futures = [pool.submit(save, each) for each in meet(2)]
+    for rank, future in enumerate(futures):
+        with pytest.raises(StorageError, match="^disk full$" if rank == 1 else "^rank 1: disk full$") as raised:
+            future.result(LONG)
+        assert raised.value.hint == "remove old checkpoints"
 
 
 def test_ranks_begin_a_loop_with_the_same() -> None:

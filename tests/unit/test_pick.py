@@ -99,8 +99,8 @@ def test_a_table_is_read(tmp_path: Path) -> None:
                 "line 3: usd_per_hour: found `inf`",
             ],
         ),
-        (f"{HEAD}\na,1,1\n", ["line 2: it has more or fewer values"]),
-        (f"{HEAD}\na,1,1,1,1,b,c\n", ["line 2: it has more or fewer values"]),
+        (f"{HEAD}\na,1,1\n", ["line 2: the number of values differs from the number of columns"]),
+        (f"{HEAD}\na,1,1,1,1,b,c\n", ["line 2: the number of values differs from the number of columns"]),
         (f"{HEAD}\na,1,1,,,b\na,2,1,,,b\n", ["line 3: a in b is on line 2 too"]),
         (f'{HEAD}\n"a"x,1,1,,,\n', ["not a CSV file"]),
     ],
@@ -139,7 +139,7 @@ def test_the_verb_picks_or_waits(verb: Verb, prices: str) -> None:
     assert "pick: small in b, 0.019 USD per hour, 62% below the 0.05 USD of small on demand" in out
     out, _ = verb("config", "pick", prices, "--memory-gib", "8", "--gpus", "1", code=75)
     assert "wait: gpu in a, 0.9 USD per hour, is the cheapest, but only 25% below the 1.2 USD of gpu on demand" in out
-    assert "at least 50% are wanted" in out and "--min-saving 0" in out
+    assert "--min-saving requires 50%" in out and "--min-saving 0" in out
     out, _ = verb("config", "pick", prices, "--memory-gib", "8", "--gpus", "1", "--min-saving", "0")
     assert "pick: gpu in a" in out
 
@@ -148,7 +148,11 @@ def test_the_verb_picks_or_waits(verb: Verb, prices: str) -> None:
     ("words", "message", "hint"),
     [
         (["--memory-gib", "65"], "no instance has 65.0 GiB of memory; the largest is large in a with 64.0 GiB", "add"),
-        (["--memory-gib", "1", "--gpus", "2"], "no instance has 2 GPUs; the most are 1", "lower --gpus"),
+        (
+            ["--memory-gib", "1", "--gpus", "2"],
+            "no instance has at least 2 GPU(s); the largest number is 1",
+            "lower --gpus",
+        ),
         (["--memory-gib", "1", "persia.yml"], "pass either --memory-gib, or FILE and --set", ""),
     ],
 )

@@ -71,4 +71,4 @@ def test_the_patch_replaces_a_file_only_without_an_error(tmp_path: Path, verb: V
     assert sizing_yaml.read_text() == verb("config", "sizing", path)[0]
     assert [each.name for each in tmp_path.glob("*sizing*")] == ["sizing.yaml"]
     _, errors = verb("config", "sizing", path, "--out", str(tmp_path / "missing" / "sizing.yaml"), code=1)
-    assert "missing/sizing.yaml: No such file or directory; the patch is not written" in errors
+    assert "cannot write the patch to " in errors and "missing/sizing.yaml: No such file or directory" in errors

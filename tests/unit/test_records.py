@@ -210,7 +210,7 @@ def test_a_number_is_no_time(kind: pa.DataType, given: float, wanted: str) -> No
     """As seconds since 1970, 20240106 would be a moment in 1970, and all rows would be test rows."""
     batch = pa.record_batch({"time": table()["time"].combine_chunks().cast(pa.date32()).cast(kind)})
     with pytest.raises(
-        UsageError, match=f"split by 'time': valid={given} is a number, the column is of type"
+        UsageError, match=f"split by 'time': valid={given} is a number, but the column is of type"
     ) as caught:
         TimeSplit("time", valid=given).parts(batch, "a.parquet", 0)
     assert caught.value.hint == f"write a date or a time, such as `valid: {wanted}`"
@@ -260,7 +260,7 @@ def test_each_text_file_has_its_own_header(tmp_path: Path) -> None:
         {"user": "u2", "item": "i2"},
     ]
     (tmp_path / "b.csv").write_text("user,film\nu2,i2\n")
-    with pytest.raises(DataError, match="b.csv: no column 'item'; it has film, user"):
+    with pytest.raises(DataError, match="b.csv: no column 'item'; its columns are film, user"):
         rows_of(RecordReader(open_files(str(tmp_path)), 10))
 
 
@@ -286,7 +286,7 @@ def test_wrong_files_are_named(folder: Path) -> None:
     with pytest.raises(UsageError, match="no file that ends in .csv"):
         open_files(str(folder), file_format="csv")
     pa.parquet.write_table(table().rename_columns(["row", "person", "time"]), folder / "c.parquet")
-    with pytest.raises(DataError, match="c.parquet: no column 'user'; it has"):
+    with pytest.raises(DataError, match="c.parquet: no column 'user'; its columns are"):
         rows_of(RecordReader(open_files(str(folder)), 10))
     whole = (folder / "a.parquet").read_bytes()
     (folder / "c.parquet").unlink()

@@ -42,7 +42,7 @@ def test_a_failure_is_repeated_without_the_data_and_the_code_of_the_run(
     verb("train", str(path))
     (home / "mine.py").write_text((home / "mine.py").read_text().replace("self.top(torch", "self.gone(torch"))
     _, errors = verb("dump", str(home / "runs" / "one"), "--repro", "-o", str(elsewhere / "dump.tar.gz"))
-    assert "up to 128 rows of each part of the data, which are not redacted" in errors
+    assert "up to 128 rows of each part of the data; rows are not redacted" in errors
     shutil.rmtree(home)
     repro = unpacked(elsewhere / "dump.tar.gz", elsewhere)
     rows = {"train.parquet", "valid.parquet", "test.parquet"}

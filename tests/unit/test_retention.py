@@ -218,9 +218,9 @@ def test_a_full_disk_is_told_with_the_folder_what_is_needed_and_what_is_free(
     told = f"; {tmp_path / 'run'} has "
     for each in (caplog.text, str(caught.value)):
         assert (told in each) != has_space
-        assert (f"bytes free, the last one has {size:,} bytes. Delete old checkpoints: persia ckpt prune" in each) != (
-            has_space
-        )
+        assert (
+            f"bytes free, the last checkpoint has {size:,} bytes. Delete old checkpoints: persia ckpt prune" in each
+        ) != (has_space)
 
 
 @pytest.mark.row("S4-26")

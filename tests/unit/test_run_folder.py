@@ -54,7 +54,7 @@ def test_a_run_that_fails_at_once_is_not_the_latest_and_does_not_block_its_name(
         get_logger("trainer").removeHandler(caplog.handler)
     assert "two: replacing the run of this name, which ended before its first step" in caplog.text
     assert json.loads((two / "summary.json").read_text())["status"] == "finished" and latest.read_text() == "two\n"
-    with pytest.raises(UsageError, match="there is a run of this name already") as caught:
+    with pytest.raises(UsageError, match="a run of this name already exists") as caught:
         train(tmp_path, "two")
     assert "--resume" in caught.value.hint
 
@@ -64,17 +64,17 @@ def test_a_folder_with_anything_to_keep_is_not_replaced(tmp_path: Path) -> None:
     fails(tmp_path, "one")
     run = tmp_path / "runs" / "one"
     (run / "notes.txt").write_text("mine")
-    with pytest.raises(UsageError, match="a run of this name already; it is failed, and has no checkpoint") as caught:
+    with pytest.raises(UsageError, match="already exists, with the status failed and without a checkpoint") as caught:
         train(tmp_path, "one")
     assert "rm -r" in caught.value.hint and (run / "notes.txt").exists()
     (run / "notes.txt").unlink()
     (run / "metrics.jsonl").write_text('{"step": 4, "loss": 0.5}\n')
-    with pytest.raises(UsageError, match="a run of this name already"):
+    with pytest.raises(UsageError, match="a run of this name already exists"):
         train(tmp_path, "one")
     (run / "metrics.jsonl").write_text("")
     summary = json.loads((run / "summary.json").read_text())
     (run / "summary.json").write_text(json.dumps({**summary, "status": "running"}))
-    with pytest.raises(UsageError, match="it is running"):
+    with pytest.raises(UsageError, match="already exists, with the status running"):
         train(tmp_path, "one")
 
 
@@ -129,7 +129,7 @@ def test_a_run_whose_checkpoints_are_elsewhere_is_not_replaced(tmp_path: Path) -
     (one / "summary.json").write_text(json.dumps({"status": "interrupted"}))
     for name in ("report.html", "curves.png"):
         (one / name).unlink(missing_ok=True)
-    with pytest.raises(UsageError, match="there is a run of this name already"):
+    with pytest.raises(UsageError, match="a run of this name already exists"):
         train(tmp_path, "one")
     assert (one / "transform.json").exists()
 
@@ -169,4 +169,4 @@ def test_a_profile_that_cannot_be_shown_does_not_fail_a_finished_job(
     for text, told in (([], 0), (["damaged"], 1)):
         written[:] = text
         assert up.run_job(config, tmp_path / "persia.yml") == 0
-        assert caplog.text.count("the profile is not shown") == told
+        assert caplog.text.count("cannot show the profile") == told

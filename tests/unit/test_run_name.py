@@ -47,7 +47,7 @@ def test_a_run_whose_name_is_lost_is_found_by_its_checkpoints(
         job.run_dir().mkdir(parents=True)
         (job.run_dir() / job.RUN).touch()
     assert job.run_name() == SECOND
-    assert f"resuming {SECOND}, which is not finished" in caplog.text
+    assert f"is missing or empty: resuming run {SECOND}, which is not finished" in caplog.text
     assert (job.run_dir() / job.RUN).read_text() == f"{SECOND}\n"
 
 

@@ -92,7 +92,7 @@ def test_wrong_schedules_are_refused() -> None:
     cases: list[tuple[Callable[[], object], str]] = [
         (lambda: LRSchedule("step"), "course='step'"),  # type: ignore[arg-type]
         (lambda: LRSchedule("linear"), "total_steps=None"),
-        (lambda: LRSchedule("cosine", warmup_steps=9, total_steps=9), "more than warmup_steps"),
+        (lambda: LRSchedule("cosine", warmup_steps=9, total_steps=9), "an integer above warmup_steps"),
         (lambda: LRSchedule(total_steps=9), "total_steps=9: must be None with course='constant'"),
         (lambda: LRSchedule("linear", warmup_steps=-1, total_steps=9, end=2), "warmup_steps=-1.*end=2"),
         (lambda: LRSchedule(end=0.1), "end=0.1: must be 0 with course='constant'"),

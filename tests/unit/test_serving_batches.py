@@ -141,10 +141,10 @@ def test_a_score_that_is_no_number_fails_its_request_only(caplog: pytest.LogCapt
         model.opened.set()
         found = await asyncio.wait_for(asyncio.gather(*answers, return_exceptions=True), 30)
         assert [type(each) for each in found] == [FailedError, Scores, FailedError]
-        assert str(found[0]) == "the model gave a score that is not a finite number"
+        assert str(found[0]) == "the model returned a score that is not a finite number"
 
     with_batcher(test)
-    assert len([each for each in caplog.messages if "bundle small-1 gave a score" in each]) == 1
+    assert len([each for each in caplog.messages if "bundle small-1 returned a score" in each]) == 1
 
 
 def test_if_the_thread_ends_all_requests_fail_and_the_batcher_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,7 +201,7 @@ def test_a_certificate_and_the_key_of_another_are_refused_at_the_start(
     for file, key in ((one, two), (empty, two), (one, empty)):
         monkeypatch.setenv("PERSIA_TLS_CERT", str(file))
         monkeypatch.setenv("PERSIA_TLS_KEY", str(key))
-        with pytest.raises(ConfigError, match=f"PERSIA_TLS_CERT {file}, PERSIA_TLS_KEY {key}: no certificate"):
+        with pytest.raises(ConfigError, match=f"certificate PERSIA_TLS_CERT={file} with the key PERSIA_TLS_KEY={key}"):
             access.certificate()
     monkeypatch.setenv("PERSIA_TLS_KEY", str(tmp_path / "one/key.pem"))
     assert access.certificate() == (str(one), str(tmp_path / "one/key.pem"))

@@ -26,7 +26,7 @@ MISTAKES = {
     "a folder without a bundle": (["{}/empty"], 4, "no bundle: the folder has neither"),
     "no folder": (["{}/none"], 4, "no bundle: No such file"),
     "a damaged manifest": (["{}/bundle"], 4, "manifest.json"),
-    "a public address without a token": (["{}/bundle", "--http", "0.0.0.0:0"], 5, "without PERSIA_TOKEN_FILE"),
+    "a public address without a token": (["{}/bundle", "--http", "0.0.0.0:0"], 5, "refusing to listen without a token"),
     "no server": (["--health", "--http", "127.0.0.1:1"], 1, ""),
 }
 Ends = Callable[..., tuple[int, str]]
@@ -73,7 +73,7 @@ def test_a_token_and_a_certificate_that_cannot_be_read(
     monkeypatch.delenv("PERSIA_TOKEN_FILE")
     monkeypatch.setenv("PERSIA_TLS_CERT", str(tmp_path / "none"))
     code, said = ends("{}/bundle")
-    assert code == 2 and f"PERSIA_TLS_CERT: {tmp_path / 'none'}: No such file" in said and "ls -l" in said
+    assert code == 2 and f"cannot read PERSIA_TLS_CERT={tmp_path / 'none'}: No such file" in said and "ls -l" in said
     (tmp_path / "none").touch()
     code, said = ends("{}/bundle")
     assert code == 2 and "PERSIA_TLS_KEY is not set" in said and "export PERSIA_TLS_KEY=FILE" in said
@@ -95,7 +95,7 @@ def test_a_port_that_is_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         taken = f"127.0.0.1:{other.getsockname()[1]}"
         addresses = {"http": "127.0.0.1:0", "grpc": "127.0.0.1:0", option: taken}
         options = Options(addresses["http"], addresses["grpc"])
-        with pytest.raises(UnreachableError, match=f"--{option} {taken}: cannot listen") as raised:
+        with pytest.raises(UnreachableError, match=f"--{option}: cannot listen on {taken}") as raised:
             serve(bundle, options, lambda path: SmallModel())
     assert raised.value.exit_code == 3
 

@@ -357,7 +357,7 @@ def test_no_bundle_and_open_addresses_are_refused(tmp_path: Path, monkeypatch: p
     monkeypatch.delenv("PERSIA_TOKEN_FILE", raising=False)
     assert access.address("localhost:8000", "--http") == ("localhost", 8000)
     assert access.address("[::1]:0", "--http") == ("::1", 0)
-    with pytest.raises(AuthError, match="only loopback"):
+    with pytest.raises(AuthError, match="--http 0.0.0.0:8000: refusing to listen without a token"):
         access.address("0.0.0.0:8000", "--http")
     for wrong in ("8000", ":8000", "x:", "127.0.0.1:99999"):
         with pytest.raises(UsageError, match="expected HOST:PORT"):

@@ -90,7 +90,7 @@ def test_an_invalid_request_is_refused_with_the_reason(stub: Any) -> None:
     )
     other = request(outputs=[pb.ModelInferRequest.InferRequestedOutputTensor(name="x")])
     code, details = refusal(stub.ModelInfer, other, metadata=METADATA)
-    assert (code, details) == (grpc.StatusCode.NOT_FOUND, "no output 'x'; the outputs are: score")
+    assert (code, details) == (grpc.StatusCode.NOT_FOUND, "no output 'x'; the outputs are score")
     twice = request(outputs=[pb.ModelInferRequest.InferRequestedOutputTensor(name="score")] * 2)
     assert refusal(stub.ModelInfer, twice, metadata=METADATA) == (invalid, "outputs: 'score' is listed twice")
     code, _ = refusal(stub.ModelInfer, request(model_version="small-9"), metadata=METADATA)

@@ -78,7 +78,7 @@ def test_no_rows_have_no_scores(client: Client) -> None:
         (b'{"rows": []}', "keys rows: expected a list"),
         (b'{"shared": 1, "candidates": []}', "expected a list of records"),
         (b'{"shared": {"user": 1}, "candidates": [{"user": 2}]}', "columns in both shared and a candidate: user"),
-        (b'[{"usr": 1}]', "no record has a column of the model: user, site, tags, price"),
+        (b'[{"usr": 1}]', "no record has a column of the model, which takes user, site, tags, price"),
         (b'[{"user": 1}, 2]', "expected"),
     ],
 )
@@ -90,9 +90,9 @@ def test_an_invalid_body_is_refused_with_the_reason(client: Client, body: bytes,
 
 def test_what_is_too_large_is_refused(client: Client, server: Serving) -> None:
     status, _, content = client.score([{"user": 1}] * 1001)
-    assert (status, content["error"]) == (413, "1001 rows; a request may have at most 1000")
+    assert (status, content["error"]) == (413, "the request has 1001 rows, the limit is 1000")
     status, _, content = client.score(b"x" * 100_001)
-    assert (status, content["error"]) == (413, "100001 bytes; a request may have at most 100000")
+    assert (status, content["error"]) == (413, "the request has 100001 bytes, the limit is 100000")
     chunks = ({"Transfer-Encoding": "chunked"}, b"186a1\r\n" + b"x" * 100_001 + b"\r\n0\r\n\r\n")
     connection = server.connect()
     connection.sendall(b"POST /score HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" + chunks[1])
@@ -160,8 +160,9 @@ def test_binary_tensors(client: Client) -> None:
     assert json.loads(content[:split])["outputs"][0]["parameters"] == {"binary_data_size": 12}
     assert [*struct.unpack("<3f", content[split:])] == SCORES
     status, _, content = client.ask("POST", INFER, head + b"".join(raws) + b"x", length)
-    assert (status, content["error"]) == (400, f"{sum(map(len, raws)) + 1} bytes follow the JSON; the inputs have "
-                                          f"{sum(map(len, raws))}")  # fmt: skip
+    size = sum(map(len, raws))
+    message = f"{size + 1} bytes follow the JSON, but binary_data_size of the inputs adds up to {size}"
+    assert (status, content["error"]) == (400, message)
 
 
 def valid(name: str, marks: list[Any], datatype: str = "BOOL") -> dict[str, Any]:
@@ -178,7 +179,7 @@ def replaced(index: int, **keys: Any) -> list[dict[str, Any]]:
     [
         (INPUTS[:4], "inputs are missing: price; the model takes user, site, tags, price"),
         ([*INPUTS, {**INPUTS[0], "name": "usr"}], "usr: no such input; did you mean user?"),
-        ([*INPUTS, INPUTS[0]], "user: given twice"),
+        ([*INPUTS, INPUTS[0]], "user: the input is given twice"),
         (replaced(0, data=[3, 4]), "user: found 2 values, expected 3 for shape [3]"),
         (replaced(0, shape=[2], data=[3, 4]), "different numbers of rows: user 2"),
         (replaced(0, data=[3, 4, 5.5]), "user: data is not INT64"),
@@ -196,7 +197,7 @@ def replaced(index: int, **keys: Any) -> list[dict[str, Any]]:
         ([*INPUTS, valid("user", [True, None, True])], "user.valid: BOOL [3], expected BOOL [3]: false for each"),
         ([*INPUTS, valid("usr", [True] * 3)], "usr.valid: no such input; did you mean user.valid?"),
         (replaced(4, parameters={"shared_memory_region": "x"}), "price: shared memory is not supported"),
-        (replaced(4, parameters={"binary_data_size": 4}), "price: binary_data_size is 4, but 0 bytes follow"),
+        (replaced(4, parameters={"binary_data_size": 4}), "price: binary_data_size is 4, but 0 bytes are left"),
         (7, "the request: expected a JSON object with the list 'inputs'"),
     ],
 )

@@ -21,10 +21,10 @@ def decode(body: Any) -> Any:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ([ROW] * 101, "101 rows; a request may have at most 100"),
-        ({"records": [ROW] * 101}, "101 rows; a request may have at most 100"),
-        ({"shared": {"site": "a"}, "candidates": [ROW] * 101}, "101 rows; a request may have at most 100"),
-        ({"shared": {"site": "a" * 200}, "candidates": [ROW] * 50}, "shared, repeated in 50 rows, is 10550 bytes"),
+        ([ROW] * 101, "the request has 101 rows, the limit is 100"),
+        ({"records": [ROW] * 101}, "the request has 101 rows, the limit is 100"),
+        ({"shared": {"site": "a"}, "candidates": [ROW] * 101}, "the request has 101 rows, the limit is 100"),
+        ({"shared": {"site": "a" * 200}, "candidates": [ROW] * 50}, "shared, repeated for 50 candidates, have 10550"),
     ],
     ids=["list", "records", "candidates", "shared"],
 )

@@ -71,7 +71,7 @@ def test_an_answer_of_another_form_is_no_notice(status: int, body: str) -> None:
 
 def test_404_is_an_error_at_another_address_than_that_of_amazon() -> None:
     assert parse(404, "", url=f"{URL}?a=b") is None
-    with pytest.raises(AnswerError, match="status 404"):
+    with pytest.raises(AnswerError, match="expected status 200, found 404"):
         parse(404, "", url="http://169.254.169.254/metadata/scheduledevents?api-version=2020-07-01")
 
 
@@ -111,7 +111,7 @@ def test_no_message_has_the_password_or_the_query_of_an_address(
     service.status = 500
     with pytest.raises(UnreachableError) as caught, SpotWatch(service.url + "?key=secret"):
         pytest.fail("training began")
-    assert f"spot.url: {service.url}: status 500" in str(caught.value)
+    assert f"spot.url: no valid response from {service.url}: expected status 200, found 500" in str(caught.value)
     assert "secret" not in str(caught.value) + caplog.text
     assert files.shown_url("https://me:secret@host:1/path?key=secret#secret") == "https://host:1/path"
 
@@ -149,7 +149,10 @@ def test_an_address_that_does_not_answer_is_told_before_training(service: Metada
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}/spot"
     config = config_of(tmp_path, spot={"url": url})
-    with Trainer(config) as trainer, pytest.raises(UnreachableError, match=r"spot\.url: http\S+: .*refused") as caught:
+    with (
+        Trainer(config) as trainer,
+        pytest.raises(UnreachableError, match=r"spot\.url: no valid response from http\S+: .*refused") as caught,
+    ):
         trainer.fit()
     assert "--set spot=null" in caught.value.hint and not (tmp_path / "runs").exists()
     service.status, service.body = 200, "<html>"
@@ -176,7 +179,7 @@ def test_headers_and_a_token_are_sent(service: Metadata) -> None:
     assert (put, place, get, path) == ("PUT", f"{PATH}/token", "GET", PATH)
     assert "x-aws-ec2-metadata-token-ttl-seconds" in wanted
     assert headers["metadata-flavor"] == "Google" and headers["x-aws-ec2-metadata-token"] == "abc"
-    with pytest.raises(AnswerError, match="status 401"):
+    with pytest.raises(AnswerError, match="expected status 200, found 401"):
         SpotWatch(service.url).poll()
 
 

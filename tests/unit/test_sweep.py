@@ -103,7 +103,7 @@ def test_many_trials_need_a_confirmation(tmp_path: Path, verb: Verb) -> None:
     path = str(write_config(tmp_path))
     seeds = "train.seed=" + ",".join(map(str, range(21)))
     _, errors = verb("train", path, "--sweep", seeds, code=2)
-    assert "21 trials, more than 20" in errors and "--yes" in errors
+    assert "21 trials, but more than 20 need a confirmation" in errors and "--yes" in errors
 
 
 @pytest.mark.row("S1-21")

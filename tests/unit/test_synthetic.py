@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet
 import pytest
 from test_profile import verb  # noqa: F401 - a fixture
 from trainer_files import config_of, fit, write_clicks, write_config
 
 from persia.data.records import RecordReader
-from persia.errors import ConfigError
+from persia.errors import ConfigError, DataError
 from persia.trainer import StepReport, data_bench
 from persia.trainer.synthetic import POOL
 
@@ -85,6 +86,22 @@ def test_the_speed_of_each_batch_size_is_shown(
     assert "data.batch_size 128 reads" in out and ": set " in out  # each batch takes 80 ms
     alone = verb("data", "bench", config, "--seconds", "0.1", "--set", "data.batch_size=64")
     assert alone.count("│") == 5 * 1 and "give" not in alone
+
+
+def test_a_value_that_cannot_be_used_has_its_file_and_row(
+    tmp_path: Path,
+    verb: Callable[..., str],  # noqa: F811
+) -> None:
+    path = write_clicks(tmp_path / "clicks.parquet", 500)
+    table = pyarrow.parquet.read_table(path)
+    labels = table["label"].to_pylist()
+    labels[321] = 2
+    index = table.column_names.index("label")
+    pyarrow.parquet.write_table(table.set_column(index, "label", pa.array(labels)), path)
+    with pytest.raises(DataError, match=r"(?s)clicks\.parquet.*row 322.*0 or 1"):
+        fit(config_of(tmp_path, data={"synthetic": True, "split": {"fractions": [1.0, 0.0, 0.0]}}))
+    out = verb("data", "bench", str(tmp_path / "persia.yml"), "--seconds", "0.1", code=2)
+    assert "clicks.parquet" in out and "row 322" in out
 
 
 def test_the_advice_keeps_a_size_that_is_fast_enough() -> None:

@@ -287,7 +287,7 @@ def test_more_epochs_continue_a_finished_run(tmp_path: Path) -> None:
 
 def test_a_run_that_exists_is_not_replaced(tmp_path: Path) -> None:
     fit(config_of(tmp_path))
-    with pytest.raises(UsageError, match="there is a run of this name already") as caught:
+    with pytest.raises(UsageError, match="a run of this name already exists") as caught:
         Trainer(config_of(tmp_path)).fit()
     assert "--resume" in caught.value.hint
     with pytest.raises(UsageError, match="no run"):

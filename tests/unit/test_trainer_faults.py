@@ -233,7 +233,7 @@ def test_another_rank_learns_from_rank_0_what_is_saved(tmp_path: Path, monkeypat
         monkeypatch.setattr(backend, "all_gather", gathered)
         monkeypatch.setattr(training, "_writes", False)
         assert trainer.save() == Path("/of/rank0/step-1")
-        with pytest.raises(StorageError, match="/of/rank0/step-1: .* could not be written: no space left"):
+        with pytest.raises(StorageError, match="cannot write the checkpoint /of/rank0/step-1: no space left"):
             trainer.save()
         monkeypatch.undo()
 

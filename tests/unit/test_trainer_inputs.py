@@ -88,7 +88,7 @@ def test_a_feature_that_is_always_null_is_a_warning(tmp_path: Path, caplog: pyte
             pass
     get_logger("trainer").removeHandler(caplog.handler)
     said = [record.getMessage() for record in caplog.records if record.name == "persia.trainer"]
-    assert "feature 'id1' is null in all rows that were trained on: correct its column, or remove it" in said
+    assert "feature 'id1' is null in all rows that were trained on: correct its column, or remove the feature" in said
     assert not [each for each in said if "id0" in each]
 
 
@@ -119,7 +119,7 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
 
 def test_weights_that_are_none_are_refused(tmp_path: Path) -> None:
     table = pa.parquet.read_table(write_clicks(tmp_path / "clicks.parquet"))
-    for value, shown in ((-1.0, "-1.0"), (float("nan"), "nan"), (None, "None")):
+    for value, shown in ((-1.0, "-1.0"), (float("nan"), "nan"), (None, "null")):
         weights: list[float | None] = [1.0] * len(table)
         weights[1111] = value
         pa.parquet.write_table(table.append_column("w", pa.array(weights)), tmp_path / "clicks.parquet")
@@ -159,7 +159,7 @@ def test_bad_rows_of_a_prediction_write_nothing(trained: Config, tmp_path: Path)
                 prediction.write(trainer, str(tmp_path / f"{name}.parquet"), out)
         written = prediction.write(trainer, str(tmp_path / "wrong.parquet"), out, strict=False)
         assert written.unusual.rows == len(table) and written.unusual.counts["dense0"] == {"wrong_type": len(table)}
-        with pytest.raises(UsageError, match="the file exists"):
+        with pytest.raises(UsageError, match="already exists"):
             prediction.write(trainer, str(tmp_path / "clicks.parquet"), out)
         prediction.write(trainer, str(tmp_path / "clicks.parquet"), out, force=True)
         with pytest.raises(UsageError, match="already have a column 'score'"):

@@ -122,9 +122,9 @@ def test_rows_are_taken_and_become_batches(transform: Transform) -> None:
     batch = to_batch(samples, meta=b"m")
     assert isinstance(batch, PersiaBatch)
     assert (batch.batch_size, batch.data.slots, batch.data.meta) == (3, transform.slots, b"m")
-    for places in ([3], [-1]):
-        with pytest.raises(DataError, match="out of range: there are 3 rows"):
-            samples.take(np.array(places))
+    for place in (3, -1):
+        with pytest.raises(DataError, match=f"row index {place} is out of range: the number of rows is 3"):
+            samples.take(np.array([0, place]))
     with pytest.raises(MissingLabelError, match="labels=True"):
         to_batch(transform(table(), labels=False))
     assert not to_batch(transform(table(), labels=False), requires_grad=False).data.requires_grad
@@ -155,7 +155,7 @@ def test_a_transform_survives_json_and_pickle(features: Features, transform: Tra
     changed = Features.parse(TEXT.replace("quantiles: 2", "quantiles: 3"), "persia.yml")
     with pytest.raises(CheckpointError, match="`age` has changed"):
         changed.load(transform.to_json())
-    with pytest.raises(CheckpointError, match="not a transform"):
+    with pytest.raises(CheckpointError, match="cannot read the transform"):
         Transform.from_json("{}")
 
 
@@ -217,7 +217,7 @@ def test_what_is_no_table_is_refused_by_type(features: Features, transform: Tran
         transform([{}, 3], strict=False)  # type: ignore[list-item]
     with pytest.raises(FeatureTypeError, match="allowed: a table or a record batch"):
         transform(pa.array([1]))
-    with pytest.raises(DataError, match="not a list of JSON objects"):
+    with pytest.raises(DataError, match="cannot read the records as JSON objects"):
         transform("[1]")
 
 

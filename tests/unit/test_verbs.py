@@ -70,7 +70,7 @@ def test_eval_warns_of_a_file_that_was_trained_on(verb: Verb, folder: Path) -> N
     shutil.copy(folder / "clicks.parquet", folder / "elsewhere" / "clicks.parquet")
     for path in ("clicks.parquet", "elsewhere/clicks.parquet"):
         _, errors = verb("eval", "runs/one", path)
-        assert f"{path}: runs/one was trained on this file" in errors
+        assert "runs/one was trained on " in errors and f"{path}: metrics of rows" in errors
     _, errors = verb("eval", "runs/one", "new.parquet")
     assert not errors
 
@@ -134,8 +134,11 @@ def test_predict_counts_rows_and_unusual_values(verb: Verb, folder: Path) -> Non
 
 def test_a_column_to_keep_that_does_not_exist_is_named(verb: Verb) -> None:
     _, errors = verb("predict", "runs/one", "new.parquet", "-o", "o.parquet", "--keep", "ID_0", "--keep", "x", code=2)
-    assert "no column 'ID_0' (did you mean 'id0'?), read by --keep; no column 'x', read by --keep; it has id0" in errors
-    assert "it has id0, id1, dense0, dense1, label" in errors
+    assert (
+        "no column 'ID_0' (did you mean 'id0'?), read by --keep; no column 'x', read by --keep; its columns are id0"
+        in errors
+    )
+    assert "its columns are id0, id1, dense0, dense1, label" in errors
 
 
 # --- checkpoints of a run
@@ -191,8 +194,8 @@ def test_the_report_says_what_was_trained(folder: Path) -> None:
 def test_a_finished_run_says_how_it_is_trained_on(verb: Verb) -> None:
     out, errors = verb("train", "persia.yml", "--resume")
     assert "resuming runs/one" in errors
-    assert "runs/one: it is finished: step 4, data.epochs 1; nothing was trained" in out
-    assert "to train on: persia train persia.yml --set data.epochs=2 --resume runs/one" in out
+    assert "runs/one: the run is finished: step 4, data.epochs 1; nothing was trained" in out
+    assert "to continue training: persia train persia.yml --set data.epochs=2 --resume runs/one" in out
 
 
 # --- the configuration

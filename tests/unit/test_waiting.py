@@ -90,7 +90,7 @@ def test_a_wait_that_the_loop_itself_blocks_is_named(configure: Configure) -> No
     configure(SLOTS)
     with make():
         kept = []
-        with pytest.raises(WaitTimeoutError, match=r"backward of step 1"):
+        with pytest.raises(WaitTimeoutError, match=r"the gradients of step 1 to be pushed"):
             for batch in DataLoader(Batches(3), embedding_staleness=2, timeout_ms=300):
                 kept.append(batch)  # noqa: PERF402 - what came before the error is looked at
         assert len(kept) == 2

@@ -215,8 +215,9 @@ def test_the_table_is_refreshed_and_ctrl_c_ends_it_with_0(run: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--csv"], "--csv needs --watch"),
-        (["runs/one"], "RUN needs --watch"),
+        (["--csv"], "--csv: only allowed with --watch"),
+        (["-n", "5"], "-n: only allowed with --watch"),
+        (["runs/one"], "RUN: only allowed with --watch"),
         (["--watch", "runs/two"], "runs/two: no run"),
         (["--watch", "--json"], "--json is not allowed with --watch; use --csv"),
         (["--watch"], "PERSIA_NATS_URL is not set"),

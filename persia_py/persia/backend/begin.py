@@ -27,9 +27,13 @@ def begin_when_stored(begin: Callable[[], int]) -> int:
         except StorageError as error:
             waited = time.monotonic() - started
             if waited + wait > settings.rpc_timeout:
-                lost = RunLostError(f"cannot begin a generation; tried for {waited:.0f} s: {error}")
-                lost.hint = "free space on the disk that the message names, then restart the trainers"
-                raise lost from error
+                raise RunLostError(
+                    f"cannot begin a generation; tried for {waited:.0f} s: {error}",
+                    hint=(
+                        "on the host of the server, check the owner of the path that the message names, and the free "
+                        "space and the state of its disk, then restart the trainers"
+                    ),
+                ) from error
             if not logged:
                 _logger.warning("cannot begin a generation; retrying for %g s: %s", settings.rpc_timeout, error)
                 logged = True

@@ -119,11 +119,11 @@ class Evaluation:
         by_slot = [f"{slot} {share:.1%}" for slot, share in report.slot_shares.items() if share][:_SHOWN]
         _logger.log(
             logging.DEBUG if self._ended and report.batches == 1 else logging.INFO,  # may occur in each step
-            "evaluation: %d batches, %d ids, %.1f %% of them without a row, which read as zeros%s",
+            "evaluation: batches: %d, ids: %d, ids without a row, which read as zeros: %.1f %%%s",
             report.batches,
             report.ids,
             100 * report.missing_share,
-            f" (in {report.sampled} of the batches: {', '.join(by_slot)})" if by_slot else "",
+            f" (by slot, counted in {report.sampled} of the batches: {', '.join(by_slot)})" if by_slot else "",
         )
         self._ended += 1
 

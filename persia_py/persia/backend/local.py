@@ -17,11 +17,11 @@ class LocalBackend(Backend):
     def __init__(self, configuration: Configuration | None = None, device: Device | None = None) -> None:
         if settings.world_size > 1:
             raise UsageError(
-                f"WORLD_SIZE={settings.world_size}: the embedded mode keeps all rows in one process and trains "
-                "with one rank; unset WORLD_SIZE and RANK"
+                f"WORLD_SIZE={settings.world_size}: without PERSIA_NATS_URL all rows are in one process, which is the "
+                "only rank; unset WORLD_SIZE and RANK, or set PERSIA_NATS_URL to use embedding servers"
             )
         super().__init__(configuration, device)
-        _logger.info("embedding slots from %s, embedded store", self.configuration.source)
+        _logger.info("embedding slots from %s, rows in this process", self.configuration.source)
         self.engine = Engine(self.configuration.embedding, self.configuration.general)
         if device is not None:
             device.serve(self.engine)

@@ -22,7 +22,8 @@ _KEPT = 4096
 def together(peers: Peers | None, what: str) -> Iterator[None]:
     """Run the block on every rank, with a barrier at its end.
 
-    If the block fails on one rank, every rank raises an error.
+    If the block fails on one rank, every rank raises an error. The others raise the class, message and hint of the
+    first rank that failed.
     """
     failed: Exception | None = None
     try:
@@ -30,11 +31,12 @@ def together(peers: Peers | None, what: str) -> Iterator[None]:
     except Exception as error:  # any error, because the other ranks wait for the outcome
         failed = error
     if peers is not None:
-        mine = None if failed is None else [type(failed).__name__, str(failed)[:_KEPT]]
+        hint = getattr(failed, "hint", "")
+        mine = None if failed is None else [type(failed).__name__, str(failed)[:_KEPT], str(hint)[:_KEPT]]
         failures = peers.all_gather(what, mine)
         if failed is None and any(failures):
-            rank, (kind, text) = next((rank, each) for rank, each in enumerate(failures) if each)
-            raise getattr(errors, kind, PersiaError)(f"rank {rank}: {text}")
+            rank, (kind, text, hint) = next((rank, each) for rank, each in enumerate(failures) if each)
+            raise getattr(errors, kind, PersiaError)(f"rank {rank}: {text}", hint=hint)
     if failed is not None:
         raise failed
 
@@ -118,8 +120,8 @@ def check_slots(digests: list[str], source: str) -> None:
     different = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if different:
         raise ConfigError(
-            f"the ranks have different slots: those of rank {different[0]} differ from rank 0's; every rank needs the "
-            f"same {Path(source).name}"
+            f"the ranks have different slots: those of rank {different[0]} differ from rank 0's",
+            hint=f"start every rank with the same {Path(source).name}",
         )
 
 
@@ -146,5 +148,6 @@ def check_same(given: list[dict[str, Any]]) -> None:
         other = next((rank for rank, value in enumerate(values) if value != first), None)
         if other is not None and None not in values:
             raise UsageError(
-                f"training: {name} is {values[other]} on rank {other} and {first} on rank 0; set the same on every rank"
+                f"cannot start a training loop: {name} is {values[other]} on rank {other} and {first} on rank 0; set "
+                "the same value on every rank"
             )

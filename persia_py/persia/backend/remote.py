@@ -235,8 +235,8 @@ class RemoteBackend(Backend):
         generation = self.engine.highest_generation()
         if generation == 0:
             raise UsageError(
-                f"no training run of job {self._job!r} has begun on its servers: evaluation needs rows that a TrainCtx "
-                "made or loaded"
+                f"cannot evaluate: no training run of job {self._job!r} has begun on its servers, so they have no "
+                "rows; start the training script first"
             )
         self.engine.observe(generation, step)
 
@@ -286,7 +286,7 @@ class RemoteBackend(Backend):
         try:
             self._note_loop(self._peers)
         except PersiaError as error:  # the next use of the engine raises this error
-            _logger.warning("the training loop has ended, but its last pushes are not applied: %s", error)
+            _logger.warning("the training loop has ended, but its last pushes were not applied: %s", error)
 
     def _note_loop(self, others: control_plane.Peers) -> None:
         """Inform rank 0 that this rank's pushes are applied."""
@@ -356,9 +356,9 @@ class RemoteBackend(Backend):
             return
         for peer in services.trainers(self._discovery):
             raise UsageError(
-                f"{what} in a process that only evaluates, while job {self._job!r} is trained by pid {peer['pid']} on "
-                f"{peer['host']}: this would drop rows that are being trained; call it in "
-                "the training script, or after the training"
+                f"cannot call {what} in a process that only evaluates: job {self._job!r} is being trained by pid "
+                f"{peer['pid']} on {peer['host']}, and the call would drop its rows; call it in the training script, "
+                "or after training has ended"
             )
 
     def check_loads(self, what: str) -> None:
@@ -369,8 +369,9 @@ class RemoteBackend(Backend):
         """
         if not self._trains:
             raise UsageError(
-                f"{what} in a process that only evaluates: with servers, the training script loads rows, inside its "
-                "TrainCtx; evaluation reads the existing rows, and load_torch_state_dict loads the model"
+                f"cannot call {what} for evaluation: the rows on the servers are those of the training script, which "
+                "loads them inside its TrainCtx or EmbeddingCollection; evaluation reads the existing rows, and "
+                "load_torch_state_dict loads the model"
             )
 
     def checkpoint_dir(self, directory: str | os.PathLike[str]) -> Place:
@@ -388,8 +389,8 @@ class RemoteBackend(Backend):
         path = where.absolute()
         if root is None:
             raise UsageError(
-                f"checkpoint {directory}: set PERSIA_CKPT_DIR to the folder that all servers share, or write to an "
-                "object store: s3://BUCKET/PREFIX"
+                f"checkpoint {directory}: PERSIA_CKPT_DIR is not set; set it to the folder that all servers share, or "
+                "use an object store: s3://BUCKET/PREFIX"
             )
         if not path.resolve().is_relative_to(Path(root).resolve()):
             raise UsageError(

@@ -19,7 +19,7 @@ from persia_core.forward import Pipeline, TrainingBatch
 
 _logger = get_logger("serving")
 
-_CHANGES = "an infer job serves a checkpoint and changes no row; train in a job with job_type: Train"
+_CHANGES = "an infer job only reads the rows of its checkpoint"
 
 
 class ServingBackend(Backend):
@@ -58,8 +58,8 @@ class ServingBackend(Backend):
         served = engine.served
         if served is None:
             raise UsageError(
-                f"the servers of {', '.join(addresses)} serve no checkpoint; start them with job_type: Infer in "
-                "global_config.yml"
+                f"the servers reached through {', '.join(addresses)} serve no checkpoint; start them with job_type: "
+                "Infer in global_config.yml"
             )
         path, step, names = served
         source = f"the checkpoint {path}"
@@ -71,7 +71,7 @@ class ServingBackend(Backend):
         if names is None:
             _logger.warning(
                 "%s does not record the order of the model's inputs, so every batch must have its features in the "
-                "order of training. Checkpoints that this version of TrainCtx saves record the order",
+                "order of training. Checkpoints that TrainCtx saves in this version record the order",
                 source,
             )
         else:
@@ -81,7 +81,7 @@ class ServingBackend(Backend):
     def _begin(self, rows: RowSettings, after_generation: int, step: int, seed: int) -> None:
         del after_generation, step, seed
         if rows.optimizer is not None:
-            raise UsageError(f"TrainCtx inside InferCtx: {_CHANGES}")
+            raise UsageError(f"cannot enter TrainCtx inside InferCtx: {_CHANGES}; train in a job with job_type: Train")
 
     def lookup(self, batch: Batch, device_id: int | None = None) -> TrainingBatch:
         """Look up a batch, on the context's device or another."""
@@ -97,7 +97,7 @@ class ServingBackend(Backend):
             UsageError: Always.
         """
         del staleness, reproducible, buffer, hooks
-        raise UsageError(f"training inside InferCtx: {_CHANGES}")
+        raise UsageError(f"cannot train inside InferCtx: {_CHANGES}; train in a job with job_type: Train")
 
     def check_alone(self, what: str) -> None:
         """Refuse to drop rows.
@@ -105,7 +105,7 @@ class ServingBackend(Backend):
         Raises:
             UsageError: Always.
         """
-        raise UsageError(f"{what} inside InferCtx: {_CHANGES}")
+        raise UsageError(f"cannot call {what} inside InferCtx: {_CHANGES}; call it in a job with job_type: Train")
 
     def check_loads(self, what: str) -> None:
         """Refuse to load rows.
@@ -114,8 +114,9 @@ class ServingBackend(Backend):
             UsageError: Always.
         """
         raise UsageError(
-            f"{what} inside InferCtx: its servers loaded {self.configuration.source} when they started; for the model "
-            "use load_torch_state_dict, for other rows start the servers with another infer_config.embedding_checkpoint"
+            f"cannot call {what} inside InferCtx: its servers loaded {self.configuration.source} when they started. To "
+            "load only the model, use load_torch_state_dict; to serve other rows, start the servers with another "
+            "infer_config.embedding_checkpoint"
         )
 
     def checkpoint_dir(self, directory: str | os.PathLike[str]) -> Place:
@@ -124,7 +125,10 @@ class ServingBackend(Backend):
         Raises:
             UsageError: Always.
         """
-        raise UsageError(f"checkpoint {directory} inside InferCtx: {_CHANGES}")
+        raise UsageError(
+            f"cannot save a checkpoint into {os.fspath(directory)} inside InferCtx: {_CHANGES}; save it in a job with "
+            "job_type: Train"
+        )
 
     def close(self, error: BaseException | None = None) -> None:
         """End the engine's threads."""

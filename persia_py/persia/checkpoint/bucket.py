@@ -1,4 +1,4 @@
-"""A bucket of S3 or of a compatible store, by boto3: every error names the permission that lacks, and the next command.
+"""A bucket of S3 or of a compatible store, by boto3: every error names the missing permission and the next command.
 
 Replicas of checkpoints are uploaded by :mod:`persia.checkpoint.object_store`, which knows other stores too. This
 module is for what that library does not have: uploads in parts that are listed, continued and aborted.
@@ -53,10 +53,11 @@ class Bucket:
         scheme, _, rest = url.rstrip("/").partition("://")
         self.name, _, self.prefix = rest.partition("/")
         if scheme not in ("s3", "s3a") or not self.name:
-            error = ConfigError(f"{url}: expected an address of S3, such as s3://bucket/run")
-            error.hint = "other stores: persia ckpt copy"
-            raise error
-        self.url, self._again = url.rstrip("/"), again
+            raise ConfigError(
+                f"{url}: expected an address of S3, such as s3://bucket/run",
+                hint="correct the address; to copy a checkpoint to another store: persia ckpt copy",
+            )
+        self.url, self.again = url.rstrip("/"), again
         self._client  # noqa: B018  # refuses a missing package
 
     @cached_property
@@ -66,9 +67,10 @@ class Bucket:
             from botocore.config import Config
             from botocore.exceptions import BotoCoreError
         except ImportError as error:
-            failed = UsageError(f"uploads to {self.url} need boto3, which is not installed: {error}")
-            failed.hint = "pip install 'persia[s3]'; without it: persia ckpt copy, which cannot continue an upload"
-            raise failed from error
+            raise UsageError(
+                f"uploads to {self.url} need boto3, which is not installed: {error}",
+                hint="pip install 'persia[s3]'; without boto3: persia ckpt copy, which cannot continue an upload",
+            ) from error
         endpoint = s3_endpoint()
         # As obstore does: the name of the bucket is in the path if an endpoint is given.
         style = {"addressing_style": "path"} if endpoint else {}
@@ -77,9 +79,10 @@ class Bucket:
             session = boto3.Session(region_name=os.environ.get("AWS_REGION"))  # the default one keeps old credentials
             return session.client("s3", endpoint_url=endpoint, config=config)
         except (BotoCoreError, ValueError) as error:
-            refused = ConfigError(f"cannot use the store of {self.url}: {error}")
-            refused.hint = f"check AWS_REGION and AWS_ENDPOINT_URL, then run: {self._again}"
-            raise refused from error
+            raise ConfigError(
+                f"cannot use the store of {self.url}: {error}",
+                hint=f"check AWS_REGION and AWS_ENDPOINT_URL, then run: {self.again}",
+            ) from error
 
     def key(self, name: str) -> str:
         """Return the key of an object below the prefix."""
@@ -89,7 +92,7 @@ class Bucket:
         """Call an operation of S3.
 
         Raises:
-            StorageError: It is refused, or the store cannot be reached; the message has the permission that lacks.
+            StorageError: It is refused, or the store cannot be reached; the message names a missing permission.
         """
         with self._reporting(operation, arguments.get("Key")):
             answer: dict[str, Any] = getattr(self._client, operation)(Bucket=self.name, **arguments)
@@ -139,33 +142,33 @@ class Bucket:
         except ClientError as error:
             raise self._refused(error, operation, key) from error
         except BotoCoreError as error:
-            failed = StorageError(f"{self.url}: {operation}: {error}")
-            failed.hint = (
-                "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL, then run: "
-                f"{self._again}"
-            )
-            raise failed from error
+            raise StorageError(
+                f"{self.url}: {operation} failed: {error}",
+                hint=(
+                    "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL, then run: "
+                    f"{self.again}"
+                ),
+            ) from error
 
     def _refused(self, error: Any, operation: str, key: str | None) -> StorageError:
         """Return the error of an answer of S3."""
         code, status = str(error.response["Error"]["Code"]), error.response["ResponseMetadata"]["HTTPStatusCode"]
         at = f"s3://{self.name}" if key is None else f"s3://{self.name}/{key}"
         said = str(error.response["Error"].get("Message", ""))
-        failed = StorageError(f"{at}: {operation} failed with {status} {code}: {said}")
-        failed.hint = f"run it again: {self._again}"
+        what, hint = f"{operation} failed with {status} {code}", f"run again: {self.again}"
         if code == "NoSuchBucket":
-            failed.hint = f"create the bucket {self.name}, or correct the address, then run: {self._again}"
+            hint = f"create the bucket {self.name}, or correct the address, then run: {self.again}"
         elif code in _KEYS:
-            failed.hint = (
+            hint = (
                 "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN do not fit the store, or have expired: "
-                f"set them, then run: {self._again}"
+                f"set them, then run: {self.again}"
             )
         elif status == 403:
             lacks = [_PERMISSIONS[operation], *(["s3:ListBucket"] if operation in _READS else [])]
-            failed = StorageError(f"{at}: {' or '.join(lacks)} is not allowed ({status} {code} in {operation}): {said}")
+            what = f"{' or '.join(lacks)} is not allowed ({status} {code} in {operation})"
             needed = " and ".join(map(self._resource, lacks))
-            failed.hint = f"allow {needed} for AWS_ACCESS_KEY_ID, then run: {self._again}"
-        return failed
+            hint = f"allow {needed} for AWS_ACCESS_KEY_ID, then run: {self.again}"
+        return StorageError(f"{at}: {what}: {said}", hint=hint)
 
     def _resource(self, permission: str) -> str:
         """Return a permission and the resource that a policy gives it for."""

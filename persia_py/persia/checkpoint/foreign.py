@@ -46,13 +46,12 @@ def check_not_persiaml(directory: str | os.PathLike[str]) -> None:
     found = next((path for pattern in (_DONE, "*.emb", f"*/{_DONE}", "*/*.emb") for path in folder.glob(pattern)), None)
     if found is None:
         return
-    error = CheckpointError(
+    raise CheckpointError(
         f"{folder} is a PersiaML checkpoint ({found.relative_to(folder)}), which cannot be loaded or converted: "
         "its .emb files do not name the table or the optimizer of a row, and have ids modulo 2^(64 - "
-        "feature_index_prefix_bit), with the number of the feature group in the other bits"
+        "feature_index_prefix_bit), with the number of the feature group in the other bits",
+        hint=(
+            "in PersiaML, look the ids up and write id and vector to a Parquet file for each table, then: "
+            "persia ckpt import FILE.parquet --table T -o DIR; load its dense.pt by ctx.load_torch_state_dict"
+        ),
     )
-    error.hint = (
-        "in PersiaML, look the ids up and write id and vector to a Parquet file for each table, then: "
-        "persia ckpt import FILE.parquet --table T -o DIR; load its dense.pt by ctx.load_torch_state_dict"
-    )
-    raise error

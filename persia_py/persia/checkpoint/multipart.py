@@ -88,7 +88,7 @@ def export(folder: str, url: str, again: str, *, force: bool = False) -> Exporte
     """
     bucket = Bucket(url, again)
     if not bucket.prefix:
-        raise ConfigError(f"{url}: expected the name of the checkpoint too, such as s3://bucket/run/step-100")
+        raise ConfigError(f"{url}: lacks the name of the checkpoint; expected a URL such as s3://bucket/run/step-100")
     opened = _core.Checkpoint(folder)
     opened.verify()
     manifest = Path(folder, MANIFEST).read_bytes()
@@ -99,9 +99,10 @@ def export(folder: str, url: str, again: str, *, force: bool = False) -> Exporte
         return done
     if before is not None:
         if not force:
-            error = CheckpointError(f"{url}: there is a checkpoint that differs from {folder}, and would be deleted")
-            error.hint = f"export to an address with another name, or replace the checkpoint there: {again} --force"
-            raise error
+            raise CheckpointError(
+                f"cannot export {folder}: {url} has another checkpoint, which would be deleted",
+                hint=f"export to an address with another name, or replace the checkpoint there: {again} --force",
+            )
         # another checkpoint, which is incomplete without its manifest
         bucket.call("delete_object", Key=bucket.key(MANIFEST))
     for file in opened.files:
@@ -155,7 +156,7 @@ class _Object:
             except StorageError as error:
                 if code_of(error) not in _UNUSABLE:
                     raise
-                _logger.warning("%s: cannot continue the interrupted upload; starting a new one: %s", self.key, error)
+                _logger.warning("%s: starting a new upload; the interrupted one cannot continue: %s", self.key, error)
         begun = self.bucket.call(
             "create_multipart_upload", Key=self.key, ChecksumAlgorithm=ALGORITHM, ChecksumType="COMPOSITE"
         )
@@ -219,8 +220,9 @@ class _Object:
         if head is None or self._is_same(head, [digest for _, digest, _ in sent]) is False:
             self.bucket.call("delete_object", Key=self.key)
             raise StorageError(
-                f"s3://{self.bucket.name}/{self.key}: the uploaded object differs from {self.path}, and was deleted; "
-                f"the store reported {head}"
+                f"s3://{self.bucket.name}/{self.key}: the uploaded object differs from {self.path} ({self.size:,} "
+                f"bytes), and was deleted: the store has {_described(head)}",
+                hint=f"run again: {self.bucket.again}",
             )
         kept = sum(has for _, _, has in sent)
         done.parts, done.parts_before = done.parts + len(sent) - kept, done.parts_before + kept
@@ -295,6 +297,14 @@ def _is_same_part(part: dict[str, Any], size: int, digest: _Digest) -> bool:
     if "ChecksumSHA256" in part:
         return bool(part["ChecksumSHA256"] == _text(digest.sha256))
     return bool(part["ETag"].strip('"') == digest.md5.hex())
+
+
+def _described(head: dict[str, Any] | None) -> str:
+    """Return the size and the checksums of an object, as part of a message."""
+    if head is None:
+        return "no such object"
+    checksum = head.get("ChecksumSHA256") or "none"
+    return f"{head['ContentLength']:,} bytes, SHA256 {checksum}, ETag {head['ETag']}"
 
 
 def _sha(*content: bytes) -> bytes:

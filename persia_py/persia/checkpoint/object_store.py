@@ -106,15 +106,15 @@ class ObjectStore:
         import obstore
 
         opened = _core.Checkpoint(os.fspath(directory))
-        with self._reporting(f"{name}: not uploaded from {directory}"):
+        with self._reporting(f"cannot upload {directory} to {self.url}/{name}"):
             manifest = (directory / MANIFEST).read_bytes()
             held = self._read(f"{name}/{MANIFEST}")
             if held == manifest:
                 return
             if held is not None:
                 if not replace:
-                    what = f"there is a checkpoint that differs from {directory}, and would be deleted"
-                    raise CheckpointError(f"{self.url}/{name}: {what}")
+                    what = f"{self.url}/{name} has another checkpoint, which would be deleted"
+                    raise CheckpointError(f"cannot upload {directory}: {what}")
                 obstore.delete(self._store, f"{name}/{MANIFEST}")
             paths = [Path(opened.path_of(file["name"])) for file in opened.files]
             _all(lambda path: self._put(f"{name}/{path.name}", path), paths)
@@ -132,11 +132,11 @@ class ObjectStore:
             CheckpointError: No checkpoint has that name, or it is damaged; the message names the file.
             StorageError: The checkpoint cannot be fetched.
         """
-        what = f"{name}: not fetched to {directory}"
+        what = f"cannot download {self.url}/{name} to {directory}"
         if directory.exists():
-            error = StorageError(f"{self.url}/{what}, which already exists")
-            error.hint = "choose a folder that does not exist, or remove this one"
-            raise error
+            raise StorageError(
+                f"{what}: the folder already exists", hint=f"choose a folder that does not exist, or remove {directory}"
+            )
         with self._reporting(what):
             directory.parent.mkdir(parents=True, exist_ok=True)
             # The folder is one level deeper, so its remains do not count as a checkpoint if this process is
@@ -149,7 +149,7 @@ class ObjectStore:
     def _get(self, name: str, directory: Path) -> None:
         manifest = self._read(f"{name}/{MANIFEST}")
         if manifest is None:
-            raise CheckpointError(f"{self.url}/{name} is not a checkpoint: it has no {MANIFEST}")
+            raise CheckpointError(f"{self.url}/{name} is not a checkpoint: it has no {MANIFEST}", hint=self._others)
         directory.mkdir()
         (directory / MANIFEST).write_bytes(manifest)
         try:
@@ -159,9 +159,15 @@ class ObjectStore:
             _all(lambda path: self._get_file((f"{staged}/{path.name}", f"{name}/{path.name}"), path), paths)
             opened.verify()
         except CheckpointError as error:
-            raise CheckpointError(str(error).replace(os.fspath(directory), f"{self.url}/{name}")) from error
+            text = str(error).replace(os.fspath(directory), f"{self.url}/{name}")
+            raise CheckpointError(text, hint=self._others) from error
         _sync(directory / MANIFEST)
         _sync(directory)
+
+    @property
+    def _others(self) -> str:
+        """The next step after a checkpoint that does not exist or cannot be used."""
+        return f"list the checkpoints there: persia ckpt list {shlex.quote(self.url)}"
 
     def _get_file(self, keys: Sequence[str], path: Path) -> None:
         """Fetch the first of these objects: servers leave a file where they put it, an upload puts it at its name."""
@@ -187,7 +193,7 @@ class ObjectStore:
             StorageError: The replicas cannot be listed.
         """
         found: list[Replica] = []
-        with self._reporting("not listed"), tempfile.TemporaryDirectory() as folder:
+        with self._reporting(f"cannot list the checkpoints below {self.url}"), tempfile.TemporaryDirectory() as folder:
             for name in self._names():
                 manifest = self._read(f"{name}/{MANIFEST}")
                 if manifest is not None:
@@ -199,7 +205,9 @@ class ObjectStore:
         try:
             opened = _core.Checkpoint(folder)
         except CheckpointError as error:
-            raise CheckpointError(str(error).replace(folder, f"{self.url}/{name}")) from error
+            replica = f"{self.url}/{name}"
+            hint = f"to leave this checkpoint out, move the objects below {replica} to another URL"
+            raise CheckpointError(str(error).replace(folder, replica), hint=hint) from error
         head = json.loads(opened.manifest)["head"]
         size = sum(file["bytes"] for file in opened.files)
         return Replica(name, (opened.generation, opened.step), sum(head["rows"].values()), size, head["created_at"])
@@ -216,7 +224,7 @@ class ObjectStore:
         """
         whole = self.whole()
         old = [each.name for each in whole[keep_last:]]
-        with self._reporting("older replicas are not deleted"):
+        with self._reporting(f"cannot delete older checkpoints below {self.url}"):
             for name in old:
                 self._delete(name)
             steps = [step for each in whole[:keep_last] if (step := _step(each.name)) is not None]
@@ -238,7 +246,7 @@ class ObjectStore:
         Raises:
             StorageError: The runs cannot be listed.
         """
-        with self._reporting("runs are not listed"):
+        with self._reporting(f"cannot list the runs below {self.url}"):
             for name in sorted((name for name in self._names() if job.is_run_of(name, of)), reverse=True):
                 run = ObjectStore(f"{self.url}/{name}")
                 if run.whole():
@@ -253,7 +261,7 @@ class ObjectStore:
         """
         import obstore
 
-        with self._reporting("not marked as finished"):
+        with self._reporting(f"cannot mark the run below {self.url} as finished"):
             obstore.put(self._store, job.FINISHED, b"")
 
     def _names(self) -> list[str]:
@@ -271,20 +279,23 @@ class ObjectStore:
 
     @contextlib.contextmanager
     def _reporting(self, what: str) -> Iterator[None]:
-        """Convert an error of the store to one that names the place and the failed operation."""
+        """Convert an error of the store to one that begins with ``what``: the failed operation and its place."""
         from obstore import exceptions
 
         try:
             yield
         except PersiaError:
             raise
-        except exceptions.BaseError as error:
-            hint = ""
-            if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
-                hint = "; check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and their permissions"
-            raise StorageError(f"{self.url}/{what}: {_message(error)}{hint}") from error
-        except OSError as error:
-            raise StorageError(f"{self.url}/{what}: {_message(error)}") from error
+        except (exceptions.BaseError, OSError) as error:
+            hint = None  # an error of the disk; obstore raises an OSError without a number if an object does not exist
+            if isinstance(error, exceptions.BaseError) or error.errno is None:
+                is_s3 = self.url.startswith(("s3://", "s3a://"))
+                more = ", AWS_REGION and AWS_ENDPOINT_URL" if is_s3 else " and the credentials of the store"
+                hint = f"check the URL, the network{more}"
+                if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
+                    keys = "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY" if is_s3 else "the credentials of the store"
+                    hint = f"check {keys} and their permissions"
+            raise StorageError(f"{what}: {_message(error)}", hint=hint) from error
 
 
 def copy(source: str, destination: str, *, force: bool = False) -> None:
@@ -308,7 +319,7 @@ def copy(source: str, destination: str, *, force: bool = False) -> None:
     url, folder = (source, destination) if is_url(source) else (destination, source)
     place, _, name = url.rstrip("/").rpartition("/")
     if not name or place.endswith("/"):
-        raise ConfigError(f"{url}: expected the name of the checkpoint too, such as s3://bucket/run/step-100")
+        raise ConfigError(f"{url}: lacks the name of the checkpoint; expected a URL such as s3://bucket/run/step-100")
     if is_url(source):
         ObjectStore(place).get(name, Path(folder))
     else:

@@ -10,7 +10,7 @@ from persia.checkpoint.object_store import ObjectStore
 from persia.checkpoint.retention import MAX_DAYS
 from persia.distributed import run
 from persia.runtime import job
-from persia.runtime.errors import CheckpointError, ConfigError, StorageError, UsageError
+from persia.runtime.errors import ConfigError, ForeignCheckpointError, StorageError, UsageError
 from persia.runtime.files import is_url
 from persia.runtime.logging import get_logger
 from persia.runtime.places import Place, Url, below, check_scheme, check_slashes
@@ -100,7 +100,7 @@ class Checkpoints:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UsageError(f"Checkpoints({name}={value!r}): must be an integer of at least 1")
         if keep_days is not None and not 0 < keep_days <= MAX_DAYS:
-            raise UsageError(f"Checkpoints(keep_days={keep_days!r}): must be days above 0, at most {MAX_DAYS}")
+            raise UsageError(f"Checkpoints(keep_days={keep_days!r}): must be above 0 and at most {MAX_DAYS} days")
         for name, each in (state or {}).items():
             if not isinstance(each, Stateful):
                 raise UsageError(
@@ -110,7 +110,7 @@ class Checkpoints:
         if failing_batches not in {"stop", "skip"}:
             raise UsageError(f"Checkpoints(failing_batches={failing_batches!r}): expected 'stop' or 'skip'")
         if folder is None and settings.nats_url is None:
-            raise UsageError("Checkpoints(): pass a folder; only a job has a default one")
+            raise UsageError("Checkpoints(): pass a folder; only a job (PERSIA_NATS_URL is set) has a default folder")
         if upload_to is not None and copy_to is not None:
             raise UsageError("Checkpoints(upload_to=..., copy_to=...): two names of one argument; pass upload_to")
         self._upload_to = copy_to if upload_to is None else upload_to
@@ -122,7 +122,8 @@ class Checkpoints:
             check_scheme(Url(os.fspath(folder)))
             if self._upload_to is not None:
                 raise UsageError(
-                    f"Checkpoints({os.fspath(folder)!r}, upload_to=...): the checkpoints are in an object store already"
+                    f"Checkpoints({os.fspath(folder)!r}, upload_to=...): the checkpoints are in an object store "
+                    "already; remove upload_to"
                 )
             if failing_batches == "skip" and settings.run_dir is None:
                 raise UsageError(
@@ -188,9 +189,10 @@ class Checkpoints:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            failed = ConfigError(f"cannot create the folder of the checkpoints, {folder}: {error.strerror}")
-            failed.hint = "make its parent writable, or choose another folder"
-            raise failed from error
+            raise ConfigError(
+                f"cannot create the folder of the checkpoints, {folder}: {error.strerror}",
+                hint="check the owner of its parent folder and the free space, or choose another folder",
+            ) from error
         return folder
 
     def validate_storage(self) -> None:
@@ -221,7 +223,7 @@ class Checkpoints:
         """Return the states of the ``state`` objects from a checkpoint; None if it has none.
 
         Raises:
-            CheckpointError: The checkpoint has states under other names.
+            ForeignCheckpointError: The checkpoint has states under other names.
         """
         if STATE not in loaded.names:
             return None
@@ -233,7 +235,7 @@ class Checkpoints:
         """Check that a checkpoint has the states of the ``state`` objects.
 
         Raises:
-            CheckpointError: The checkpoint lacks them.
+            ForeignCheckpointError: The checkpoint lacks them.
         """
         if STATE not in loaded.names:
             self._check_state({})
@@ -255,9 +257,10 @@ class Checkpoints:
 
     def _check_state(self, state: dict[str, Any]) -> None:
         if state.keys() != self.state.keys():
-            raise CheckpointError(
-                f"the checkpoint has the states {', '.join(state) or 'none'}, Checkpoints(state=...) has "
-                f"{', '.join(self.state) or 'none'}; pass the same keys to Checkpoints(state=...)"
+            raise ForeignCheckpointError(
+                f"the checkpoint has the states {', '.join(state) or 'none'}, but Checkpoints(state=...) has "
+                f"{', '.join(self.state) or 'none'}",
+                hint="pass the states of the checkpoint to Checkpoints(state=...), or load a checkpoint of this script",
             )
 
 
@@ -272,6 +275,6 @@ def _newest_interrupted(store: ObjectStore) -> str | None:
     except StorageError as error:
         if local is None:
             raise
-        _logger.warning("using %s from the disk, without looking for a newer run: %s", local, error)
+        _logger.warning("continuing run %s from the disk, without looking for a newer run: %s", local, error)
         return local
     return max((name for name in (local, replicated) if name is not None), default=None)

@@ -30,7 +30,10 @@ def resume(checkpoints: Checkpoints, state: RunState) -> bool:
     try:
         state.backend.engine.check_storage(folder)
     except StorageError as error:
-        raise StorageError(f"Checkpoint storage validation failed: {error}") from None
+        hint = error.hint
+        if isinstance(folder, Url):
+            hint = f"remove the cause, then check the store: persia doctor --only disk --dir {shlex.quote(folder.text)}"
+        raise StorageError(f"Checkpoint storage validation failed: {error}", hint=hint) from None
     store = checkpoints.store()
     try:
         newest: str | None = _core.latest(folder)
@@ -76,14 +79,15 @@ def _previous(folder: Place, error: CheckpointError, *, allowed: bool) -> snapsh
     if whole is None:
         raise error
     if not allowed:
-        damaged = CheckpointError(f"{error}\n{whole} is intact")
         # A checkpoint that cannot be read at the moment may be intact.
         broken = shlex.join(str(each["path"]) for each in found if each["problem"] is not None and not each["unread"])
-        remove = f"delete the objects below {broken}" if isinstance(folder, Url) else f"rm -r {broken}"
-        damaged.hint = (
-            "to resume from it, use --set checkpoint.allow_previous=true (in a script "
-            f"Checkpoints(allow_previous=True)); or remove the damaged ones: {remove}"
+        hint = (
+            f"to resume from {whole}, use --set checkpoint.allow_previous=true (in a script "
+            "Checkpoints(allow_previous=True))"
         )
-        raise damaged
+        if broken:
+            remove = f"delete the objects below {broken}" if isinstance(folder, Url) else f"rm -r {broken}"
+            hint += f"; or remove the damaged checkpoints: {remove}"
+        raise CheckpointError(f"{error}\n{whole} is intact", hint=hint)
     _logger.warning("resuming from %s, because the newer one is damaged: %s", whole, error)
     return snapshot.Load(whole)

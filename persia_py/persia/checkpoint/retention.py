@@ -60,7 +60,9 @@ def checkpoints_in(folder: Place) -> list[Saved]:
         with os.scandir(folder) as entries:
             folders = sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
     except OSError as error:
-        raise StorageError(f"{folder}: {error.strerror}") from error
+        raise StorageError(
+            f"cannot list the checkpoints in {folder}: {error.strerror}", hint="check the path and its owner"
+        ) from error
     for path in map(Path, folders):
         if not _has_manifest(path):
             continue
@@ -150,7 +152,9 @@ def remove(path: Place) -> None:
         (path / _MANIFEST).replace(path / _REMOVED)
         files.sync(path)
     except OSError as error:
-        raise StorageError(f"cannot delete checkpoint {path}: {error.strerror}") from error
+        raise StorageError(
+            f"cannot delete checkpoint {path}: {error.strerror}", hint="check the path and its owner"
+        ) from error
     _core.prune(path.parent, sys.maxsize)  # this deletes no checkpoint, and completes interrupted removals
 
 
@@ -169,7 +173,7 @@ def with_space(error: Exception, folder: Place) -> str:
         newest = next(iter(checkpoints_in(folder)), None)
     except (OSError, StorageError):
         return text
-    need = "the size of this one is not known" if newest is None else f"the last one has {newest.size:,} bytes"
+    need = "this checkpoint's size is unknown" if newest is None else f"the last checkpoint has {newest.size:,} bytes"
     return (
         f"{text}; {folder} has {free:,} bytes free, {need}. Delete old checkpoints: "
         f"persia ckpt prune {shlex.quote(str(folder))} --older "

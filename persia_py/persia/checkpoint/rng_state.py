@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from persia.embedding.optim import Optimizer
-from persia.runtime.errors import CheckpointError
+from persia.runtime.errors import CheckpointError, ConfigError
 from persia.runtime.places import Place
 
 
@@ -47,8 +47,10 @@ def check_random_state(state: dict[str, Any], optimizer: Optimizer, path: Place)
         len(state["cuda"])
         optimizer.check_lr(state["embedding_lr"])
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        hint = "use the versions of Python, numpy and torch that saved the checkpoint, or load another checkpoint"
         raise CheckpointError(
-            f"{path}: the random state or the learning rate cannot be restored: {type(error).__name__}: {error}"
+            f"{path}: the random state or the learning rate cannot be restored: {type(error).__name__}: {error}",
+            hint="" if isinstance(error, ConfigError) else hint,  # that error has the next step
         ) from error
 
 

@@ -100,7 +100,7 @@ def export_rows(
     except OSError as error:
         if isinstance(error, StorageError):
             raise
-        raise StorageError(f"{out}: {error.strerror or error}") from error
+        raise StorageError(f"cannot write {out}: {error.strerror or error}") from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)

@@ -74,7 +74,7 @@ def import_rows(
     columns = columns or Columns()
     names = [table for _, table in sources]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise UsageError(f"table {repeated[0]} is specified for two files; specify a separate table for each file")
+        raise UsageError(f"table {repeated[0]} is given for several files; specify a separate table for each file")
     _check_target(Path(directory), force=force)
     readers = [_Reader(path, table, columns) for path, table in sources]
     tables = [(reader.table, reader.dim) for reader in readers]
@@ -97,8 +97,8 @@ def _check_target(folder: Path, *, force: bool) -> None:
     inside = next(folder.glob(f"*/{_MANIFEST}"), None)
     if inside is not None:
         raise UsageError(
-            f"{folder} is a folder of checkpoints, such as {inside.parent.name}; choose a separate "
-            f"folder, such as {folder / 'imported'}"
+            f"{folder} is a folder of checkpoints, such as {inside.parent.name}; choose a folder without checkpoints, "
+            f"such as {folder / 'imported'}"
         )
 
 
@@ -160,22 +160,25 @@ class _Reader:
 
     def _dim(self) -> int:
         """Return the length of the first vector. All vectors must have this length."""
-        for batch in self._batches(1):
+        for row, batch in enumerate(self._batches(1), start=1):
             first = batch.column(1)[0]
             if first.is_valid and len(first) == 0:
-                raise DataError(f"{self.path}: column {self._columns.weights!r}: the vector of row 1 is empty")
+                raise DataError(
+                    f"{self.path}: column {self._columns.weights!r}: the vector of row {row:,} is empty; expected at "
+                    "least one float"
+                )
             if first.is_valid:
                 return len(first)
         if self._file.metadata.num_rows == 0:
             raise DataError(f"{self.path} has no rows")
-        raise DataError(f"{self.path}: column {self._columns.weights!r} is null in all {self._row_count():,} rows")
+        raise DataError(
+            f"{self.path}: column {self._columns.weights!r} is null in every row; specify the column of vectors: "
+            "--weights-column"
+        )
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-    def _row_count(self) -> int:
-        return int(self._file.metadata.num_rows)
 
     def _batches(self, size: int) -> Iterator[pa.RecordBatch]:
         names = [self._columns.id, self._columns.weights]
@@ -183,9 +186,11 @@ class _Reader:
             for batch in self._file.iter_batches(size, columns=names):
                 yield batch.select(names)
         except OSError as error:
-            raise StorageError(f"{self.path}: {error.strerror or error}") from error
+            raise StorageError(
+                f"cannot read {self.path}: {error.strerror or error}", hint="check the path and its owner"
+            ) from error
         except pa.ArrowException as error:
-            raise DataError(f"{self.path}: {error}") from error
+            raise DataError(f"cannot read {self.path}: {error}") from error
 
     def rows(self) -> Iterator[tuple[int, npt.NDArray[np.uint64], npt.NDArray[np.float32]]]:
         """Yield the row number of the first row (counted from 1), ids, and vectors ``[rows, dim]``.
@@ -207,7 +212,8 @@ class _Reader:
             no_id.add(first, _true(ids.is_null()))
             lengths = pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False)
             values, null = lists.flatten(), _true(lists.is_null())
-            other_dim.add(first, (lengths != self.dim) & ~null, lambda place, of=lengths: f" ({of[place]})")  # type: ignore[misc]
+            wrong = (lengths != self.dim) & ~null
+            other_dim.add(first, wrong, lambda place, of=lengths: f" (length {of[place]})")  # type: ignore[misc]
             # a float64 value beyond the range of float32 becomes infinity, which is detected here
             with np.errstate(over="ignore"):
                 floats = pc.fill_null(values, 0).to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
@@ -243,7 +249,9 @@ def _open(path: Path) -> pq.ParquetFile:
     except FileNotFoundError as error:
         raise UsageError(f"{path}: no such file") from error
     except OSError as error:
-        raise StorageError(f"{path}: {error.strerror or error}") from error
+        raise StorageError(
+            f"cannot read {path}: {error.strerror or error}", hint="check the path and its owner"
+        ) from error
     except pa.ArrowException as error:
         raise DataError(f"{path}: not a readable Parquet file: {error}") from error
 

@@ -231,7 +231,7 @@ class RunState:
         self._set_loaded(None, None, 0)
         if self._user is not None:
             self._user.resume(loaded.step, None)
-        _logger.info("%s: rows loaded; the checkpoint has no model, so the model starts untrained", loaded.path)
+        _logger.info("%s: rows loaded; the checkpoint has no model, so the model keeps its weights", loaded.path)
 
     def share_loaded(self) -> None:
         """Send the state that rank 0 loaded, at the start of a loop. Collective: every rank must call it."""

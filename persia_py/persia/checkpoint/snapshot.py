@@ -119,10 +119,12 @@ class Save:
             write(file)
         except PersiaError:
             raise
-        except (AttributeError, TypeError, pickle.PicklingError) as error:
-            raise UsageError(f"{name}: cannot be pickled: {error}") from error
+        except _UNPICKLED as error:
+            raise _unpickled(name, error) from error
         except (OSError, RuntimeError) as error:
-            raise StorageError(f"{name}: cannot be saved: {error}") from error
+            raise StorageError(
+                f"cannot save {name}: {error}", hint="check the device of the model and the memory of this process"
+            ) from error
         self._files[name] = file
 
     def write(self) -> None:
@@ -242,8 +244,11 @@ class Load:
             CheckpointError: The checkpoint has no such file, or the file has no state dict.
         """
         if name not in self.names:
-            others = ", ".join(other for other in self.names if not other.endswith(".arrow")) or "only rows"
-            raise CheckpointError(f"{self.path}: the checkpoint has no {name}; apart from rows it has: {others}")
+            others = ", ".join(other for other in self.names if not other.endswith(".arrow")) or "nothing"
+            raise CheckpointError(
+                f"{self.path}: the checkpoint has no {name}; apart from rows it has {others}",
+                hint="read a file that the checkpoint has, or load another checkpoint",
+            )
         self.read.add(name)
         if isinstance(self.path, Url):
             return _read_state(self.path / name, map_location, io.BytesIO(self._opened.read(name)))
@@ -267,14 +272,25 @@ class Load:
         absent = [table for table in engine.stats()["rows"] if table not in self.tables]
         self._opened.restore(engine)
         if not self._has_state:
-            _logger.info("%s: its rows have no optimizer state, which starts as that of new rows", self.path)
+            _logger.info("%s: the rows have no optimizer state; they start with that of new rows", self.path)
         if absent:
             _logger.warning(
-                "%s has no table %s, which starts without rows; the checkpoint has %s",
+                "%s lacks some tables of this run, which start without rows: %s; the checkpoint has %s",
                 self.path,
                 ", ".join(absent),
                 ", ".join(sorted(self.tables)),
             )
+
+
+_UNPICKLED = (AttributeError, TypeError, pickle.PicklingError)
+"""The errors of ``torch.save`` for an object that cannot be pickled."""
+
+
+def _unpickled(name: str, error: Exception) -> UsageError:
+    return UsageError(
+        f"cannot save {name}: its state has an object that cannot be pickled: {error}; leave this object out of "
+        "state_dict()"
+    )
 
 
 def save_scripted(module: Any, to: Path | io.BytesIO) -> None:
@@ -288,9 +304,15 @@ def save_scripted(module: Any, to: Path | io.BytesIO) -> None:
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
             scripted = torch.jit.script(module)
-        except RuntimeError as error:
-            raise UsageError(f"{type(module).__name__} cannot be scripted: {error}") from error
+        except (AttributeError, TypeError, RuntimeError) as error:
+            raise UsageError(
+                f"{type(module).__name__} cannot be scripted: {error}",
+                hint="save its state dict instead: leave out with_jit_model or is_jit",
+            ) from error
         torch.jit.save(scripted, to)
+
+
+_STATE_DICT = "load a file that torch.save has written from a state dict"
 
 
 def _read_state(
@@ -300,11 +322,12 @@ def _read_state(
         # The caller moves the state to the device of the model; the device from which it was saved may not exist here.
         state = torch.load(content or path, map_location=map_location or "cpu", weights_only=True)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: no such file") from error
+        raise CheckpointError(f"{path}: no such file", hint="correct the path of the state dict") from error
     except Exception as error:  # the exceptions for damaged pickles are not documented
-        raise CheckpointError(f"{path}: not a state dict that torch can load: {error}") from error
+        hint = _STATE_DICT if map_location is None else f"check map_location; {_STATE_DICT}"
+        raise CheckpointError(f"{path}: not a state dict that torch can load: {error}", hint=hint) from error
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path}: expected a state dict, found {type(state).__name__}")
+        raise CheckpointError(f"{path}: expected a state dict, found {type(state).__name__}", hint=_STATE_DICT)
     return state
 
 
@@ -326,12 +349,21 @@ def check_module(module: torch.nn.Module, state: dict[str, Any], path: Place) ->
         if isinstance(value, torch.Tensor) and key in state and _shape(state[key]) != tuple(value.shape)
     ]
     if wrong:
-        raise CheckpointError(f"{path}: the model differs from the one that was saved: {'; '.join(wrong)}")
+        raise CheckpointError(
+            f"{path}: the model differs from the one that was saved: {'; '.join(wrong)}",
+            hint="create the model with the class and the sizes of the saved one, or load a checkpoint of this model",
+        )
     return state
 
 
 def _shape(value: object) -> tuple[int, ...] | None:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+_OPTIMIZER = (
+    "create the optimizer with the class and the parameter groups of the saved one, or load a checkpoint of this "
+    "optimizer"
+)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], path: Place) -> None:
@@ -349,12 +381,14 @@ def check_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], pat
         number = next(number for number, key in enumerate(keys) if key != there[number])
         raise CheckpointError(
             f"{path}: the dense optimizer differs from the one that was saved: the options of parameter group {number} "
-            f"are {', '.join(there[number])} in the checkpoint, {', '.join(keys[number])} here"
+            f"are {', '.join(there[number])} in the checkpoint, {', '.join(keys[number])} here",
+            hint=_OPTIMIZER,
         )
     if own != saved:
         raise CheckpointError(
             f"{path}: the dense optimizer differs from the one that was saved: parameters per group {saved} in the "
-            f"checkpoint, {own} here"
+            f"checkpoint, {own} here",
+            hint=_OPTIMIZER,
         )
 
 
@@ -376,11 +410,14 @@ def dump_state(
         else:
             torch.save(inputs.annotate(instance.state_dict(), names), temporary)
         files.publish(temporary, directory / file_name)
+    except _UNPICKLED as error:
+        temporary.unlink(missing_ok=True)
+        raise _unpickled(file_name, error) from error
     except (OSError, RuntimeError) as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, UsageError):
             raise
-        raise StorageError(f"{directory / file_name}: {error}") from error
+        raise StorageError(f"cannot write {directory / file_name}: {error}") from error
 
 
 def load_state(

@@ -6,6 +6,7 @@ import shlex
 import shutil
 from pathlib import Path
 
+from persia.checkpoint.retention import is_full
 from persia.runtime.errors import StorageError
 from persia.runtime.files import is_url
 from persia.runtime.places import Url
@@ -42,12 +43,18 @@ def validate(folder: Path) -> int:
             with contextlib.suppress(OSError):
                 left.unlink(missing_ok=True)
         reason = f"user {os.geteuid()} cannot write here: {error.strerror or error}; {_described(there)}"
-        refused = StorageError(f"{FAILED}: {there}: {reason}")
-        refused.hint = (
-            "make the folder writable for this user, or choose another one; then check it: "
-            f"persia doctor --only disk --dir {shlex.quote(str(folder))}"
-        )
-        raise refused from error
+        change = "make the folder writable for this user"
+        if is_full(error):
+            change = "free space on its disk"
+        elif not there.is_dir():
+            change = f"rename the file {there}"
+        raise StorageError(
+            f"{FAILED}: {there}: {reason}",
+            hint=(
+                f"{change}, or choose another folder; then check it: "
+                f"persia doctor --only disk --dir {shlex.quote(str(folder))}"
+            ),
+        ) from error
 
 
 def validate_url(url: Url) -> None:
@@ -59,11 +66,10 @@ def validate_url(url: Url) -> None:
     try:
         _core.probe(url)
     except StorageError as error:
-        refused = StorageError(f"{FAILED}: {error}")
-        refused.hint = (
-            f"remove the cause, then check the store: persia doctor --only disk --dir {shlex.quote(url.text)}"
-        )
-        raise refused from error
+        raise StorageError(
+            f"{FAILED}: {error}",
+            hint=f"remove the cause, then check the store: persia doctor --only disk --dir {shlex.quote(url.text)}",
+        ) from error
 
 
 def check_root() -> None:
@@ -75,9 +81,10 @@ def check_root() -> None:
     root = settings.checkpoint_root
     if root is None or settings.nats_url is None or is_url(root) or Path(root).is_absolute():
         return
-    error = StorageError(f"{FAILED}: PERSIA_CKPT_DIR must be an absolute path, found {root!r}")
-    error.hint = f"set the same folder for all processes of the job: PERSIA_CKPT_DIR={Path(root).absolute()}"
-    raise error
+    raise StorageError(
+        f"{FAILED}: PERSIA_CKPT_DIR must be an absolute path, found {root!r}",
+        hint=f"set the same folder for all processes of the job: PERSIA_CKPT_DIR={Path(root).absolute()}",
+    )
 
 
 def check_parent(folder: Path, key: str) -> None:
@@ -95,9 +102,10 @@ def check_parent(folder: Path, key: str) -> None:
     if folder.exists() or parent.is_dir():
         return
     missing = next(each for each in (parent, *parent.parents) if each.parent.exists())
-    error = StorageError(f"{FAILED}: {key}: {missing} does not exist; is a disk not mounted?")
-    error.hint = f"mount it, or create the folder: mkdir -p {shlex.quote(str(parent))}"
-    raise error
+    raise StorageError(
+        f"{FAILED}: {key}: {missing} does not exist; is a disk not mounted?",
+        hint=f"mount the disk, or create the folder: mkdir -p {shlex.quote(str(parent))}",
+    )
 
 
 def _existing(folder: Path) -> Path:

@@ -134,7 +134,7 @@ def _show_tables(head: dict[str, Any]) -> None:
     if not head.get("tables"):
         typer.echo(
             "note: the checkpoint has only the number of rows, because an older version or `persia ckpt import` wrote "
-            "it; live numbers of a job: persia status"
+            "the checkpoint; to see the numbers of a running job: persia status"
         )
 
 
@@ -178,13 +178,12 @@ def _checkpoints_of(parent: str) -> "Place":
         return saves_of(find_run(folder))
     if not folder.is_dir() or (folder / "MANIFEST.json").exists():
         found = "one checkpoint" if folder.is_dir() else "a file" if folder.exists() else "nothing"
-        error = UsageError(f"{folder}: expected a run, or a folder of checkpoints, found {found}")
-        error.hint = (
-            f"to delete this checkpoint: rm -r {shlex.quote(str(folder))}"
+        raise UsageError(
+            f"{folder}: expected a run, or a folder of checkpoints, found {found}",
+            hint=f"to delete this checkpoint: rm -r {shlex.quote(str(folder))}"
             if folder.is_dir()
-            else "specify a folder that exists, such as runs/LATEST; its checkpoints: persia ckpt list runs/LATEST"
+            else "specify the folder of a run, such as runs/LATEST; to list checkpoints: persia ckpt list runs/LATEST",
         )
-        raise error
     return folder
 
 
@@ -259,9 +258,10 @@ def _folder(out: str) -> str:
     from persia.runtime.files import is_url
 
     if is_url(out):
-        error = UsageError(f"-o {out}: expected a folder; rows cannot be imported into an object store")
-        error.hint = f"import into a folder, then upload it: persia ckpt copy FOLDER {shlex.quote(out)}"
-        raise error
+        raise UsageError(
+            f"-o {out}: expected a folder; rows cannot be imported into an object store",
+            hint=f"import into a folder, then upload it: persia ckpt copy FOLDER {shlex.quote(out)}",
+        )
     return out
 
 
@@ -310,13 +310,15 @@ def ckpt_export(
     if list_uploads and abort_uploads:
         raise UsageError("--list-uploads and --abort-uploads are mutually exclusive")
     if (list_uploads or abort_uploads) == (destination is not None):
-        error = UsageError(f"ckpt export {source}: expected a checkpoint and the URL s3://bucket/prefix/NAME")
+        told = f"ckpt export {source}: expected a checkpoint and the URL of the new one, s3://bucket/prefix/NAME"
         if destination is not None:
-            error = UsageError(f"ckpt export: expected one URL, whose uploads are listed, found {source} {destination}")
-        error.hint = (
-            "persia ckpt export CHECKPOINT s3://bucket/run/step-100, or persia ckpt export --list-uploads s3://bucket"
+            option = "--list-uploads" if list_uploads else "--abort-uploads"
+            told = f"ckpt export {option}: expected one URL, found {source} {destination}"
+        raise UsageError(
+            told,
+            hint="persia ckpt export CHECKPOINT s3://bucket/run/step-100, or persia ckpt export --list-uploads "
+            "s3://bucket",
         )
-        raise error
     if list_uploads:
         ckpt_uploads.show(source)
     elif abort_uploads:
@@ -345,11 +347,11 @@ def ckpt_rows(
         _list_tables(tables)
         return
     if out is None:
-        raise UsageError(f"--table {table}: specify the file to write, such as -o {table}.parquet")
+        raise UsageError(f"--table {table}: -o is missing; specify the file to write, such as -o {table}.parquet")
     saved = export_rows(folder, table, out, state=state, force=force)
     typer.echo(f"ok: {out}: {saved.rows:,} rows of table {saved.name}, dim {saved.dim}")
     if state and not saved.optimizer:
-        typer.echo("note: the rows have no optimizer state")
+        typer.echo(f"note: the rows of table {saved.name} have no optimizer state in this checkpoint")
     if saved.hashed:
         typer.echo(f"note: ids are buckets of the hash stack of {', '.join(saved.hashed)}, not ids of the data")
 
@@ -370,7 +372,8 @@ def ckpt_import(
 
     if len(rows) != len(table):
         raise UsageError(
-            f"{len(rows)} files and {len(table)} --table: specify one --table for each file, in the same order"
+            f"ckpt import: expected one --table for each file, in the same order; found {len(rows)} file(s) and "
+            f"{len(table)} --table option(s)"
         )
     columns = Columns(id_column, weights_column, prefix, lower)
     made = import_rows(list(zip(rows, table, strict=True)), _folder(out), columns, force=force)

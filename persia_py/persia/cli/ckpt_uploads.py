@@ -17,11 +17,12 @@ def export(folder: str, url: str, *, force: bool) -> None:
     again = f"persia ckpt export {shlex.quote(folder)} {shlex.quote(url)}{' --force' if force else ''}"
     done = multipart.export(folder, url, again, force=force)
     if done.files_before == done.files:
-        typer.echo(f"ok: {url} has this checkpoint: {done.files} files, {done.bytes:,} bytes; nothing is sent")
+        typer.echo(f"ok: {url} already has this checkpoint: {done.files} files, {done.bytes:,} bytes; nothing was sent")
         return
     typer.echo(f"ok: {folder} is at {url}: {done.files} files, {done.bytes:,} bytes, {done.parts} parts sent")
     if done.files_before or done.parts_before:
-        typer.echo(f"continued: {done.files_before} files and {done.parts_before} parts were there already")
+        before = f"{done.files_before} file(s) and {done.parts_before} part(s)"
+        typer.echo(f"continued an earlier upload: {before} were there already")
 
 
 def show(url: str) -> None:
@@ -32,9 +33,9 @@ def show(url: str) -> None:
     for each in found:
         typer.echo(_line(url, each))
     size = sum(sum(each.sizes) for each in found)
-    typer.echo(f"{len(found)} uploads are not complete, {size:,} bytes")
+    typer.echo(f"{len(found)} unfinished upload(s), {size:,} bytes")
     if found:
-        typer.echo(f"those older than a day are aborted by: persia ckpt export --abort-uploads {shlex.quote(url)}")
+        typer.echo(f"to abort those older than a day: persia ckpt export --abort-uploads {shlex.quote(url)}")
 
 
 def abort(url: str, older: timedelta, text: str) -> None:
@@ -44,7 +45,7 @@ def abort(url: str, older: timedelta, text: str) -> None:
     again = f"persia ckpt export --abort-uploads {shlex.quote(url)} --older {text}"
     aborted = multipart.abort(url, older, again, lambda each: typer.echo(_line(url, each)))
     size = sum(sum(each.sizes) for each in aborted)
-    typer.echo(f"ok: {len(aborted)} uploads that began more than {text} ago are aborted, {size:,} bytes")
+    typer.echo(f"ok: aborted {len(aborted)} upload(s) that began more than {text} ago, {size:,} bytes")
 
 
 def _line(url: str, upload: "Upload") -> str:

@@ -45,19 +45,19 @@ def config_check(
 
     given = [*(files or _found()), *([general] if general is not None else [])]
     if Path("-") in given:
-        error = UsageError("-: standard input is not read by this name")
-        error.hint = "persia config check /dev/stdin"
-        raise error
+        raise UsageError(
+            "-: expected the path of a file; this name does not mean standard input",
+            hint="to check standard input: persia config check /dev/stdin",
+        )
     checked = check_files(given, overrides or (), {} if general is None else {general: LIMITS})
     for warning in checked.warnings:
         typer.echo(f"warning: {warning}", err=True)
     if checked.mistakes:
-        wrong = ConfigError("\n".join(checked.mistakes))
         limits = [] if general is None else ["--global", str(general)]
         changes = [word for each in overrides or () for word in ("--set", each)]
-        again = ["persia", "config", "check", *map(str, files or ()), *limits, *changes]
-        wrong.hint = f"correct it, then run: {shlex.join(again)}"
-        raise wrong
+        unread = [] if data else ["--no-data"]
+        again = ["persia", "config", "check", *map(str, files or ()), *limits, *changes, *unread]
+        raise ConfigError("\n".join(checked.mistakes), hint=f"correct it, then run: {shlex.join(again)}")
     for line in checked.summary:
         typer.echo(f"ok: {line}")
     for path in checked.valid[PERSIA] if data else ():
@@ -91,12 +91,11 @@ def _found() -> list[Path]:
         find_config(GLOBAL_CONFIG, "global_config.yml"),
     ]
     if found[:2] == [None, None]:
-        missing = ConfigError(
-            "no persia.yml, neither in PERSIA_CONFIG nor here, and no embedding_config.yml, neither in "
-            "PERSIA_EMBEDDING_CONFIG nor in config/"
+        raise ConfigError(
+            "no file to check: PERSIA_CONFIG and PERSIA_EMBEDDING_CONFIG are not set, and this folder has neither "
+            "persia.yml nor config/embedding_config.yml",
+            hint="specify its path: persia config check FILE",
         )
-        missing.hint = "specify its path: persia config check FILE"
-        raise missing
     return [path for path in found if path is not None]
 
 
@@ -161,7 +160,7 @@ def config_sizing(
     try:
         write_whole(out, text.encode())
     except OSError as error:
-        raise StorageError(f"{out}: {error.strerror}; the patch is not written") from error
+        raise StorageError(f"cannot write the patch to {out}: {error.strerror}") from error
     typer.echo(f"{summary.removeprefix('# ')} The patch is in {out}")
 
 
@@ -171,7 +170,8 @@ def _path(file: Path | None, verb: str) -> Path:
 
     path = file or find_persia_yml()
     if path is None:
-        missing = ConfigError("no persia.yml, neither in PERSIA_CONFIG nor in this folder")
-        missing.hint = f"specify its path: persia config {verb} FILE, or create one: persia data inspect FILE"
-        raise missing
+        raise ConfigError(
+            "no persia.yml: PERSIA_CONFIG is not set, and this folder has none",
+            hint=f"specify its path: persia config {verb} FILE, or create one: persia data inspect FILE",
+        )
     return path

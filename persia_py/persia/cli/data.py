@@ -33,9 +33,7 @@ def data_inspect(
     from persia.runtime.files import write_whole
 
     if output is not None and output.exists() and not force:
-        error = UsageError(f"{output} exists")
-        error.hint = "choose another file, or overwrite it: --force"
-        raise error
+        raise UsageError(f"{output} already exists", hint="choose another file, or overwrite it: --force")
     folder = Path.cwd() if output is None else output.absolute().parent
     found = inspect(files, label=label, test=test or (), preset=preset, rows=rows, folder=folder)
     if as_json:
@@ -48,7 +46,7 @@ def data_inspect(
         try:
             write_whole(output, found.yaml.encode())
         except OSError as error:
-            raise StorageError(f"{output}: {error.strerror or error}") from error
+            raise StorageError(f"cannot write the configuration to {output}: {error.strerror or error}") from error
         typer.echo(f"wrote {output}; next: persia train {shlex.quote(str(output))}", err=as_json)
     elif not as_json:
         typer.echo(f"\n{found.yaml}\nnext: write it with -o persia.yml, then: persia train persia.yml")

@@ -93,9 +93,10 @@ def _running(rank: int | None, job: str | None, pid: int | None) -> "list[Rank]"
         given = {"--rank": rank, "--job": job, "--pid": pid}
         options = " ".join(f"{name} {value}" for name, value in given.items() if value is not None)
         wanted = f"rank with {options}" if options else "rank"
-        error = UnreachableError(f"no {wanted} runs on this host; running ranks of this user: {others}")
-        error.hint = "run this on the host of the rank, inside its container, as the user of the rank"
-        raise error
+        raise UnreachableError(
+            f"no {wanted} runs on this host; running ranks of this user: {others}",
+            hint="run the command on the host of the rank, inside its container, as the user of the rank",
+        )
     return chosen
 
 
@@ -112,15 +113,18 @@ def debug_attach(
     from persia.runtime.errors import UsageError
 
     chosen = _running(rank, job, pid)
-    found = [entry for entry in chosen if entry.registered]
+    found = [entry for entry in chosen if entry.accepts_editors]
     if len(found) != 1:
         titles = "; ".join(entry.title for entry in found or chosen)
-        error = UsageError(f"an editor can be attached to one rank only, found {len(found)}: {titles}")
-        error.hint = "choose one: --rank R, --job NAME or --pid N"
         if not found:
-            error = UsageError(f"no editor can be attached to ranks that have not registered: {titles}")
-            error.hint = "a rank registers if `persia debug run` starts it, or at its first call of `breakpoint_`"
-        raise error
+            raise UsageError(
+                f"no editor can be attached to a rank that has no debugger: {titles}",
+                hint="start the rank with `persia debug run`, or call `breakpoint_` in its script",
+            )
+        raise UsageError(
+            f"an editor can be attached to one rank only, found {len(found)}: {titles}",
+            hint="choose one: --rank R, --job NAME or --pid N",
+        )
     listening = attach.ask(found[0], attach.FIRST_PORT + found[0].rank if port is None else port, timeout)
     typer.echo(attach.launch_json(found[0], listening))
     typer.echo(f"waiting for the editor for {timeout:g} s", err=True)
@@ -142,7 +146,8 @@ def debug_digest(
     from persia.runtime.errors import UsageError
 
     if (compare is None) == (not words):
-        raise UsageError("expected either a script, persia debug digest -- SCRIPT, or two folders, --diff A B")
+        found = "both" if words else "neither"
+        raise UsageError(f"persia debug digest: expected either -- SCRIPT or --diff A B, found {found}")
     if compare is not None:
         _diff(*compare)
     else:

@@ -61,7 +61,7 @@ def doctor(
             "--image": image,
             "--stack": stack,
             "--matrix": matrix,
-            "--prometheus and --gateway": prometheus or gateway,
+            "--prometheus" if prometheus else "--gateway": prometheus or gateway,
         }.items()
         if value
     ]
@@ -83,11 +83,11 @@ def doctor(
     path = config or find_persia_yml()
     if ladder:
         if path is None:
-            error = UsageError("--ladder: no CONFIG, and no persia.yml, neither in PERSIA_CONFIG nor in this folder")
-            error.hint = (
-                "persia doctor --ladder persia.yml; create one from your data: persia data inspect FILE -o persia.yml"
+            raise UsageError(
+                "--ladder: no persia.yml: CONFIG is not given, PERSIA_CONFIG is not set, and this folder has none",
+                hint="specify its path: persia doctor --ladder FILE, or create one from your data: "
+                "persia data inspect FILE -o persia.yml",
             )
-            raise error
         raise typer.Exit(doctor_views.ladder(path, until=until, nproc=nproc))
     names = [name.strip() for name in (only or "").split(",") if name.strip()]
     raise typer.Exit(doctor_views.checks(path, names, folder or [], as_json=as_json, measure=measure))

@@ -77,7 +77,7 @@ def differences() -> int:
     for row in equal:
         table.add_row(*row, "")
     Console().print(table)
-    typer.echo(f"{len(different)} differ, {len(equal)} are equal")
+    typer.echo(f"packages: {len(different)} different, {len(equal)} equal")
     return 0
 
 

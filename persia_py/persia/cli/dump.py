@@ -47,11 +47,11 @@ def dump(
     of_stack = run is None and logs.has_stack(partial(typer.echo, err=True))
     folder = None if of_stack else logs.newest_run(run)
     if run is not None and (folder is None or not folder.is_dir()):
-        error = UsageError(f"{run}: no such folder; expected the folder of a run, such as runs/LATEST")
-        error.hint = (
-            "without RUN, the dump is of the stack in this folder, or of PERSIA_RUN_DIR, or of the newest run in runs/"
+        raise UsageError(
+            f"{run}: no such folder; expected the folder of a run, such as runs/LATEST",
+            hint="correct the path, or omit RUN to dump the stack in this folder, or else PERSIA_RUN_DIR or the newest "
+            "run in runs/",
         )
-        raise error
     if folder is not None:
         facts.subject = f"run {folder}"
     here.learn_secrets(archive, folder)
@@ -62,7 +62,7 @@ def dump(
         from persia.doctor.dump import repro as reproduction
 
         rows = reproduction.collect(archive, folder)
-        typer.echo(f"note: repro/ has up to {rows:,} rows of each part of the data, which are not redacted", err=True)
+        typer.echo(f"note: repro/ has up to {rows:,} rows of each part of the data; rows are not redacted", err=True)
     archive.add(SUMMARY, summary.text(archive, facts))
     started = f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
     name = "-".join(["persia-dump", *([folder.resolve().name] if folder is not None else []), started])

@@ -58,13 +58,15 @@ def export(
     elif is_config:
         done = _of_checkpoint(source, checkpoint, transform, out, rows, torchscript, held_out)
     else:
-        raise UsageError(f"--checkpoint {checkpoint}: specify the persia.yml that describes it, not {source}")
+        raise UsageError(
+            f"--checkpoint {checkpoint}: expected the persia.yml that describes the checkpoint, found {source}"
+        )
     manifest, parity = done.manifest, done.manifest.parity
     for table in manifest.tables:
         typer.echo(f"table {table.name}: {table.rows:,} rows of {table.dim} {manifest.rows}")
     typer.echo(
         f"scores of {parity.compared:,} rows of {done.part} are those of evaluation: the largest |difference| / "
-        f"max(1, |output|) is {parity.largest:.1g}, allowed is {parity.bound:g}"
+        f"max(1, |output|) is {parity.largest:.1g}; at most {parity.bound:g} is allowed"
     )
     typer.echo(f"wrote {out}: {done.bytes:,} bytes, {manifest.identity}")
 

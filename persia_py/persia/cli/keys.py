@@ -34,6 +34,7 @@ def _refuse(command: str, option: str, value: str) -> None:
     keys = keys_like(option)
     if not keys:
         return  # the command names it, and similar options
-    error = UsageError(f"{command}: there is no option {option}; {' and '.join(keys)} of persia.yml can be set")
-    error.hint = " or ".join(f"--set {key}={value}" for key in keys)
-    raise error
+    raise UsageError(
+        f"{command}: there is no option {option}; --set changes {' or '.join(keys)} of persia.yml",
+        hint=" or ".join(f"--set {key}={value}" for key in keys),
+    )

@@ -25,16 +25,16 @@ def logs(
             "run below runs/.",
         ),
     ] = None,
-    rank: Annotated[str | None, typer.Option(metavar="R|all", help="Only lines of this rank, or of ranks.")] = None,
+    rank: Annotated[str | None, typer.Option(metavar="R|all", help="Only lines of rank R; all: any rank.")] = None,
     service: Annotated[str | None, typer.Option(help="Only processes whose names begin so, such as server.")] = None,
     grep: Annotated[
-        str | None, typer.Option(metavar="PATTERN", help="Only lines with this regular expression.")
+        str | None, typer.Option(metavar="PATTERN", help="Only lines that match this regular expression.")
     ] = None,
     token: Annotated[
         str | None, typer.Option(metavar="G/R/S", help="Only lines about the batch of generation G, rank R, step S.")
     ] = None,
     since: Annotated[str | None, typer.Option(help="Only lines since 30s, 10m, 2h ago, or since a time.")] = None,
-    tail: Annotated[int | None, typer.Option(min=1, help="Only the last lines, of those that remain.")] = None,
+    tail: Annotated[int | None, typer.Option(min=1, help="Only the last so many of the selected lines.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each line.")] = False,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Then print new lines, until Ctrl-C.")] = False,
 ) -> None:
@@ -89,9 +89,10 @@ def _folder(run: Path | None) -> Path:
 
     folder = found.run_folder(run)
     if folder is None:
-        error = UsageError("no logs: there is no stack in containers here, and no run below runs/ has logs")
-        error.hint = "give the folder of a run: persia logs runs/NAME; or run it in the folder of docker-compose.yaml"
-        raise error
+        raise UsageError(
+            "no logs: there is no stack in containers here, and no run below runs/ has logs",
+            hint="specify the folder of a run: persia logs PATH; or run this in the folder of docker-compose.yaml",
+        )
     if run is None:
         typer.echo(f"logs of {folder}", err=True)
     return folder

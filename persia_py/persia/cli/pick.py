@@ -59,9 +59,10 @@ def _estimated(file: Path | None, overrides: Sequence[str]) -> float:
 
     path = file or find_persia_yml()
     if path is None:
-        missing = ConfigError("no persia.yml, neither in PERSIA_CONFIG nor in this folder")
-        missing.hint = "specify its path: persia config pick PRICES FILE, or the memory: --memory-gib 16"
-        raise missing
+        raise ConfigError(
+            "no persia.yml: PERSIA_CONFIG is not set, and this folder has none",
+            hint="specify its path: persia config pick PRICES FILE, or the memory: --memory-gib 16",
+        )
     return sizing.of_config(load_config(path, overrides)).here / sizing.FULL
 
 
@@ -72,22 +73,25 @@ def _none(prices: Path, table: "Sequence[Instance]", memory: float, gpus: int, *
     enough = [each for each in table if each.gpus >= gpus]
     needed = f"{memory / instances.GIB:.1f} GiB of memory"
     if not enough:
-        error = ConfigError(f"{prices}: no instance has {gpus} GPUs; the most are {max(each.gpus for each in table)}")
-        error.hint = "add instances to the table, or lower --gpus"
-        return error
+        count = max(each.gpus for each in table)
+        return ConfigError(
+            f"{prices}: no instance has at least {gpus} GPU(s); the largest number is {count}",
+            hint="add instances to the table, or lower --gpus",
+        )
     largest = max(enough, key=lambda each: each.memory)
-    of = f" of those with {gpus} GPUs" if gpus else ""
+    of = f" with at least {gpus} GPU(s)" if gpus else ""
     most = f"{largest.memory / instances.GIB:.1f} GiB"
-    error = ConfigError(f"{prices}: no instance{of} has {needed}; the largest is {largest} with {most}")
     smaller = ", or make the run smaller: docs/profiling.md#memory" if is_estimate else ""
-    error.hint = f"add larger instances to the table{smaller}"
-    return error
+    return ConfigError(
+        f"{prices}: no instance{of} has {needed}; the largest is {largest} with {most}",
+        hint=f"add larger instances to the table{smaller}",
+    )
 
 
 def _show(table: "Sequence[Instance]", memory: float, gpus: int, choice: "Choice", min_saving: float) -> None:
     from persia.trainer import instances
 
-    needed = f"{memory / instances.GIB:.1f} GiB of memory" + (f" and {gpus} GPUs" if gpus else "")
+    needed = f"{memory / instances.GIB:.1f} GiB of memory" + (f" and {gpus} GPU(s)" if gpus else "")
     suitable = sum(instances.is_suitable(each, memory, gpus) for each in table)
     typer.echo(f"needed: {needed}; {suitable} of {len(table)} instances have that")
     price = f"{choice.instance}, {choice.instance.usd_per_hour:g} USD per hour"
@@ -99,7 +103,7 @@ def _show(table: "Sequence[Instance]", memory: float, gpus: int, choice: "Choice
         compared = f"{-choice.saving:.0%} above the {choice.usual.on_demand:g} USD of {choice.usual.name} on demand"
     if choice.waits:
         only = "" if choice.saving < 0 else "only "
-        typer.echo(f"wait: {price}, is the cheapest, but {only}{compared}; at least {min_saving:.0%} are wanted")
+        typer.echo(f"wait: {price}, is the cheapest, but {only}{compared}; --min-saving requires {min_saving:.0%}")
         anyway = "" if choice.saving < 0 else ", or take it: --min-saving 0"
         typer.echo(f"run this again when prices have changed{anyway}")
     else:

@@ -67,18 +67,20 @@ def serve(
     if health:
         raise typer.Exit(0 if _is_ready(http) else 1)
     if bundle is None:
-        error = UsageError("no BUNDLE: specify a folder that persia export wrote")
-        error.hint = "persia export runs/LATEST -o bundle, then persia serve bundle"
-        raise error
+        raise UsageError(
+            "no BUNDLE is given, and PERSIA_BUNDLE is not set",
+            hint="export a run, then serve the bundle: persia export runs/LATEST -o bundle, then persia serve bundle",
+        )
     with interruptible():
         try:
             from persia.serving.limits import Limits
             from persia.serving.server import Options
             from persia.serving.server import serve as run
         except ModuleNotFoundError as missing:
-            error = UsageError(f"persia serve needs the package {missing.name}, which is not installed")
-            error.hint = "pip install 'persia[serve]'"
-            raise error from missing
+            raise UsageError(
+                f"persia serve needs the package {missing.name}, which is not installed",
+                hint="pip install 'persia[serve]'",
+            ) from missing
         import torch
 
         from persia.serving.bundled import load
@@ -108,7 +110,7 @@ def _token() -> str:
 
     token = tokens.token("serving")
     if token is None:
-        raise UsageError("PERSIA_TOKEN_FILE is not set: clients need no token")
+        raise UsageError("--show-token: there is no token, because PERSIA_TOKEN_FILE is not set; clients need none")
     return token
 
 

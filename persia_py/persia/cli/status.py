@@ -20,15 +20,17 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Show use and progress until Ctrl-C.")] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="With --watch: print CSV.")] = False,
     samples: Annotated[int | None, typer.Option("-l", min=1, help="With --watch: end after this many samples.")] = None,
-    seconds: Annotated[float, typer.Option("-n", min=0.1, help="With --watch: seconds between samples.")] = 2.0,
+    seconds: Annotated[
+        float | None, typer.Option("-n", min=0.1, help="With --watch: seconds between samples. Default: 2.")
+    ] = None,
 ) -> None:
     """Show the processes of a job. Exit with 1 if one is missing or unhealthy, but always with 0 with --watch."""
     from persia.runtime.errors import UsageError
 
     if not watch:
-        given = {"RUN": run is not None, "--csv": as_csv, "-l": samples is not None}
+        given = {"RUN": run is not None, "--csv": as_csv, "-l": samples is not None, "-n": seconds is not None}
         if wrong := [name for name, is_given in given.items() if is_given]:
-            raise UsageError(f"persia status: {', '.join(wrong)} needs --watch")
+            raise UsageError(f"persia status: {', '.join(wrong)}: only allowed with --watch")
         if targets:
             raise typer.Exit(_targets(nats_url, job, every=every))
         raise typer.Exit(_show(nats_url, job, every=every, as_json=as_json))
@@ -36,7 +38,7 @@ def status(
         name = "--json" if as_json else "--all" if every else "--targets"
         instead = "; use --csv" if as_json else ""
         raise UsageError(f"persia status: {name} is not allowed with --watch{instead}")
-    _watch(run, nats_url, job, as_csv=as_csv, samples=samples, seconds=seconds)
+    _watch(run, nats_url, job, as_csv=as_csv, samples=samples, seconds=2.0 if seconds is None else seconds)
 
 
 def _targets(nats_url: str | None, job: str | None, *, every: bool) -> int:
@@ -84,7 +86,7 @@ def _url(given: str | None) -> str:
         return services.nats_url(given)
     except UsageError as error:
         error.hint = (
-            "for a running job of persia up: . runs/NAME/job.env; else set it to the value of the job, or run: "
-            "persia status --nats-url nats://HOST:4222; a run of `persia train`: persia status --watch runs/LATEST"
+            "for a running job of persia up: . runs/NAME/job.env; for another job: persia status --nats-url "
+            "nats://HOST:4222; for a run of `persia train`: persia status --watch runs/LATEST"
         )
         raise

@@ -21,14 +21,14 @@ def _finished(file: Path, folder: "RunFolder", config: "Config", set_: list[str]
 
     summary, stop = folder.read_json(SUMMARY), config.train.early_stop
     if summary.get("early_stopped") and stop is not None:
-        said = f"it has stopped early, at step {summary.get('step')}; nothing was trained"
+        said = f"the run has stopped early, at step {summary.get('step')}; nothing was trained"
         change = f"train.early_stop.patience={2 * stop.patience}"
     else:
-        said = f"it is finished: step {summary.get('step')}, data.epochs {config.data.epochs}; nothing was trained"
+        said = f"the run is finished: step {summary.get('step')}, data.epochs {config.data.epochs}; nothing was trained"
         change = f"data.epochs={2 * config.data.epochs}"
     key = change.partition("=")[0]
     overrides = [*(each for each in set_ if not each.startswith(key)), change]
-    return f"{folder.shown}: {said}\nto train on: {_again(file, overrides, folder)}"
+    return f"{folder.shown}: {said}\nto continue training: {_again(file, overrides, folder)}"
 
 
 def _again(file: Path, overrides: list[str], folder: "RunFolder") -> str:
@@ -54,7 +54,7 @@ def train(
         bool, typer.Option("--local", help="Keep the rows in this process, even if PERSIA_NATS_URL is set.")
     ] = False,
     nproc: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Train with N ranks on this host, and servers.")
+        int | None, typer.Option(min=1, metavar="N", help="Train with N ranks and a server on this host.")
     ] = None,
     sweep: Annotated[
         list[str] | None,
@@ -62,7 +62,7 @@ def train(
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Start a --sweep of more than 20 trials.")] = False,
     replace_rows: Annotated[
-        bool, typer.Option("--replace-rows", help="With --test on servers: lose the rows that they hold.")
+        bool, typer.Option("--replace-rows", help="With --test on servers: discard the rows that they hold.")
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show whole tracebacks, and log all.")] = False,
     follow: Annotated[
@@ -92,7 +92,10 @@ def train(
         log_all()
     only_warnings(evaluations=False)
     if run is not None and not resume:
-        raise UsageError(f"{run}: to continue a run, use persia train {shlex.join([str(file), '--resume', str(run)])}")
+        raise UsageError(
+            f"{run}: RUN is only allowed with --resume",
+            hint=f"to continue a run: persia train {shlex.join([str(file), '--resume', str(run)])}",
+        )
     given = {"--resume": resume, "--baseline": baseline, "--test": test, "--nproc": nproc, "--sweep": sweep}
     train_modes.check_together({name for name, value in given.items() if value})
     train_modes.check_needs(profile=profile, test=test, sweep=bool(sweep), yes=yes, replace_rows=replace_rows)
@@ -132,9 +135,10 @@ def _show(config: "Config", folder: "RunFolder") -> None:
     show_results(summary)
     if summary.get("status") == STOPPED and config.budget is not None:
         typer.echo(
-            f"stopped after step {summary['step']}: {summary['reason']}, {summary['cost_usd']:.2f} USD are spent"
+            f"stopped after step {summary['step']}: {summary['reason']}, {summary['cost_usd']:.2f} USD were spent"
         )
-        typer.echo(f"next:  --resume {shlex.quote(folder.shown)} --set budget.usd={2 * config.budget.usd:g} trains on")
+        more = f"--resume {shlex.quote(folder.shown)} --set budget.usd={2 * config.budget.usd:g}"
+        typer.echo(f"next:  to continue training, repeat the command with {more}")
     if config.profile is not None:
         show_profile(folder)
     typer.echo(folder.shown)

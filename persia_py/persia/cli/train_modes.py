@@ -1,4 +1,4 @@
-"""The modes of ``persia train`` besides training in this process: a test of one batch, several ranks, a sweep."""
+"""The modes of ``persia train`` other than training in this process: a test of one batch, several ranks, a sweep."""
 
 import os
 import shlex
@@ -108,19 +108,21 @@ def name_of(run: Path | None, config: Config) -> str:
 
     parent = Path(config.run.dir).expanduser().absolute()
     if run is None and config.run.name is None:
-        error = UsageError(
-            "--nproc with --resume needs the folder of the run: one process may have trained the newest run"
+        raise UsageError(
+            "--nproc with --resume needs the folder of the run: one process may have trained the newest run",
+            hint=f"specify its folder: --resume {shlex.quote(str(Path(config.run.dir) / 'NAME'))}",
         )
-        error.hint = f"specify its folder: --resume {shlex.quote(str(Path(config.run.dir) / 'NAME'))}"
-        raise error
     found = find_run(parent / str(config.run.name) if run is None else run)
     if "checkpoints" not in found.read_json(FACTS):
-        error = UsageError(f"{found.shown}: the run was trained in one process; ranks cannot continue it")
-        error.hint = f"continue it without --nproc: --resume {shlex.quote(found.shown)}"
-        raise error
+        raise UsageError(
+            f"{found.shown}: the run was trained in one process; ranks cannot continue it",
+            hint=f"continue it without --nproc: --resume {shlex.quote(found.shown)}",
+        )
     if found.path.parent != parent:
         key = shlex.quote(f"run.dir={found.path.parent}")
-        raise UsageError(f"{found.shown}: the run is not in run.dir, which is {parent}; use --set {key}")
+        raise UsageError(
+            f"{found.shown}: the run is not in run.dir, which is {parent}", hint=f"specify its folder: --set {key}"
+        )
     return found.path.name
 
 
@@ -165,21 +167,22 @@ def _check_servers(*, replace_rows: bool) -> None:
     missing_parts(found)
     running = [one for one in found.processes if one.service == "persia-trainer"]
     if running:
-        error = UsageError(
-            f"job {job}: rank {running[0].index} is training on {running[0].host}; a test would end its run"
+        raise UsageError(
+            f"job {job}: rank {running[0].index} is training on {running[0].host}; a test would end its run",
+            hint="test without servers: --local; or wait until the run has ended: persia status",
         )
-        error.hint = "test without servers: --local; or wait for its end: persia status"
-        raise error
     unknown = [one for one in found.processes if one.service == "persia-server" and one.rows is None]
     if unknown and not replace_rows:
-        error = UsageError(f"job {job}: server {unknown[0].index} does not report its rows, which a test replaces")
-        error.hint = "see what it does: persia status; if its rows are saved or not needed: --replace-rows"
-        raise error
+        raise UsageError(
+            f"job {job}: server {unknown[0].index} does not report its rows, which a test replaces",
+            hint="see the health of the server: persia status; if its rows are saved or not needed: --replace-rows",
+        )
     rows = sum(one.rows or 0 for one in found.processes)
     if rows and not replace_rows:
-        error = UsageError(f"job {job}: the servers hold {rows:,} rows, which a test replaces")
-        error.hint = "test without servers: --local; if the rows are saved or not needed: --replace-rows"
-        raise error
+        raise UsageError(
+            f"job {job}: the servers hold {rows:,} rows, which a test replaces",
+            hint="test without servers: --local; if the rows are saved or not needed: --replace-rows",
+        )
 
 
 def sweep(file: Path, overrides: Sequence[str], options: Sequence[str], *, confirmed: bool) -> int:
@@ -187,14 +190,16 @@ def sweep(file: Path, overrides: Sequence[str], options: Sequence[str], *, confi
     from persia.trainer import sweep as sweeps
 
     if settings.nats_url is not None:
-        error = UsageError("--sweep trains in this process, but PERSIA_NATS_URL is set")
-        error.hint = "add --local, to keep the rows in this process"
-        raise error
+        raise UsageError(
+            "--sweep trains in this process, but PERSIA_NATS_URL is set",
+            hint="add --local, to keep the rows in this process",
+        )
     count = len(sweeps.grid(options))
     if count > sweeps.MANY and not confirmed:
-        error = UsageError(f"--sweep: {count} trials, more than {sweeps.MANY}")
-        error.hint = "specify fewer values, or confirm it: --yes"
-        raise error
+        raise UsageError(
+            f"--sweep: {count} trials, but more than {sweeps.MANY} need a confirmation",
+            hint="specify fewer values, or confirm: --yes",
+        )
     found = sweeps.trials(file, overrides, options)
     given = "".join(f" --set {shlex.quote(each)}" for each in overrides)
     swept = "".join(f" --sweep {shlex.quote(each)}" for each in options)

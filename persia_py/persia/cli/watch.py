@@ -210,9 +210,10 @@ def run_folder(given: Path) -> Path:
     if given.name == LATEST and given.is_file():
         folder = given.parent / given.read_text(encoding="utf-8").strip()
     if not (folder / METRICS).is_file():
-        error = UsageError(f"{given}: no run; expected the folder of a run, such as runs/LATEST")
-        error.hint = "train one: persia train persia.yml; or, to watch a job, omit RUN and set PERSIA_NATS_URL"
-        raise error
+        raise UsageError(
+            f"{given}: no run; expected the folder of a run, such as runs/LATEST",
+            hint="train one: persia train persia.yml; or, to watch a job, omit RUN and set PERSIA_NATS_URL",
+        )
     return folder
 
 
@@ -291,7 +292,7 @@ def _table(rows: list[Row]) -> Group:
         table.add_row(*("-" if cell is None else str(cell) for cell in cells))
     seen = next((row for row in rows if row.rx_bytes_per_s is not None and row.tx_bytes_per_s is not None), None)
     if seen is None:
-        network = "no process of this host"
+        network = "the network is not shown, because no process of the table runs on this host"
     else:
         rx, tx = (seen.rx_bytes_per_s or 0.0) / 1e6, (seen.tx_bytes_per_s or 0.0) / 1e6
         network = f"{seen.host}: network receives {rx:.2f} MB/s, sends {tx:.2f} MB/s"

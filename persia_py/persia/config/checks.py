@@ -107,12 +107,13 @@ class _Checks(Checker):
             if key == "by" or key in _SPLIT_KEYS[by] or value in (None, getattr(default, key)):
                 continue
             other = next(way for way, keys in _SPLIT_KEYS.items() if key in keys)
-            self._error(f"data.split.{key}", f"found together with `by: {by}`; allowed: with `by: {other}` only")
+            self._error(f"data.split.{key}", f"found together with `by: {by}`; allowed only with `by: {other}`")
         own = {part for part in ("valid", "test") if self._data.get(part) is not None}
         if by == "file" and not own:
             self._error("data.split.by", "found `file`, but neither data.valid nor data.test; set one of them")
         if by != "file" and len(own) == 2 and self._is_given("data.split", SplitBlock().model_dump(), split):
-            self._error("data.split", "found together with data.valid and data.test, so no rows are divided: remove it")
+            message = "found together with data.valid and data.test, so no rows are divided"
+            self._error("data.split", f"{message}: remove this key")
         if by == "hash":
             self._check_fractions(split["fractions"])
         if by == "time":
@@ -133,16 +134,16 @@ class _Checks(Checker):
 
     def _check_times(self, split: Mapping[str, Any], own: set[str]) -> None:
         if split["column"] is None and not self._findings.has("data.split.column"):
-            self._error("data.split.column", "missing, allowed: the column of the time")
+            self._error("data.split.column", "missing, allowed: the column that holds the time")
         bounds = {part: split[part] for part in ("valid", "test")}
         for part in own:
             if bounds[part] is not None:
                 self._error(
-                    f"data.split.{part}", f"found together with data.{part}, whose files are the part: remove one"
+                    f"data.split.{part}", f"found together with data.{part}, whose files are the {part} set: remove one"
                 )
         if all(bound is None for bound in bounds.values()) and len(own) < 2:
             lacking = [part for part in bounds if part not in own]
-            message = f"missing, allowed: the first time of the part, such as `{lacking[0]}: 2024-05-01`"
+            message = f"missing, allowed: the start of {lacking[0]}, such as `{lacking[0]}: 2024-05-01`"
             self._error(f"data.split.{lacking[0]}", message)
         first, second = bounds["valid"], bounds["test"]
         if first is not None and second is not None:
@@ -159,17 +160,16 @@ class _Checks(Checker):
         is_text = data.get("format") in ("csv", "tsv") or data.get("preset") or data.get("format") is None
         for key in ("columns", "header"):
             if not is_text and data.get(key):
-                message = f"found together with `format: {data['format']}`, whose files have types and names"
-                self._error(f"data.{key}", f"{message}: remove it")
+                message = f"found together with `format: {data['format']}`, whose files have names and types of columns"
+                self._error(f"data.{key}", f"{message}: remove this key")
         if data.get("preset"):
             for key in ("header", "format"):
                 if data.get(key) is not None:
-                    self._error(
-                        f"data.{key}", f"found together with `preset: {data['preset']}`, which sets it: remove it"
-                    )
+                    message = f"found together with `preset: {data['preset']}`, which determines the {key}"
+                    self._error(f"data.{key}", f"{message}: remove this key")
         repeated = [name for name in data.get("header") or [] if data["header"].count(name) > 1]
         if repeated:
-            self._error("data.header", f"`{repeated[0]}` appears twice; each column has one name")
+            self._error("data.header", f"`{repeated[0]}` appears more than once; column names must differ")
 
     def check_workers(self) -> None:
         """Check the keys for reading ahead."""
@@ -189,13 +189,14 @@ class _Checks(Checker):
         if metrics is not None:
             repeated = [name for name in metrics if metrics.count(name) > 1]
             if repeated:
-                self._error("train.metrics", f"`{repeated[0]}` appears twice: remove one")
+                self._error("train.metrics", f"`{repeated[0]}` appears more than once: list it once")
             wants = "gauc" in metrics or stop.get("metric") == "gauc"
             path = "train.early_stop.metric" if stop.get("metric") == "gauc" else "train.metrics"
             if wants and train.get("gauc_group") is None and not self._findings.has("train.gauc_group"):
                 self._error(path, "`gauc` needs `train.gauc_group`, the column of the groups, such as the user")
             elif not wants and train.get("gauc_group") is not None:
-                self._error("train.gauc_group", "found, but `train.metrics` has no `gauc`: add it, or remove the group")
+                message = "found, but `train.metrics` has no `gauc`: add `gauc`, or remove this key"
+                self._error("train.gauc_group", message)
         if stop.get("metric") not in (None, "loss") and (label := self._first_label()) is not None:
             message = f"found `{stop['metric']}`, but the first label, `{label}`, has `loss: mse`; allowed: loss"
             self._error("train.early_stop.metric", message)
@@ -238,7 +239,8 @@ class _Checks(Checker):
         run: Mapping[str, Any] = self._values.get("run") or {}
         name = run.get("name")
         if name is not None and (not _RUN_NAME.fullmatch(name) or name == "LATEST"):
-            self._error("run.name", f"found `{name}`, allowed: letters, digits, `.`, `_` and `-`; not LATEST")
+            allowed = "up to 80 letters, digits, `.`, `_` and `-`, the first a letter or a digit; not LATEST"
+            self._error("run.name", f"found `{name}`, allowed: {allowed}")
         checkpoint: Mapping[str, Any] = self._values.get("checkpoint") or {}
         if is_url(run.get("dir") or ""):
             hint = "checkpoint.dir may be an address such as s3://bucket/prefix"
@@ -262,7 +264,8 @@ class _Checks(Checker):
         try:
             Path(node.text).expanduser()
         except RuntimeError:
-            self._findings.error(node.place, path, f"found `{node.text}`, but this user has no home folder")
+            message = f"found `{node.text}`, but `{node.text.split('/')[0]}` has no known home folder"
+            self._findings.error(node.place, path, f"{message}: write an absolute path")
 
     def check_env(self) -> None:
         """Check that names are valid in a shell, and that no variable changes the place of the process in its job."""
@@ -298,8 +301,8 @@ class _Checks(Checker):
         labels = {use.column: use.by for use in uses_of(self._root) if use.by.startswith("labels.")}
         for use in uses_of(self._root):
             if use.column in labels and not use.by.startswith("labels."):
-                message = f"reads `{use.column}`, the column of `{labels[use.column]}`: the label would be known"
-                self._findings.error(use.place, use.by, f"{message}; choose another column, or remove it")
+                message = f"reads `{use.column}`, the column of `{labels[use.column]}`, which is unknown at prediction"
+                self._findings.error(use.place, use.by, f"{message}; choose another column, or remove this key")
 
     def check_micro_batch(self) -> None:
         """Check that ``micro_batch`` is smaller than a batch."""
@@ -323,7 +326,7 @@ class _Checks(Checker):
         sizes = {value for value, _ in dims.values()}
         if len(sizes) > 1:
             listed = ", ".join(f"{name} {value:g}" for name, (value, _) in dims.items())
-            message = f"`dlrm` needs features of one dim, found {listed}; set the same for all, or use `name: dcnv2`"
+            message = f"`dlrm` needs one dim for all features, found {listed}; set the same dim, or use `name: dcnv2`"
             self._error("model.name", message)
         elif sizes and self._has_dense():
             self._check_last("bottom_mlp", model.get("bottom_mlp"), int(min(sizes)), "the dim of the features")

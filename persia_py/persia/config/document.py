@@ -196,7 +196,8 @@ def open_document(
     try:
         text, name = read_config(Path(path))
     except ConfigError as error:
-        error.hint = "create one from your data: persia data inspect FILE"
+        if isinstance(error.__cause__, FileNotFoundError):
+            error.hint = "correct the path, or create a file from your data: persia data inspect FILE"
         raise
     return Document(text, name, Path(path).absolute().parent if folder is None else Path(folder).absolute(), overrides)
 

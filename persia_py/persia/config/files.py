@@ -56,7 +56,9 @@ def kind_of(text: str, path: Path) -> str:
     if root is None:
         return PERSIA  # which reports the error in the text
     kinds = "; ".join(f"{kind} has {', '.join(known)}" for kind, known in _KEYS.items())
-    raise ConfigError(f"{path}: not a known configuration file: {kinds}")
+    raise ConfigError(
+        f"{path}: not a known configuration file: {kinds}", hint="specify a file of one of these three kinds"
+    )
 
 
 def check_files(paths: Sequence[Path], overrides: Sequence[str] = (), kinds: dict[Path, str] | None = None) -> Checked:
@@ -93,7 +95,7 @@ def _compare(ours: tuple[str, str], theirs: tuple[str, str], checked: Checked) -
 
     if found := differences(ours, theirs):
         lines = "".join(f"\n  {each}" for each in found)
-        checked.mistakes.append(f"{ours[1]} and {theirs[1]}: their slots differ{lines}")
+        checked.mistakes.append(f"the slots of {ours[1]} and {theirs[1]} differ:{lines}")
 
 
 def _check_persia(text: str, name: str, overrides: Sequence[str], checked: Checked) -> None:
@@ -105,8 +107,8 @@ def _check_persia(text: str, name: str, overrides: Sequence[str], checked: Check
     slots = config.compiled.embedding_config()
     model = config.model.name or config.model.class_
     checked.summary.append(
-        f"{name}: {len(config.features)} features with {len(slots.slots)} slots in {len(slots.tables)} tables, "
-        f"{len(config.labels)} labels, model {model}"
+        f"{name}: {_count(len(config.features), 'feature')} with {_count(len(slots.slots), 'slot')} in "
+        f"{_count(len(slots.tables), 'table')}, {_count(len(config.labels), 'label')}, model {model}"
     )
     checked.summary += _settings(slots)
 
@@ -115,8 +117,12 @@ def _check_slots(text: str, name: str, overrides: Sequence[str], checked: Checke
     del overrides
     slots = core.parse_embedding_config(text, name)
     checked.warnings += slots.warnings
-    checked.summary.append(f"{name}: {len(slots.slots)} slots in {len(slots.tables)} tables")
+    checked.summary.append(f"{name}: {_count(len(slots.slots), 'slot')} in {_count(len(slots.tables), 'table')}")
     checked.summary += _settings(slots)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _settings(slots: core.EmbeddingConfig) -> list[str]:

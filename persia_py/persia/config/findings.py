@@ -87,9 +87,11 @@ class Findings:
             return
         count = len(self._errors)
         lines = "".join(f"\n  {line}" for line in self.errors)
-        error = ConfigError(f"{self.file}: {count} {'error' if count == 1 else 'errors'}{lines}")
+        hint = "correct the values of --set"
+        if not all(one.place.override for one in self._errors):
+            hint = f"correct it, then run: persia config check {shlex.quote(str(self.file))}"
+        error = ConfigError(f"{self.file}: {count} {'error' if count == 1 else 'errors'}{lines}", hint=hint)
         error.findings = [(one.place.line, one.place.column, one.path, one.message) for one in _sorted(self._errors)]
-        error.hint = f"correct it, then run: persia config check {shlex.quote(str(self.file))}"
         raise error
 
 

@@ -101,8 +101,8 @@ def _source(module: str, folder: Path) -> Path | None:
         spec = PathFinder.find_spec(name, places) if places else None
         if spec is None:
             raise LookupError(
-                f"no module `{name}` in {folder}, nor among the installed packages; move it there, add its folder to "
-                "PYTHONPATH, or install it: pip install -e FOLDER"
+                f"no module `{name}` in {folder}, nor among the installed packages; move it to that folder, add its "
+                "folder to PYTHONPATH, or install it: pip install -e FOLDER"
             )
         places = spec.submodule_search_locations
     return Path(spec.origin) if spec is not None and spec.origin else None

@@ -58,7 +58,7 @@ class Operations(Checker):
                 if rank < 0:
                     self._error(path, f"found rank {rank}; ranks are counted from 0")
                 elif rank in seen:
-                    where = "twice" if seen[rank] == name else f"in region `{seen[rank]}` too"
+                    where = "listed twice" if seen[rank] == name else f"in region `{seen[rank]}` too"
                     self._error(path, f"rank {rank} is {where}; allowed: one region for each rank")
                 seen[rank] = name
         if not regions:
@@ -92,7 +92,8 @@ class Operations(Checker):
         every = (self._values.get("checkpoint") or {}).get("every")
         often = (self._values.get("price") or {}).get("checkpoint_every")
         if every is not None and often is not None and often >= every:
-            self._warn("price.checkpoint_every", f"found {often}, but checkpoint.every is {every}: no effect")
+            message = f"found {often}, which has no effect, because checkpoint.every is {every}"
+            self._warn("price.checkpoint_every", message)
 
 
 def _is_address(text: str) -> bool:

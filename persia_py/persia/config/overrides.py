@@ -49,8 +49,8 @@ def _put(block: Entries, keys: list[str], value: Node, place: Place, findings: F
         if inner is None and len(done) == 2 and done[0] in FREE:
             kind = done[0][:-1]
             whole = ".".join(done)
-            message = f"no {kind} `{key}`{near(key, block.first)}; a new one is given whole: --set '{whole}={{…}}'"
-            findings.error(place, whole, message)
+            message = f"no {kind} `{key}`{near(key, block.first)}; a new {kind} needs all its keys"
+            findings.error(place, whole, f"{message}: --set '{whole}={{…}}'")
             return
         if inner is None or inner.is_null:
             inner = Entries(place, [])
@@ -60,7 +60,7 @@ def _put(block: Entries, keys: list[str], value: Node, place: Place, findings: F
             else:
                 block.entries[index] = entry
         elif not isinstance(inner, Entries):
-            findings.error(place, ".".join(done), f"the file has {inner.found()} here, which has no key `{keys[0]}`")
+            findings.error(place, ".".join(done), f"found {inner.found()}, which has no key `{keys[0]}`")
             return
         elif index is not None:
             # An alias is one node at several places; copy it, so that the other places keep their values.

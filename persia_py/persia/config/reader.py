@@ -24,7 +24,7 @@ _LATER = MappingProxyType(dict.fromkeys(RESERVED, "not in this version yet: remo
 _UNSUPPORTED: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "train": {
-            "baseline": "not a key, but an option of the command, persia train FILE --baseline lightgbm",
+            "baseline": "not a key, but an option of the command: persia train FILE --baseline lightgbm",
         },
     }
 )
@@ -74,7 +74,8 @@ class Reader:
                 continue
             first[key.text] = key.place
             if key.text == "<<":
-                self.findings.error(key.place, at, "merge keys are not read; an alias (`*name`) repeats a whole value")
+                message = "merge keys are not supported; an alias (`*name`) repeats a whole value"
+                self.findings.error(key.place, at, message)
             elif at not in FREE:
                 self._check_notation(value, at)
         for item in node.items if isinstance(node, Items) else []:

@@ -249,7 +249,7 @@ def _read_list(annotation: Any, node: Node) -> Any:
     count, item = _item(annotation)
     if not isinstance(node, Items) or (count and len(node.items) != count):
         if isinstance(node, Items):
-            raise RefusedError(node, f"{allowed(annotation)}; it has {len(node.items)}")
+            raise RefusedError(node, f"{allowed(annotation)}; this list has {len(node.items)}")
         raise RefusedError(node, allowed(annotation))
     values = [_read_part(item, one, f"[{index}]") for index, one in enumerate(node.items)]
     return tuple(values) if get_origin(annotation) is tuple or annotation is tuple else values

@@ -65,7 +65,10 @@ class BaseCtx:
         if device_id is not None:
             _forward.check_device(device_id)
         elif embedding_dtype != torch.float32:
-            raise UsageError(f"embedding_dtype={embedding_dtype}: without device_id embedding tensors are float32")
+            raise UsageError(
+                f"embedding_dtype={embedding_dtype}: without device_id embedding tensors are float32; pass device_id, "
+                "or leave embedding_dtype out"
+            )
         self.device_id = device_id
         self._device = None if device_id is None else Device(device_id, embedding_dtype)
         self.common_context: Backend | None = None

@@ -38,9 +38,10 @@ def named_error(
         model: The model.
     """
     if "device" in str(error) and (listed := _devices(dense, names, embeddings, model)):
-        found = UsageError(f"the model failed: {str(error).splitlines()[0]}; {listed}")
-        found.hint = "move the model to the device of the batch: model.to(DEVICE) before the optimizer is made"
-        return found
+        return UsageError(
+            f"the model failed: {str(error).splitlines()[0]}; {listed}",
+            hint="move the model to the device of the batch: model.to(DEVICE) before the optimizer is created",
+        )
     others = [
         f"{titled('dense input', index, name)} is {_dtype(tensor)}"
         for index, (tensor, name) in enumerate(zip(dense, names, strict=True))
@@ -106,8 +107,8 @@ class LabelCheck:
             return label
         if label.dtype in (torch.int32, torch.int64) and bool(((label > _EXACT) | (label < -_EXACT)).any()):
             self._warn(
-                f"{title} is {_dtype(label)} and has numbers beyond 2^24, which float32 does not hold exactly: it is "
-                "not converted. Scale it, and pass float32: Label(data.astype(np.float32))"
+                f"{title} is {_dtype(label)} and has numbers beyond 2^24, which float32 does not hold exactly, so the "
+                "label is not converted. Scale the label, and pass float32: Label(data.astype(np.float32))"
             )
             return label
         return label.to(torch.float64 if same[0].dtype == torch.float64 else torch.float32)
@@ -165,8 +166,8 @@ class TruncatedSlots:
             if truncated and slot not in self._logged:
                 self._logged.add(slot)
                 _logger.warning(
-                    "slot %r: %d ids of the batch are dropped, because a sample uses only its first sample_fixed_size "
-                    "ids; further dropped ids are not logged, but counted in Engine.stats()['slots']",
+                    "slot %r: some samples have more ids than sample_fixed_size, so only their first ids are used; "
+                    "dropped ids in this batch: %d. Later ones are not logged, but counted in Engine.stats()['slots']",
                     slot,
                     truncated,
                 )
@@ -177,12 +178,11 @@ def check_rows(given: object, where: str) -> None:
     if given is None or isinstance(given, EmbeddingConfig):
         return
     if isinstance(given, Slots):
-        error = UsageError(
+        raise UsageError(
             f"{where}(embedding_config=...): found slots, such as features.embedding_config() returns; expected "
-            "persia.embedding.EmbeddingConfig, which sets how rows are initialized"
+            "persia.embedding.EmbeddingConfig, which sets how rows are initialized",
+            hint="take the slots from the features: PERSIA_CONFIG=persia.yml in the environment",
         )
-        error.hint = "take the slots from the features: PERSIA_CONFIG=persia.yml in the environment"
-        raise error
     raise UsageError(
         f"{where}(embedding_config=...): expected persia.embedding.EmbeddingConfig, found {type(given).__name__}"
     )
@@ -195,9 +195,9 @@ def check_training(given: dict[str, Any]) -> None:
         UsageError: An argument has a class or value that is not allowed.
     """
     classes: dict[str, tuple[type, str, bool]] = {
-        "embedding_optimizer": (Optimizer, "one of persia.embedding.optim", False),
+        "embedding_optimizer": (Optimizer, "an optimizer of persia.embedding.optim", False),
         "dense_optimizer": (torch.optim.Optimizer, "a torch.optim.Optimizer", False),
-        "distributed_option": (DistributedBaseOption, "one of persia.distributed", True),
+        "distributed_option": (DistributedBaseOption, "an option of persia.distributed", True),
         "checkpoints": (Checkpoints, "persia.ctx.Checkpoints", True),
     }
     for name, (kind, wanted, optional) in classes.items():

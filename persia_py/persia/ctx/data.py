@@ -61,7 +61,7 @@ class DataCtx:
                 embedded mode.
         """
         if self._sender is not None:
-            raise UsageError("this DataCtx is already entered")
+            raise UsageError("this DataCtx is already entered; enter it once, in one `with` block")
         if settings.nats_url is not None:
             self._sender = self._connect()
         else:
@@ -116,7 +116,7 @@ class DataCtx:
             if value is None or ends_well(value):
                 sender.end()
             elif isinstance(value, SystemExit):
-                sender.fail(UsageError(f"it exited: {value.code}"))
+                sender.fail(UsageError(f"the data script exited: {value.code}"))
             elif not isinstance(value, Stopped | RunRestarted | KeyboardInterrupt):
                 sender.fail(value)
         except Stopped as error:

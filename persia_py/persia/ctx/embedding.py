@@ -122,7 +122,7 @@ class EmbeddingCtx(BaseCtx):
         """
         watchdog.progress()
         if self.model is None:
-            raise UsageError(f"{type(self).__name__}.forward without a model; pass model=...")
+            raise UsageError(f"cannot call forward(): this {type(self).__name__} has no model; pass model=...")
         with torch.set_grad_enabled(self.preprocess_mode is PreprocessMode.TRAIN and torch.is_grad_enabled()):
             if isinstance(batch, PersiaBatch):
                 batch = self.get_embedding_from_data(batch)
@@ -403,7 +403,7 @@ class EmbeddingCtx(BaseCtx):
 def _local(caller: str, path: str | os.PathLike[str]) -> Path:
     if is_url(path):
         raise UsageError(
-            f"{caller}: {os.fspath(path)}: expected a local path; HDFS and object stores are not supported"
+            f"{caller}: {os.fspath(path)}: expected a local path; URLs of HDFS and object stores are not supported"
         )
     return Path(path)
 

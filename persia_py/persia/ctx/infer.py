@@ -16,7 +16,7 @@ from persia.runtime.errors import UsageError
 from persia_core import forward as _forward
 
 _LOADS = "infer_config.embedding_checkpoint"
-"""The call that loads rows, for messages."""
+"""The key that selects the rows, for messages."""
 
 
 class InferCtx(EmbeddingCtx):
@@ -69,8 +69,8 @@ class InferCtx(EmbeddingCtx):
         """Make this the current context."""
         if contexts.stack:
             raise UsageError(
-                "InferCtx inside another context: it has its own servers; leave the other context before, or use "
-                "InferCtx without a `with` block"
+                "cannot enter InferCtx inside another context, because it uses its own servers; leave the other "
+                "context first, or use InferCtx without a `with` block"
             )
         return super().__enter__()
 

@@ -45,8 +45,9 @@ def check_splits(model: torch.nn.Module | None) -> None:
     names = batch_normalisations(model)
     if names:
         raise UsageError(
-            f"micro-batches: {', '.join(names[:3])} of the model normalizes over the rows of a batch, so the "
-            "gradients would not be those of the whole batch: use LayerNorm or GroupNorm, or put it into eval() mode"
+            "cannot split a batch into micro-batches: the model normalizes over the rows of a batch "
+            f"({', '.join(names[:3])}), so the gradients would not be those of the whole batch; use LayerNorm or "
+            "GroupNorm, or call eval() of these layers"
         )
 
 

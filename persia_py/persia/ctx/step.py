@@ -71,7 +71,7 @@ class StepPolicy:
         if self.mixed_precision and self.precision is None:
             scale = None if device_id is None else LossScale(self.growth_interval)
             if scale is None:
-                _logger.info("mixed_precision: no GPU, so the loss is not scaled")
+                _logger.info("mixed_precision has no effect without device_id: the loss is not scaled")
         return Backward(dense_optimizer, scale, nonfinite=self.nonfinite, clip_norm=self.clip_norm)
 
 
@@ -273,7 +273,7 @@ class StepCtx(EmbeddingCtx):
         watchdog.progress()
         batch = self.current_batch
         if batch is None or not batch.requires_grad:
-            raise UsageError("TrainCtx.backward was called without a forward pass of a training batch before it")
+            raise UsageError("cannot call backward() yet: call forward() with a training batch first")
         self._label_check.backward(loss)
         if self._micro is not None and not self._micro.is_last:
             try:

@@ -132,8 +132,9 @@ class TrainCtx(StepCtx):
         if settings.nats_url is not None:
             if run.holds_session():
                 raise UsageError(
-                    "TrainCtx together with an EmbeddingCollection would drop the collection's rows, because both use "
-                    "the same servers and TrainCtx starts from empty tables; close() the collection first"
+                    "cannot enter TrainCtx together with an EmbeddingCollection: both use the same servers, and "
+                    "TrainCtx starts from empty tables, so the rows of the collection would be dropped; close() the "
+                    "collection first"
                 )
             from persia.backend.remote import RemoteBackend  # this also imports gRPC
 
@@ -339,7 +340,7 @@ class TrainCtx(StepCtx):
             UsageError: The context has no ``checkpoints``.
         """
         if self._autosave is None:
-            raise UsageError("TrainCtx.save_run without checkpoints; pass TrainCtx(checkpoints=Checkpoints(FOLDER))")
+            raise UsageError("cannot save the run without checkpoints; pass TrainCtx(checkpoints=Checkpoints(FOLDER))")
         self._autosave.save_last()
 
     def load_checkpoint(  # type: ignore[override]  # PersiaML's signature

@@ -86,7 +86,9 @@ class DataLoader:
         """Iterate one pass over the data set."""
         context = cnt_ctx()
         if not isinstance(context, EmbeddingCtx):
-            raise UsageError("a DataLoader is iterated inside TrainCtx or eval_ctx; there is no such context here")
+            raise UsageError(
+                "a DataLoader must be iterated inside TrainCtx or eval_ctx; no such context is entered here"
+            )
         if isinstance(context, TrainCtx):
             options = LoopOptions(self.staleness, self.reproducible, self._timeout_s)
             return LoopIterator(lambda: context.start_loop(self._source, options))

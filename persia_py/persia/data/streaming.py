@@ -96,7 +96,7 @@ class StreamingDataset(IterableDataset):
         backend = self._context()
         if backend is None:
             raise UsageError(
-                "a StreamingDataset is iterated inside TrainCtx or eval_ctx; there is no such context here"
+                "a StreamingDataset must be iterated inside TrainCtx or eval_ctx; no such context is entered here"
             )
         if backend.feed is None:
             backend.feed = ScriptFeed()
@@ -173,7 +173,7 @@ class StreamingDataset(IterableDataset):
             self._held.clear()
             return
         if self._held and (gone := sum(self._held[0].state) - 1 - sum(self._trained)):
-            _logger.warning("%d batches were iterated without training and are not repeated", gone)
+            _logger.warning("batches that were iterated without training, and are not repeated: %d", gone)
         self._again.extendleft(reversed(self._held))
         self._held.clear()
         self._state = self._trained
@@ -193,14 +193,14 @@ class StreamingDataset(IterableDataset):
         self._context()
         if state_dict["world_size"] != settings.world_size:
             raise DataError(
-                f"cannot continue: the checkpoint's data was split over {state_dict['world_size']} ranks, this run "
-                f"has {settings.world_size}; start {state_dict['world_size']} ranks"
+                f"cannot continue with WORLD_SIZE={settings.world_size}: the data of the checkpoint was split over "
+                f"WORLD_SIZE={state_dict['world_size']} ranks; start the same number of ranks"
             )
         taken = [int(count) for count in state_dict["taken"]]
         if self._inbox is None:
             self._state = self._trained = taken
         elif sum(taken) != sum(self._state):
             raise UsageError(
-                "load_checkpoint after a loop over a StreamingDataset: the stream cannot go back; load the "
+                "cannot load a checkpoint after a loop over a StreamingDataset: the stream cannot go back; load the "
                 "checkpoint before the loop"
             )

@@ -63,7 +63,7 @@ class Teacher:
         if not 0 <= self.exponent <= 4:
             wrong.append(f"exponent {self.exponent}: must be from 0 to 4")
         if not 0 < self.positive < 1:
-            wrong.append(f"positive {self.positive}: must be a number between 0 and 1")
+            wrong.append(f"positive {self.positive}: must be above 0 and below 1")
         if wrong:
             raise UsageError("synth: " + "; ".join(wrong))
 
@@ -190,7 +190,7 @@ def write(path: str | os.PathLike[str], rows: int, teacher: Teacher, *, skip: in
                 writer.close()
         part.replace(path)
     except OSError as error:
-        raise StorageError(f"{path}: {error.strerror or error}") from error
+        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
         part.unlink(missing_ok=True)
     return Made(rows, drawn.positive / rows, best.auc, best.log_loss / rows, drawn.auc, drawn.log_loss / rows)

@@ -26,6 +26,7 @@ _POLL_S = 0.2
 _LISTENS_S = 30.0
 """Seconds within which debugpy must listen."""
 _MISSING = "pip install 'persia[debug]'"
+_OTHER_PORT = "if the port is in use, choose another one: --port N"
 
 _logger = get_logger("debug")
 
@@ -63,7 +64,7 @@ class Requests:
         try:
             import debugpy
         except ImportError:
-            _answer({"error": f"debugpy is not installed in the environment of the rank: {_MISSING}"})
+            _answer({"error": "debugpy is not installed in the environment of the rank", "next": _MISSING})
             return
         for thread in threading.enumerate():  # an editor that stops the script must not stop the heartbeat
             if thread.name.startswith("persia"):
@@ -71,7 +72,7 @@ class Requests:
         try:
             self._port = self._port or debugpy.listen((LOOPBACK, port))[1]
         except (RuntimeError, OSError) as error:
-            _answer({"error": f"debugpy cannot listen on {LOOPBACK}:{port}: {error}"})
+            _answer({"error": f"debugpy cannot listen on {LOOPBACK}:{port}: {error}", "next": _OTHER_PORT})
             return
         _answer({"port": self._port, "connected": False})
         while not debugpy.is_client_connected():
@@ -111,8 +112,10 @@ def ask(entry: Rank, port: int, timeout_s: float) -> int:
     _answer_of(entry.pid).unlink(missing_ok=True)
     request = json.dumps({"port": port, "timeout": timeout_s}).encode()
     write_whole(ranks.folder() / f"{entry.pid}.attach", request)
-    silent = UnreachableError(f"{entry.title} did not respond within {_LISTENS_S:g} s")
-    silent.hint = "only ranks of `persia debug run`, and those that have passed a breakpoint_, can be attached to"
+    silent = UnreachableError(
+        f"{entry.title} did not respond within {_LISTENS_S:g} s",
+        hint=f"print the stacks of the rank: persia debug stacks --pid {entry.pid}",
+    )
     try:
         answer = _wait(entry, lambda _: True, _LISTENS_S, silent)
     except UnreachableError:  # a later breakpoint_ must not open a port for which no editor waits
@@ -127,8 +130,10 @@ def wait_for_client(entry: Rank, timeout_s: float) -> None:
     Raises:
         UnreachableError: No editor attached within ``timeout_s`` seconds; the rank continues.
     """
-    none = UnreachableError(f"no editor was attached to {entry.title} within {timeout_s:g} s; the rank continues")
-    none.hint = "start the configuration in the editor within that time, or increase it: --timeout SECONDS"
+    none = UnreachableError(
+        f"no editor was attached to {entry.title} within {timeout_s:g} s; the rank continues",
+        hint="start the configuration in the editor within that time, or increase the limit: --timeout SECONDS",
+    )
     _wait(entry, lambda answer: bool(answer["connected"]), timeout_s, none)
 
 
@@ -141,9 +146,7 @@ def _wait(
         if path.exists():
             answer: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             if "error" in answer:
-                error = UsageError(f"{entry.title}: {answer['error']}")
-                error.hint = f"{_MISSING}, or another port: --port N"
-                raise error
+                raise UsageError(f"{entry.title}: {answer['error']}", hint=str(answer["next"]))
             if complete(answer):
                 return answer
         time.sleep(_POLL_S)

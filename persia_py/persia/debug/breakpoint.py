@@ -103,12 +103,11 @@ class Session:
         call, self._calls = self._calls, self._calls + 1
         site = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         if blocking and isinstance(self.gate, FileGate) and not on_one_host(self.world_size):
-            error = UsageError(
+            raise UsageError(
                 f"breakpoint_(False) at {site}: the ranks are on several hosts, and there is no process group yet, "
-                "over which they could wait for each other"
+                "over which they could wait for each other",
+                hint="call breakpoint_ after init_process_group, or inside TrainCtx",
             )
-            error.hint = "call it after init_process_group, or inside TrainCtx"
-            raise error
         watcher.start(self)
         process_groups.extend()
         if self.rank != self.debug_rank:
@@ -299,8 +298,8 @@ class Session:
         theirs = record["sites"].get(str(call), site)
         if theirs != site and self._first("mismatch"):
             _logger.warning(
-                "breakpoint_ number %d is at %s on rank %d and at %s on rank %d, so these do not wait for each other: "
-                "every rank has to call each breakpoint_, not only the one that is debugged",
+                "call %d of breakpoint_, counted from 0, is at %s on rank %d and at %s on rank %d, so these ranks do "
+                "not wait for each other there: every rank must call each breakpoint_, not only the debugged rank",
                 *(call, theirs, self.debug_rank, site, self.rank),
             )
 

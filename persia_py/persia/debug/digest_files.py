@@ -99,7 +99,7 @@ def _pairs(a: Path, b: Path) -> list[tuple[str, Path, Path]]:
         raise UsageError(f"{a} and {b}: expected two folders of digests, or two files")
     names = [{path.name for path in folder.glob("rank-*.csv") if _rank(path).isdecimal()} for folder in (a, b)]
     if not names[0] & names[1]:
-        raise UsageError(f"{a} and {b} have no file rank-R.csv in common; PERSIA_DIGEST=N writes them")
+        raise UsageError(f"{a} and {b} have no file rank-R.csv in common; PERSIA_DIGEST=N writes such files")
     if names[0] != names[1]:
         only = ", ".join(sorted(names[0] ^ names[1]))
         raise UsageError(f"{a} and {b} are of runs with different numbers of ranks: only one of them has {only}")

@@ -35,7 +35,9 @@ class Examiner:
         session.gate.put("failed", {"rank": session.rank})
         descriptor = terminal.find()
         if descriptor is None:
-            _logger.warning("rank %d has no terminal for a post-mortem; run persia debug run --pm in one", session.rank)
+            _logger.warning(
+                "no post-mortem of rank %d: it has no terminal; run persia debug run --pm in a terminal", session.rank
+            )
             return
         last = traceback.extract_tb(error.__traceback__)[-1]
         session.stopped_at(f"{last.filename.rpartition('/')[2]}:{last.lineno} ({type(error).__name__})")

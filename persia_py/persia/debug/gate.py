@@ -120,9 +120,10 @@ class FileGate:
                 file.write(content)
             own.replace(path)
         except OSError as error:
-            failed = StorageError(f"{path}: {error.strerror}; ranks share breakpoints by files in this folder")
-            failed.hint = "specify a writable folder of this host: BREAKPOINT_TMP_FILE_PATH=FOLDER"
-            raise failed from error
+            raise StorageError(
+                f"cannot write {path}, through which ranks share breakpoints: {error.strerror}",
+                hint="specify a writable folder of this host: BREAKPOINT_TMP_FILE_PATH=FOLDER",
+            ) from error
 
     def get(self, key: str) -> Record | None:
         """Return the content of the file; None if there is none."""

@@ -16,13 +16,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from persia.runtime.errors import StorageError
+from persia.runtime.files import write_whole
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings, variable
 
@@ -50,6 +51,7 @@ class Rank:
         folder: Its working directory.
         registered: Whether it prints its stacks on SIGUSR1. Otherwise it was found by its environment variables, and
             the signal would end it.
+        accepts_editors: Whether it serves the requests of ``persia debug attach``.
     """
 
     pid: int
@@ -60,6 +62,7 @@ class Rank:
     script: str
     folder: str
     registered: bool = True
+    accepts_editors: bool = False
 
     @property
     def title(self) -> str:
@@ -82,11 +85,15 @@ def folder() -> Path:
         path.mkdir(mode=0o700, exist_ok=True)
         status = path.lstat()
     except OSError as error:
-        raise StorageError(f"{path}: {error.strerror}; running ranks register there") from error
+        raise StorageError(
+            f"cannot create {path}, where running ranks register: {error.strerror}",
+            hint=f"make {path.parent} writable, or set another folder for temporary files: TMPDIR=FOLDER",
+        ) from error
     if status.st_uid != os.getuid() or status.st_mode & 0o077 or path.is_symlink():
-        failed = StorageError(f"{path}: other users can access this folder; running ranks register there")
-        failed.hint = "remove it, or set another folder for temporary files: TMPDIR=FOLDER"
-        raise failed
+        raise StorageError(
+            f"{path}, where running ranks register: expected a folder that only this user can access",
+            hint=f"remove {path}, or set another folder for temporary files: TMPDIR=FOLDER",
+        )
     return path
 
 
@@ -109,8 +116,20 @@ def register(rank: int, world_size: int) -> None:
     job = variable("PERSIA_JOB") or "" if settings.nats_url is not None else ""
     words = " ".join(sys.argv) or sys.executable
     entry = Rank(pid, psutil.Process().create_time(), rank, world_size, job, words, str(Path.cwd()))
-    (own / f"{pid}.json").write_text(json.dumps(asdict(entry)), encoding="utf-8")
+    _write(own, entry)
     atexit.register(_remove, own, pid)
+
+
+def accept_editors() -> None:
+    """Record that this process serves the requests of ``persia debug attach``."""
+    path = own_path(".json")
+    if path is not None:
+        entry = Rank(**json.loads(path.read_text(encoding="utf-8")))
+        _write(path.parent, replace(entry, accepts_editors=True))
+
+
+def _write(own: Path, entry: Rank) -> None:
+    write_whole(own / f"{entry.pid}.json", json.dumps(asdict(entry)).encode())
 
 
 def own_path(suffix: str) -> Path | None:
@@ -147,13 +166,13 @@ def _by_variables() -> Iterator[Rank]:
 def stacks_of(entry: Rank) -> str:
     """Return the stacks of all threads of a rank, which continues running, or a text that says why there are none."""
     if not entry.registered:
-        return _py_spy(entry, "it did not register, so SIGUSR1 would end it")
+        return _py_spy(entry, "the rank did not register, so SIGUSR1 would end it")
     path = folder() / f"{entry.pid}.stacks"
     before = path.stat().st_size if path.exists() else 0
     try:
         os.kill(entry.pid, signal.SIGUSR1)
     except ProcessLookupError:
-        return "it has ended\n"
+        return "no stacks: the rank has ended\n"
     deadline = time.monotonic() + _ANSWER_S
     size, since = before, time.monotonic()
     while time.monotonic() < deadline:
@@ -163,7 +182,7 @@ def stacks_of(entry: Rank) -> str:
             size, since = now, time.monotonic()
         elif size > before and time.monotonic() - since > _QUIET_S:
             return path.read_bytes()[before:].decode(errors="replace")
-    return _py_spy(entry, f"it did not respond within {_ANSWER_S:g} s")
+    return _py_spy(entry, f"the rank did not respond within {_ANSWER_S:g} s")
 
 
 def _py_spy(entry: Rank, why: str) -> str:

@@ -31,8 +31,9 @@ def digest(tensor: torch.Tensor | str) -> str:
     found = _variable(sys._getframe(1), tensor)
     if isinstance(found, torch.Tensor):
         return md5_of(found)
-    known = ", ".join(newest) or "none: PERSIA_DIGEST=N records every N-th step"
-    raise UsageError(f"digest({tensor!r}): no tensor of this name here; recorded: {known}")
+    known = ", ".join(newest) or "none"
+    hint = "" if newest else "to record the tensors of every N-th step: PERSIA_DIGEST=N"
+    raise UsageError(f"digest({tensor!r}): no tensor of this name here; recorded: {known}", hint=hint)
 
 
 def _variable(frame: FrameType, name: str) -> object:

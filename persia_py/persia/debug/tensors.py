@@ -62,15 +62,15 @@ def save_tensor(
         raise UsageError(f"save_tensor({name!r}, {type(tensor).__name__}): expected a tensor")
     path = _path(name, settings.rank, folder)
     if path.exists() and not overwrite:
-        error = UsageError(f"{path} exists")
-        error.hint = "use another name or folder, or overwrite=True"
-        raise error
+        raise UsageError(
+            f"cannot save the tensor to {path}: the file exists", hint="use another name or folder, or overwrite=True"
+        )
     whole = tensor.detach().cpu()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         np.save(path, (whole.float() if whole.dtype == torch.bfloat16 else whole).numpy())
     except OSError as error:
-        raise StorageError(f"{path}: {error.strerror or error}") from error
+        raise StorageError(f"cannot save the tensor to {path}: {error.strerror or error}") from error
     return path
 
 
@@ -84,12 +84,13 @@ def load_tensor(name: str, rank: int | None = None, folder: str | os.PathLike[st
     try:
         return torch.from_numpy(np.load(path, allow_pickle=False))
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: {getattr(error, 'strerror', None) or error}; save_tensor writes it") from error
+        why = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot load a tensor from {path}: {why}; expected a file of save_tensor") from error
 
 
 def _path(name: str, rank: int, folder: str | os.PathLike[str]) -> Path:
     if not name or "/" in name or name.startswith("."):
-        raise UsageError(f"tensor name {name!r}: expected the name of a file, without /")
+        raise UsageError(f"tensor name {name!r}: expected a file name without / that does not begin with a dot")
     return Path(folder, f"{name}.rank-{rank}.npy")
 
 
@@ -103,7 +104,8 @@ def compare(a: torch.Tensor, b: torch.Tensor) -> Comparison:
         if not isinstance(each, torch.Tensor):
             raise UsageError(f"compare: expected two tensors, found {type(each).__name__}")
     if a.shape != b.shape or a.dtype != b.dtype:
-        raise UsageError(f"compare: {tuple(a.shape)} of {a.dtype} and {tuple(b.shape)} of {b.dtype} are not comparable")
+        found = f"{tuple(a.shape)} of {a.dtype} and {tuple(b.shape)} of {b.dtype}"
+        raise UsageError(f"compare: expected two tensors of one shape and dtype, found {found}")
     if a.numel() == 0:
         raise UsageError("compare: the tensors are empty, so nothing can be compared")
     a, b = a.detach().cpu(), b.detach().cpu()

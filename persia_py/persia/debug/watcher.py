@@ -28,6 +28,7 @@ def start(session: RankSession) -> None:
     if not _running:
         ranks.register(session.rank, session.world_size)
         _running.append(_Watcher(session))
+        ranks.accept_editors()
 
 
 def stop() -> None:

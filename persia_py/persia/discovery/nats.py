@@ -29,6 +29,7 @@ _QUIET = 0.3
 """The time limit for each further response, in seconds."""
 _LONGEST = 3.0
 """The time limit for all responses, in seconds."""
+_NEXT = "start NATS, or correct its address (PERSIA_NATS_URL)"
 _USER = "persia"
 _DEFAULT_PORT = 4222
 
@@ -101,10 +102,12 @@ def _ask(url: str, subject: str) -> list[bytes]:
     except NATSUnexpectedResponse as error:
         text = error.line.decode(errors="replace").strip()
         if "Authorization" in text:
-            raise AuthError(f"NATS at {shown} refuses {_credentials(url)}") from error
-        raise UnreachableError(f"NATS at {shown} answered {text!r}") from error
+            hint = "correct the user and password in the address of NATS" if urlsplit(url).username else None
+            raise AuthError(f"NATS at {shown} refuses {_credentials(url)}", hint=hint) from error
+        raise UnreachableError(f"NATS at {shown} sent an unexpected response: {text!r}", hint=_NEXT) from error
     except (OSError, NATSError) as error:
-        raise UnreachableError(f"NATS at {shown} is not reachable: {error or type(error).__name__}") from error
+        text = str(error) or type(error).__name__
+        raise UnreachableError(f"NATS at {shown} is not reachable: {text}", hint=_NEXT) from error
     finally:
         with contextlib.suppress(OSError, AttributeError):  # the client never connected, or is already closed
             client.close()
@@ -128,7 +131,10 @@ def _target(url: str) -> tuple[str, str]:
     except ValueError:
         port = 0
     if parts.scheme not in {"nats", "tls"} or not parts.hostname or not port:
-        raise UsageError(f"PERSIA_NATS_URL={url.rpartition('@')[2]!r}: expected nats://HOST:PORT or tls://HOST:PORT")
+        raise UsageError(
+            f"address of NATS {url.rpartition('@')[2]!r}: expected nats://HOST:PORT or tls://HOST:PORT",
+            hint="correct PERSIA_NATS_URL, or the option --nats-url",
+        )
     address = f"{parts.hostname}:{port}"
     password = token("nats")
     user = f"{_USER}:{password}@" if password else ""
@@ -140,7 +146,7 @@ def _target(url: str) -> tuple[str, str]:
 def _credentials(url: str) -> str:
     """Return, as part of a message, how this process logs in to NATS."""
     if urlsplit(url).username:
-        return "the user and password in PERSIA_NATS_URL"
+        return "the user and password in its address"
     if token("nats"):
         return "the password derived from PERSIA_TOKEN_FILE"
     return "a connection without a password, and PERSIA_TOKEN_FILE is not set"

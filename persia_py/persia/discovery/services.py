@@ -13,7 +13,7 @@ _DEFAULT_WORKER = "embedding_worker:8887"
 """The default address of the middleware in PersiaML's compose file."""
 
 _WITHOUT_NATS = (
-    "start NATS, or set PERSIA_NATS_URL to its address; to train without servers, in one process, set it to nothing: "
+    "start NATS, or set PERSIA_NATS_URL to its address; to train without servers, in one process, leave it empty: "
     "PERSIA_NATS_URL= python FILE, or PERSIA_NATS_URL= persia-launcher nn-worker FILE"
 )
 
@@ -45,7 +45,7 @@ def nats_url(given: str | None = None) -> str:
     """
     url = (given or "").strip() or settings.nats_url
     if url is None:
-        raise UsageError("PERSIA_NATS_URL is not set; embedded mode has no services")
+        raise UsageError("PERSIA_NATS_URL is not set, so there is no job with services; set it to nats://HOST:PORT")
     return url
 
 

@@ -44,11 +44,11 @@ class Compression:
     def __post_init__(self) -> None:
         """Check the values."""
         if self.name not in {*DTYPES, POWERSGD}:
-            raise UsageError(f"Compression({self.name!r}): expected {', '.join(map(repr, [*DTYPES, POWERSGD]))}")
+            raise UsageError(f"Compression({self.name!r}): expected one of {', '.join(map(repr, [*DTYPES, POWERSGD]))}")
         if self.rank < 1 or self.start_iter < 2:
             raise UsageError(
                 f"Compression(rank={self.rank}, start_iter={self.start_iter}): expected a rank of at least 1, and a "
-                "start of at least 2, because DistributedDataParallel may change its buckets after the first step"
+                "start_iter of at least 2, because DistributedDataParallel may change its buckets after the first step"
             )
 
 
@@ -81,12 +81,13 @@ def check_regions(regions: Mapping[str, Sequence[int]], world_size: int) -> None
     problems = [
         ("in no region", sorted({*range(world_size)} - {*placed})),
         ("in several regions", sorted({rank for rank in placed if placed.count(rank) > 1})),
-        ("not among them", sorted({rank for rank in placed if not 0 <= rank < world_size})),
+        ("no such rank", sorted({rank for rank in placed if not 0 <= rank < world_size})),
     ]
     told = "; ".join(f"{what}: {', '.join(map(str, ranks))}" for what, ranks in problems if ranks)
-    error = UsageError(f"dist.regions: there are the ranks 0 to {world_size - 1}; {told}")
-    error.hint = "put each rank into one region, such as {east: [0, 1], west: [2, 3]}, or train without dist.regions"
-    raise error
+    raise UsageError(
+        f"dist.regions: expected each rank, 0 to {world_size - 1}, in one region; {told}",
+        hint="put each rank into one region, such as {east: [0, 1], west: [2, 3]}, or train without dist.regions",
+    )
 
 
 class Averaging(ABC):
@@ -279,8 +280,8 @@ class PowerSGD(Averaging):
             return
         if [*state["kind"]] != kind:
             _logger.warning(
-                "PowerSGD starts without a state: the checkpoint has one for rank %d and %d ranks, not %d and %d; "
-                "gradients are sent uncompressed for %d steps",
+                "PowerSGD starts without a state: the checkpoint has one for matrix rank %d on %d ranks, but this run "
+                "has matrix rank %d on %d ranks; gradients are sent uncompressed for %d steps",
                 *[*state["kind"]][1:],
                 *kind[1:],
                 self._compression.start_iter,
@@ -370,7 +371,7 @@ def _log(regions: Mapping[str, Sequence[int]] | None, compression: Compression |
     if compression is not None:
         detail = ""
         if compression.name == POWERSGD:
-            detail = f" (rank {compression.rank}, after {compression.start_iter} steps)"
+            detail = f" (matrix rank {compression.rank}, after {compression.start_iter} steps)"
         _logger.warning(
             "dense gradients are compressed with %s%s, which is lossy: results differ from those without compression",
             compression.name,

@@ -42,6 +42,8 @@ _GRACE_S = 15.0
 """Seconds that the training loop has to notice a lost rank, before this process is ended."""
 _ENDED_S = 5.0
 """Seconds in a collective after which a rank whose script has ended counts as lost."""
+_SAME_STEPS = "make the same number of steps on every rank, then restart the trainers"
+"""The next step if the script of a rank has ended before that of another rank."""
 _LATE, _LATE_KEYS = "a collective of torch exceeded its time limit", "(dist.timeout_s, PERSIA_DIST_TIMEOUT)"
 _NOTICED_S = 3.0
 """Seconds within which this rank detects, after a collective has failed, that another rank has ended."""
@@ -111,11 +113,11 @@ class Peers:
                 self._check_left([0])
             return self._answers.pop(number, None)
 
-        others: tuple[str, list[Any]] = self._wait(answer, lambda: f"rank 0 to say: {topic}", lambda: [0])
+        others: tuple[str, list[Any]] = self._wait(answer, lambda: f"rank 0 to reach {topic!r}", lambda: [0])
         if others[0] != topic:
             if 0 in self._ended:
                 raise self._left_error(0)
-            raise UsageError(f"the ranks are at different operations: rank 0 at {others[0]!r}, this rank at {topic!r}")
+            raise _different_operations(f"rank 0 at {others[0]!r}, this rank at {topic!r}")
         return others[1]
 
     def _gather_and_answer(self, number: int, topic: str, value: Any) -> list[Any]:
@@ -128,7 +130,7 @@ class Peers:
             self._check_left(missing())
             return None if missing() else True
 
-        self._wait(complete, lambda: f"{names(missing())} to say: {topic}", missing)
+        self._wait(complete, lambda: f"{names(missing())} to reach {topic!r}", missing)
         del self._shares[number]
         different = {rank: at for rank, (at, _) in shares.items() if at != topic}
         if ended := [rank for rank in different if rank in self._ended]:
@@ -138,7 +140,7 @@ class Peers:
             link.send({"answer": [number, topic, values]})
         if different:
             places = ", ".join(f"rank {rank} at {at!r}" for rank, at in sorted(different.items()))
-            raise UsageError(f"the ranks are at different operations: rank 0 at {topic!r}, {places}")
+            raise _different_operations(f"rank 0 at {topic!r}, {places}")
         return values
 
     def ended(self, step: int) -> None:
@@ -331,12 +333,14 @@ class Peers:
     def _left_error(self, rank: int) -> RunLostError:
         why = left_at(self._ended[rank], 0)
         self._lose(rank, why)
-        return RunLostError(f"rank {rank} {why}")
+        return RunLostError(f"rank {rank} {why}", hint=_SAME_STEPS)
 
     def _check_left(self, wanted: list[int]) -> None:
         for rank in wanted:
             if rank in self._left:
-                raise RunLostError(f"rank {rank} is gone: its script has ended, while this one continues")
+                raise RunLostError(
+                    f"rank {rank} is gone: its script has ended, while that of this rank continues", hint=_SAME_STEPS
+                )
 
     def _read(self, rank: int, link: Link) -> None:
         """Receive the messages of ``rank`` until its connection ends."""
@@ -431,7 +435,7 @@ class Peers:
                 link.send({"alive": flight.position()})
                 silent = clock.now() - link.heard
                 if self._lost is None and silent > _silence_limit() and rank not in self._left:
-                    self._lose(rank, f"silent for {silent:.0f} s: stopped, frozen, or its network is gone")
+                    self._lose(rank, f"silent for {silent:.0f} s: stopped, frozen, or without a network")
                     _logger.error("%s", flight.keep(f"rank {rank} is silent"))
 
     def _end_if_left_alone(self) -> None:
@@ -460,7 +464,7 @@ class Peers:
             return
         if late := self._positions.late():
             self._reminded = now
-            _logger.warning("waiting in a forward, backward or collective for %.0f s\n%s", now - since, late)
+            _logger.warning("waiting in a forward pass, backward pass or collective for %.0f s\n%s", now - since, late)
 
     def _end(self) -> None:
         """End the process from this thread, because the main thread waits in a collective that never returns."""
@@ -479,6 +483,13 @@ LEFT = "left at step"
 def left_at(step: int, code: object) -> str:
     """Return the reason that a rank sends when its script ends, with an exit code, while other ranks train."""
     return f"{LEFT} {step} (exit {code})"
+
+
+def _different_operations(places: str) -> UsageError:
+    return UsageError(
+        f"the ranks are at different operations: {places}",
+        hint="run the same script on every rank, and make the same calls of persia in the same order",
+    )
 
 
 def _silence_limit() -> float:

@@ -95,11 +95,12 @@ def host(listener: socket.socket, me: Introduction, timeout_s: float, announced:
                     f"job {me.job!r}: {names(missing)} of {me.world_size} did not connect within "
                     f"{round(timeout_s) if timeout_s >= 1 else timeout_s:g} s (PERSIA_START_TIMEOUT)"
                     f"{f' to {announced}, which rank 0 has announced' if announced else ''}"
-                    f"{_loopback(announced)}; is WORLD_SIZE={me.world_size} the number of ranks that were started?"
+                    f"{_loopback(announced)}",
+                    hint=_start_all(me.world_size, announced),
                 )
             if time.monotonic() - reminded > REMIND_S / 3:
                 reminded = time.monotonic()
-                _logger.info("waiting for %s of %d", names(missing), me.world_size)
+                _logger.info("waiting for %s of %d to connect", names(missing), me.world_size)
             if (arrived := lobby.next()) is not None:
                 _admit(*arrived, me, links, known)
     except BaseException:
@@ -114,12 +115,25 @@ def host(listener: socket.socket, me: Introduction, timeout_s: float, announced:
 
 def _loopback(announced: str) -> str:
     """Return a note if a variable has set the announced address to a loopback address; otherwise an empty text."""
+    name = _selects_loopback(announced)
+    if not name:
+        return ""
+    return f"; {name}={variable(name)} names a loopback address, which no other host or container reaches"
+
+
+def _selects_loopback(announced: str) -> str:
+    """Return the variable that has set the announced address to a loopback address; an empty text if none has."""
     if not is_loopback(announced.rpartition(":")[0]):
         return ""
-    for name in ("PERSIA_ADVERTISE", "PERSIA_SOCKET_IFNAME"):
-        if (value := variable(name)) is not None:
-            return f"; {name}={value} names a loopback address, which no other host or container reaches"
-    return ""
+    names = ("PERSIA_ADVERTISE", "PERSIA_SOCKET_IFNAME")
+    return next((name for name in names if variable(name) is not None), "")
+
+
+def _start_all(world_size: int, announced: str) -> str:
+    """Return the next step if ranks did not connect."""
+    step = f"check that {world_size} ranks were started, each with WORLD_SIZE={world_size}"
+    name = _selects_loopback(announced)
+    return f"{step}; for ranks on other hosts or in other containers, unset {name}" if name else step
 
 
 @dataclass(eq=False)
@@ -251,18 +265,20 @@ def _reason_to_refuse(
     """Return the kind of the error and its text; None if the rank is admitted."""
     right = proof(replace(them, token=me.token), challenge)
     if not hmac.compare_digest(them.token.encode(errors="surrogatepass"), right.encode()):
-        return "AuthError", f"rank 0 of job {me.job!r} does not accept the token of {them!r}: see PERSIA_TOKEN_FILE"
+        return "AuthError", f"rank 0 of job {me.job!r} does not accept the token of {them!r}"
     if them.version != me.version:
-        return "IncompatibleError", f"rank 0 is of version {me.version}, {them!r} of version {them.version}"
+        return "IncompatibleError", f"rank 0 has version {me.version}, but {them!r} has version {them.version}"
     if (them.job, them.world_size) != (me.job, me.world_size) or not 0 < them.rank < me.world_size:
         return "UsageError", (
             f"{me!r} of job {me.job!r} has WORLD_SIZE={me.world_size}, {them!r} of job {them.job!r} has "
-            f"WORLD_SIZE={them.world_size}: start every rank with the same number of ranks, and RANK below it"
+            f"WORLD_SIZE={them.world_size}: start every rank with the same PERSIA_JOB and WORLD_SIZE, and with a RANK "
+            "below WORLD_SIZE"
         )
     if same is not None:
         return "UsageError", (
             f"rank {them.rank} of job {me.job!r} is already running: pid {same.pid} on {same.host}; pid {them.pid} on "
-            f"{them.host} has the same RANK: stop one of them, or set another name for the other job (PERSIA_JOB)"
+            f"{them.host} has the same RANK: stop one of them, set another RANK, or set another name for this job "
+            "(PERSIA_JOB)"
         )
     return None
 
@@ -289,13 +305,17 @@ def join(address: tuple[str, int], me: Introduction, timeout_s: float) -> Peers:
     """On the other ranks: connect to rank 0.
 
     Raises:
-        UnreachableError: Rank 0 cannot be reached; the message tells whether its name resolves and its port responds.
+        UnreachableError: Rank 0 cannot be reached; the message says whether its name resolves and its port responds.
         PersiaError: Rank 0 refused this rank; the message is that of rank 0.
     """
     try:
         connection = socket.create_connection(address, timeout=timeout_s)
     except OSError as error:
-        raise UnreachableError(f"rank 0 of job {me.job!r} at {unreachable(address, error)}") from error
+        raise UnreachableError(
+            f"rank 0 of job {me.job!r} at {unreachable(address, error)}",
+            hint="check that rank 0 runs; to check the network, run on every rank: "
+            f"RANK=R persia doctor --matrix {me.world_size}",
+        ) from error
     link = Link(connection)
     message = link.receive()
     if message is not None and isinstance(challenge := message.get("challenge"), str):
@@ -306,7 +326,8 @@ def join(address: tuple[str, int], me: Introduction, timeout_s: float) -> Peers:
         kind, text = message["refused"] if message is not None and "refused" in message else ("", "")
         if not text:
             raise UnreachableError(
-                f"rank 0 of job {me.job!r} at {address[0]}:{address[1]} closed the connection during the handshake"
+                f"rank 0 of job {me.job!r} at {address[0]}:{address[1]} closed the connection during the handshake",
+                hint="see the output of rank 0",
             )
         kinds: dict[str, type[PersiaError]] = {"AuthError": AuthError, "IncompatibleError": IncompatibleError}
         raise kinds.get(kind, UsageError)(text)
@@ -318,10 +339,10 @@ def unreachable(address: tuple[str, int], error: OSError) -> str:
     """Return the reason why ``host:port`` cannot be reached: its name, or its port."""
     name, port = address
     if isinstance(error, socket.gaierror):
-        return f"{name}:{port} not reachable (DNS failed: {error.strerror})"
+        return f"{name}:{port} is not reachable (DNS failed: {error.strerror})"
     dropped = "no answer: a firewall may drop packets to this port"
     kind = dropped if isinstance(error, TimeoutError) else "refused" if error.errno == 111 else str(error.strerror)
-    text = f"{name}:{port} not reachable (DNS ok / TCP {kind})"
+    text = f"{name}:{port} is not reachable (DNS ok / TCP {kind})"
     if name.startswith("127."):
         text += "; if it is on another host, PERSIA_SOCKET_IFNAME or PERSIA_ADVERTISE there names a loopback address"
     return text

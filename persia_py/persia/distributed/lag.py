@@ -126,7 +126,7 @@ def report(known: Mapping[int, Known]) -> str:
     lines = [f"lagging: {described(rank, known[rank])}" for rank in late]
     rest = [rank for rank in known if rank not in late]
     if not late and len(known) > 1:
-        same = "in the same collective: see the network between them" if all(map(_is_waiting, known.values())) else ""
+        same = "in the same collective: check the network between them" if all(map(_is_waiting, known.values())) else ""
         lines.append(f"lagging: no rank, all are {same or 'equally far'}")
     return "\n".join([*lines, *(f"{'waiting' if late else 'at'}: {described(rank, known[rank])}" for rank in rest)])
 
@@ -140,7 +140,7 @@ def described(rank: int, known: Known) -> str:
     if known.answers:
         return f"{name}: {doing(place, known.age_s)}"
     since = f"its last heartbeat, {known.age_s:.0f} s ago: {doing(place, 0.0)}"
-    return f"{name}: does not respond: it is stopped or frozen, or its network is gone; {since}"
+    return f"{name}: does not respond: it is stopped, frozen, or without a network; {since}"
 
 
 def doing(place: Position, age_s: float) -> str:

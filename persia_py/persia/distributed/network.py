@@ -24,11 +24,14 @@ def check() -> None:
     for variable in VARIABLES:
         value = settings.variable(variable)
         if value is not None and not matching(variable, value, names):
-            plural = "interface" if "," not in value else "none of the interfaces"
-            verb = "does not exist" if "," not in value else "exists"
-            error = UsageError(f"{variable}={value}: {plural} {value.lstrip('=^')} {verb}; have {', '.join(names)}")
-            error.hint = f"correct the variable, or dist.interface and nccl.socket_ifname of persia.yml; {suggestion()}"
-            raise error
+            given = value.lstrip("=^")
+            problem = f"none of the interfaces {given} exists" if "," in value else f"interface {given} does not exist"
+            if variable == "NCCL_SOCKET_IFNAME" and value.startswith("^"):
+                problem = "every interface of this host is excluded"
+            raise UsageError(
+                f"{variable}={value}: {problem}; this host has {', '.join(names)}",
+                hint=f"correct the variable, or dist.interface and nccl.socket_ifname of persia.yml; {suggestion()}",
+            )
     environment.check_files()
     _check_gpus()
 
@@ -68,7 +71,7 @@ def suggestion() -> str:
     if not real:
         return "this host has no interface but loopback"
     listed = ", ".join(f"{name} ({usable[name]})" for name in real)
-    return f"have {listed}: for example PERSIA_SOCKET_IFNAME={real[0]} NCCL_SOCKET_IFNAME={real[0]}"
+    return f"this host has {listed}: for example PERSIA_SOCKET_IFNAME={real[0]} NCCL_SOCKET_IFNAME={real[0]}"
 
 
 _VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel")
@@ -101,7 +104,9 @@ def _check_gpus() -> None:
     given = [part for part in visible.split(",") if part.strip()]
     if len(given) < int(count):
         raise UsageError(
-            f"CUDA_VISIBLE_DEVICES={visible} lists {len(given)} GPUs, but GPU_NUM={count} ranks need one each"
+            f"CUDA_VISIBLE_DEVICES={visible!r} lists {len(given)} device(s), but {count} rank(s) need one each "
+            f"(GPU_NUM={count})",
+            hint="list one device for each rank in CUDA_VISIBLE_DEVICES, or start fewer ranks: GPU_NUM",
         )
 
 

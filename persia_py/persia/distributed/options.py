@@ -82,12 +82,13 @@ class DDPOption(DistributedBaseOption):
         compression: Compression | None = None,
         **options: Any,
     ) -> None:
+        own = type(self).__name__
         if initialization_method not in {"tcp", "file"}:
-            raise UsageError(f"DDPOption(initialization_method={initialization_method!r}): expected 'tcp' or 'file'")
+            raise UsageError(f"{own}(initialization_method={initialization_method!r}): expected 'tcp' or 'file'")
         if backend not in {"nccl", "gloo"}:
-            raise UsageError(f"DDPOption(backend={backend!r}): expected 'nccl' or 'gloo'")
+            raise UsageError(f"{own}(backend={backend!r}): expected 'nccl' or 'gloo'")
         if timeout_s is not None and not timeout_s > 0:
-            raise UsageError(f"DDPOption(timeout_s={timeout_s!r}): expected seconds, above 0")
+            raise UsageError(f"{own}(timeout_s={timeout_s!r}): expected seconds, above 0")
         names = ("master_addr", "master_port", "sync_file", "init_file")
         ignored = [name for name in names if options.pop(name, None) is not None]
         if ignored:
@@ -108,8 +109,9 @@ class DDPOption(DistributedBaseOption):
         """Start the process group."""
         if self.backend == "nccl" and device_id is None:
             raise UsageError(
-                "nccl needs a GPU, and TrainCtx has no device_id: pass TrainCtx(device_id=...), or use gloo "
-                f"({type(self).__name__}(backend='gloo'), dist.backend or PERSIA_DIST_BACKEND)"
+                "nccl needs a GPU, and TrainCtx has no device_id",
+                hint="pass TrainCtx(device_id=...), or use gloo "
+                f"({type(self).__name__}(backend='gloo'), dist.backend or PERSIA_DIST_BACKEND)",
             )
         if self.backend == "nccl":
             _record_collectives()

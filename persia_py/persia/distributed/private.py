@@ -48,9 +48,10 @@ def problem(address: str, *, rank: int, backend: str) -> UsageError | None:
     listed = ", ".join(f"{selected_by} has {number}" for number, selected_by in public.items())
     what = f"ranks would connect over a public network: {listed}"
     why = "connections between ranks are not encrypted, and torch does not authenticate them"
-    error = UsageError(f"{what}; {why}")
-    error.hint = f"{_private_interfaces()}; if this network is private although its addresses are not, set {ALLOW}=1"
-    return error
+    return UsageError(
+        f"{what}; {why}",
+        hint=f"{_private_interfaces()}; if this network is private although its addresses are not, set {ALLOW}=1",
+    )
 
 
 def is_public(number: str) -> bool:

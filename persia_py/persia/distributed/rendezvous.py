@@ -136,28 +136,33 @@ class Rendezvous:
             if other != mine and (own is None or (peer["started"], other) < (own, mine)):
                 raise UsageError(
                     f"rank {self._rank} of job {self._job!r} is already running: pid {peer['pid']} on {peer['host']}; "
-                    f"pid {os.getpid()} on {socket.gethostname()} has the same RANK: stop one of them, set another "
-                    "RANK, or set another name for this job (PERSIA_JOB)"
+                    f"pid {os.getpid()} on {socket.gethostname()} has the same RANK",
+                    hint="stop one of the two processes, set another RANK, or set another name for this job "
+                    "(PERSIA_JOB)",
                 )
 
     def _join_rank_0(self, me: handshake.Introduction) -> "tuple[Peers, tuple[str, int]]":
         """Find rank 0 and connect to it. Retry until it exists or the time limit has passed."""
         nats = _shown(self._url)
         why = f"rank 0 of job {self._job!r} was not found: no trainer of that rank announced itself to NATS at {nats}"
+        hint = "start rank 0, with the same PERSIA_NATS_URL and PERSIA_JOB"
         while True:
             found = [peer for peer in self._trainers() if peer["index"] == "0"]
             for peer in sorted(found, key=lambda peer: peer["started"]):
                 if "peers" not in peer:
                     why = (
-                        f"rank 0 of job {self._job!r} runs with WORLD_SIZE=1, rank {self._rank} with {self._world_size}"
+                        f"rank 0 of job {self._job!r} runs with WORLD_SIZE=1, but rank {self._rank} with "
+                        f"WORLD_SIZE={self._world_size}"
                     )
+                    hint = "start every rank with the same WORLD_SIZE"
                     continue
                 try:
                     return handshake.join(_address(peer["peers"]), me, min(5.0, self.left())), _address(peer["store"])
                 except UnreachableError as error:
-                    why = str(error)
+                    why, hint = str(error), error.hint
             if clock.now() > self._deadline:
-                raise UnreachableError(f"{why}; waited {settings.start_timeout:g} s (PERSIA_START_TIMEOUT)")
+                waited = f"waited {settings.start_timeout:g} s (PERSIA_START_TIMEOUT)"
+                raise UnreachableError(f"{why}; {waited}", hint=hint)
 
 
 def _listen(address: str) -> socket.socket:
@@ -167,8 +172,9 @@ def _listen(address: str) -> socket.socket:
     except OSError as error:
         if tokens.token("trainer") is None:
             raise UsageError(
-                f"cannot listen on {address}, which rank 0 would announce: {error.strerror}; set PERSIA_ADVERTISE to "
-                "an address of this host, or set PERSIA_TOKEN_FILE, with which rank 0 listens on all addresses"
+                f"cannot listen on {address}, which rank 0 would announce: {error.strerror}",
+                hint="set PERSIA_ADVERTISE to an address of this host, or set PERSIA_TOKEN_FILE, with which rank 0 "
+                "listens on all addresses",
             ) from error
         return handshake.listen("0.0.0.0")  # noqa: S104  # the announced address may be translated
 
@@ -186,7 +192,10 @@ def _store(host: str, port: int, timeout_s: float, descriptor: int | None = None
         )
     except RuntimeError as error:
         why = str(error).splitlines()[0]
-        raise UnreachableError(f"cannot connect to torch's store of rank 0 at {host}:{port}: {why}") from error
+        raise UnreachableError(
+            f"cannot connect to torch's store of rank 0 at {host}:{port}: {why}",
+            hint="see the output of rank 0; if rank 0 runs, check whether a firewall drops packets to this port",
+        ) from error
 
 
 def _shown(url: str) -> str:

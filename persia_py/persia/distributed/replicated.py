@@ -52,12 +52,11 @@ class Replicated(torch.nn.parallel.DistributedDataParallel):
         option, needs = "find_unused_parameters=False", "that it depends on all weights"
         if self.static_graph:
             option, needs = "static_graph=True", "that it depends on the same weights in each step"
-        told = UsageError(
+        return UsageError(
             f"step {step}, rank {torch.distributed.get_rank()}: the loss does not depend on {weights}, and "
-            f"DDPOption({option}) requires {needs}. Nothing of the step is applied"
+            f"DDPOption({option}) requires {needs}; model and rows are unchanged",
+            hint=f"leave out {option}; or call requires_grad_(False) on weights that are never used",
         )
-        told.hint = f"leave out {option}; or call requires_grad_(False) on weights that are never used"
-        return told
 
     def _post_forward(self, output: Any) -> Any:
         with _without_warnings():

@@ -201,14 +201,17 @@ def finish() -> None:
         UsageError: The run has other ranks, and the script ended without a ``TrainCtx`` or an EmbeddingCollection.
     """
     if _process.failed:
-        raise RunLostError(f"the run is not finished, its training failed: {_process.failed}")
+        raise RunLostError(
+            f"the run is not finished, its training failed: {_process.failed}",
+            hint=f"correct the cause, then {RunLostError.hint}",
+        )
     for session in list(_process.sessions):
         session.close()
     others = _process.peers
     if others is None and settings.world_size > 1 and settings.nats_url is not None:
         raise UsageError(
             f"the script of rank {settings.rank} of {settings.world_size} ended without a TrainCtx or an "
-            "EmbeddingCollection; each needs one"
+            "EmbeddingCollection; every rank needs one of them"
         )
     if others is not None:
         others.ended(_process.open_step)
@@ -239,20 +242,36 @@ def _write_summary(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         files.write_whole(path, json.dumps(summary, indent=1).encode() + b"\n")
-        _mark_finished()
     except OSError as error:
-        failed = StorageError(
-            f"PERSIA_RUN_DIR: {path}: {error.strerror}; training is complete, but the run's summary cannot be written"
-        )
-        failed.hint = "make it a writable folder with free space, then restart the trainers, which writes the summary"
-        raise failed from error
+        raise StorageError(
+            f"cannot write the summary of the run to {path}: {error.strerror}; training itself is complete",
+            hint=f"check the owner and the free space of {folder} (PERSIA_RUN_DIR), then restart the trainers, which "
+            "write the summary",
+        ) from error
+    _mark_finished()
 
 
 def _mark_finished() -> None:
-    """Prevent later runs from resuming from the checkpoints of this one."""
+    """Prevent later runs from resuming from the checkpoints of this one.
+
+    Raises:
+        StorageError: The run cannot be marked.
+    """
     if _process.at_finish is not None:
         try:
             _process.at_finish()
         except PersiaError as error:
-            _logger.error("the run is finished, but its replicas are not marked as finished: %s", error)
-    job.finish_run()
+            _logger.error(
+                "the run is finished, but its checkpoints are not marked as finished: %s; create the file %s in their "
+                "folder, so that the next run does not resume from them",
+                error,
+                job.FINISHED,
+            )
+    try:
+        job.finish_run()
+    except OSError as error:
+        raise StorageError(
+            f"cannot mark the run in {job.run_dir()} as finished: {error.strerror}; training itself is complete",
+            hint=f"before the next run, remove {job.run_dir() / job.RUN}, and create the file {job.FINISHED} in the "
+            "folder of the run's checkpoints, so that the next run does not resume from them",
+        ) from error

@@ -49,8 +49,9 @@ class FSDPOption(DDPOption):
             self.backend = default_backend(device_id)
         if self.backend == "gloo" and device_id is not None:
             raise UsageError(
-                "FSDP over gloo (FSDPOption(backend='gloo'), dist.backend, PERSIA_DIST_BACKEND): gloo does not gather "
-                "the tensors of a GPU; use nccl, or parallel: ddp"
+                "FSDP cannot use gloo with a GPU: gloo does not gather the tensors of a GPU",
+                hint="use nccl (FSDPOption(backend='nccl'), dist.backend or PERSIA_DIST_BACKEND), or use DDP "
+                "(DDPOption, or `parallel: ddp` in persia.yml)",
             )
         super().initialize(store, rank, world_size, device_id)
 
@@ -104,7 +105,10 @@ class ShardedModel(torch.nn.Module):
         try:
             sharded = fully_shard(self.module, mesh=mesh, reshard_after_forward=reshard_after_forward)
         except (NotImplementedError, ValueError) as error:
-            raise UsageError(f"FSDP cannot shard {type(whole).__name__}: {error}; use DDP") from error
+            raise UsageError(
+                f"FSDP cannot shard {type(whole).__name__}: {error}",
+                hint="use DDP: DDPOption, or `parallel: ddp` in persia.yml",
+            ) from error
         self._fsdp: Any = sharded
         self._reshards = reshard_after_forward
         if torch_distributed.get_backend() == "gloo":  # gloo, which has no mean
@@ -235,8 +239,8 @@ def check_loads(instance: torch.nn.Module | torch.optim.Optimizer) -> None:
     """
     if _is_sharded(instance):
         raise UsageError(
-            f"{type(instance).__name__}: its weights are sharded over the ranks (FSDP), and a load would not "
-            "change the shards: load it before TrainCtx is entered, or use ctx.load_checkpoint"
+            f"cannot load a state into {type(instance).__name__}: the weights are sharded over the ranks (FSDP), and a "
+            "load would not change the shards; load it before TrainCtx is entered, or use ctx.load_checkpoint"
         )
 
 
@@ -253,8 +257,8 @@ def with_whole_state(
         return instance.whole if isinstance(instance, ShardedModel) else instance
     if _is_sharded(instance):
         raise UsageError(
-            f"{type(instance).__name__}: its state is sharded over the ranks (FSDP): call ctx.gather_model(), then "
-            "ctx.dump_checkpoint, which writes the complete state"
+            f"cannot save the state of {type(instance).__name__}: it is sharded over the ranks (FSDP); call "
+            "ctx.gather_model(), then ctx.dump_checkpoint, which writes the complete state"
         )
     return instance
 
@@ -275,8 +279,8 @@ def _sharded_of(model: torch.nn.Module) -> ShardedModel | None:
 
 def _not_gathered() -> UsageError:
     return UsageError(
-        "the weights of the model are sharded over the ranks (FSDP), and were trained on since they were gathered: "
-        "every rank calls ctx.gather_model() after the same step, before one of them evaluates or saves"
+        "the weights of the model are sharded over the ranks (FSDP), and were trained after they were gathered; call "
+        "ctx.gather_model() on every rank after the same step, before any rank evaluates or saves"
     )
 
 

@@ -51,7 +51,7 @@ class Failed:
     def lines(self) -> list[str]:
         """Return lines about the failed collective, its ranks, the other ranks and the next step.
 
-        None if nothing failed.
+        The list is empty if nothing failed.
         """
         if self.waited:
             return self._of_wait()
@@ -60,7 +60,7 @@ class Failed:
 
             return [
                 f"recognised: NCCL could not connect: {self.setup}",
-                f"next:  {suggestion()}; without InfiniBand also NCCL_IB_DISABLE=1; NCCL_DEBUG=INFO says what it tries",
+                f"next:  {suggestion()}; without InfiniBand also NCCL_IB_DISABLE=1; NCCL_DEBUG=INFO logs its attempts",
             ]
         return []
 
@@ -76,7 +76,7 @@ class Failed:
         if absent:
             text += f"; not in it: {_ranks(absent)}, which the others waited for"
         elif not behind:
-            text += "; all ranks were in it: see the network between them"
+            text += "; all ranks were in it: check the network between them"
         size = max(self.ranks) + 1
         return [text, f"next:  can each rank connect to each other one? persia doctor --matrix {max(size, 2)}"]
 

@@ -13,6 +13,15 @@ from persia.runtime.errors import UnreachableError
 from persia.runtime.exit_codes import ExitCode
 
 SERVICE = "trainer"
+INSTALL = "install Docker with its compose plugin: docker compose version"
+"""The next step if Docker is not installed."""
+FOLDER_OR_ENGINE = "run this in the folder of docker-compose.yaml; check the Docker engine: docker info"
+"""The next step if ``docker compose`` fails."""
+STACK_NEEDED = (
+    "run this in the folder of docker-compose.yaml, with the Docker engine running (docker info) and the images built "
+    "(docker compose build)"
+)
+"""The next step if nothing can run in containers here."""
 _ASK_S = 20.0
 """Seconds within which the Docker engine must respond."""
 _RUN_S = 300.0
@@ -43,9 +52,11 @@ def ask(*words: str, seconds: float = _ASK_S, given: str | None = None) -> "subp
         said, errors = (each.decode(errors="replace") for each in (done.stdout, done.stderr))
         return subprocess.CompletedProcess(done.args, done.returncode, said, errors)
     except FileNotFoundError as error:
-        raise UnreachableError("docker is not on PATH") from error
+        raise UnreachableError("docker is not on PATH", hint=INSTALL) from error
     except subprocess.TimeoutExpired as error:
-        raise UnreachableError(f"docker {words[0]} did not respond in {seconds:.0f} s") from error
+        raise UnreachableError(
+            f"docker {words[0]} did not respond within {seconds:.0f} s", hint="check the Docker engine: docker info"
+        ) from error
 
 
 def unavailable() -> str | None:
@@ -55,7 +66,7 @@ def unavailable() -> str | None:
     try:
         engine = ask("info", "--format", "{{.ServerVersion}}")
         if engine.returncode != 0:
-            return f"no Docker engine: {last_line(engine)}"
+            return f"cannot use the Docker engine: {last_line(engine)}"
         composed = ask("compose", "config", "--quiet")
         if composed.returncode != 0:
             return f"no stack in {Path.cwd()}: {last_line(composed)}"
@@ -133,7 +144,7 @@ def in_use(trainer: Mapping[str, Any]) -> Iterator[Check]:
     yield Check("mounts", "ok", "; ".join(f"{each.get('source')} as {each.get('target')}" for each in mounts))
     missing = [each["source"] for each in mounts if each.get("type") == "bind" and not Path(each["source"]).exists()]
     if missing:
-        why = "docker makes an empty folder of root there, which the container may not write to"
+        why = "docker creates an empty folder there that belongs to root; the container may be unable to write to it"
         yield Check("mounts", "fail", f"do not exist: {', '.join(missing)}", why, f"mkdir -p {shlex.join(missing)}")
     names = sorted(name for name, value in trainer.get("environment", {}).items() if value is not None)
     yield Check("variables", "ok", ", ".join(names))
@@ -151,11 +162,14 @@ def differences() -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]
     import importlib.metadata
 
     if (reason := unavailable()) is not None:
-        raise UnreachableError(f"--diff-env: {reason}")
+        raise UnreachableError(f"--diff-env: {reason}", hint=STACK_NEEDED)
     words = run_words("python", "-c", _DISTRIBUTIONS, options=["--no-TTY"])
     done = ask(*words[1:], seconds=_RUN_S)
     if done.returncode != 0:
-        raise UnreachableError(f"--diff-env: {last_line(done)}")
+        raise UnreachableError(
+            f"--diff-env: cannot list the packages of the image: {last_line(done)}",
+            hint="check the image: persia doctor --image",
+        )
     there: dict[str, str] = json.loads(done.stdout.strip().splitlines()[-1])
     here = {str(each.metadata["Name"]).lower(): each.version for each in importlib.metadata.distributions()}
     return compared(here, there)

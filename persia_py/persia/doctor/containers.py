@@ -159,12 +159,12 @@ def containers() -> list[Container]:
     """
     listed = compose.ask("compose", "ps", "--all", "--quiet")
     if listed.returncode != 0:
-        raise UnreachableError(f"docker compose ps: {compose.last_line(listed)}")
+        raise UnreachableError(f"docker compose ps: {compose.last_line(listed)}", hint=compose.FOLDER_OR_ENGINE)
     ids = listed.stdout.split()
     if not ids:
-        error = UnreachableError("the stack in this folder has no containers")
-        error.hint = "start it: docker compose up --detach"
-        raise error
+        raise UnreachableError(
+            "the stack in this folder has no containers", hint="start it: docker compose up --detach"
+        )
     inspected = compose.ask("inspect", *ids)
     found = [_container(each) for each in json.loads(inspected.stdout or "[]")]
     return sorted((each for each in found if each.service in SERVICES), key=lambda each: (each.service, each.number))
@@ -251,6 +251,6 @@ def _inside(container: Container, targets: Sequence[Peer]) -> Inside:
             pairs = (each.partition("=") for each in rest.split())
             found.variables.append({name: value for name, _, value in pairs if "{{" not in value})
     if not found.reached and words:
-        found.problem = f"the probe has failed: {compose.last_line(done)}"
+        found.problem = f"the probe failed: {compose.last_line(done)}"
     found.reached.sort(key=lambda each: [*others].index(each.peer.name))
     return found

@@ -87,9 +87,10 @@ def read(folder: Path) -> Context:
     if whole > LIMIT:
         largest = sorted(entries.items(), key=lambda entry: -entry[1])[:_LISTED]
         listed = "".join(f"\n  {size(length):>10}  {name}" for name, length in largest)
-        error = UsageError(f"--context {folder}: {size(whole)}, more than {size(LIMIT)}; its largest entries:{listed}")
-        error.hint = f"list what is not needed in {ignored}; mount data with DATA_DIR, which is /data in containers"
-        raise error
+        raise UsageError(
+            f"--context {folder}: {size(whole)}, more than the {size(LIMIT)} allowed; its largest entries:{listed}",
+            hint=f"list what is not needed in {ignored}; mount data with DATA_DIR, which is /data in containers",
+        )
     return Context(folder, files, whole, skipped)
 
 
@@ -104,7 +105,7 @@ def _why_not(path: Path, folder: Path) -> str:
         return "" if inside and not target.is_absolute() else f"a link to {target}, which is not in the container"
     if not stat.S_ISREG(kind):
         names = {stat.S_IFSOCK: "a socket", stat.S_IFIFO: "a named pipe"}
-        return f"{names.get(stat.S_IFMT(kind), 'a device')}, no file"
+        return f"{names.get(stat.S_IFMT(kind), 'a device')}, not a file"
     return "" if os.access(path, os.R_OK) else "it cannot be read"
 
 
@@ -113,9 +114,10 @@ def _patterns(lines: Sequence[str]) -> "GitIgnoreSpec":
     try:
         from pathspec import GitIgnoreSpec
     except ImportError as error:
-        missing = UsageError(f"--context: the package pathspec, which reads {IGNORE}, cannot be imported: {error}")
-        missing.hint = "pip install pathspec; or work on the folder itself: --mount"
-        raise missing from error
+        raise UsageError(
+            f"--context: the package pathspec, which reads {IGNORE}, cannot be imported: {error}",
+            hint="pip install pathspec; or work on the folder itself: --mount",
+        ) from error
     return GitIgnoreSpec.from_lines(lines)
 
 
@@ -224,9 +226,7 @@ def check_stack() -> None:
         UnreachableError: Nothing can run in containers here.
     """
     if (reason := compose.unavailable()) is not None:
-        error = UnreachableError(f"persia debug: {reason}")
-        error.hint = "run it in the folder of docker-compose.yaml, with the images built: docker compose build"
-        raise error
+        raise UnreachableError(f"persia debug: {reason}", hint=compose.STACK_NEEDED)
 
 
 def _warn(context: Context) -> None:
@@ -236,8 +236,8 @@ def _warn(context: Context) -> None:
     more = len(context.skipped) - _LISTED
     listed = [*context.skipped[:_LISTED], *([f"and {more} more"] if more > 0 else [])]
     sys.stderr.write(
-        "".join([f"warning: not in the container, of {context.folder}:\n", *(f"  {each}\n" for each in listed)])
-        + f"next: copy what is needed into the folder, or mount it with DATA_DIR; or list it in {IGNORE}\n"
+        "".join([f"warning: left out of the copy of {context.folder}:\n", *(f"  {each}\n" for each in listed)])
+        + f"next: copy what is needed into the folder, or mount it with DATA_DIR; list the rest in {IGNORE}\n"
     )
 
 

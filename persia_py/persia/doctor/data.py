@@ -82,7 +82,7 @@ def hidden(key: str, path: Path, *, in_image: bool) -> Check:
     if in_image:
         found = f"{key}: {path} is not visible in the container"
         why = "containers see CUR_DIR as /workspace, and DATA_DIR as /data"
-        command = f"mount its folder: DATA_DIR={path.parent} docker compose up; then name it /data/{path.name}"
+        command = f"mount its folder: DATA_DIR={path.parent} docker compose up; then set {key}: /data/{path.name}"
         return Check("files", "fail", found, why, command)
     parent = next(each for each in path.parents if each.exists())
     return Check("files", "fail", f"{key}: {path} does not exist", f"{parent} exists", f"ls {parent}")

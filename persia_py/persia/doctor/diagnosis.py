@@ -8,7 +8,8 @@ from persia.doctor.check import Check
 from persia.runtime.exit_codes import ExitCode
 
 _IMAGE = (
-    "it runs here, but not in the image: a package, a version or a file is missing there (persia doctor --diff-env)"
+    "the model runs here, but not in the image: a package or a file is missing there, or a version differs (persia "
+    "doctor --diff-env)"
 )
 _DIAGNOSES = {
     1: "the fault is in the model, or in the keys of `model`: persia is not involved. Correct the named line",
@@ -17,17 +18,17 @@ _DIAGNOSES = {
     4: _IMAGE,
     5: _IMAGE,
     6: "the model runs in the image, but the data is missing: persia doctor CONFIG names the files to mount",
-    7: "it runs in one process, but not on the servers",
+    7: "one batch passes in one process, but not on the servers",
     8: "one batch passed: a later row, the memory or the disk is at fault; the message names file and row",
-    9: "it runs on one rank, but not on several: the network, the devices, or a model whose ranks differ",
+    9: "one batch passes on one rank, but not on several: see the network, the devices, and how the ranks differ",
     10: "one batch passed on all ranks: see the log of the rank that failed first",
 }
 _SERVERS = {
     ExitCode.CONFIG: "the test was refused before it trained: the error above says why, and what to do",
     ExitCode.UNREACHABLE: "a process of the job is missing or does not respond",
     ExitCode.REFUSED: (
-        "the servers refuse this process. Its token, its version, or the slots of this file are not theirs: start "
-        "them with the same PERSIA_CONFIG, PERSIA_TOKEN_FILE and image"
+        "the servers refuse this process: its token, its version or the slots of its file differ from those of the "
+        "servers; start both with the same PERSIA_CONFIG, PERSIA_TOKEN_FILE and image"
     ),
 }
 """Diagnoses of the step on the servers of a job, by its exit code."""
@@ -48,7 +49,7 @@ def of(number: int, code: int, output: str) -> Iterator[str]:
         return
     failed = _CROSS.findall(output)
     known = {int(each): text for each, text in _SERVERS.items()}
-    detail = _STORAGE if "checkpoint" in failed else known.get(code, "the log of the server has the error: see its log")
+    detail = _STORAGE if "checkpoint" in failed else known.get(code, "see the error in the log of the server")
     yield f"{_DIAGNOSES[number]}: {detail}"
     for check in (*network.checks(), *services.checks()):
         if check.status == "fail":

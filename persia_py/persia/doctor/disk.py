@@ -115,7 +115,7 @@ def measured(name: str, folder: Path) -> Check:
     speed = _BLOCK * _BLOCKS / seconds / 1e6
     found = f"{there}: fsync {middle:.1f} ms (longest of {_SYNCS}: {longest:.1f} ms), {speed:,.0f} MB/s written durably"
     if middle > _SLOW_FSYNC_MS:
-        why = "a log of a server with log_sync: always waits for an fsync, and each checkpoint for several"
+        why = "with log_sync: always, the log of a server waits for an fsync; each checkpoint waits for several"
         return Check(f"{name} speed", "warn", found, why, "use a local disk; log_sync: every_second")
     return Check(f"{name} speed", "ok", found)
 
@@ -140,7 +140,7 @@ def space(config: Config) -> Check:
     needed = most * (config.checkpoint.keep + 1)
     found = (
         f"{folder}: {size(free)} free; a checkpoint takes at most {size(most)} ({rows:,} training rows, each id new), "
-        f"{config.checkpoint.keep + 1} of them {size(needed)}"
+        f"and {config.checkpoint.keep + 1} checkpoints take {size(needed)}"
     )
     if free < needed:
         why = "checkpoints may fill the disk; the number of different ids is not known before training"

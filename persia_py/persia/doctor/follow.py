@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from persia.doctor import logs
+from persia.doctor import compose, logs
 from persia.doctor.log_lines import Line, Source, merged, stamp
 from persia.runtime import log_files
 from persia.runtime.errors import UnreachableError
@@ -139,7 +139,7 @@ def stack(since: float | None = None) -> Generator[Iterator[Line], None, None]:
                 words, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL, start_new_session=True
             )
         except FileNotFoundError as error:
-            raise UnreachableError("docker is not on PATH") from error
+            raise UnreachableError("docker is not on PATH", hint=compose.INSTALL) from error
         arrived: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         reader = threading.Thread(target=_read, args=(process, arrived), name="persia-logs", daemon=True)
         reader.start()
@@ -155,7 +155,7 @@ def stack(since: float | None = None) -> Generator[Iterator[Line], None, None]:
                 errors.seek(0)
                 said = errors.read().decode(errors="replace").strip().splitlines()
                 reason = said[-1] if said else f"exit code {process.returncode}"
-                raise UnreachableError(f"docker compose logs: {reason}")
+                raise UnreachableError(f"docker compose logs: {reason}", hint=compose.FOLDER_OR_ENGINE)
         finally:
             _end(process, reader)
 

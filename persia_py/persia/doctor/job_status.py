@@ -280,7 +280,8 @@ def _gaps(service: str, processes: list[Process]) -> list[Problem]:
         there = {one.index for one in processes}
         absent = [str(index) for index in range(sizes.pop()) if index not in there]
         if absent:
-            text = f"{service} {', '.join(absent)} of {processes[0].replicas} is missing"
+            verb = "is" if len(absent) == 1 else "are"
+            text = f"{service} {', '.join(absent)} of {processes[0].replicas} {verb} missing"
             found.append(Problem("missing", text))
     for index in sorted({one.index for one in processes}):
         same = [one for one in processes if one.index == index]

@@ -123,7 +123,7 @@ def _no_ranks() -> str:
         for binary in (SERVER, MIDDLEWARE):
             resolve_binary_execute_path(binary)
     except UsageError as error:
-        return str(error)
+        return f"{error}; {error.hint}"
     return ""
 
 

@@ -223,9 +223,10 @@ def _token(text: str) -> re.Pattern[str]:
         UsageError: The text is not a push token.
     """
     if re.fullmatch(r"([0-9a-f]{16}/)?\d+/\d+/\d+", text) is None:
-        error = UsageError(f"--token {text}: expected GENERATION/RANK/STEP, such as 1/0/120")
-        error.hint = "the log of a server has them with PERSIA_LOG=persia.server=debug, after `token=`"
-        raise error
+        raise UsageError(
+            f"--token {text}: expected GENERATION/RANK/STEP, such as 1/0/120",
+            hint="with PERSIA_LOG=persia.server=debug, servers log the tokens of batches, as `token=`",
+        )
     job = "" if text.count("/") == 3 else "[0-9a-f]{16}/"
     return re.compile(rf"(?<![\w/]){job}{text}(?![\w/])")
 

@@ -42,10 +42,11 @@ def of_run(folder: Path, *, last: int | None = None) -> list[Source]:
     """
     found = log_files.files(folder)
     if not found:
-        error = UsageError(f"{folder}: no logs; expected the folder of a run with logs/NAME.log")
         others = sorted({each.parent.parent for each in Path("runs").glob("*/logs/*.log")})
-        error.hint = f"runs with logs here: {', '.join(map(str, others)) or 'none'}"
-        raise error
+        raise UsageError(
+            f"{folder}: no logs; expected the folder of a run with logs/NAME.log",
+            hint=f"runs with logs here: {', '.join(map(str, others)) or 'none'}",
+        )
     return [Source(name, _lines(paths, last), 0 if name in _OF_ONE else None) for name, paths in found.items()]
 
 
@@ -125,9 +126,10 @@ def of_stack(since: float | None = None) -> list[Source]:
     words = ["compose", "logs", "--no-color", "--timestamps", *(["--since", stamp(since)] if since else [])]
     done = compose.ask(*words, seconds=_READ_S)
     if done.returncode != 0:
-        error = UnreachableError(f"docker compose logs: {compose.last_line(done)}")
-        error.hint = "run it in the folder of docker-compose.yaml, or give the folder of a run: persia logs runs/NAME"
-        raise error
+        raise UnreachableError(
+            f"docker compose logs: {compose.last_line(done)}",
+            hint=f"{compose.FOLDER_OR_ENGINE}; or specify the folder of a run: persia logs runs/NAME",
+        )
     lines = ComposeLines().by_container(done.stdout.removesuffix("\n").split("\n"))
     return [Source(name, each, rank_of(name)) for name, each in sorted(lines.items())]
 
@@ -184,7 +186,7 @@ def has_stack(say: Callable[[str], None]) -> bool:
     except UnreachableError as error:
         problem = str(error)
     if problem:
-        say(f"whether a stack is in this folder is not known: docker compose: {problem}")
+        say(f"cannot determine whether this folder has a stack: docker compose: {problem}")
         return False
     return bool(done.stdout.strip())
 
@@ -199,6 +201,8 @@ def check_service(service: str, sources: Sequence[Source], *, in_stack: bool) ->
     if in_stack and not any(is_of(each, service) for each in names):
         names |= {each.name for each in containers.containers()}
     if not any(is_of(each, service) for each in names):
-        error = UsageError(f"--service {service}: no process has this name; there are: {', '.join(sorted(names))}")
-        error.hint = "give the beginning of a name: persia logs --service server"
-        raise error
+        listed = ", ".join(sorted(names)) or "none"
+        raise UsageError(
+            f"--service {service}: no process has this prefix; there are: {listed}",
+            hint="specify the beginning of a name, such as: persia logs --service server",
+        )

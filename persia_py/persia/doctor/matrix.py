@@ -17,7 +17,7 @@ from persia import __version__
 from persia.doctor import link_speed, network
 from persia.doctor.check import Check
 from persia.runtime import tokens
-from persia.runtime.errors import UnreachableError, UsageError
+from persia.runtime.errors import RunLostError, UnreachableError, UsageError
 from persia.runtime.exit_codes import ExitCode
 from persia.runtime.job import job_name
 from persia.runtime.settings import reload_env, settings, variable
@@ -74,7 +74,9 @@ def here(size: int, *, measure: bool = False) -> Iterator[Check]:
         UnreachableError: Ranks did not connect; the message names the missing ones.
     """
     if (given := variable("WORLD_SIZE")) not in (None, str(size)):
-        raise UsageError(f"--matrix {size}: found WORLD_SIZE={given}; specify all ranks, --matrix {given}")
+        raise UsageError(
+            f"--matrix {size}: found WORLD_SIZE={given}", hint=f"specify the number of all ranks: --matrix {given}"
+        )
     os.environ["WORLD_SIZE"] = str(size)
     reload_env()
     yield network.interfaces()
@@ -123,15 +125,17 @@ def _rendezvous() -> Iterator[Check]:
     """
     host = variable("MASTER_ADDR")
     if host is not None and not network.is_here(host):
-        error = UsageError(f"--matrix: rank 0 listens at MASTER_ADDR={host}, which is not an address of this host")
-        error.hint = "set MASTER_ADDR on all ranks to the address of rank 0's host; or run RANK=0 on that host"
-        raise error
+        raise UsageError(
+            f"--matrix: rank 0 listens at MASTER_ADDR={host}, which is not an address of this host",
+            hint="set MASTER_ADDR on all ranks to the address of rank 0's host; or run RANK=0 on that host",
+        )
     for check in network.rendezvous():
         yield check
         if check.status == "fail" or "in use" in check.found:
-            error = UsageError(f"--matrix: rank 0 cannot listen: {check.found}")
-            error.hint = check.next or "end the run that uses the port, or set MASTER_PORT to another one"
-            raise error
+            raise UsageError(
+                f"--matrix: rank 0 cannot listen: {check.found}",
+                hint=check.next or "end the run that uses the port, or set MASTER_PORT to another one",
+            )
 
 
 def connected(rank: int, size: int, *, measure: bool = False) -> Matrix:
@@ -163,6 +167,8 @@ def connected(rank: int, size: int, *, measure: bool = False) -> Matrix:
             peers.all_gather("doctor: end", None)  # keeps all ranks listening until the end
         except BaseException as error:
             peers.leave(f"{type(error).__name__}: {error}")
+            if isinstance(error, RunLostError):
+                error.hint = _start(size)
             raise
         peers.leave(None)
     return Matrix(seats, [[(str(one), str(why)) for one, why in row] for row in rows], speeds)
@@ -212,11 +218,10 @@ def address() -> str:
 def _master() -> tuple[str, int]:
     host, port = variable("MASTER_ADDR"), variable("MASTER_PORT")
     if host is None or port is None or not port.isdecimal():
-        error = UsageError(
-            "--matrix: RANK is set, but there is neither PERSIA_NATS_URL nor MASTER_ADDR and MASTER_PORT"
+        raise UsageError(
+            "--matrix: RANK is set, but neither PERSIA_NATS_URL nor both MASTER_ADDR and a numeric MASTER_PORT are set",
+            hint=f"{network.WHO_SETS}; to connect ranks of this host, unset RANK",
         )
-        error.hint = f"{network.WHO_SETS}; to connect ranks of this host, unset RANK"
-        raise error
     return host, int(port)
 
 
@@ -238,7 +243,7 @@ def _met(rank: int, size: int) -> "Peers":
     host, port = _master()
     if rank == 0:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return handshake.host(socket.create_server((host, port), family=family), introduction, settings.start_timeout)
+        return _hosted(socket.create_server((host, port), family=family), introduction)
     return _joined(introduction, lambda: (host, port))
 
 
@@ -258,11 +263,27 @@ def _met_by_nats(introduction: "Introduction") -> "Peers":
         place = f"{host}:{listener.getsockname()[1]}"
         announced = discovery.announce(services.TRAINER, 0, introduction.world_size, "", {"peers": place, "rank": "0"})
         try:
-            return handshake.host(listener, introduction, settings.start_timeout)
+            return _hosted(listener, introduction)
         finally:
             announced.close()
     finally:
         discovery.close()
+
+
+def _hosted(listener: socket.socket, introduction: "Introduction") -> "Peers":
+    """On rank 0: wait for the other ranks."""
+    from persia.distributed import handshake
+
+    try:
+        return handshake.host(listener, introduction, settings.start_timeout)
+    except UnreachableError as error:
+        error.hint = _start(introduction.world_size)
+        raise
+
+
+def _start(size: int) -> str:
+    """Return the next step if a rank is missing."""
+    return f"start the command on every rank: RANK=R persia doctor --matrix {size}"
 
 
 def _rank_0(found: list[dict[str, str]]) -> tuple[str, int] | None:
@@ -286,9 +307,10 @@ def _joined(introduction: "Introduction", find: Callable[[], tuple[str, int] | N
         except UnreachableError as error:
             why = str(error)
         if time.monotonic() > deadline:
-            late = UnreachableError(f"{why}; waited {settings.start_timeout:g} s (PERSIA_START_TIMEOUT)")
-            late.hint = f"start it on every rank: RANK=R persia doctor --matrix {introduction.world_size}"
-            raise late
+            raise UnreachableError(
+                f"{why}; waited {settings.start_timeout:g} s (PERSIA_START_TIMEOUT)",
+                hint=_start(introduction.world_size),
+            )
         time.sleep(_PERIOD_S)
 
 
@@ -321,7 +343,10 @@ def _next(outcome: str, seat: Seat, other: Seat) -> str:
         return f"getent hosts {shlex.quote(seat.address)}"
     if outcome == "filtered":
         return f"let all TCP ports of {seat.address} through for {other.address}: gloo and NCCL use any free one"
-    return f"{seat.address} is not reached: specify another interface there, GLOO_SOCKET_IFNAME or dist.interface"
+    return (
+        f"instead of the interface with {seat.address}, specify an interface of {seat.host} that other ranks can "
+        "reach: GLOO_SOCKET_IFNAME or dist.interface"
+    )
 
 
 def _table(found: Matrix) -> list[str]:

@@ -20,7 +20,7 @@ _ANSWER_S = 10.0
 """Seconds within which Prometheus and the gateway must respond."""
 _REFUSED = "connection refused"
 """In the error of a target whose host has no such port."""
-_OTHER = "it is another program, or another version:"
+_OTHER = "unexpected response, from another program or another version:"
 _TEST = "persia_push_test"
 _TEST_VALUE = 42.0
 _STALE_S = 120.0
@@ -86,7 +86,7 @@ def _of_prometheus(url: str) -> Iterator[Check]:
             yield from _target(kind, target, found.get((labels["job"], labels["instance"]), set()))
         rules = _get(f"{url}/api/v1/rules", type="alert")["data"]["groups"]
     except _Unanswered as error:
-        why = "it cannot be asked for its targets"
+        why = "its targets cannot be queried"
         remedy = "docker compose up --detach prometheus; its log: docker compose logs prometheus"
         yield Check("prometheus", "fail", f"{url}: {_text(error)}", why, remedy, ExitCode.UNREACHABLE)
         return
@@ -101,9 +101,9 @@ def _rules(names: list[str]) -> Check:
     """Return the check that the alert rules of Persia are loaded."""
     if own := [name for name in names if name.startswith("Persia")]:
         return Check("alert rules", "ok", f"{len(own)} loaded")
-    why = "no file is at the path in rule_files, which Prometheus ignores; a relative path begins at its configuration"
+    why = "Prometheus ignores missing files of rule_files; a relative path starts at the folder of its configuration"
     remedy = "rule_files: [/PATH/OF/CLONE/services/monitor/alerts.yml], then restart Prometheus"
-    return Check("alert rules", "warn", "none of Persia is loaded", why, remedy)
+    return Check("alert rules", "warn", "no rule of Persia is loaded", why, remedy)
 
 
 def _kind(target: dict[str, Any]) -> str:
@@ -118,7 +118,7 @@ def _target(kind: str, target: dict[str, Any], has: set[str]) -> Iterator[Check]
         return
     if target["health"] != "up":
         if kind == "persia-data" and _REFUSED in target["lastError"]:
-            why = "its data has ended, or it has not started: its address remains while its container exists"
+            why = "the replica has sent all data, or has not started; the target remains while its container exists"
             yield Check(name, "warn", f"down: {target['lastError']}", why, "if data is still expected: persia status")
             return
         why = f"Prometheus cannot read {target['scrapeUrl']}"
@@ -182,7 +182,7 @@ def _get(url: str, **parameters: str) -> dict[str, Any]:
     except ValueError:
         content = None
     if not isinstance(content, dict) or content.get("status") != "success":
-        raise ValueError(f"{_OTHER} it answers {body[:40]!r}")
+        raise ValueError(f"{_OTHER} {body[:40]!r}")
     return content
 
 

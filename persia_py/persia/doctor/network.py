@@ -200,13 +200,15 @@ def interfaces() -> Check:
     try:
         network.check()
     except UsageError as error:
-        name = next((each for each in given if str(error).startswith(f"{each}=")), "CUDA_VISIBLE_DEVICES")
-        remedy = f"correct or unset {name}; {network.suggestion()}"
+        name = str(error).partition("=")[0]
+        remedy = error.hint or f"correct or unset {name}"
+        if name in network.VARIABLES:
+            remedy = f"correct or unset {name}; {network.suggestion()}"
         return Check("interfaces", "fail", str(error), "ranks would wait for each other", remedy)
     if (loopback := _loopback(given)) is not None:
         return loopback
     named = ", ".join(f"{name}={value}" for name, value in given.items())
-    return Check("interfaces", "ok", f"{named or 'none is named'}; have {have}")
+    return Check("interfaces", "ok", f"{named or 'no variable names one'}; this host has {have}")
 
 
 def private_network() -> Check:
@@ -269,8 +271,8 @@ def _other_host() -> str | None:
 
 
 WHO_SETS = (
-    "torchrun sets MASTER_ADDR and MASTER_PORT on every rank, and `persia debug run` does; persia-launcher does not, "
-    "because ranks of a job meet through PERSIA_NATS_URL"
+    "torchrun and `persia debug run` set MASTER_ADDR and MASTER_PORT on every rank; persia-launcher does not, because "
+    "ranks of a job meet through PERSIA_NATS_URL"
 )
 """Explains which programs set the variables of torch's rendezvous."""
 SET_MASTER = (

@@ -33,9 +33,7 @@ def run(folder: Path, port: int, token: str, *, mount: bool, ready: Callable[[],
         UnreachableError: Nothing can run in containers here.
     """
     if (used := ports.free("port", port, "--port", "127.0.0.1")).status == "fail":
-        error = UsageError(f"--port {port}: {used.found}")
-        error.hint = f"use another one: --port {port + 1}"
-        raise error
+        raise UsageError(f"--port {port}: {used.found}", hint="choose another port: --port N")
     options = ["--publish", f"127.0.0.1:{port}:8888", "--env", "JUPYTER_TOKEN", "--env", "HOME=/tmp"]
     server = ["python", "-m", "jupyterlab", "--ip=0.0.0.0", "--port=8888", "--no-browser"]
     with context.prepared(folder, mount=mount) as workspace:
@@ -58,9 +56,10 @@ def _check_jupyter(workspace: Path) -> None:
     """Check that the image has a notebook server."""
     words = context.words_of(["python", "-c", "import jupyterlab"])
     if subprocess.run(words, env=context.variables(workspace), capture_output=True, check=False).returncode != 0:
-        error = UsageError(f"the image {compose.image()} has no notebook server")
-        error.hint = "add it to the image: FROM IMAGE, then RUN pip install jupyterlab; or use: persia debug shell"
-        raise error
+        raise UsageError(
+            f"the image {compose.image()} has no notebook server",
+            hint="add it to the image: FROM IMAGE, then RUN pip install jupyterlab; or use: persia debug shell",
+        )
 
 
 def _wait(process: "subprocess.Popen[bytes]", port: int, token: str, ready: Callable[[], None]) -> None:

@@ -95,16 +95,19 @@ def free(name: str, port: int, origin: str, host: str = "") -> Check:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 return _used(name, port, origin, user_of(port))
-            why = f"{error.strerror or error}: {host} is not an address of this host"
-            return Check(name, "fail", f"{host}:{port} cannot be bound", why, f"{origin}=0.0.0.0:{port}")
+            why, advice = error.strerror or str(error), f"set {origin} to another address"
+            if error.errno == errno.EADDRNOTAVAIL:
+                why, advice = f"{why}: {host} is not an address of this host", f"{origin}=0.0.0.0:{port}"
+            return Check(name, "fail", f"{host}:{port} cannot be bound", why, advice)
     return Check(name, "ok", f"port {port} is free")
 
 
 def _used(name: str, port: int, origin: str, user: User) -> Check:
     """Return the check of a port in use by the intended service, another service of Persia, or another program."""
-    found = f"port {port} in use by {user}"
+    found = f"port {port} is in use by {user}"
     if _is_own(origin, user):
-        return Check(name, "ok", f"{found}, the process that {origin} is for", f"a second one needs another {origin}")
+        found += f", the process for which {origin} is set"
+        return Check(name, "ok", found, f"a second one needs another {origin}")
     why = "a second program cannot listen there"
     if user.is_persia:
         why += f"; this one is a program of Persia that has another {origin}"
@@ -136,7 +139,7 @@ def listening(name: str, value: str, what: str) -> Check:
     if port is None:
         return Check(name, "fail", f"{name}={value}", "expected HOST:PORT, a port up to 65535", f"{name}=0.0.0.0:8888")
     if port == 0:
-        return Check(name, "ok", f"{value}: {what} is chosen when it starts")
+        return Check(name, "ok", f"{value}: {what} is chosen when the process starts")
     try:
         number = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0] if host else ""
     except OSError as error:

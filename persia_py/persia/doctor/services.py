@@ -71,7 +71,7 @@ def services(found: Status, job: str) -> Iterator[Check]:
     problems = [one for one in found.problems if one.cause in _REMEDIES]
     if problems:
         texts, remedies = (one.text for one in problems), dict.fromkeys(_REMEDIES[one.cause] for one in problems)
-        why = f"the processes of job {job} are not compatible"
+        why = f"job {job} needs each process once, with the same versions and settings"
         yield Check("job", "fail", "; ".join(texts), why, "; ".join(remedies), ExitCode.UNREACHABLE)
 
 
@@ -122,6 +122,7 @@ def missing_parts(found: Status) -> None:
     there = {one.service for one in found.processes}
     absent = [kind for kind in ("persia-server", "persia-middleware") if kind not in there]
     if absent:
-        error = UnreachableError(f"no {' and no '.join(absent)} has announced itself; they are needed to train")
-        error.hint = "start them, or test without servers: --local; see: persia doctor --only services"
-        raise error
+        raise UnreachableError(
+            f"no {' and no '.join(absent)} has announced itself; a job cannot train without one",
+            hint=f"start {' and '.join(absent)}, or test without servers: --local; see: persia doctor --only services",
+        )

@@ -16,7 +16,7 @@ def checks() -> Iterator[Check]:
     try:
         there = containers.containers()
     except UnreachableError as error:
-        hint = error.hint or "run it in the folder of docker-compose.yaml"
+        hint = error.hint or "run this in the folder of docker-compose.yaml"
         yield Check("stack", "fail", str(error), "", hint, ExitCode.UNREACHABLE)
         return
     yield states(there)
@@ -38,13 +38,13 @@ def states(there: Sequence[Container]) -> Check:
     if not bad:
         return Check("containers", "ok", "\n".join(lines))
     names = ", ".join(each.name for each in bad)
-    why = f"{names}: see its last lines"
+    why = f"see the last lines of {names}"
     remedy = f"persia logs --service {bad[0].name} --tail 50; without restarts: PERSIA_RESTART=no"
     return Check("containers", "fail", "\n".join(lines), why, remedy, ExitCode.UNREACHABLE)
 
 
 def _restarts(container: Container) -> str:
-    return f", restarted {container.restarts} times" if container.restarts else ""
+    return f", {container.restarts} restart(s)" if container.restarts else ""
 
 
 def ranks(found: Sequence[Inside], there: Sequence[Container]) -> Iterator[Check]:
@@ -117,7 +117,7 @@ def connections(found: Sequence[Inside]) -> Iterator[Check]:
         found: The results of the probe inside each container.
     """
     if not any(each.reached for each in found):
-        yield Check("connections", "skip", "not checked", "no two containers run")
+        yield Check("connections", "skip", "not checked", "fewer than two containers are running")
         return
     failed = [(each.container, one) for each in found for one in each.reached if one.outcome != "reached"]
     count = sum(len(each.reached) for each in found)
@@ -143,7 +143,7 @@ def _failure(container: Container, one: Reached) -> Check:
         why = f"{one.address} answers, but nothing listens on port {one.peer.port}"
         remedy = f"persia logs --service {one.peer.name} --tail 50"
     elif one.outcome == "filtered":
-        found = f"DNS ok, TCP filtered (timeout) {place}"
+        found = f"DNS ok, TCP filtered (timeout): {place}"
         why = f"{one.address} does not answer: a firewall or a network policy drops the packets in this direction"
         remedy = f"let TCP port {one.peer.port} through from {' '.join(container.addresses)} to {one.address}"
     else:

@@ -92,7 +92,7 @@ def core_file(loaded: Path, path: list[str]) -> Check:
     if not hidden:
         return Check("persia_core", "ok", f"{loaded}{_features()}")
     listed = ", ".join(map(str, hidden))
-    why = "it is found first in PYTHONPATH; the other file is not used"
+    why = "the loaded file comes first on the import path; the hidden ones are not used"
     remedy = f"if that is not intended: rm {shlex.quote(str(loaded))}"
     return Check("persia_core", "warn", f"{loaded} hides {listed}", why, remedy)
 

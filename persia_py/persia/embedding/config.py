@@ -228,7 +228,8 @@ class Configuration:
         if path is None:
             raise ConfigError(
                 "no embedding_config.yml: set PERSIA_EMBEDDING_CONFIG to its path, or put it into the folder config/ "
-                "next to the script; or set PERSIA_CONFIG to the path of a persia.yml"
+                "next to the script; or set PERSIA_CONFIG to the path of a persia.yml",
+                hint="",
             )
         return cls.of(*read_config(path))
 

@@ -64,7 +64,7 @@ class IDTypeFeature:
             _check_weights(name, weights)
             found, lengths = [len(each) for each in weights], np.diff(self.offsets).tolist()
             if found != lengths:
-                raise DataError(f"feature {name!r}: {_first_difference(found, lengths)}")
+                raise DataError(f"feature {name!r}{_first_difference(found, lengths)}")
             self.weights = np.concatenate(weights) if len(weights) else np.empty(0, np.float32)
 
     @classmethod
@@ -100,7 +100,8 @@ class IDTypeFeature:
                 )
             if len(weights) != len(feature.values):
                 raise DataError(
-                    f"feature {name!r}: {len(weights)} weights for {len(feature.values)} ids; pass one for each id"
+                    f"feature {name!r}: expected one weight for each id, found weights: {len(weights)}, ids: "
+                    f"{len(feature.values)}"
                 )
             feature.weights = np.ascontiguousarray(weights)
         return feature
@@ -224,7 +225,7 @@ class Label(NdarrayDataBase):
                 row = int(wrong[0][0])
                 raise DataError(
                     f"{self.title}, row {row}: {self.data[tuple(wrong[0])]} is neither 0 nor 1 "
-                    f"({len(wrong)} such values in the batch); check the column the label is read from"
+                    f"(wrong values in the batch: {len(wrong)}); check the column from which the label is read"
                 )
 
 
@@ -271,7 +272,8 @@ class PersiaBatch:
             raise BatchSizeError("PersiaBatch: id_type_features is empty; a batch has at least one id feature")
         if requires_grad and not targets:
             raise MissingLabelError(
-                "PersiaBatch(requires_grad=True) without labels; for evaluation, pass requires_grad=False"
+                "PersiaBatch(requires_grad=True): a batch for training needs labels; for evaluation, pass "
+                "requires_grad=False"
             )
         sizes = [(feature.name, feature.batch_size) for feature in id_type_features]
         sizes += [(part.title, part.batch_size) for part in (*dense, *targets)]
@@ -390,9 +392,9 @@ def _check_weights(name: str, weights: Sequence[object]) -> None:
 
 def _first_difference(weights: list[int], ids: list[int]) -> str:
     if len(weights) != len(ids):
-        return f"weights for {len(weights)} samples, ids for {len(ids)}"
+        return f": expected weights for each sample, found samples with weights: {len(weights)}, with ids: {len(ids)}"
     sample = next(index for index, (one, other) in enumerate(zip(weights, ids, strict=True)) if one != other)
-    return f"sample {sample} has {weights[sample]} weights for {ids[sample]} ids; pass one for each id"
+    return f", sample {sample}: expected one weight for each id, found weights: {weights[sample]}, ids: {ids[sample]}"
 
 
 def _check_classes(argument: str, items: object, allowed: tuple[type, ...]) -> None:

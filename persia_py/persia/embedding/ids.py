@@ -80,8 +80,11 @@ def as_offsets(feature: str, value: object, ids: int, hint: str = "") -> Offsets
     """
     offsets = _integers(feature, value, "offsets").astype(np.int64, copy=False)
     if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != ids or (np.diff(offsets) < 0).any():
+        found = f"{len(offsets)}, from {offsets[0]} to {offsets[-1]}" if len(offsets) else "none"
+        falls = ", not ascending" if (np.diff(offsets) < 0).any() else ""
         raise DataError(
-            f"feature {feature!r}: expected batch + 1 offsets that ascend from 0 to the number of ids ({ids}){hint}"
+            f"feature {feature!r}: expected batch + 1 offsets that ascend from 0 to the number of ids ({ids}){hint}; "
+            f"found {found}{falls}"
         )
     return np.ascontiguousarray(offsets)
 

@@ -79,7 +79,9 @@ class InputNames:
             dense, labels = (None if state[key] is None else tuple(state[key]) for key in ("dense", "labels"))
             return cls(tuple(map(str, state["id_features"])), dense, labels)
         except (KeyError, TypeError) as error:
-            raise CheckpointError(f"{FILE}: expected the names of a model's inputs, found {state!r}") from error
+            raise CheckpointError(
+                f"{FILE}: expected the names of a model's inputs, found {state!r}", hint="load another checkpoint"
+            ) from error
 
     def state(self) -> dict[str, list[str | None] | None]:
         """Return the names as plain lists, for a checkpoint."""

@@ -74,7 +74,8 @@ class Optimizer:
         _check({"lr": lr}, at_least_zero=("lr",))
         if self._base_lr == 0 and lr != 0:
             raise ConfigError(
-                "update_lr: the optimizer was created with lr=0, which no factor can change; create it with lr above 0"
+                "update_lr: the optimizer was created with lr=0, which no factor can change; create it with lr above 0",
+                hint="",
             )
 
     def apply(self) -> None:
@@ -85,7 +86,9 @@ class Optimizer:
         """
         context = contexts.current()
         if context is None or context.common_context is None:
-            raise UsageError("Optimizer.apply() outside a context; TrainCtx(embedding_optimizer=...) calls it for you")
+            raise UsageError(
+                "cannot call Optimizer.apply() outside a context; TrainCtx(embedding_optimizer=...) calls it for you"
+            )
         context.common_context.begin(optimizer=self)
 
     def lr_factor(self, step: int) -> float:
@@ -100,7 +103,8 @@ class Optimizer:
         scheduled = self._schedule(step)
         if not (math.isfinite(scheduled) and scheduled >= 0):
             raise ConfigError(
-                f"learning-rate schedule: {scheduled} at step {step}; expected a finite number of at least 0"
+                f"learning-rate schedule: {scheduled} at step {step}; expected a finite number of at least 0",
+                hint="correct the function that was passed to scheduled()",
             )
         return factor * scheduled
 

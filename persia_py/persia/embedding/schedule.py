@@ -59,8 +59,7 @@ class LRSchedule:
             total = self.total_steps
             if total is None or not _is_a(Integral, total) or (warms_up and total <= self.warmup_steps):
                 wrong.append(
-                    f"total_steps={self.total_steps!r}: must be an integer, more than warmup_steps "
-                    f"({self.warmup_steps})"
+                    f"total_steps={self.total_steps!r}: must be an integer above warmup_steps ({self.warmup_steps})"
                 )
             if not (_is_a(Real, self.end) and 0 <= self.end <= 1):
                 wrong.append(f"end={self.end!r}: must be from 0 to 1")

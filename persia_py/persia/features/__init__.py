@@ -72,7 +72,7 @@ def _warn_of_other_slots(given: tuple[str, str]) -> None:
     if found := differences(given, slots):
         lines = "".join(f"\n  {each}" for each in found)
         _logger.warning(
-            "the slots of %s differ from the features of %s; PERSIA_CONFIG=%s uses the features:%s",
+            "the slots of %s differ from the features of %s; to use the features, set PERSIA_CONFIG=%s. Differences:%s",
             *(path, given[1], given[1], lines),
         )
 

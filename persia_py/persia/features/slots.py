@@ -56,7 +56,7 @@ def differences(persia: tuple[str, str], embedding: tuple[str, str]) -> list[str
         both = ours.keys() & theirs.keys()
         shared, also = _sharing(ours, name) & both, _sharing(theirs, name) & both
         if shared != also:
-            message = f"it shares its table with {_names(shared - {name})}, but with {_names(also - {name})} in {there}"
+            message = f"the table is shared with {_names(shared - {name})}, but with {_names(also - {name})} in {there}"
             found.append(f"{where}: {message}")
     extra = [(name, f"{embedding[1]}:{slot.place.line}") for name, slot in theirs.items() if name not in ours]
     found += [f"{where}: slots_config.{name}: {persia[1]} has no feature `{name}`" for name, where in extra]
@@ -125,4 +125,4 @@ def _shown(value: Any) -> str:
 
 
 def _names(slots: set[str]) -> str:
-    return ", ".join(sorted(slots)) or "none"
+    return ", ".join(sorted(slots)) or "no other slot"

@@ -75,7 +75,8 @@ def server_credentials() -> grpc.ServerCredentials | None:
     if certificate is None and key is None:
         return None
     if certificate is None or key is None:
-        raise ConfigError("PERSIA_TLS_CERT and PERSIA_TLS_KEY: only one is set; set both or neither")
+        given, other = ("KEY", "CERT") if certificate is None else ("CERT", "KEY")
+        raise ConfigError(f"PERSIA_TLS_{given} is set, but PERSIA_TLS_{other} is not", hint="set both, or neither")
     return grpc.ssl_server_credentials([(_content("PERSIA_TLS_KEY", key), _content("PERSIA_TLS_CERT", certificate))])
 
 
@@ -124,13 +125,18 @@ def auth_error(address: str, details: str | None) -> AuthError:
 
 def certificate_error(address: str, details: str | None) -> AuthError:
     """Return the error for a peer whose certificate cannot be verified."""
-    return AuthError(f"{address}: no TLS connection: {details} (PERSIA_TLS_CA: {settings.tls_ca or 'not set'})")
+    given = settings.tls_ca or "not set"
+    return AuthError(
+        f"cannot open a TLS connection to {address}: {details} (PERSIA_TLS_CA: {given})",
+        hint="check that the certificate of the peer has not expired, and that PERSIA_TLS_CA is the CA that signed it; "
+        "a peer without TLS needs PERSIA_TLS_CERT and PERSIA_TLS_KEY",
+    )
 
 
 def _content(variable: str, path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        failed = ConfigError(f"{variable}={path}: {error.strerror}")
-        failed.hint = f"set {variable} to a file that this process can read"
-        raise failed from error
+        raise ConfigError(
+            f"{variable}={path}: {error.strerror}", hint=f"set {variable} to a file that this process can read"
+        ) from error

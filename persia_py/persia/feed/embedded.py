@@ -79,7 +79,7 @@ class ScriptFeed:
             self._finish(None)
         except SystemExit as error:
             reported = not error.code or self._reported is not None
-            self._finish(None if reported else UsageError(f"{self._path} exited: {error.code}"))
+            self._finish(None if reported else UsageError(f"the data script {self._path} exited: {error.code}"))
         except Stopped:
             pass
         except BaseException as error:
@@ -89,7 +89,10 @@ class ScriptFeed:
 
     def _finish(self, error: BaseException | None) -> None:
         if not self._connected:
-            error = error or UsageError(f"{self._path} ended without a `with DataCtx()`, so it sent no data")
+            error = error or UsageError(
+                f"{self._path} ended without a `with DataCtx()`, so it sent no data",
+                hint="send the batches inside the block: with DataCtx() as ctx: ctx.send_data(batch)",
+            )
             self.connect()
             self.report_end(0, error)
         elif error is not None and error is not self._reported:
@@ -177,8 +180,9 @@ def running() -> ScriptFeed:
     """
     if _running is None:
         raise UsageError(
-            "DataCtx: PERSIA_NATS_URL is not set, and no training script has started this data script; run the "
-            "training script: its StreamingDataset starts the data script"
+            "DataCtx: PERSIA_NATS_URL is not set, and no training script has started this data script",
+            hint="run the training script, whose StreamingDataset starts the data script; or, in a job, set "
+            "PERSIA_NATS_URL",
         )
     return _running
 
@@ -193,9 +197,11 @@ def find_script() -> tuple[Path, list[str]]:
     if entry is not None:
         name, *arguments = [entry] if Path(entry).is_file() else shlex.split(entry)
         if not Path(name).is_file():
-            error = ConfigError(f"PERSIA_DATALOADER_ENTRY={entry}: no file {name} (working directory: {Path.cwd()})")
-            error.hint = "set PERSIA_DATALOADER_ENTRY to the path of the data script"
-            raise error
+            place = f"working directory: {Path.cwd()}"
+            raise ConfigError(
+                f"PERSIA_DATALOADER_ENTRY={entry}: {name}: no such file ({place})",
+                hint="set PERSIA_DATALOADER_ENTRY to the path of the data script",
+            )
         return Path(name).resolve(), arguments
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     folder = Path(main).resolve().parent if main else Path.cwd()
@@ -203,6 +209,7 @@ def find_script() -> tuple[Path, list[str]]:
         if (folder / name).is_file():
             return folder / name, []
     raise ConfigError(
-        f"StreamingDataset: no data script; set PERSIA_DATALOADER_ENTRY to it, or put {' or '.join(_NAMES)} into "
-        f"{folder}"
+        f"StreamingDataset: no data script: PERSIA_DATALOADER_ENTRY is not set, and {folder} has no "
+        f"{' or '.join(_NAMES)}",
+        hint="set PERSIA_DATALOADER_ENTRY to the path of the data script",
     )

@@ -239,7 +239,7 @@ class Inbox:
                 raise Stopped(f"replica {index} has sent all its batches of this generation")
             if queue.sender not in (None, sender):
                 raise ReplicaInUseError(
-                    f"another process is connected as data-compose replica {index} of {replicas}; set for each replica "
+                    f"another process is connected as data-compose replica {index} of {replicas}; give each replica "
                     "its own index (REPLICA_INDEX)"
                 )
             if queue.callbacks is not None:
@@ -250,11 +250,12 @@ class Inbox:
 
     def _check_replica(self, index: int, replicas: int) -> None:
         if index >= replicas:
-            raise ConfigError(f"REPLICA_INDEX={index}: must be less than REPLICA_SIZE={replicas}")
+            raise ConfigError(f"REPLICA_INDEX={index}: must be less than REPLICA_SIZE={replicas}", hint="")
         if self._replicas not in (None, replicas):
             raise ConfigError(
                 f"data-compose replica {index} has REPLICA_SIZE={replicas}, this run has {self._replicas} replicas; "
-                f"start {self._replicas} replicas, each with REPLICA_SIZE={self._replicas}"
+                f"start {self._replicas} replicas, each with REPLICA_SIZE={self._replicas}",
+                hint="",  # the message is sent to the replica, without a hint
             )
         self._replicas = replicas
 

@@ -21,6 +21,7 @@ from persia.runtime.errors import IncompatibleError, PersiaError, UsageError
 from persia.runtime.logging import get_logger
 
 _logger = get_logger("feed")
+_SAME_BUILD = "start every process of the job from the same build, and with the same PERSIA_JOB"
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 5.0
 """Seconds between two attempts to connect; the pause doubles from the first value to the last."""
@@ -169,7 +170,8 @@ class RankStream:
         elif any(sign in (details or "") for sign in channel.BAD_CERTIFICATE):
             self._fail(channel.certificate_error(address, details))
         elif code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED):
-            self._fail(IncompatibleError(f"rank {self.rank} at {address}: {details}"))
+            hint = "" if "REPLICA_SIZE=" in (details or "") else _SAME_BUILD  # such details include the next step
+            self._fail(IncompatibleError(f"rank {self.rank} at {address}: {details}", hint=hint))
         elif code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED):
             self._fail(UsageError(f"rank {self.rank} at {address}: {details}"))
         elif code == grpc.StatusCode.ALREADY_EXISTS:

@@ -71,7 +71,8 @@ class Sender:
         for rank, other in enumerate(others, 1):
             if other != first:
                 raise IncompatibleError(
-                    f"the transform of rank {rank} differs from rank 0's; use the same files on all ranks"
+                    f"the transform of rank {rank} differs from that of rank 0",
+                    hint="start all ranks with the same persia.yml and the same data",
                 )
         return first
 
@@ -83,14 +84,21 @@ class Sender:
     def _wait_for_trainers(self, job: str) -> int:
         """Wait until ranks are announced that agree on the world size. Return the world size."""
         pause = threading.Event()
-        waiting = False
+        said: set[int] | None = None
         while True:
             sizes = {int(peer["replicas"]) for peer in self._find()}
             if len(sizes) == 1:
                 return sizes.pop()
-            if not waiting:
-                waiting = True
-                _logger.info("waiting for the trainers of job %s", job)
+            if sizes != said:
+                said = sizes
+                if sizes:
+                    _logger.warning(
+                        "the trainers of job %s disagree on the number of ranks: %s; waiting until they agree",
+                        job,
+                        ", ".join(map(str, sorted(sizes))),
+                    )
+                else:
+                    _logger.info("waiting for the trainers of job %s", job)
             pause.wait(_PAUSE_S)
 
     def _locate(self, rank: int) -> str | None:
@@ -139,7 +147,8 @@ class Sender:
             return
         data = batch.to_bytes()
         if len(data) > MAX_BATCH_BYTES:
-            raise DataError(f"send_data: batch {seq} has {len(data)} bytes, allowed: {MAX_BATCH_BYTES}; split it")
+            size = f"{len(data)} bytes, allowed: at most {MAX_BATCH_BYTES}"
+            raise DataError(f"send_data: batch {seq}, counted from 0, has {size}", hint="send smaller batches")
         with state.changed:
             self._wait(lambda: not stream.full)
             self._check()

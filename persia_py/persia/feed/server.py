@@ -61,7 +61,11 @@ class FeedServer:
                 else self._server.add_secure_port(listen, credentials)
             )
         except RuntimeError as error:
-            raise UnreachableError(f"cannot listen on {listen} for data-compose: {error}") from error
+            secure = "check that PERSIA_TLS_CERT and PERSIA_TLS_KEY are PEM files of one certificate and its key"
+            raise UnreachableError(
+                f"cannot listen on {listen} for data-compose: {error}",
+                hint="see the lines of gRPC above" if credentials is None else f"{secure}; see the lines of gRPC above",
+            ) from error
         self.address = f"{host if open_to_network else '127.0.0.1'}:{port}"
         self._server.start()
 
@@ -170,7 +174,7 @@ class _FeedService(services.TrainerServicer):
                 context.abort(*reply)
         finally:
             if self._inbox.disconnect(index, callbacks):
-                _logger.warning("%s: connection lost before its end; waiting for it to reconnect", name)
+                _logger.warning("%s: connection lost before the end of its data; waiting for it to reconnect", name)
 
     def _current_run(self, context: grpc.ServicerContext) -> tuple[int, int, int]:
         """Return generation, rank and world size. If the generation has not begun, make the sender retry."""
@@ -237,7 +241,7 @@ class _FeedService(services.TrainerServicer):
                     self._inbox.end(index, sender, len(range(rank, total, world_size)), failed)
                     break
                 else:
-                    raise DataError(f"data-compose replica {index}: an empty message, or a second hello")
+                    raise DataError(f"data-compose replica {index} sent an empty message, or a second hello")
         except DataError as error:
             replies.put((grpc.StatusCode.INVALID_ARGUMENT, str(error)))
         except grpc.RpcError:

@@ -119,5 +119,8 @@ def start(words: Sequence[str], folder: Path) -> Background:
                 start_new_session=True,
             )
     except OSError as error:
-        raise StorageError(f"cannot write the output of the training to {log}: {error.strerror or error}") from error
+        raise StorageError(
+            f"cannot start the training with its output in {log}: {error.strerror or error}",
+            hint=f"check the owner and the free space of {folder}, or train without --follow",
+        ) from error
     return Background(process, log)

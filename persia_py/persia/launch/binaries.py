@@ -77,7 +77,8 @@ def resolve_binary_execute_path(binary_name: str) -> str:
     found = shutil.which(binary_name) or shutil.which(binary_name, path=str(Path(sys.executable).parent))
     if found is None:
         raise UsageError(
-            f"{binary_name}: neither in THIRD_PARTY_PATH ({override or 'unset'}) nor on PATH "
-            "(the wheel persia-server of a release contains persia's own; in a clone, make setup builds them)"
+            f"{binary_name} is neither in THIRD_PARTY_PATH ({override or 'not set'}) nor on PATH",
+            hint="install the wheel persia-server of a release, which contains the programs of persia; or in a clone, "
+            "run: make setup",
         )
     return found

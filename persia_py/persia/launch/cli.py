@@ -141,9 +141,12 @@ def _replica(given_index: int | None, given_size: int | None) -> tuple[int, int]
     """Return replica index and number of replicas, from the options, or ``REPLICA_INDEX`` and ``REPLICA_SIZE``."""
     index, size = _or(given_index, "REPLICA_INDEX", 0), _or(given_size, "REPLICA_SIZE", 1)
     if size < 1:
-        raise UsageError(f"replica size {size}: must be at least 1")
+        raise UsageError(f"replica size {size}: must be at least 1", hint="correct --replica-size or REPLICA_SIZE")
     if not 0 <= index < size:
-        raise UsageError(f"replica index {index}: must be from 0 to {size - 1}, because the replica size is {size}")
+        raise UsageError(
+            f"replica index {index}: must be from 0 to {size - 1}, because the replica size is {size}",
+            hint="correct the index (--replica-index or REPLICA_INDEX) or the size (--replica-size or REPLICA_SIZE)",
+        )
     return index, size
 
 
@@ -176,14 +179,17 @@ def _script(given: str | None, arguments: Sequence[str], *, variable: str) -> tu
     if not text:
         if persia_config() is not None:
             return None, []
-        raise UsageError(f"no script: specify FILE, or set {variable}, or PERSIA_CONFIG to the path of a persia.yml")
+        raise UsageError(
+            f"no script: FILE is not given, and neither {variable} nor PERSIA_CONFIG is set",
+            hint=f"specify FILE, or set {variable}, or PERSIA_CONFIG to the path of a persia.yml",
+        )
     if Path(text).is_file():
         return Path(text).resolve(), list(arguments)
     origin = "FILE" if given else variable
     try:
         name, *own = shlex.split(text)
     except ValueError as error:
-        raise UsageError(f"{origin}={text!r}: {error}") from error
+        raise UsageError(f"{origin}={text!r}: expected a path and arguments as in a shell: {error}") from error
     path = Path(name)
     if not path.is_file():
         raise UsageError(f"{origin}: {path}: no such file (working directory: {Path.cwd()})")

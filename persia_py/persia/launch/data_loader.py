@@ -39,8 +39,8 @@ def run(script: Path | None, arguments: Sequence[str], *, index: int, size: int,
     """
     if settings.nats_url is None:
         raise UsageError(
-            "PERSIA_NATS_URL is empty: in embedded mode the training script runs the data script itself; "
-            "start only `python train.py`, or set PERSIA_NATS_URL"
+            "PERSIA_NATS_URL is empty: in embedded mode the training script runs the data script itself",
+            hint="start only `python train.py`, or set PERSIA_NATS_URL",
         )
 
     folder, name = job.run_dir(), job.job_name()

@@ -27,7 +27,10 @@ def _send_data() -> int:
         sys.stderr.write(f"{restarted}: restarting the script\n")
         return AGAIN
     if code == 0 and (note := settings.served) and not Path(note).read_bytes():
-        raise UsageError(f"{script} ended without a `with DataCtx()`, so it sent no data; the trainers wait for it")
+        raise UsageError(
+            f"{script} ended without a `with DataCtx()`, so it sent no data; the trainers wait for data",
+            hint="send the batches inside the block: with DataCtx() as ctx: ctx.send_data(batch)",
+        )
     return code
 
 
@@ -35,7 +38,10 @@ def _send_rows() -> int:
     from persia.trainer import data_compose
 
     if (path := persia_config()) is None:
-        raise UsageError("PERSIA_CONFIG is not set, and no script is given")
+        raise UsageError(
+            "no script is given, and PERSIA_CONFIG is not set",
+            hint="specify the path of a script, or set PERSIA_CONFIG to the path of a persia.yml",
+        )
     data_compose.send(path)
     return 0
 

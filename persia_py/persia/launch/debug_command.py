@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,13 +55,18 @@ def script_of(words: Sequence[str], *, rank: int, ranks: int | None) -> Script:
         return _of_torchrun(left[2:], ranks)
     if left[:1] == ["-m"]:
         if len(left) == 1:
-            raise UsageError("-m without the name of a module")
+            raise UsageError("-m: the name of the module is missing")
     elif not left or not Path(left[0]).is_file():
-        what = "no script" if not left else f"{left[0]}: no such file"
-        error = UsageError(f"{what} (working directory: {Path.cwd()})")
-        error.hint = "persia debug run --rank R --nproc N -- SCRIPT ARGUMENTS"
-        raise error
-    count = _gpus() or rank + 1 if ranks is None else ranks
+        if not left:
+            raise UsageError(
+                f"no script in the command: {shlex.join(words)}",
+                hint="specify the script after --, such as: -- train.py ARGUMENTS",
+            )
+        raise UsageError(
+            f"{left[0]}: no such file (working directory: {Path.cwd()})",
+            hint="correct the path of the script after --, such as: -- train.py ARGUMENTS",
+        )
+    count = _gpus() or max(rank, 0) + 1 if ranks is None else ranks
     if count < 1:
         raise UsageError(f"--nproc {count}: must be at least 1")
     return Script(left, count)
@@ -79,9 +85,10 @@ def _of_torchrun(words: Sequence[str], ranks: int | None) -> Script:
     if options.no_python:
         raise UsageError("torchrun --no-python: expected a Python script, which a debugger can stop")
     if ranks is None and not str(options.nproc_per_node).isdecimal():
-        error = UsageError(f"torchrun --nproc-per-node {options.nproc_per_node}: expected a number")
-        error.hint = "specify it: persia debug run --nproc N"
-        raise error
+        raise UsageError(
+            f"torchrun --nproc-per-node {options.nproc_per_node}: expected a number",
+            hint="specify the number of ranks before --, such as: --nproc 2 -- torchrun train.py",
+        )
     nodes = str(options.nnodes).partition(":")[0]
     count = int(options.nproc_per_node) if ranks is None else ranks
     own = ["-m"] if options.module else []

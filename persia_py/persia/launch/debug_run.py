@@ -78,9 +78,11 @@ def run(job: DebugRun) -> int:
     script = job.script
     world_size = script.nodes * script.ranks
     if not 0 <= job.rank < world_size:
-        error = UsageError(f"rank {job.rank} of {world_size} rank(s): expected a rank from 0 to {world_size - 1}")
-        error.hint = f"choose another rank, or start more: --nproc {job.rank + 1}"
-        raise error
+        more = f", or start more ranks: --nproc {job.rank + 1}" if job.rank > 0 else ""
+        raise UsageError(
+            f"rank {job.rank} does not exist: expected a rank from 0 to {world_size - 1}",
+            hint=f"choose another rank{more}",
+        )
     if _terminal() is None:
         _say("standard input is not a terminal, so no rank stops at a breakpoint")
     name = secrets.token_hex(4)

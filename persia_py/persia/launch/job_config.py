@@ -34,8 +34,12 @@ def _as_text(value: object) -> str:
 
 
 def _check_entry(entry: str) -> str:
-    if not shlex.split(entry):  # raises ValueError for an unclosed quote
-        raise ValueError("the path of a script, and arguments")
+    try:
+        words = shlex.split(entry)
+    except ValueError:  # an unclosed quote
+        words = []
+    if not words:
+        raise ValueError("the path of a script, and arguments, with every quote closed")
     return entry
 
 
@@ -133,11 +137,13 @@ def read_job_config(path: Path, sizes: Sizes | None = None, *, folder: Path | No
         if isinstance(content, dict) and _PERSIA_YML & content.keys():
             return _job_of(path, sizes, folder)
     except ConfigError as error:
-        error.hint = _next_step(path)
+        error.hint = _next_step(path) if path.is_file() else "correct the path: persia up FILE"
         raise
     if given := [name for name in ("servers", "middlewares", "data_compose", "ranks", "name") if getattr(sizes, name)]:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise UsageError(f"{options}: {path} is not a persia.yml and sets these values itself; change them there")
+        raise UsageError(
+            f"{options}: {path} is not a persia.yml, and sets these values itself", hint=f"change the values in {path}"
+        )
     mistakes = _without_slots(content)
     try:
         config = JobConfig.model_validate(content)
@@ -229,9 +235,8 @@ def _absolute(folder: Path, name: str) -> str:
 
 def _error(path: Path, mistakes: list[str]) -> ConfigError:
     count = "1 error" if len(mistakes) == 1 else f"{len(mistakes)} errors"
-    error = ConfigError("\n".join([f"{path}: {count}", *(f"  {mistake}" for mistake in mistakes)]))
-    error.hint = _next_step(path)
-    return error
+    told = "\n".join([f"{path}: {count}", *(f"  {mistake}" for mistake in mistakes)])
+    return ConfigError(told, hint=_next_step(path))
 
 
 def _next_step(path: Path) -> str:

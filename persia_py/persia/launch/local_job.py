@@ -98,7 +98,9 @@ class LocalJob:
         """
         program = shutil.which("nats-server") or shutil.which("nats-server", path="/usr/sbin:/usr/local/sbin")
         if program is None:
-            raise UsageError("nats-server is not on PATH; install it, on Debian and Ubuntu: apt install nats-server")
+            raise UsageError(
+                "nats-server is not on PATH", hint="install it, on Debian and Ubuntu: apt install nats-server"
+            )
         for stale in self.private_dir.glob("nats-server_*.ports"):
             stale.unlink()
         path = self.private_dir / "nats.conf"
@@ -125,9 +127,12 @@ class LocalJob:
                     port = urlsplit(json.loads(text)["nats"][0]).port
                     return f"nats://{LOOPBACK}:{port}"
             if not process.running:
-                raise _no_nats(f"{process.outcome()} before it listened")
+                raise self._no_nats(f"{process.outcome()} before it listened")
             time.sleep(0.01)
-        raise _no_nats(f"did not listen within {_NATS_START:.0f} s")
+        raise self._no_nats(f"did not listen within {_NATS_START:.0f} s")
+
+    def _no_nats(self, what: str) -> UnreachableError:
+        return UnreachableError(f"nats-server {what}", hint=f"see its output: {self.state_dir / 'logs' / 'nats.log'}")
 
     def address(self, kind: Kind, index: int) -> str:
         """Return the address at which a server or a middleware listens."""
@@ -183,12 +188,6 @@ _NOT_INHERITED = {
 }
 """Variables of a single process, or of another job, which the processes of this job must not inherit from the
 launcher."""
-
-
-def _no_nats(what: str) -> UnreachableError:
-    error = UnreachableError(f"nats-server {what}")
-    error.hint = "see its output, in logs/nats.log in the folder of the run"
-    return error
 
 
 @contextlib.contextmanager

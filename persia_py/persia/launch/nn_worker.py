@@ -50,8 +50,8 @@ def run(script: Path | None, arguments: Sequence[str], *, ranks: int, node: int,
     """
     if ranks < 1 or nodes < 1 or not 0 <= node < nodes:
         raise UsageError(
-            f"node rank {node} of {nodes} nodes with {ranks} ranks each: expected a node rank of 0 to "
-            f"{max(nodes, 1) - 1}, and at least one node and rank (REPLICA_INDEX, REPLICA_SIZE, GPU_NUM)"
+            f"found node rank {node}, {nodes} node(s) and {ranks} rank(s) per node: expected a node rank from 0 to "
+            f"{max(nodes, 1) - 1}, and at least one node and one rank (REPLICA_INDEX, REPLICA_SIZE, GPU_NUM)"
         )
     _check_devices(ranks)
     folder = job.run_dir() if settings.nats_url is not None else None
@@ -84,7 +84,7 @@ def supervise(ranks: Sequence[Process], events: Events, folder: Path | None) -> 
     Args:
         ranks: The processes of the ranks.
         events: The events: ends of ranks, and signals.
-        folder: The folder of the run, whose summary tells whether it is finished; None if there is none.
+        folder: The folder of the run, whose summary says whether it is finished; None if there is none.
     """
     left = set(ranks)
     while left:
@@ -140,7 +140,9 @@ def _check_devices(ranks: int) -> None:
     if len(set(devices)) < ranks:
         raise UsageError(
             f"CUDA_VISIBLE_DEVICES={visible!r} lists {len(set(devices))} device(s), but {ranks} rank(s) need one each "
-            f"(GPU_NUM={gpus})"
+            f"(GPU_NUM={gpus})",
+            hint="list one device for each rank in CUDA_VISIBLE_DEVICES, or start fewer ranks: GPU_NUM or "
+            "--nproc-per-node",
         )
 
 
@@ -168,9 +170,10 @@ def _set_aside(summary: Path) -> None:
     try:
         summary.replace(previous)
     except OSError as error:
-        failed = ConfigError(f"cannot rename {summary}, the summary of the last run, to {previous}: {error.strerror}")
-        failed.hint = f"move {summary} away, then start the ranks again"
-        raise failed from error
+        raise ConfigError(
+            f"cannot rename {summary}, the summary of the last run, to {previous}: {error.strerror}",
+            hint=f"move {summary} to another folder, then start the ranks again",
+        ) from error
     _say(f"a new run begins; the summary of the last one is now {previous}")
 
 

@@ -51,7 +51,10 @@ def _train_from_config() -> int:
     from persia.trainer import rank
 
     if (path := persia_config()) is None:
-        raise UsageError("PERSIA_CONFIG is not set, and no script is given")
+        raise UsageError(
+            "no script is given, and PERSIA_CONFIG is not set",
+            hint="specify the path of a script, or set PERSIA_CONFIG to the path of a persia.yml",
+        )
     rank.train(path)
     return 0
 

@@ -39,18 +39,17 @@ def check_devices(ranks: int) -> None:
         processors = len(os.sched_getaffinity(0))
         if ranks > processors:
             _logger.warning(
-                "%d ranks on %d processors: ranks share processors, which makes each step slower", ranks, processors
+                "%d ranks on %d processor(s): ranks share processors, which makes each step slower", ranks, processors
             )
         return
     import torch
 
     there = torch.cuda.device_count()
     if ranks > there:
-        error = UsageError(
-            f"--nproc {ranks}: {ranks} GPUs requested, {there} visible; GPU_NUM={wanted} gives each rank one"
+        raise UsageError(
+            f"--nproc {ranks}: {ranks} GPUs requested, {there} visible; GPU_NUM={wanted} gives each rank one",
+            hint=f"--nproc {there}, or train on the CPU: GPU_NUM=0" if there else "persia doctor --only gpu",
         )
-        error.hint = f"--nproc {there}, or train on the CPU: GPU_NUM=0" if there else "persia doctor --only gpu"
-        raise error
 
 
 def train(config: Config, file: Path, ranks: int, *, name: str | None = None) -> int:
@@ -136,9 +135,10 @@ def test_on_servers(config: Config, file: Path) -> int:
     """
     root = settings.checkpoint_root
     if root is None:
-        error = UsageError("persia train --test on servers: PERSIA_CKPT_DIR is not set")
-        error.hint = "set it to the value of the job, or test without servers: --local"
-        raise error
+        raise UsageError(
+            "persia train --test on servers: PERSIA_CKPT_DIR is not set",
+            hint="set PERSIA_CKPT_DIR to the value of the job, or test without servers: --local",
+        )
     name = f"test-{secrets.token_hex(4)}"  # not the name of a run of a job, so that no later run resumes from it
     with one_batch.private_folder() as folder:
         short = one_batch.shortened(config, folder)

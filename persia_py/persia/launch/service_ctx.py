@@ -75,9 +75,15 @@ class PersiaServiceCtx:
         nats_server_port: int = 4222,
     ) -> None:
         if (embedding_config is None) == (embedding_config_path is None):
-            raise ConfigError("pass either embedding_config or embedding_config_path")
+            found = "neither" if embedding_config is None else "both"
+            raise ConfigError(
+                f"expected either embedding_config or embedding_config_path, found {found}",
+                hint="pass one of the two arguments",
+            )
         if global_config is not None and global_config_path is not None:
-            raise ConfigError("global_config and global_config_path are both given; pass one of them")
+            raise ConfigError(
+                "global_config and global_config_path are both given", hint="pass one of them, or neither"
+            )
         self._functions = {"nn-worker": nn_worker_func, "data-loader": data_loader_func}
         self._configs = {
             "embedding_config.yml": (embedding_config, embedding_config_path),
@@ -138,7 +144,11 @@ class PersiaServiceCtx:
             ports=(free_ports(self._ports[0], self._servers), free_ports(self._ports[1], self._middlewares)),
         )
         local.make_token()
-        url = local.nats_url(self._run(local.nats(find_free_port(self._nats_port))))
+        try:
+            url = local.nats_url(self._run(local.nats(find_free_port(self._nats_port))))
+        except UnreachableError as error:
+            error.hint = "see the lines of nats above"  # the folder with the log is removed
+            raise
         for index in range(self._servers):
             self._run(local.part("server", index, url))
         for index in range(self._middlewares):
@@ -157,14 +167,15 @@ class PersiaServiceCtx:
         deadline = time.monotonic() + settings.start_timeout
         while True:
             found = Counter(service.kind for service in nats.services(url))
-            absent = [f"{wanted[kind] - found[kind]} {kind}" for kind in wanted if found[kind] < wanted[kind]]
+            absent = [f"{kind} ({found[kind]} of {wanted[kind]})" for kind in wanted if found[kind] < wanted[kind]]
             if not absent:
                 return
             self._check()
             if time.monotonic() > deadline:
                 raise UnreachableError(
-                    f"waited {settings.start_timeout:g} s (PERSIA_START_TIMEOUT) for {' and '.join(absent)} to "
-                    "announce themselves to NATS; see their output for the reason"
+                    f"waited {settings.start_timeout:g} s (PERSIA_START_TIMEOUT), but not all processes have announced "
+                    f"themselves to NATS: {', '.join(absent)}",
+                    hint="see the lines of these processes above, or increase PERSIA_START_TIMEOUT",
                 )
             time.sleep(_POLL)
 
@@ -205,7 +216,7 @@ class PersiaServiceCtx:
     def _check(self) -> None:
         for process in self._processes:
             if not process.running and (process.name != "trainer" or process.code != 0):
-                raise PersiaError(f"{process.name} {process.outcome()}; see its output for the reason")
+                raise PersiaError(f"{process.name} {process.outcome()}", hint=f"see the lines of {process.name} above")
 
     def _close(self) -> None:
         for process in reversed(self._processes):

@@ -96,16 +96,18 @@ def run_job(config: JobConfig, path: Path, commands: Commands | None = None) -> 
     folder = Path(config.run_dir or Path("runs") / config.job).resolve()
     if config.trainer is not None and (summary := jobs.finished_summary(folder, of=config.job)) is not None:
         if config.config is not None:
-            error = UsageError(f"{folder}: the run of this name is finished")
-            error.hint = "choose another name for the new run" + (f": {commands.new}" if commands is not None else "")
-            raise error
+            named = f": {commands.new}" if commands is not None else ""
+            raise UsageError(
+                f"{folder}: the run of this name is finished", hint=f"choose another name for the new run{named}"
+            )
         nn_worker.report_finished(folder, summary, f"change `job` or `run_dir` in {path}")
         return 0
     if config.config is not None and of_one_process(folder):
-        error = UsageError(f"{folder}: the run of this name was trained in one process; a job would overwrite it")
         alone = f"persia train {shlex.quote(str(path))}" if commands is None else commands.alone
-        error.hint = f"continue it: {alone} --resume {shlex.quote(str(folder))}; or choose another name for the new run"
-        raise error
+        raise UsageError(
+            f"{folder}: the run of this name was trained in one process; a job would overwrite it",
+            hint=f"continue it: {alone} --resume {shlex.quote(str(folder))}; or choose another name for the new run",
+        )
     profile_before = profile_of(folder)
     with private_folder() as private_dir, Logs(folder / "logs") as logs:
         own = {"PERSIA_RUN_DIR": str(folder)} | ({} if makes_token(config) else {"PERSIA_TOKEN_FILE": config.token})
@@ -134,7 +136,7 @@ def run_job(config: JobConfig, path: Path, commands: Commands | None = None) -> 
         try:
             show_profile(RunFolder(folder))
         except (PersiaError, OSError, ValueError) as error:
-            _logger.warning("the profile is not shown: %s", error)
+            _logger.warning("cannot show the profile: %s", error)
     return code
 
 

@@ -278,15 +278,12 @@ class Autosave:
         problem = self._backend.all_gather("last checkpoint", mine)[0]
         if problem is not None:
             written, why, folder = problem
-            error = StorageError(
-                f"the run is not finished: its last checkpoint, of step {step}, cannot be written: {why}; the newest "
-                f"in {folder} is {f'of step {written}' if written else 'of an earlier start, if there is one'}"
+            newest = f"the newest in {folder} is of step {written}" if written else f"this start wrote none to {folder}"
+            raise StorageError(
+                f"the run is not finished: its last checkpoint, of step {step}, cannot be written: {why}; {newest}",
+                hint="remove the cause (on a full disk, free space), then restart the run, which resumes after its "
+                "newest checkpoint",
             )
-            error.hint = (
-                "remove the cause (on a full disk, free space), then restart the run: it continues after its newest "
-                "checkpoint"
-            )
-            raise error
 
     def _save_to_leave(self) -> None:
         """Save the run if anything was trained, and if all ranks arrive here after the same step."""
@@ -295,10 +292,10 @@ class Autosave:
             if preemption.has_trained():
                 steps = self._backend.all_gather_at_exit(step, MEET_S)
                 if min(steps) < max(steps):
-                    raise UsageError(f"the ranks are at steps {', '.join(map(str, steps))}")
+                    raise UsageError(f"the ranks are at different steps: {', '.join(map(str, steps))}")
                 self.save_last()
         except (PersiaError, RuntimeError) as error:  # torch raises RuntimeError if another rank ends during the save
-            _logger.error("%s: exiting after step %d, without a checkpoint of it: %s", why, step, error)
+            _logger.error("%s: exiting after step %d, without a checkpoint of this step: %s", why, step, error)
         else:
             _logger.info("%s: exiting after step %d", why, step)
 

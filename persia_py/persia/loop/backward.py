@@ -30,11 +30,11 @@ _logger = get_logger("gradients")
 MAX_SKIPPED_STEPS = 25
 """The maximum number of consecutive steps that may be skipped because of NaN or infinity before training stops."""
 
-_HINT = (
+_FIND = (
     "inspect what is named above, lower the learning rate, or clip the norm of gradients; to find the operation, train "
-    "once with --set train.detect_anomaly=true (in a script torch.autograd.set_detect_anomaly(True)); to skip such "
-    "steps: --set train.nonfinite=skip (in a script TrainCtx(nonfinite='skip'))"
+    "once with --set train.detect_anomaly=true (in a script torch.autograd.set_detect_anomaly(True))"
 )
+_FIND_OR_SKIP = f"{_FIND}; to skip such steps: --set train.nonfinite=skip (in a script TrainCtx(nonfinite='skip'))"
 
 
 class Gradients:
@@ -253,11 +253,8 @@ class Backward:
         """Skip the step, or end training. Every rank makes the same decision."""
         overflows = self.loss_scale is not None and nonfinite.is_gradient and self.loss_scale.value > 1.0
         if self._nonfinite == "raise" and not overflows:
-            error = NonFiniteError(
-                f"step {step}: {nonfinite.text}. Nothing of the step is applied, neither to the model nor to rows"
-            )
+            error = NonFiniteError(f"step {step}: {nonfinite.text}; model and rows are unchanged", hint=_FIND_OR_SKIP)
             error.step = step
-            error.hint = _HINT
             raise error
         if self.loss_scale is not None:
             self.loss_scale.update(finite=False)
@@ -267,7 +264,8 @@ class Backward:
         _logger.warning("step %d skipped, model and rows unchanged: %s%s", step, nonfinite.text, scale)
         if self._skipped >= MAX_SKIPPED_STEPS:
             raise NonFiniteError(
-                f"{self._skipped} steps in a row had NaN or infinity; the last, step {step}: {nonfinite.text}"
+                f"{self._skipped} steps in a row had NaN or infinity; the last, step {step}: {nonfinite.text}",
+                hint=_FIND,
             )
 
 
@@ -283,8 +281,9 @@ def _back_propagate(loss: torch.Tensor, step: int) -> None:
     except RuntimeError as error:
         if not isinstance(error, PersiaError) and "returned nan values in its" in str(error):
             found = NonFiniteError(
-                f"step {step}: {error} The warning above this error shows the line of the forward pass. Nothing of the "
-                "step is applied"
+                f"step {step}: {str(error).rstrip('.')}; model and rows are unchanged",
+                hint="the warning above this error shows the line of the forward pass: correct this line, lower the "
+                "learning rate, or clip the norm of gradients",
             )
             found.step = step
             raise found from error

@@ -95,7 +95,7 @@ class Digests:
         try:
             yield
         except OSError as error:
-            raise StorageError(f"{self._path}: {error.strerror}; PERSIA_DIGEST writes digests there") from error
+            raise StorageError(f"cannot write the digests (PERSIA_DIGEST) to {self._path}: {error.strerror}") from error
 
 
 class Weights:

@@ -49,8 +49,8 @@ class Epochs:
         first = given[0][1]  # rank 0 has loaded the checkpoint
         if first is None:
             _logger.warning(
-                "ctx.epochs(%d): the checkpoint was written by an older version, which did not count epochs: they are "
-                "counted from 0",
+                "ctx.epochs(%d): the checkpoint was written by an older version, which did not count epochs: epochs "
+                "are counted from 0",
                 count,
             )
         self._state.passes = first or 0
@@ -65,9 +65,9 @@ class Epochs:
                 yield epoch
                 if self._loops and self._state.passes == epoch:
                     self._warn(
-                        "epoch %d: its training loop was left before the end of the data. A run that is interrupted "
-                        "after such a loop, and before the next, trains longer in this epoch when it is resumed: let "
-                        "the data set end instead",
+                        "epoch %d: its training loop was left before the end of the data. If the run is interrupted "
+                        "between this loop and the next, the resumed run trains longer in this epoch: let the data "
+                        "set end instead",
                         epoch,
                     )
                 self._state.passes = epoch + 1
@@ -84,7 +84,7 @@ class Epochs:
             self._loops += 1
             if self._loops > 1:
                 self._warn(
-                    "epoch %d has more than one training loop: a checkpoint has the position in one of them. Put "
+                    "epoch %d has more than one training loop, but a checkpoint stores the position in only one: put "
                     "the data of an epoch into one data set",
                     self._running,
                 )
@@ -96,11 +96,13 @@ class Epochs:
         self.resumed = False
         before = self._state.passes_loaded
         if before != 0:
+            passes = "" if before is None else f"after {before} finished pass{'es' * (before > 1)}"
             _logger.warning(
-                "a second training loop of a resumed run begins, and its checkpoint was written %s. A script that "
-                "counts its passes from 0 again, as in `for epoch in range(N)`, trains too many steps after a resume: "
-                "write `for epoch in ctx.epochs(N)`. If the script itself begins at the interrupted pass, ignore this",
-                "by an older version, which did not count passes" if before is None else f"after {before} finished",
+                "a second training loop of a resumed run begins, and the run's checkpoint was written %s. A script "
+                "that counts its passes from 0 again, as in `for epoch in range(N)`, trains too many steps after a "
+                "resume: write `for epoch in ctx.epochs(N)`. If the script itself begins at the interrupted pass, "
+                "ignore this warning",
+                passes or "by an older version, which did not count passes",
             )
 
     def on_start(self, loop: Loop) -> None:

@@ -56,20 +56,18 @@ def reported(step: int, rows: int, tensors: Callable[[], Iterable[Named]]) -> It
 
 def _of_device(error: RuntimeError, step: int) -> DeviceError:
     """Return an error that explains how to find the operation, because CUDA reports an error at a later one."""
-    found = DeviceError(f"step {step}: {str(error).splitlines()[0]}; the traceback may show a later operation")
-    found.hint = (
-        "to see the operation that failed, train with persia train --sync-cuda (in a script CUDA_LAUNCH_BLOCKING=1), "
-        "which waits for each one"
+    return DeviceError(
+        f"step {step}: {str(error).splitlines()[0]}; the traceback may show a later operation",
+        hint="to see the operation that failed, train with persia train --sync-cuda (in a script "
+        "CUDA_LAUNCH_BLOCKING=1), which waits for each operation",
     )
-    return found
 
 
 def report(error: BaseException, step: int, rows: int, tensors: Iterable[Named]) -> OutOfMemoryError:
     """Return an error with torch's message, the step, and a table of the largest tensors."""
     first = (str(error).splitlines() or [type(error).__name__])[0]
-    found = OutOfMemoryError(f"step {step}, {rows} rows at a time: {first}\nthe largest tensors:\n{_table(tensors)}")
-    found.hint = _HINT
-    return found
+    at_a_time = f"{rows} row{'s' * (rows != 1)} at a time"
+    return OutOfMemoryError(f"step {step}, {at_a_time}: {first}\nthe largest tensors:\n{_table(tensors)}", hint=_HINT)
 
 
 def _table(tensors: Iterable[Named]) -> str:

@@ -28,11 +28,11 @@ class Precision:
 
     def __init__(self, name: str, device_id: int | None) -> None:
         if name not in DTYPES:
-            raise UsageError(f"TrainCtx(precision={name!r}): expected {', '.join(map(repr, DTYPES))}")
+            raise UsageError(f"TrainCtx(precision={name!r}): expected one of {', '.join(map(repr, DTYPES))}")
         self._device = "cpu" if device_id is None else "cuda"
         self._dtype = DTYPES[name]
         if name == "bf16" and device_id is not None and not torch.cuda.is_bf16_supported():
-            raise UsageError(f"precision bf16: CUDA device {device_id} does not support it; use fp16 or fp32")
+            raise UsageError(f"CUDA device {device_id} does not support precision bf16; use fp16 or fp32")
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Enclose the forward pass of the model."""

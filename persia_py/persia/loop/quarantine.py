@@ -110,7 +110,9 @@ class Quarantine:
         close = {step for step in ahead if self._nearby_failures(step)}
         self._to_skip = ahead - close
         if close and backend.is_rank_0:
-            _logger.error("steps %s are not skipped: %s", _listed(close), self._hardly_the_data())
+            _logger.error(
+                "not skipped, although their batches always fail: steps %s: %s", _listed(close), self._hardly_the_data()
+            )
 
     def _read(self) -> dict[int, Record]:
         """Return the records of this rank, by step."""
@@ -122,7 +124,7 @@ class Quarantine:
                     _place(record.position)
                     found[int(record.step)] = replace(record, times=int(record.times))
                 except (LookupError, TypeError, ValueError) as error:
-                    _logger.warning("%s is not a record of a failed batch: %r", path, error)
+                    _logger.warning("ignoring %s, which is not a record of a failed batch: %r", path, error)
         return found
 
     def _nearby_failures(self, step: int) -> set[int]:
@@ -147,7 +149,7 @@ class Quarantine:
             return False
         if record.is_of(json.loads(fed_batch.position), fed_batch.batch.to_bytes()):
             return True
-        _logger.warning("step %d is trained: its batch is not the one that failed", fed_batch.step)
+        _logger.warning("step %d is trained, not skipped: its batch is not the one that failed before", fed_batch.step)
         return False
 
     def vote(self, fed_batch: FedBatch | None) -> bool:
@@ -201,7 +203,7 @@ class Quarantine:
             files.write_whole(path.with_suffix(".batch"), content)
         files.write_whole(path, json.dumps(asdict(record), indent=1).encode() + b"\n")
         _logger.error(
-            "step %d failed on rank %d for the %s time: %s: %s; see %s, and the batch next to it; %s",
+            "step %d failed on rank %d for the %s time: %s: %s; see %s, and the .batch file next to it; %s",
             fed_batch.step,
             rank,
             _nth(record.times),
@@ -214,12 +216,12 @@ class Quarantine:
     def _what_next(self, record: Record) -> str:
         if record.times < TRIES:
             next_time = f"the batch is retried when the run is restarted; after {TRIES} failures "
-            return next_time + ("its step is skipped" if self._skip else "it counts as one that always fails")
+            return next_time + ("its step is skipped" if self._skip else "the batch counts as one that always fails")
         if not self._skip:
-            return "it always fails: look at the batch, or skip its step by Checkpoints(failing_batches='skip')"
+            return "the batch always fails: inspect it, or skip its step with Checkpoints(failing_batches='skip')"
         if nearby := self._nearby_failures(record.step):
-            return f"it always fails, and so do the steps {_listed(nearby)}: {self._hardly_the_data()}"
-        return "it always fails, and its step is skipped when the run is restarted"
+            return f"the batch always fails, like those of steps {_listed(nearby)}: {self._hardly_the_data()}"
+        return "the batch always fails, and its step is skipped when the run is restarted"
 
     def after_commit(self, step: int) -> None:
         """Delete the records of steps that this process has trained, up to the step of a written checkpoint."""

@@ -165,5 +165,5 @@ def _check_training(batch: object, number: int) -> None:
     if not batch.data.requires_grad:
         raise DataError(
             f"the data set's batch {number} has requires_grad=False and cannot be trained on; "
-            "iterate it inside eval_ctx, or leave requires_grad out"
+            "iterate the data set inside eval_ctx, or leave out requires_grad"
         )

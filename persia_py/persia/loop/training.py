@@ -122,7 +122,7 @@ class TrainingLoop:
     def next(self) -> TrainingBatch | None:
         """Return the next batch to train on; None at the end of the pass."""
         if self._abandoned:
-            raise UsageError("this training loop has ended with its context: iterate the data loader in a new one")
+            raise UsageError("this training loop has ended with its context: iterate the data loader in a new context")
         if self._ended:
             return None
         try:
@@ -183,10 +183,10 @@ class TrainingLoop:
     def _log_end(self, left: list[int]) -> None:
         if any(left):
             _logger.warning(
-                "all ranks stop after step %d: the data of rank %s has ended; not used: at least %s",
+                "all ranks stop after step %d: the data of rank %s has ended; unused batches: at least %s",
                 self.step,
                 ", ".join(str(rank) for rank, count in enumerate(left) if not count),
-                ", ".join(f"{count} batches of rank {rank}" for rank, count in enumerate(left) if count),
+                ", ".join(f"{count} of rank {rank}" for rank, count in enumerate(left) if count),
             )
 
     def _wait_for_data(self) -> bool:

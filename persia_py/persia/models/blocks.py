@@ -121,7 +121,7 @@ def check_inputs(
     if any(len(shape) != 2 for shape in shapes) or sum(shape[1] for shape in shapes) != num_dense:
         raise DataError(
             f"{model}: the batch has dense inputs of shapes {shapes}, expected [batch, columns] each, with "
-            f"num_dense ({num_dense}) columns together"
+            f"num_dense ({num_dense}) columns in total"
         )
     for index, tensor in enumerate(non_id_tensors):
         if not tensor.is_floating_point():
@@ -136,7 +136,7 @@ def check_inputs(
         if tensor.dim() != 2 or tensor.shape[1] != dim:
             raise DataError(
                 f"{model}: slot {index} has shape {list(tensor.shape)}, expected [batch, {dim}]; "
-                "set this dim and embedding_summation: true for the slot in embedding_config.yml"
+                "set this dim for the slot, and pool its vectors (embedding_summation: true in embedding_config.yml)"
             )
 
 

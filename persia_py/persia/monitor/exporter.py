@@ -66,16 +66,19 @@ class Exporter:
         host, port = place
         port = port + offset if port else 0
         if port > _LAST_PORT:
-            problem = UsageError(f"{_VARIABLE}: rank {offset} of this host would have port {port}, above {_LAST_PORT}")
-            problem.hint = f"give a port of at most {_LAST_PORT} minus the ranks of a host, or 0 for free ports"
-            raise problem
+            raise UsageError(
+                f"{_VARIABLE}: local rank {offset} would have port {port}, above {_LAST_PORT}",
+                hint=f"choose a port of at most {_LAST_PORT} minus the ranks of a host, or 0 for free ports",
+            )
         try:
             served = metrics_port.serve(host, port, self.registry)
         except OSError as error:
             if settings.metrics_listen is not None or error.errno != errno.EADDRINUSE:
-                problem = UsageError(f"{_VARIABLE}: cannot listen on {host}:{port}: {error.strerror}")
-                problem.hint = f"give another address: {_VARIABLE}=127.0.0.1:0 takes a free port; off serves none"
-                raise problem from error
+                raise UsageError(
+                    f"{_VARIABLE}: cannot listen on {host}:{port}: {error.strerror or error}",
+                    hint=f"choose another address, {_VARIABLE}=127.0.0.1:0 for a free port, or {_VARIABLE}=off for no "
+                    "metrics",
+                ) from error
             served = metrics_port.serve(host, 0, self.registry)
         self.address = f"{_reached_by(host)}:{served}"
         _logger.info("serving metrics at http://%s/metrics", self.address)
@@ -93,7 +96,7 @@ class Exporter:
                 gateway, job=run_id(), registry=self.registry, grouping_key={"instance": self._name}, timeout=_PUSH_S
             )
         except Exception as error:  # reading the metrics of a run that has failed may raise anything, as CUDA does
-            _logger.warning("%s=%s: the metrics of this run are not pushed: %s", _GATEWAY, gateway, error)
+            _logger.warning("%s=%s: cannot push the metrics of this run: %s", _GATEWAY, gateway, error)
         else:
             _logger.info("metrics of this run pushed to %s", gateway)
 
@@ -148,9 +151,10 @@ def _gateway() -> str | None:
     given = settings.metrics_gateway
     if given is None or "@" not in given:
         return given
-    problem = UsageError(f"{_GATEWAY}: {shown_url(given)} contains a user and password, which is not supported")
-    problem.hint = f"{_GATEWAY}=http://HOST:9091, of a gateway on the network of the job, which requires no password"
-    raise problem
+    raise UsageError(
+        f"{_GATEWAY}: {shown_url(given)} has a user or password in its URL, which is not supported",
+        hint=f"use a gateway on the network of the job that requires no password: {_GATEWAY}=http://HOST:9091",
+    )
 
 
 def _place() -> tuple[str, int] | None:

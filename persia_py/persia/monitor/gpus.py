@@ -65,7 +65,7 @@ class Gpus(Protocol):
 
 
 def find() -> Gpus:
-    """Return a sampler of the GPUs of this host: NVML or nvidia-smi; None if neither exists.
+    """Return a sampler of the GPUs of this host: NVML, or nvidia-smi, which may be missing.
 
     Raises:
         UsageError: NVML is installed, but cannot be used.
@@ -171,6 +171,10 @@ class _Smi:
 
 
 def _refused(who: str, error: Exception) -> UsageError:
-    refused = UsageError(f"{who}: {error}")
-    refused.hint = _HINT
-    return refused
+    why = str(error)
+    if isinstance(error, subprocess.CalledProcessError):
+        lines = f"{error.stdout or ''}\n{error.stderr or ''}".split("\n")
+        why = ": ".join([f"exit status {error.returncode}", *[line for line in lines if line.strip()][:1]])
+    elif isinstance(error, subprocess.TimeoutExpired):
+        why = f"no response within {error.timeout:g} s"
+    return UsageError(f"cannot read the GPUs with {who}: {why}", hint=_HINT)

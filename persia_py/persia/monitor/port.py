@@ -42,7 +42,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """Start a thread that serves the connection; close it if too many are served."""
         if not self._free.acquire(blocking=False):
-            _logger.debug("metrics: closed a connection of %s: the limit is %d", client_address, CONNECTIONS)
+            _logger.debug("metrics: closed a connection from %s: at most %d are served", client_address, CONNECTIONS)
             self.shutdown_request(request)
             return
         try:
@@ -64,7 +64,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         Errors of a scrape are answered with 500.
         """
         del request
-        _logger.debug("metrics: %s: %r", client_address, sys.exc_info()[1])
+        _logger.debug("metrics: the connection from %s failed: %r", client_address, sys.exc_info()[1])
 
 
 def serve(host: str, port: int, registry: CollectorRegistry) -> int:

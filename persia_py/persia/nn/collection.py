@@ -181,17 +181,15 @@ class EmbeddingCollection(torch.nn.Module):
             wrong = [f"missing: {', '.join(missing)}"] * bool(missing) + [f"unknown: {', '.join(unknown)}"] * bool(
                 unknown
             )
-            raise DataError(
-                f"EmbeddingCollection: features {'; '.join(wrong)}; its tables have {', '.join(self._pooling)}"
-            )
+            names = ", ".join(self._pooling)
+            raise DataError(f"EmbeddingCollection: features {'; '.join(wrong)}; its tables have the features {names}")
         parts = {name: _Parts(name, features[name], pooling) for name, pooling in self._pooling.items()}
         sizes = {name: part.batch_size for name, part in parts.items()}
         size = next(iter(sizes.values()))
         if size <= 0 or any(other != size for other in sizes.values()):
             listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-            raise BatchSizeError(
-                f"EmbeddingCollection: expected the same number of samples in all features, found {listed}"
-            )
+            wanted = "at least one sample" if size <= 0 else f"the same number of samples ({size})"
+            raise BatchSizeError(f"EmbeddingCollection: expected {wanted} in all features, found {listed}")
         builder = BatchBuilder(size, requires_grad, None)
         for part in parts.values():
             part.add_to(builder)
@@ -243,8 +241,8 @@ class EmbeddingCollection(torch.nn.Module):
         pooling = {name: self._pooling[name] for name in dict.fromkeys(ordered)}
         if [*pooling] != [*self._pooling]:
             _logger.warning(
-                "the checkpoint's model was trained with features in the order %s, which this EmbeddingCollection "
-                "returns from now on; its tables list %s",
+                "from now on, this EmbeddingCollection returns its features in the order of the checkpoint's model, "
+                "followed by new features: %s; before, the order was: %s",
                 ", ".join(pooling),
                 ", ".join(self._pooling),
             )
@@ -297,8 +295,8 @@ class EmbeddingCollection(torch.nn.Module):
             if key in missing_keys:
                 missing_keys.remove(key)
             _logger.warning(
-                "the state dict has no reference to the rows of its EmbeddingCollection (%s), so whether "
-                "it belongs to the current rows is not checked; load() the checkpoint that was saved with it",
+                "the state dict has no reference to the rows of its EmbeddingCollection (%s), so it is not checked "
+                "whether it was saved with the current rows; load() the checkpoint of these rows, if you have not",
                 key,
             )
 
@@ -348,7 +346,7 @@ class _Parts:
         if not 1 <= len(given) <= 3:
             raise FeatureTypeError(
                 f"feature {name!r}: expected ids, (ids, offsets) or (ids, offsets, weights), found a tuple of "
-                f"{len(given)}"
+                f"length {len(given)}"
             )
         self.name = name
         self.offsets = self.weights = None
@@ -363,11 +361,13 @@ class _Parts:
             if isinstance(given[2], torch.Tensor) and given[2].requires_grad:
                 raise UsageError(f"feature {name!r}: per-sample weights get no gradient; pass weights.detach()")
             if pooling != "sum":
-                raise DataError(f"feature {name!r}: per-sample weights need pooling='sum', its table has {pooling!r}")
+                raise DataError(
+                    f"feature {name!r}: per-sample weights need pooling='sum', but its table has {pooling!r}"
+                )
             self.weights = _float32(name, given[2])
             if len(self.weights) != len(self.ids):
-                text = f"feature {name!r}: {len(self.weights)} weights for {len(self.ids)} ids; pass one for each id"
-                raise DataError(text)
+                found = f"weights: {len(self.weights)}, ids: {len(self.ids)}"
+                raise DataError(f"feature {name!r}: expected one weight for each id, found {found}")
 
     @property
     def batch_size(self) -> int:
@@ -403,5 +403,5 @@ def _device(device: torch.device | str | int | None, dtype: torch.dtype) -> Devi
     if place.type != "cpu":
         raise UsageError(f"EmbeddingCollection(device={device!r}): expected a CUDA device, or None for the CPU")
     if dtype != torch.float32:
-        raise UsageError(f"EmbeddingCollection(dtype={dtype}): on the CPU vectors are float32")
+        raise UsageError(f"EmbeddingCollection(dtype={dtype}): on the CPU vectors are float32; pass a CUDA device")
     return None

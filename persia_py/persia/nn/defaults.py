@@ -44,8 +44,8 @@ def as_optimizer(given: object) -> Optimizer | None:
     if given is None or isinstance(given, Optimizer):
         return given
     raise UsageError(
-        "EmbeddingCollection(optimizer=...): expected one of persia.embedding.optim, or None to evaluate only, found "
-        f"{type(given).__name__}"
+        "EmbeddingCollection(optimizer=...): expected an optimizer of persia.embedding.optim, or None to evaluate "
+        f"only, found {type(given).__name__}"
     )
 
 
@@ -69,4 +69,6 @@ def saved_default(loaded: snapshot.Load) -> EmbeddingConfig:
     try:
         return EmbeddingConfig(saved) if saved else get_default_embedding_config()
     except ConfigError as error:
-        raise CheckpointError(f"{loaded.path}: {STATE}: {error}") from error
+        raise CheckpointError(
+            f"{loaded.path}: {STATE}: {error}", hint="pass config=EmbeddingConfig(...) to the EmbeddingCollection"
+        ) from error

@@ -42,14 +42,15 @@ class Forwards:
         """Warn that a checkpoint will contain no training, if no forward pass had a backward pass."""
         if self._forwards and not self.backwards:
             _logger.warning(
-                "the checkpoint contains no training: none of the %d forward passes had a backward pass: call "
-                "backward() on a loss that depends on their outputs (not detached)",
+                "the checkpoint contains no training (forward passes: %d, none with a backward pass): call backward() "
+                "on a loss that depends on their outputs (not detached)",
                 self._forwards,
             )
 
     def log(self, when: str) -> None:
         """Log how many forward passes had a backward pass; a warning if none had."""
         if self._forwards and not self.backwards:
-            _logger.warning("%s: no row was updated, no backward pass in %d forward passes", when, self._forwards)
+            text = "%s: no row was updated (forward passes: %d, none with a backward pass)"
+            _logger.warning(text, when, self._forwards)
         elif self._forwards:
             _logger.info("%s: %d of %d forward passes had a backward pass", when, self.backwards, self._forwards)

@@ -7,7 +7,7 @@ from persia.checkpoint.run_state import saved_inputs
 from persia.embedding.optim import Optimizer
 from persia.nn.defaults import STATE
 from persia.nn.reference import RowsVersion
-from persia.runtime.errors import CheckpointError, ConfigError
+from persia.runtime.errors import CheckpointError, ConfigError, ForeignCheckpointError
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
 
@@ -29,11 +29,11 @@ def saved_state(loaded: snapshot.Load, optimizer: Optimizer | None) -> tuple[flo
         return None, state.get("rows", [])
     lr = state.get("lr")
     if not isinstance(lr, float):
-        raise CheckpointError(f"{loaded.path}: {STATE}: lr={lr!r}: expected a number")
+        raise CheckpointError(f"{loaded.path}: {STATE}: lr={lr!r}: expected a number", hint="load another checkpoint")
     try:
         optimizer.check_lr(lr)
     except ConfigError as error:
-        raise CheckpointError(f"{loaded.path}: {STATE}: {error}") from error
+        raise CheckpointError(f"{loaded.path}: {STATE}: {error}", hint="") from error  # the error has the next step
     return lr, state.get("rows", [])
 
 
@@ -47,15 +47,17 @@ def check_features(loaded: snapshot.Load, features: Mapping[str, str]) -> None:
         features: The features of the collection, each with the name of its table.
 
     Raises:
-        CheckpointError: The collection lacks a feature of the model.
+        ForeignCheckpointError: The collection lacks a feature of the model.
     """
     names = saved_inputs(loaded)
     if names is None:
         return
     if not {*names.id_features} <= {*features}:
-        raise CheckpointError(
-            f"{loaded.path}: the features of its model are {', '.join(names.id_features)}; those of this "
-            f"EmbeddingCollection are {', '.join(features)}; use the same feature_names in its tables"
+        raise ForeignCheckpointError(
+            f"{loaded.path}: the model of the checkpoint needs the features {', '.join(names.id_features)}; this "
+            f"EmbeddingCollection has only {', '.join(features)}; add the missing ones to the feature_names of its "
+            "tables",
+            hint="",
         )
     new = {
         feature: table
@@ -64,10 +66,9 @@ def check_features(loaded: snapshot.Load, features: Mapping[str, str]) -> None:
     }
     if new:
         _logger.warning(
-            "%s: its model was trained without the feature %s, which reads rows of the table %s",
+            "%s: its model was trained without these features, which read rows of its tables: %s",
             loaded.path,
-            ", ".join(new),
-            ", ".join(dict.fromkeys(new.values())),
+            ", ".join(f"{feature} (table {table})" for feature, table in new.items()),
         )
 
 

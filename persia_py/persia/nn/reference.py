@@ -69,7 +69,8 @@ class RowsVersion:
         if packed[:1] != bytes([_VERSION]):
             raise CheckpointError(
                 f"the state dict has no reference to rows in the key of its EmbeddingCollection, but {reference!r}; "
-                f"{_HOW}"
+                f"{_HOW}",
+                hint="",
             )
         if not self._known:
             _logger.warning(
@@ -82,13 +83,14 @@ class RowsVersion:
             raise CheckpointError(
                 "the state dict does not belong to the rows of this EmbeddingCollection: it was saved with rows after "
                 f"step {saved}, and the collection has rows after step {step}, or of another training. A state dict "
-                f"contains no rows, so the model would get vectors that it was not trained with; {_HOW}"
+                f"contains no rows, so the model would get vectors that it was not trained with; {_HOW}",
+                hint="",
             )
         self.checked = True
 
 
 _HOW = (
-    "save both with collection.save(DIR, model=model.state_dict()); load both with loaded = collection.load(DIR) and "
-    "then model.load_state_dict(loaded.state('model.pt')). To load the dense weights without their rows, remove the "
-    "key that ends with '_extra_state' from the state dict"
+    "save rows and model together: collection.save(DIR, model=model.state_dict()); load them together: loaded = "
+    "collection.load(DIR), then model.load_state_dict(loaded.state('model.pt')). To load the dense weights without "
+    "their rows, remove the key that ends with '_extra_state' from the state dict"
 )

@@ -115,8 +115,8 @@ class Session:
     ) -> None:
         if contexts.current() is not None:
             raise UsageError(
-                "EmbeddingCollection inside a context of persia.ctx, which has its own tables: create it outside, or "
-                "add its features to the context's batches"
+                "cannot create an EmbeddingCollection inside a context of persia.ctx, which has its own tables: create "
+                "it outside, or add its features to the batches of the context"
             )
         self._reproducible = settings.reproducible
         self._staleness = settings.staleness(staleness)
@@ -152,8 +152,8 @@ class Session:
             return LocalBackend(configuration, device)
         if run.holds_session():
             raise UsageError(
-                "a second EmbeddingCollection over the servers of one job would replace the first one's rows: put all "
-                "tables into one, or close() the first"
+                "cannot create a second EmbeddingCollection on the servers of one job, because it would replace the "
+                "rows of the first; put all tables into one collection, or close() the first"
             )
         from persia.backend.remote import RemoteBackend
 
@@ -198,7 +198,7 @@ class Session:
         if len(self._waiting) >= self._staleness:
             never = "" if self.forwards.backwards else ", and none had a backward pass"
             raise UsageError(
-                f"EmbeddingCollection: {len(self._waiting)} forward passes have no backward pass yet, and "
+                f"EmbeddingCollection: forward passes without a backward pass: {len(self._waiting)}, and "
                 f"staleness={self._staleness} allows no more{never}; call backward() on a loss that depends on their "
                 "outputs, or drop the outputs (a loss in a list keeps them: store loss.item() instead); to evaluate, "
                 "use eval() or torch.no_grad()"
@@ -211,7 +211,7 @@ class Session:
             self._fail(error)
             raise
         if looked is None:
-            raise UsageError("EmbeddingCollection: its training loop was closed by another thread")
+            raise UsageError("EmbeddingCollection: another thread closed the collection during this forward pass")
         self.forwards.forward()
         step = PendingBackward(self, looked)
         self._waiting.add(step)
@@ -247,14 +247,17 @@ class Session:
         self.skipped += 1
         _logger.warning("step %d changes no row: %s", step, what)
         if self.skipped >= MAX_SKIPPED_STEPS:
-            raise NonFiniteError(f"{self.skipped} steps in a row had NaN or infinity; the last, step {step}: {what}")
+            raise NonFiniteError(
+                f"{self.skipped} steps in a row had NaN or infinity; the last, step {step}: {what}",
+                hint="lower the learning rate, or inspect the loss and the batch of this step",
+            )
 
     def save(
         self, directory: str | os.PathLike[str], features: Sequence[str], states: Mapping[str, dict[str, Any]]
     ) -> None:
         """Save rows, learning rate and ``states`` as one checkpoint. Every rank calls this; rank 0 writes."""
         self._check_open()
-        optimizer = self._training_optimizer("save")
+        optimizer = self._training_optimizer("save()")
         self.forwards.warn_untrained_save()
         self.evaluation.end()
         with self._backend.together("save, which every rank calls"):
@@ -280,8 +283,8 @@ class Session:
         with self._backend.together("load, which every rank calls"):
             if self._waiting:
                 raise UsageError(
-                    f"EmbeddingCollection.load: {len(self._waiting)} forward passes have no backward "
-                    "pass yet; call backward(), or drop their outputs"
+                    "cannot load into this EmbeddingCollection: forward passes without a backward pass: "
+                    f"{len(self._waiting)}; call backward(), or drop their outputs"
                 )
             loaded = snapshot.Load(self._backend.checkpoint_dir(directory))
             lr, rows = saved_state(loaded, self._optimizer)
@@ -361,9 +364,9 @@ class Session:
         if self._optimizer is not None:
             return self._optimizer
         raise UsageError(
-            f"EmbeddingCollection: {what} without an optimizer; it was created with optimizer=None, for evaluation "
-            "only. To evaluate, call eval() or use torch.no_grad(); to train, create it with the training optimizer, "
-            "such as Adagrad(lr=0.1)"
+            f"EmbeddingCollection: {what} needs an optimizer, but the collection was created with optimizer=None, for "
+            "evaluation only. To evaluate, call eval() or use torch.no_grad(); to train, create the collection with an "
+            "optimizer, such as Adagrad(lr=0.1)"
         )
 
     def _check_open(self) -> None:

@@ -43,7 +43,7 @@ def check_tables(tables: Sequence[TableConfig]) -> None:
             wrong.append(f"table {table.name!r}: pooling={table.pooling!r}: expected 'sum' or 'mean'")
         if not table.feature_names or isinstance(table.feature_names, str):
             wrong.append(
-                f"table {table.name!r}: feature_names={table.feature_names!r}: expected a list of one name or more"
+                f"table {table.name!r}: feature_names={table.feature_names!r}: expected a list of at least one name"
             )
             continue
         for feature in table.feature_names:
@@ -54,6 +54,5 @@ def check_tables(tables: Sequence[TableConfig]) -> None:
                 )
             seen[feature] = table.name
     if wrong:
-        error = ConfigError("EmbeddingCollection: " + "; ".join(wrong))
-        error.hint = "correct the TableConfig that the message names"
-        raise error
+        hint = "correct the TableConfig that the message names" if tables else ""
+        raise ConfigError("EmbeddingCollection: " + "; ".join(wrong), hint=hint)

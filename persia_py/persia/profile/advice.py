@@ -61,7 +61,7 @@ def advise(profiles: Sequence[Measured]) -> Advice:
         others = max(waits.values())
         text = (
             f"rank {slow.rank} is slow, and others wait for it during {others:.0%} of their time; it spends "
-            f"{own[stage]:.0%} of its own in {stage}: {_change(stage, slow.content)}"
+            f"{own[stage]:.0%} of its own time in {stage}: {_change(stage, slow.content)}"
         )
         return Advice(names.RANKS, text, slow.rank)
     shares = {stage: sum(each.shares[stage] for each in profiles) / len(profiles) for stage in names.STAGES}
@@ -90,18 +90,18 @@ def _change(stage: str, content: dict[str, Any]) -> str:
         return "read Parquet rather than text, or let other processes read: persia up persia.yml --data-compose N"
     if stage == names.LOOKUP:
         if servers:
-            return "start more servers (persia up --servers N), halve the bytes (wire_dtype: f16), or see their network"
+            return "start more servers (persia up --servers N), halve the bytes (wire_dtype: f16), or check the network"
         return "reduce the dim of features, or start servers: persia up persia.yml --servers N"
     if stage == names.PUSH:
         if content.get("reproducible"):
-            return "train.reproducible demands train.staleness 1; without it look-ups run ahead of pushes"
+            return "train.reproducible requires train.staleness 1; without it, look-ups run ahead of pushes"
         if staleness == 1:
             return "raise train.staleness from 1, to 4 for example, so that look-ups run ahead of pushes"
         return f"raise train.staleness from {staleness} to {2 * staleness}" + (
             ", or start more servers (persia up --servers N)" if servers else ""
         )
     if stage == names.RANKS:
-        return "raise data.batch_size so that ranks meet less often, or use a faster network (dist.interface)"
+        return "raise data.batch_size so that ranks synchronize less often, or use a faster network (dist.interface)"
     if stage == names.CHECKPOINT:
         return "raise checkpoint.every"
     threads = content.get("threads")

@@ -189,7 +189,9 @@ class MemoryWatch:
         limit_mb: float = 100.0,
     ) -> None:
         if every < 1 or not limit_mb > 0:
-            raise UsageError(f"MemoryWatch(every={every}, limit_mb={limit_mb}): must be at least 1, and above 0")
+            raise UsageError(
+                f"MemoryWatch(every={every}, limit_mb={limit_mb}): every must be at least 1, and limit_mb above 0"
+            )
         self._folder, self._ctx, self._every, self._leaks, self._limit = Path(folder), ctx, every, leaks, limit_mb
         self._process = psutil.Process()
         self._samples: list[Sample] = []
@@ -203,7 +205,7 @@ class MemoryWatch:
         try:
             files.make_folders(self._folder.absolute())
         except OSError as error:
-            raise StorageError(f"{self._folder}: {error.strerror}; the record of memory cannot be created") from error
+            raise StorageError(f"cannot write the memory record to {self._folder}: {error.strerror}") from error
 
     def _writing(self, path: Path, write: Callable[[], object]) -> None:
         """Run the block, which writes; log the first failure."""
@@ -211,7 +213,7 @@ class MemoryWatch:
             write()
         except OSError as error:
             if not self._fails:
-                text = "%s: %s; the record of memory is incomplete; training continues"
+                text = "cannot write %s: %s; training continues, and the record of memory is incomplete"
                 _logger.warning(text, path, error.strerror)
             self._fails = True
 
@@ -288,7 +290,7 @@ class MemoryWatch:
         """Write the report and log it."""
         lines = [
             f"rank {settings.rank}: {growth.what} grows by {growth.mb_per_1000:,.0f} MB per 1000 steps, from step "
-            f"{growth.first} to {growth.last} (limit {self._limit:g})",
+            f"{growth.first} to {growth.last} (limit {self._limit:g} MB)",
             *_grown_lines(baseline.lines),
             *_grown_tensors(baseline.tensors),
         ]

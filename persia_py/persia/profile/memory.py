@@ -20,9 +20,9 @@ def check() -> None:
         UsageError: memray is not installed.
     """
     if find_spec("memray") is None:
-        error = UsageError("persia profile memory needs the package memray, which is not installed")
-        error.hint = "pip install memray"
-        raise error
+        raise UsageError(
+            "persia profile memory needs the package memray, which is not installed", hint="pip install memray"
+        )
 
 
 def record(arguments: Sequence[str], folder: Path, *, native: bool = False) -> int:
@@ -43,9 +43,9 @@ def record(arguments: Sequence[str], folder: Path, *, native: bool = False) -> i
     check()
     made = folder / RECORD
     if made.exists():
-        error = UsageError(f"{made}: a record already exists")
-        error.hint = "choose another folder: -o FOLDER"
-        raise error
+        raise UsageError(
+            f"cannot write the memory record: {made} already exists", hint="choose another folder: -o FOLDER"
+        )
     try:
         make_folders(folder.absolute())
     except OSError as error:

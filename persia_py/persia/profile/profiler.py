@@ -58,7 +58,8 @@ class Schedule:
         """
         if self.wait < 0 or self.warmup < 0 or self.active < 1:
             raise UsageError(
-                f"profile: wait={self.wait}, warmup={self.warmup}, active={self.active}: must be at least 0, 0 and 1"
+                f"profile: wait={self.wait}, warmup={self.warmup}, active={self.active}: wait and warmup must be at "
+                "least 0, active at least 1"
             )
 
 
@@ -145,7 +146,7 @@ class Profiler:
         if not self._written and kind is None:
             plan = self._schedule
             _logger.warning(
-                "profile: nothing is recorded: the loop did %d steps, and the first %d are not recorded "
+                "profile: no step was recorded: the loop ran %d steps, and the first %d are not recorded "
                 "(profile.wait=%d, profile.warmup=%d)",
                 self._steps,
                 plan.wait + plan.warmup,
@@ -213,7 +214,7 @@ class Profiler:
         try:
             files.write_whole(path, json.dumps(content, indent=1).encode() + b"\n")
         except OSError as error:
-            raise StorageError(f"{path}: {error.strerror}; the profile cannot be written") from error
+            raise StorageError(f"cannot write the profile to {path}: {error.strerror}") from error
         self._written = True
 
     def _path(self, ending: str) -> Path:
@@ -235,7 +236,7 @@ class Profiler:
                 path = self._path(MEMORY)
                 files.write_whole(path, _memory_table(kineto).encode())
         except (OSError, RuntimeError) as error:
-            _logger.error("profile: %s: %s", path, error)
+            _logger.error("profile: cannot write %s: %s", path, error)
 
 
 def _memory_table(kineto: Any) -> str:

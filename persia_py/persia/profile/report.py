@@ -41,7 +41,12 @@ class RankProfile:
             found = stages(calls, float(content["seconds"]), content["engine"], staleness=int(content["staleness"]))
             return cls(int(content["rank"]), content, found)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UsageError(f"{path}: not the profile of a rank: {type(error).__name__}: {error}") from error
+            damage = f"the file is damaged, or of another version of Persia ({type(error).__name__}: {error})"
+            why = error.strerror if isinstance(error, OSError) else damage
+            raise UsageError(
+                f"cannot read a profile of a rank from {path}: {why}",
+                hint="record the profile again: persia train persia.yml --profile",
+            ) from error
 
     @property
     def shares(self) -> dict[str, float]:
@@ -61,15 +66,16 @@ def read(folder: Path) -> list[RankProfile]:
     place = folder / FOLDER if (folder / FOLDER).is_dir() else folder
     found = sorted((RankProfile.read(path) for path in place.glob("rank-*.json") if _is_times(path)), key=_rank)
     if not found:
-        error = UsageError(f"{folder}: no profile")
-        error.hint = "record one: persia train persia.yml --profile, or a job with the block `profile: {}`"
-        raise error
+        raise UsageError(
+            f"{folder} has no profile",
+            hint="record one: persia train persia.yml --profile, or a job with the block `profile: {}`",
+        )
     size = int(found[0].content["world_size"])
     missing = sorted({*range(size)} - {each.rank for each in found})
     if missing or len(found) > size:
-        lacks = f"without rank {', '.join(map(str, missing))}: has it ended with an error?"
-        problem = lacks if missing else f"but files of {len(found)}: remove those of an older run"
-        raise UsageError(f"{place}: a profile of {size} ranks, {problem}")
+        lacks = f"found none of rank {', '.join(map(str, missing))}: did a rank end with an error?"
+        problem = lacks if missing else f"found those of {len(found)}: remove the files of an older run"
+        raise UsageError(f"{place}: expected the files of {size} rank{'s' * (size > 1)}, {problem}")
     return found
 
 
@@ -99,9 +105,10 @@ def memory_tables(folder: Path) -> str:
     place = folder / FOLDER if (folder / FOLDER).is_dir() else folder
     found = sorted(place.glob(f"rank-*.{MEMORY}"), key=lambda path: int(path.name.split(".")[0][5:]))
     if not found:
-        error = UsageError(f"{folder}: no memory was recorded")
-        error.hint = "record it: persia train persia.yml --profile --set profile.memory=true"
-        raise error
+        raise UsageError(
+            f"the profile in {folder} has no record of memory",
+            hint="record memory: persia train persia.yml --profile --set profile.memory=true",
+        )
     return "\n".join(f"rank {path.name.split('.')[0][5:]}\n{path.read_text(encoding='utf-8')}" for path in found)
 
 

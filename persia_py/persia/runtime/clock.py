@@ -18,7 +18,7 @@ class _State:
     lock = threading.Lock()
     holders: frozenset[str] = frozenset()
     elsewhere: frozenset[str] = frozenset()
-    """The holders that stand for another rank that a debugger holds."""
+    """The holders that stop the clock because a debugger holds another rank."""
     observers: tuple[Callable[[bool], None], ...] = ()
     since = 0.0
     """The time at which the clock was stopped last."""

@@ -31,7 +31,8 @@ def persia_config() -> Path | None:
         return None
     if other is not None:
         raise ConfigError(
-            f"{CONFIG} is {given}, and {EMBEDDING_CONFIG} is {other}: slots come from one file; unset one of the two"
+            f"{CONFIG} is {given}, and {EMBEDDING_CONFIG} is {other}: slots come from one file",
+            hint="unset one of the two variables",
         )
     if not Path(given).is_file():
         raise _no_file(CONFIG, given)
@@ -68,9 +69,12 @@ def read_config(path: Path) -> tuple[str, str]:
     try:
         return path.read_text(encoding="utf-8"), str(path)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from error
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror or error}",
+            hint="correct the path, or let the user of this process read the file",
+        ) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"cannot read {path} as UTF-8: {error}", hint="save the file in UTF-8") from error
 
 
 def find_persia_yml() -> Path | None:
@@ -89,6 +93,7 @@ def find_persia_yml() -> Path | None:
 
 
 def _no_file(variable: str, given: str) -> ConfigError:
-    error = ConfigError(f"{variable}={given}: no such file (working directory: {Path.cwd()})")
-    error.hint = f"correct the path in {variable}, or unset the variable"
-    return error
+    return ConfigError(
+        f"{variable}={given}: no such file (working directory: {Path.cwd()})",
+        hint=f"correct the path in {variable}, or unset the variable",
+    )

@@ -63,11 +63,16 @@ def rename(environ: MutableMapping[str, str] = os.environ) -> None:
         if not value:
             continue
         if environ.get(new, "").strip():
-            _logger.warning("environment variable %s has no effect: %s. %s is set: remove %s", old, why, new, old)
+            _logger.warning("environment variable %s has no effect: %s. %s is set, so remove %s", old, why, new, old)
             continue
         environ[new] = value
         _logger.warning(
-            "environment variable %s has no effect: %s. Using %s=%s; set this instead", old, why, new, value
+            "environment variable %s has no effect: %s. Persia sets %s=%s instead; set %s yourself",
+            old,
+            why,
+            new,
+            value,
+            new,
         )
 
 
@@ -79,4 +84,4 @@ def check_files(environ: Mapping[str, str] = os.environ) -> None:
     """
     path = environ.get("NCCL_TOPO_FILE", "").strip()
     if path and not os.path.isfile(path):  # noqa: PTH113 - as NCCL sees it
-        raise UsageError(f"NCCL_TOPO_FILE={path}: no such file (nccl.topo_file)")
+        raise UsageError(f"NCCL_TOPO_FILE={path}: no such file; correct the variable, or nccl.topo_file in persia.yml")

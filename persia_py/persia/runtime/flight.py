@@ -267,7 +267,7 @@ def keep(reason: str) -> str:
     try:
         return f"last calls of rank {settings.rank}: {dump(reason)}"
     except (OSError, PersiaError) as error:
-        return f"last calls of rank {settings.rank}: not written: {error}"
+        return f"cannot write the last calls of rank {settings.rank}: {error}"
 
 
 def _thread_name(ident: int) -> str:

@@ -44,9 +44,10 @@ def job_name() -> str:
     if name is None:
         name, origin = _configured_name()
     if not _NAME.fullmatch(name):
-        error = ConfigError(f"{origin}: job name {name!r}, allowed: 1 to 64 of the characters A-Z a-z 0-9 . _ -")
-        error.hint = f"correct the name in {origin}"
-        raise error
+        raise ConfigError(
+            f"{origin}: found the job name {name!r}, allowed: 1 to 64 of the characters A-Z a-z 0-9 . _ -",
+            hint=f"correct the name in {origin}",
+        )
     if settings.nats_url is not None:
         context["run_id"] = name
     return name
@@ -54,12 +55,11 @@ def job_name() -> str:
 
 def _checked(name: str, origin: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,80}", name) or name.startswith("."):
-        error = ConfigError(
+        raise ConfigError(
             f"{origin}: found {name!r}, expected the name of a run: 1 to 80 of the characters A-Z a-z 0-9 . _ -, with "
-            "no dot at the start"
+            "no dot at the start",
+            hint=f"to begin a new run, remove the file: rm {shlex.quote(origin)}",
         )
-        error.hint = f"to begin a new run, remove the file: rm {shlex.quote(origin)}"
-        raise error
     return name
 
 
@@ -90,9 +90,10 @@ def run_name(find: Callable[[], str | None] | None = None) -> str:
     found = (find or interrupted_run)()
     if found is not None:
         _logger.warning(
-            "%s does not name the current run: resuming %s, which is not finished; to begin a new run, move its "
-            "checkpoints away and remove %s",
+            "%s is missing or empty: resuming run %s, which is not finished; to begin a new run, move the checkpoints "
+            "and replicas of %s away and remove %s",
             path,
+            found,
             found,
             path,
         )
@@ -109,7 +110,7 @@ def _naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(f"{path}: {error.strerror}; the file names the current run") from error
+        raise StorageError(f"cannot access the file that names the current run, {path}: {error.strerror}") from error
 
 
 def is_run_of(name: str, job: str) -> bool:
@@ -177,7 +178,7 @@ def _summary(folder: Path, status: str, of: str | None) -> dict[str, Any] | None
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise _no_summary(path, str(error)) from error
+        raise _no_summary(path, getattr(error, "strerror", None) or str(error)) from error
     if not isinstance(content, dict):
         raise _no_summary(path, "expected a JSON object")
     if content.get("status") != status or of not in (None, content.get("job")):
@@ -186,9 +187,10 @@ def _summary(folder: Path, status: str, of: str | None) -> dict[str, Any] | None
 
 
 def _no_summary(path: Path, why: str) -> ConfigError:
-    error = ConfigError(f"cannot read the summary of a run, {path}: {why}")
-    error.hint = f"to train again, remove the file: rm {shlex.quote(str(path))}"
-    return error
+    return ConfigError(
+        f"cannot read {path}, the summary of a run: {why}",
+        hint=f"to train again, remove the file: rm {shlex.quote(str(path))}",
+    )
 
 
 def serves_metrics() -> bool:

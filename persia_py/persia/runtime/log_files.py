@@ -47,7 +47,8 @@ class LineFile(RotatingFileHandler):
         if not self._failed:
             self._failed = True
             with contextlib.suppress(OSError, ValueError):
-                sys.stderr.write(f"{self.baseFilename}: {sys.exc_info()[1]}; lines of this log are lost\n")
+                problem = f"cannot write to the log file {self.baseFilename}: {sys.exc_info()[1]}"
+                sys.stderr.write(f"{problem}; lines of this log are lost\n")
 
 
 @contextlib.contextmanager
@@ -68,7 +69,7 @@ def kept(folder: Path, name: str = "train") -> Iterator[Path]:
         path.parent.mkdir(exist_ok=True)
         handler = LineFile(path)
     except OSError as error:
-        raise StorageError(f"{path}: {error.strerror or error}") from error
+        raise StorageError(f"cannot write to the log file {path}: {error.strerror or error}") from error
     handler.setFormatter(JsonFormatter())
     logger = get_default_logger()
     level, others = logger.level, [(each, each.level) for each in logger.handlers]

@@ -91,7 +91,7 @@ def _formatter() -> logging.Formatter:
 def _writes_json() -> bool:
     name = os.environ.get("LOG_FORMAT", "").strip() or "text"
     if name not in {"json", "text"}:
-        raise ConfigError(f"LOG_FORMAT={name!r}: expected json or text")
+        raise ConfigError(f"LOG_FORMAT={name!r}: expected json or text", hint="correct or unset LOG_FORMAT")
     return name == "json"
 
 
@@ -126,7 +126,7 @@ def setLogger(
     levels = named_levels()
     level = log_level if log_level is not None else os.environ.get("LOG_LEVEL", "").strip() or "INFO"
     if isinstance(level, str):
-        level = _level(level, f"LOG_LEVEL={level!r}")
+        level = _level(level, f"{'LOG_LEVEL' if log_level is None else 'log_level'}={level!r}")
     if log_level is None:
         level = levels.get("", level)
     logger = logging.getLogger(name)
@@ -161,7 +161,8 @@ def named_levels() -> dict[str, int]:
         name = name.strip()
         if name and name != _ROOT and not name.startswith(f"{_ROOT}."):
             raise ConfigError(
-                f"PERSIA_LOG={text!r}: found {name!r}, expected names such as {_ROOT}.wire or {_ROOT}.loop"
+                f"PERSIA_LOG={text!r}: found {name!r}, expected names such as {_ROOT}.wire or {_ROOT}.loop",
+                hint="correct or unset PERSIA_LOG",
             )
         found[name] = _level(level.strip(), f"PERSIA_LOG={text!r}: {part!r}")
     return found
@@ -171,7 +172,7 @@ def _level(text: str, place: str) -> int:
     names = logging.getLevelNamesMapping() if hasattr(logging, "getLevelNamesMapping") else logging._nameToLevel
     known: dict[str, int] = {**names, "TRACE": logging.DEBUG}
     if text.upper() not in known:
-        raise ConfigError(f"{place}: expected one of {', '.join(sorted(known))}")
+        raise ConfigError(f"{place}: expected one of {', '.join(sorted(known))}", hint="correct the level")
     return known[text.upper()]
 
 
@@ -180,7 +181,10 @@ def _append_to(logger: logging.Logger, path: str | os.PathLike[str], level: int)
     try:
         handler = logging.FileHandler(path, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot write to the log file {os.fspath(path)}: {error.strerror or error}") from error
+        raise ConfigError(
+            f"cannot write to the log file {os.fspath(path)}: {error.strerror or error}",
+            hint="check the path, its owner and the free space",
+        ) from error
     whole = handler.baseFilename
     if any(isinstance(each, logging.FileHandler) and each.baseFilename == whole for each in logger.handlers):
         handler.close()

@@ -86,7 +86,7 @@ def write(error: BaseException) -> None:
     if shows_all():
         sys.stderr.write(whole)
     else:
-        sys.stderr.write(f"{short(error)}\nwhole traceback: {_kept(whole) or 'LOG_LEVEL=DEBUG'}\n")
+        sys.stderr.write(f"{short(error)}\nwhole traceback: {_kept(whole) or 'set LOG_LEVEL=DEBUG'}\n")
     sys.stderr.write(f"{HELP}\n")
 
 

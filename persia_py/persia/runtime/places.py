@@ -70,18 +70,22 @@ def check_scheme(url: Url) -> None:
     """Check that checkpoints can be written to a URL.
 
     Raises:
-        UsageError: The URL has another scheme, or no bucket.
+        UsageError: The URL has another scheme, no bucket, or an ``@``.
     """
     scheme, _, rest = url.text.partition("://")
     bucket = rest.split("/")[0]
     if scheme in SCHEMES and bucket and "@" not in rest:
         return
-    error = UsageError(f"checkpoint {shown_url(url.text)}: expected a folder, or s3://BUCKET/PREFIX")
-    error.hint = (
-        "a store with the protocol of S3 has its address in AWS_ENDPOINT_URL; replicas can be in other stores: "
-        "Checkpoints(FOLDER, upload_to=URL)"
+    if scheme in SCHEMES and bucket:
+        raise UsageError(
+            f"{shown_url(url.text)} cannot hold checkpoints: its URL contains a user or password, or another @",
+            hint="set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY instead, and choose a prefix without @",
+        )
+    raise UsageError(
+        f"{shown_url(url.text)} cannot hold checkpoints: expected a folder, or s3://BUCKET/PREFIX",
+        hint="for another store with the protocol of S3, set AWS_ENDPOINT_URL to its address; replicas can be in other "
+        "stores: Checkpoints(FOLDER, upload_to=URL)",
     )
-    raise error
 
 
 def s3_endpoint() -> str | None:
@@ -102,9 +106,10 @@ def check_slashes(given: str | os.PathLike[str]) -> None:
     if found is None:
         return
     whole = shown_url(f"{found[1]}://{os.fspath(given)[found.end() :]}")
-    error = UsageError(f"{found[1]}:/{whole.partition('://')[2]}: a URL with one slash; expected {whole}")
-    error.hint = f"pathlib removes a slash of a URL: pass the URL as a string, {whole!r}"
-    raise error
+    raise UsageError(
+        f"{found[1]}:/{whole.partition('://')[2]} has one slash after the scheme; expected {whole}",
+        hint=f"pathlib removes a slash of a URL: pass the URL as a string, {whole!r}",
+    )
 
 
 def place(given: str | os.PathLike[str]) -> Place:

@@ -88,8 +88,9 @@ class Polled(Generic[Answer]):
                 return self._ask()
             except _FAILURES as error:
                 failed: ConfigError | UnreachableError
-                failed = (ConfigError if _is_malformed(error) else UnreachableError)(self._failure(error))
-                failed.hint = self._hint
+                failed = (ConfigError if _is_malformed(error) else UnreachableError)(
+                    self._failure(error), hint=self._hint
+                )
                 if wait is None or isinstance(failed, ConfigError):
                     raise failed from error
                 _logger.warning("%s; retrying in %g s", failed, wait)
@@ -97,7 +98,7 @@ class Polled(Generic[Answer]):
         raise AssertionError
 
     def _failure(self, error: Exception) -> str:
-        return f"{self._key}: {self._shown}: {_reason(error)}"
+        return f"{self._key}: no valid response from {self._shown}: {_reason(error)}"
 
     def _watch(self) -> None:
         fails = False

@@ -159,7 +159,7 @@ def _interrupted(*_: object) -> None:
         os.write(2, b"Ctrl-C again: ending without a checkpoint\n")
         os._exit(ExitCode.INTERRUPTED)
     _state.interrupted = True
-    os.write(2, b"Ctrl-C: saving the run after this step; press it again to end immediately\n")
+    os.write(2, b"Ctrl-C: saving the run after this step; press Ctrl-C again to end immediately\n")
     if not request_stop(ExitCode.INTERRUPTED):
         raise SystemExit(ExitCode.INTERRUPTED)
 

@@ -5,6 +5,7 @@
 the replicas of a service. If they are not set, there is one rank or one replica.
 """
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -53,11 +54,11 @@ class Place:
             replica_size=_whole("REPLICA_SIZE", 1, least=1),
         )
         for index, size, names in (
-            (place.rank, place.world_size, "RANK and WORLD_SIZE"),
-            (place.replica_index, place.replica_size, "REPLICA_INDEX and REPLICA_SIZE"),
+            (place.rank, place.world_size, ("RANK", "WORLD_SIZE")),
+            (place.replica_index, place.replica_size, ("REPLICA_INDEX", "REPLICA_SIZE")),
         ):
             if index >= size:
-                raise UsageError(f"environment variables {names}: index {index} must be below size {size}")
+                raise UsageError(f"environment variable {names[0]}={index}: must be below {names[1]}={size}")
         return place
 
 
@@ -169,7 +170,7 @@ class Settings:
 
         0 means no limit.
         """
-        return 0.0 if variable("PERSIA_HANG_TIMEOUT") == "0" else _seconds("PERSIA_HANG_TIMEOUT", 1800.0)
+        return _seconds("PERSIA_HANG_TIMEOUT", 1800.0, or_zero=True)
 
     @property
     def data_timeout(self) -> float:
@@ -177,7 +178,7 @@ class Settings:
 
         0 means no limit.
         """
-        return 0.0 if variable("PERSIA_DATA_TIMEOUT") in (None, "0") else _seconds("PERSIA_DATA_TIMEOUT", 0.0)
+        return _seconds("PERSIA_DATA_TIMEOUT", 0.0, or_zero=True)
 
     @property
     def flight_dir(self) -> str | None:
@@ -239,7 +240,7 @@ class Settings:
         """Return the staleness K: the argument, or else ``EMBEDDING_STALENESS``, or else 8."""
         value = _whole("EMBEDDING_STALENESS", 8, least=1) if argument is None else argument
         if not 1 <= value <= MAX_STALENESS:
-            raise UsageError(f"embedding staleness {value}: must be from 1 (synchronous) to {MAX_STALENESS}")
+            raise UsageError(f"embedding staleness {value}: expected 1 (synchronous) to {MAX_STALENESS}")
         return value
 
 
@@ -335,14 +336,15 @@ def _whole(name: str, default: int, *, least: int) -> int:
     return value
 
 
-def _seconds(name: str, default: float) -> float:
+def _seconds(name: str, default: float, *, or_zero: bool = False) -> float:
     text = variable(name)
     if text is None:
         return default
     try:
         value = float(text)
     except ValueError:
-        value = 0.0
-    if not 0.0 < value <= 86_400.0:
-        raise UsageError(f"environment variable {name}={text!r}: expected seconds, above 0 and at most 86400")
+        value = math.nan
+    if not (0.0 < value <= 86_400.0 or (or_zero and value == 0.0)):
+        allowed = "above 0 and at most 86400" + (", or 0 for no limit" if or_zero else "")
+        raise UsageError(f"environment variable {name}={text!r}: expected seconds, {allowed}")
     return value

@@ -75,7 +75,7 @@ def parse(status: int, body: str, *, url: str, resource: str | None = None) -> N
     if absent or (status == http.client.OK and text.upper() == "FALSE"):
         return None
     if status != http.client.OK:
-        raise AnswerError(f"status {status}")
+        raise AnswerError(f"expected status {http.client.OK:d}, found {status}")
     if text.upper() == "TRUE":
         return Notice(None, "preempted")
     try:
@@ -166,8 +166,8 @@ class SpotWatch(Polled[Notice | None]):
             self._arrived,
             every_s=every_s,
             lost="a notice would be missed",
-            hint="correct the address, its spot.headers or spot.token_url; on a host that is not a spot instance, "
-            "train without the block: --set spot=null",
+            hint="correct spot.url, spot.headers or spot.token_url; on a host that is not a spot instance, train "
+            "without the block: --set spot=null",
         )
         self._url, self._headers, self._token_url = url, dict(headers or {}), token_url
         self._resource, self._stop = resource, stop
@@ -185,7 +185,7 @@ class SpotWatch(Polled[Notice | None]):
             wanted = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_S)}
             status, token = request(self._token_url, wanted, "PUT")
             if status != http.client.OK:
-                raise AnswerError(f"spot.token_url: status {status}")
+                raise AnswerError(f"spot.token_url: expected status {http.client.OK:d}, found {status}")
             headers["X-aws-ec2-metadata-token"] = token.strip()
         return parse(*request(self._url, headers), url=self._url, resource=self._resource)
 

@@ -22,9 +22,17 @@ def secret(path: str | os.PathLike[str]) -> bytes:
     try:
         content = Path(path).read_bytes().rstrip()
     except OSError as error:
-        raise AuthError(f"PERSIA_TOKEN_FILE: {path}: {error.strerror}") from error
+        raise AuthError(
+            f"cannot read token file {path}: {error.strerror}; PERSIA_TOKEN_FILE sets its path",
+            hint="correct the path, or let the user of this process read the file",
+        ) from error
     if len(content) < LEAST_SECRET:
-        raise AuthError(f"PERSIA_TOKEN_FILE: {path}: {len(content)} bytes, expected at least {LEAST_SECRET}")
+        raise AuthError(
+            f"token file {path}: a secret of {len(content)} bytes, expected at least {LEAST_SECRET}; PERSIA_TOKEN_FILE "
+            "sets its path",
+            hint="create a secret with: head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \\n'; every process of the job "
+            "needs the same",
+        )
     return content
 
 

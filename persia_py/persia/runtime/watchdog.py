@@ -16,8 +16,8 @@ from persia.runtime.exit_codes import ExitCode
 from persia.runtime.settings import settings
 
 _HINT = (
-    "the threads below show where it is; PERSIA_HANG_TIMEOUT is how many seconds a step of a training loop may "
-    "take, PERSIA_DATA_TIMEOUT how many the wait for a batch, and 0 means no limit"
+    "the stacks below show where each thread is; PERSIA_HANG_TIMEOUT limits a step of a training loop, "
+    "PERSIA_DATA_TIMEOUT the wait for a batch, in seconds; 0 means no limit"
 )
 _LAST_S = 15.0
 """Seconds that the report may take, because a pipe or a connection without a reader must not block the exit."""
@@ -93,7 +93,7 @@ def stalled(timeout_s: float, data_timeout_s: float = 0.0) -> tuple[float, str] 
 
 
 def end(reason: str, report: Callable[[str], None], verdict: Callable[[], str] = str) -> None:
-    """Print the stacks of all threads, and end this process from a side thread, even if a part of this fails.
+    """Print the stacks of all threads, and end this process from another thread, even if one of these actions fails.
 
     A second call in another thread returns immediately, because the other ranks send the report of this rank back to
     it.

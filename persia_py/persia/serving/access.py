@@ -36,26 +36,28 @@ def certificate() -> tuple[str, str] | None:
         return None
     for name, path in files.items():
         if path is None:
-            unset = ConfigError(f"{name} is not set: set both PERSIA_TLS_CERT and PERSIA_TLS_KEY, or neither")
-            unset.hint = f"export {name}=FILE, and start the process again"
-            raise unset
+            other = next(each for each in files if each != name)
+            raise ConfigError(
+                f"{name} is not set, but {other} is",
+                hint=f"export {name}=FILE to serve with TLS, or unset {other}; then start the process again",
+            )
         try:
             with open(path, "rb") as file:  # noqa: PTH123
                 file.read(1)
         except OSError as error:
-            unread = ConfigError(f"{name}: {path}: {error.strerror}")
-            unread.hint = f"set {name} to a file in PEM that this user can read: ls -l {shlex.quote(str(path))}"
-            raise unread from error
+            raise ConfigError(
+                f"cannot read {name}={path}: {error.strerror}",
+                hint=f"set {name} to a file in PEM that this user can read: ls -l {shlex.quote(str(path))}",
+            ) from error
     certificate, key = str(files["PERSIA_TLS_CERT"]), str(files["PERSIA_TLS_KEY"])
     try:
         # prevents a prompt for a password
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
     except (OSError, ValueError) as error:
-        failed = ConfigError(
-            f"PERSIA_TLS_CERT {certificate}, PERSIA_TLS_KEY {key}: no certificate with its key: {error}"
-        )
-        failed.hint = "use a certificate in PEM, and its key in PEM without a password"
-        raise failed from error
+        raise ConfigError(
+            f"cannot load the certificate PERSIA_TLS_CERT={certificate} with the key PERSIA_TLS_KEY={key}: {error}",
+            hint="use a certificate in PEM, and its key in PEM without a password",
+        ) from error
     return certificate, key
 
 
@@ -71,9 +73,10 @@ def address(text: str, option: str) -> tuple[str, int]:
         raise UsageError(f"{option} {text}: expected HOST:PORT, such as 127.0.0.1:8000")
     host = host.removeprefix("[").removesuffix("]")
     if settings.token_file is None and not _is_loopback(host):
-        error = AuthError(f"{option} {text}: without PERSIA_TOKEN_FILE, only loopback may be served")
-        error.hint = "set PERSIA_TOKEN_FILE to a file with a secret of at least 32 bytes, or listen on 127.0.0.1"
-        raise error
+        raise AuthError(
+            f"{option} {text}: refusing to listen without a token: any host of the network could connect",
+            hint="set PERSIA_TOKEN_FILE to a file with a secret of at least 32 bytes, or listen on 127.0.0.1",
+        )
     return host, int(port)
 
 

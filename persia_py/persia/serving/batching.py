@@ -132,7 +132,10 @@ class Batcher:
         """
         limits = self._limits
         if self._waiting >= limits.waiting or self._bytes + size > limits.waiting_bytes:
-            raise BusyError(f"{self._waiting} requests ({self._bytes} bytes) are waiting; try again later")
+            raise BusyError(
+                f"{self._waiting} requests ({self._bytes} bytes) are waiting, the limits are {limits.waiting} requests "
+                f"and {limits.waiting_bytes} bytes; try again later"
+            )
         self._waiting += 1
         self._bytes += size
 
@@ -143,7 +146,10 @@ class Batcher:
             BusyError: Too many bytes are waiting.
         """
         if self._bytes + size > self._limits.waiting_bytes:
-            raise BusyError(f"requests of {self._bytes} bytes are waiting; try again later")
+            raise BusyError(
+                f"requests of {self._bytes} bytes are waiting, the limit is {self._limits.waiting_bytes} bytes; try "
+                "again later"
+            )
         self._bytes += size
 
     def release(self, size: int) -> None:
@@ -272,14 +278,14 @@ class Batcher:
         if job.samples is not None or job.result is not None:
             return
         if job.answer.cancelled():
-            job.result = LateError("the client has left")
+            job.result = LateError("the client has disconnected")
         elif time.monotonic() > job.deadline:
             job.result = LateError("the request waited too long; try again later")
         else:
             try:
                 samples = self._model.transform(job.decode(self._model))
-                if len(samples) > self._limits.request_rows:
-                    raise TooLargeError(f"{len(samples)} rows; a request may have at most {self._limits.request_rows}")
+                if len(samples) > (limit := self._limits.request_rows):
+                    raise TooLargeError(f"the request has {len(samples)} rows, the limit is {limit}")
                 job.samples = samples
             except RefusedError as error:
                 job.result = error
@@ -333,5 +339,6 @@ class Batcher:
     def _not_finite(self) -> FailedError:
         if self._not_finite_of is not self._model:  # logged once for each bundle
             self._not_finite_of = self._model
-            _logger.error("bundle %s gave a score that is not finite; such requests fail", self._model.identity)
-        return FailedError("the model gave a score that is not a finite number")
+            text = "bundle %s returned a score that is not finite; requests with such scores fail"
+            _logger.error(text, self._model.identity)
+        return FailedError("the model returned a score that is not a finite number")

@@ -18,7 +18,7 @@ from persia.features import Samples, Transform
 from persia.runtime.errors import CheckpointError, UsageError
 from persia.serving import dense, parity, scores
 from persia.serving.columns import as_rows
-from persia.serving.manifest import Input, Manifest, Output, damaged
+from persia.serving.manifest import MANIFEST, REPAIR, Input, Manifest, Output, damaged
 from persia_core.serving import MappedFile, MappedRows
 
 Floats = npt.NDArray[np.float32]
@@ -64,23 +64,34 @@ class Bundle:
         self.identity = manifest.identity
         threads = threads or len(os.sched_getaffinity(0))
         files = {each.name: each.open(path, threads, verify=verify) for each in manifest.files}
-        self._transform = Transform.from_json(self._file(files, manifest.transform).content().decode())
+        transform = self._file(files, manifest.transform).content().decode()
+        try:
+            self._transform = Transform.from_json(transform)
+        except CheckpointError as error:
+            raise damaged(path / manifest.transform, str(error)) from error
         if self._transform.digest != manifest.source.transform:
             raise damaged(path / manifest.transform, "is not the transform of the manifest")
         embedding = self._transform.features.embedding_config()
         if [(each.name, each.dim) for each in manifest.tables] != embedding.tables:
             raise damaged(path / manifest.transform, "does not have the tables of the manifest")
         mapped = [(self._file(files, each.ids), self._file(files, each.weights)) for each in manifest.tables]
-        self._rows: MappedRows | None = MappedRows(embedding, manifest.source.step, manifest.rows, mapped)
+        self._rows: MappedRows | None
+        try:
+            self._rows = MappedRows(embedding, manifest.source.step, manifest.rows, mapped)
+        except CheckpointError as error:  # the message names the file
+            error.hint = REPAIR
+            raise
         slots = self._transform.slots
         if sorted(slots) != sorted(manifest.model.slots):
             raise damaged(path / manifest.transform, "does not have the features of the model")
         self._order = [slots.index(slot) for slot in manifest.model.slots]
-        self._model = dense.load(manifest.model, self._file(files, manifest.model.file).content())
+        self._model = dense.load(path, manifest.model, self._file(files, manifest.model.file).content())
         self._parity = files.get(manifest.parity.file)  # None while the bundle is being written
 
     def _file(self, files: dict[str, MappedFile], name: str) -> MappedFile:
-        return files[self.manifest.file(name).name]
+        if name not in files:
+            raise damaged(self.path / MANIFEST, f"does not list the file {name!r}")
+        return files[name]
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, verify: bool = True, threads: int | None = None) -> Self:
@@ -243,13 +254,12 @@ class Bundle:
         found = self.outputs_of(self.transform(known.rows.slice(0, count))).values
         far = parity.difference(found, known.outputs[:count])
         if far > parity.SAME:
-            error = CheckpointError(
-                f"{self.path}: the scores of held-out rows differ from those when the bundle was written: by "
-                f"{far:.2g} * max(1, |output|), allowed is {parity.SAME:g}; it was written with torch "
-                f"{self.manifest.versions.get('torch')}, this is {torch.__version__}"
+            raise CheckpointError(
+                f"{self.path}: the scores of held-out rows differ from those computed when the bundle was written, by "
+                f"{far:.2g} * max(1, |output|); the limit is {parity.SAME:g}. The bundle was written with torch "
+                f"{self.manifest.versions.get('torch')}, this is torch {torch.__version__}",
+                hint="serve with the version of torch that wrote the bundle, or export again with this version",
             )
-            error.hint = "serve with the version of torch that the manifest names, or export again with this one"
-            raise error
 
     def close(self) -> None:
         """Release the files. Scores that are being computed are completed; later calls are refused."""

@@ -112,11 +112,13 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[misc,name-defined,u
 
     async def _say_busy(self, _requests: Any, context: Any) -> None:
         context.set_trailing_metadata((("retry-after", str(BusyError.retry_after_s)),))
-        await context.abort(BusyError.code, f"{self._open} calls are open; try again later")
+        text = f"{self._open} calls are open, the limit is {self._limits.waiting}; try again later"
+        await context.abort(BusyError.code, text)
 
 
 async def _refuse(_requests: Any, context: Any) -> None:
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no valid token: send authorization: Bearer TOKEN")
+    text = "no valid token: send the metadata authorization: Bearer TOKEN"
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
 
 
 def _note(reading: "asyncio.Future[Any]") -> None:

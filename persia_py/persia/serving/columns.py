@@ -29,11 +29,11 @@ def as_rows(data: Any, inputs: Sequence[Input], *, strict: bool) -> Any:
         return data
     _check_keys(data, names)
     if values := [name for name, column in data.items() if not _is_column(column)]:
-        error = DataError(
-            f"{', '.join(map(repr, values))}: one value, expected a column: a list or an array with all rows"
+        raise DataError(
+            f"input {', '.join(map(repr, values))}: found a single value, expected a list or an array with a value for "
+            "each row",
+            hint="to score one row, pass a list with one dictionary: score([{...}])",
         )
-        error.hint = "one row as a record is a list of one dictionary: score([{...}])"
-        raise error
     return pa.RecordBatch.from_pydict({name: _column(name, column) for name, column in data.items()})
 
 

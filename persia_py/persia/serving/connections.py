@@ -48,7 +48,7 @@ class Connection(HttpToolsProtocol):
             self._header += len(data)
         super().data_received(data)
         if self._header > _HEADER_BYTES and not self.transport.is_closing():
-            self.send_400_response("The header is too long.")
+            self.send_400_response(f"The header of the request is longer than {_HEADER_BYTES} bytes.")
 
     def on_message_begin(self) -> None:
         """Begin a request."""

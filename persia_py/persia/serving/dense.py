@@ -3,6 +3,7 @@
 import io
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,14 +18,17 @@ Call = Callable[[list[torch.Tensor], list[torch.Tensor]], Any]
 """Maps dense inputs ``[rows, columns]`` and vectors of features to outputs: see :func:`persia.serving.scores.split`."""
 
 
-def load(model: Model, content: bytes) -> Call:
-    """Return the function in a model file.
+def load(bundle: Path, model: Model, content: bytes) -> Call:
+    """Return the function in a model file of the bundle in this folder.
 
     Raises:
         CheckpointError: The file is not a model, or this version of torch cannot read it.
     """
     if model.kind not in (EXPORTED, SCRIPTED):
-        raise CheckpointError(f"{MANIFEST}: model of kind {model.kind!r}; this version knows {EXPORTED}, {SCRIPTED}")
+        raise CheckpointError(
+            f"{bundle / MANIFEST}: found a model of kind {model.kind!r}, expected {EXPORTED} or {SCRIPTED}",
+            hint="serve with the version of persia that wrote the bundle, or write the bundle again: persia export",
+        )
     try:
         with warnings.catch_warnings():  # torch warns that TorchScript is deprecated
             warnings.simplefilter("ignore", FutureWarning)
@@ -35,9 +39,8 @@ def load(model: Model, content: bytes) -> Call:
             else:
                 loaded = torch.export.load(file).module()
     except Exception as error:  # torch does not document the exceptions
-        failed = CheckpointError(f"{model.file}: torch {torch.__version__} cannot read the model: {error}")
-        failed.hint = (
-            "serve with the version of torch that the manifest names, or write the bundle again: persia export"
-        )
-        raise failed from error
+        raise CheckpointError(
+            f"{bundle / model.file}: torch {torch.__version__} cannot read the model: {error}",
+            hint="serve with the version of torch that the manifest names, or write the bundle again: persia export",
+        ) from error
     return loaded  # type: ignore[no-any-return]

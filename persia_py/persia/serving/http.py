@@ -109,11 +109,11 @@ class HttpApp:
             if name == b"content-length":
                 length = int(value) if value.isdigit() else 0
             elif name == b"content-encoding" and value.lower() != b"identity":
-                raise EncodingError(f"content-encoding {value.decode('latin-1')}: expected none")
+                raise EncodingError(f"content-encoding {value.decode('latin-1')} is not supported: leave it out")
         self._authorize(scope)
         check()
         if length > limit:
-            raise TooLargeError(f"{length} bytes; a request may have at most {limit}")
+            raise TooLargeError(f"the request has {length} bytes, the limit is {limit}")
         batcher = self._service.batcher
         batcher.reserve(length)
         size = length
@@ -126,7 +126,7 @@ class HttpApp:
             read = len(body)
             while True:
                 if read > limit:
-                    raise TooLargeError(f"more than {limit} bytes; a request may have at most {limit}")
+                    raise TooLargeError(f"the request has more bytes than the limit of {limit}")
                 if read > size:  # without content-length
                     batcher.grow(read - size)
                     size = read

@@ -36,6 +36,9 @@ def find(given: Path) -> Found:
         return found
     try:
         versions = sorted((each.name for each in given.iterdir() if each.name.isdecimal()), key=int, reverse=True)
+    except PermissionError as error:
+        hint = f"make the folder readable for the user of this process: ls -ld {shlex.quote(str(given))}"
+        raise CheckpointError(f"cannot read {given}: {error.strerror}", hint=hint) from error
     except OSError as error:
         raise _missing(given, error.strerror or str(error), new_folder(given)) from error
     for version in versions:
@@ -57,6 +60,5 @@ def _bundle(folder: Path) -> Found | None:
 
 
 def _missing(given: Path, why: str, new: Path) -> CheckpointError:
-    error = CheckpointError(f"{given}: no bundle: {why}")
-    error.hint = f"write one: persia export runs/LATEST -o {shlex.quote(str(new))}"
-    return error
+    hint = f"write one: persia export runs/LATEST -o {shlex.quote(str(new))}"
+    return CheckpointError(f"{given}: no bundle: {why}", hint=hint)

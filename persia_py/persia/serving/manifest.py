@@ -19,6 +19,8 @@ MANIFEST = "manifest.json"
 """The file that makes a folder a bundle. It is written last."""
 CHUNK = 16 << 20
 """The number of bytes that each hash covers. Several threads verify chunks."""
+REPAIR = "copy the bundle again, or write it again: persia export RUN -o FOLDER"
+"""The next step for a damaged bundle."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _HASH_KEY, _END = ',\n "blake3": "', '"\n}\n'
@@ -226,17 +228,6 @@ class Manifest:
         """The unique name of this bundle: run, step, and the beginning of the hash of the manifest."""
         return f"{self.source.run}-{self.source.step}-{blake3(self._body().encode())[:12]}"
 
-    def file(self, name: str) -> File:
-        """Return the entry of a file.
-
-        Raises:
-            CheckpointError: The manifest does not list the file.
-        """
-        found = next((each for each in self.files if each.name == name), None)
-        if found is None:
-            raise CheckpointError(f"{MANIFEST}: does not list the file {name!r}; write the bundle again: persia export")
-        return found
-
     def to_text(self) -> str:
         """Return the text of the file. Its last entry is the hash of the text before it."""
         body = self._body()
@@ -258,7 +249,8 @@ class Manifest:
         except (FileNotFoundError, NotADirectoryError) as error:
             raise _missing(folder) from error
         except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror or error}") from error
+            hint = f"check the file and its permissions: ls -l {shlex.quote(str(path))}"
+            raise CheckpointError(f"cannot read {path}: {error.strerror or error}", hint=hint) from error
         head, key, tail = text.rpartition(_HASH_KEY.encode())
         if not key or tail != blake3(head).encode() + _END.encode():
             raise damaged(path, "has changed since it was written, or is incomplete: its own hash does not match")
@@ -266,9 +258,10 @@ class Manifest:
             content = json.loads(text)
             written = content.pop("format")
             if written > FORMAT:
-                newer = CheckpointError(f"{path}: has format {written}, this version reads formats up to {FORMAT}")
-                newer.hint = "install a newer persia, or write the bundle again with this one: persia export"
-                raise newer
+                raise CheckpointError(
+                    f"{path}: has format {written}, this version reads formats up to {FORMAT}",
+                    hint="install a newer persia, or write the bundle again with this one: persia export",
+                )
             del content["blake3"]
             manifest = cls._of(content)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -294,9 +287,7 @@ class Manifest:
 
 def damaged(path: Path, what: str) -> CheckpointError:
     """Return the error for a file that has changed since it was written."""
-    error = CheckpointError(f"{path}: {what}")
-    error.hint = "copy the bundle again, or write it again: persia export RUN -o FOLDER"
-    return error
+    return CheckpointError(f"{path}: {what}", hint=REPAIR)
 
 
 def new_folder(path: Path) -> Path:
@@ -310,10 +301,10 @@ def new_folder(path: Path) -> Path:
 
 def _missing(folder: Path) -> CheckpointError:
     if not folder.exists():
-        error = CheckpointError(f"{folder}: there is no such folder")
+        what = "no such folder"
     elif not folder.is_dir():
-        error = CheckpointError(f"{folder}: expected the folder of a bundle, found a file")
+        what = "expected the folder of a bundle, found a file"
     else:
-        error = CheckpointError(f"{folder}: no bundle here, or one that was not completely written: no {MANIFEST}")
-    error.hint = f"write one: persia export runs/LATEST -o {shlex.quote(str(new_folder(folder)))}"
-    return error
+        what = f"no bundle, or one that was not completely written: {MANIFEST} is missing"
+    hint = f"write one: persia export runs/LATEST -o {shlex.quote(str(new_folder(folder)))}"
+    return CheckpointError(f"{folder}: {what}", hint=hint)

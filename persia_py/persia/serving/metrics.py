@@ -51,14 +51,16 @@ class Metrics:
         self.request_seconds = {api: seconds.labels(api) for api in APIS}
         self._ok = {api: self._requests.labels(api, "ok") for api in APIS}
         self.waiting = Gauge(f"{name}waiting_requests", "Requests without a response", registry=registry)
-        self.waiting_bytes = Gauge(f"{name}waiting_bytes", "Bytes of these requests", registry=registry)
+        self.waiting_bytes = Gauge(
+            f"{name}waiting_bytes", "Bytes of the requests without a response", registry=registry
+        )
         self.batch_rows = Histogram(f"{name}batch_rows", "Rows of a batch", buckets=_ROWS, registry=registry)
         self.batch_seconds = Histogram(
             f"{name}batch_seconds", "Time that scoring a batch took", buckets=_SECONDS, registry=registry
         )
         self.rows = Counter(f"{name}rows", "Scored rows", registry=registry)
         self.ids = Counter(f"{name}ids", "Unique ids of batches", registry=registry)
-        self.unseen_ids = Counter(f"{name}unseen_ids", "Those of them that have no row", registry=registry)
+        self.unseen_ids = Counter(f"{name}unseen_ids", "Unique ids of batches that have no row", registry=registry)
         self.unusual = Counter(
             f"{name}unusual_values", "Values that a feature replaced", ("feature", "kind"), registry=registry
         )

@@ -3,6 +3,7 @@
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -11,7 +12,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from persia.runtime.errors import CheckpointError, UsageError
+from persia.runtime.errors import UsageError
+from persia.serving.manifest import damaged
 
 Floats = npt.NDArray[np.float32]
 
@@ -45,7 +47,7 @@ def bound_of(form: str) -> float:
         UsageError: The data type does not exist.
     """
     if form not in BOUNDS:
-        raise UsageError(f"rows {form!r}: expected {', '.join(BOUNDS)}")
+        raise UsageError(f"rows={form!r}: expected {', '.join(BOUNDS)}")
     return BOUNDS[form]
 
 
@@ -79,6 +81,6 @@ def read(content: bytes, name: str, labels: Sequence[str]) -> ParityRows:
         table: Any = pq.ParquetFile(io.BytesIO(content)).read()  # read_table would import pyarrow.dataset
         outputs = [np.asarray(table.column(f"{BUNDLE}{label}"), np.float32) for label in labels]
     except (pa.ArrowException, KeyError, OSError) as error:
-        raise CheckpointError(f"{name}: {error}; write the bundle again: persia export") from error
+        raise damaged(Path(name), f"is not a parity file: {error}") from error
     inputs = [column for column in table.schema.names if not column.startswith((EVALUATION, BUNDLE))]
     return ParityRows(table.select(inputs), np.stack(outputs, 1))

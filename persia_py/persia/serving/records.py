@@ -48,21 +48,21 @@ def _object(body: bytes, model: Any, limits: Limits) -> bytes:
         _check_count(rows, limits)
         if (size := len(rest.dumps(shared)) * len(rows)) > limits.waiting_bytes:
             raise TooLargeError(
-                f"shared, repeated in {len(rows)} rows, is {size} bytes; "
-                f"a request may have at most {limits.waiting_bytes}"
+                f"the columns in shared, repeated for {len(rows)} candidates, have {size} bytes, the limit is "
+                f"{limits.waiting_bytes}"
             )
         if both := sorted({*shared} & {key for row in rows if isinstance(row, dict) for key in row}):
             raise InvalidError(f"columns in both shared and a candidate: {', '.join(both)}")
         rows = [{**shared, **row} if isinstance(row, dict) else row for row in rows]
     else:
-        raise InvalidError(f"keys {', '.join(content) or 'none'}: {_FORMS}")
+        raise InvalidError(f"found the keys {', '.join(content) or 'none'}: {_FORMS}")
     _check(rows, model)
     return rest.dumps(rows)
 
 
 def _check_count(rows: Any, limits: Limits) -> None:
     if isinstance(rows, list) and len(rows) > limits.request_rows:
-        raise TooLargeError(f"{len(rows)} rows; a request may have at most {limits.request_rows}")
+        raise TooLargeError(f"the request has {len(rows)} rows, the limit is {limits.request_rows}")
 
 
 def _check(rows: Any, model: Any) -> None:
@@ -70,4 +70,4 @@ def _check(rows: Any, model: Any) -> None:
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise InvalidError(_FORMS)
     if rows and not any(name in row for row in rows for name in model.columns):
-        raise InvalidError(f"no record has a column of the model: {', '.join(model.columns)}")
+        raise InvalidError(f"no record has a column of the model, which takes {', '.join(model.columns)}")

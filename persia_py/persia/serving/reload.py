@@ -90,7 +90,7 @@ class Reloader:
             return
         if found == self._found:
             if asked:
-                _logger.info("%s is served already", found.path)
+                _logger.info("%s is already served", found.path)
             return
         if found == self._failed and loop.time() < self._again_at:
             return

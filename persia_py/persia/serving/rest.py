@@ -52,7 +52,7 @@ class InferRequest:
             found.append(tensor)
             at += size
         if at != len(rest):
-            raise InvalidError(f"{len(rest)} bytes follow the JSON; the inputs have {at}")
+            raise InvalidError(f"{len(rest)} bytes follow the JSON, but binary_data_size of the inputs adds up to {at}")
         return tensors.to_table(found, model.columns)
 
     def answer(self, name: str, scores: Scores, outputs: list[str]) -> tuple[bytes, int | None]:
@@ -65,7 +65,7 @@ class InferRequest:
         found, raws = [], []
         for output, binary in wanted:
             if output not in outputs:
-                raise UnknownError(f"no output {output!r}; the outputs are: {', '.join(outputs)}")
+                raise UnknownError(f"no output {output!r}; the outputs are {', '.join(outputs)}")
             values = np.ascontiguousarray(scores.values[:, outputs.index(output)])
             tensor: dict[str, Any] = {"name": output, "datatype": "FP32", "shape": [len(values)]}
             if binary:
@@ -121,7 +121,7 @@ def _input(given: dict[str, Any], rest: memoryview) -> tuple[tensors.Tensor, int
             raise InvalidError(f"{name}: expected data, or the parameter binary_data_size")
         return tensors.from_values(name, datatype, shape, given["data"]), 0
     if not isinstance(size, int) or not 0 <= size <= len(rest):
-        raise InvalidError(f"{name}: binary_data_size is {size}, but {len(rest)} bytes follow")
+        raise InvalidError(f"{name}: binary_data_size is {size}, but {len(rest)} bytes are left")
     return tensors.from_raw(name, datatype, shape, rest[:size]), size
 
 
@@ -150,6 +150,6 @@ def _whole(header: bytes, most: int) -> int:
     if not header.isdigit() or len(header) > 12 or int(header) > most:
         raise InvalidError(
             f"inference-header-content-length {header.decode('latin-1')}: must be an integer of at most {most}, the "
-            "bytes of the body"
+            "size of the body in bytes"
         )
     return int(header)

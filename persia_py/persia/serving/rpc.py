@@ -163,7 +163,7 @@ def _rows(request: Any, model: Any) -> Any:
     tensors.check_outputs(each.name for each in request.outputs)
     raws = request.raw_input_contents
     if raws and len(raws) != len(request.inputs):
-        raise InvalidError(f"{len(raws)} raw_input_contents for {len(request.inputs)} inputs")
+        raise InvalidError(f"found {len(raws)} raw_input_contents for {len(request.inputs)} inputs: set one for each")
     found = []
     for index, given in enumerate(request.inputs):
         if raws:
@@ -174,13 +174,14 @@ def _rows(request: Any, model: Any) -> Any:
         field = _CONTENTS.get(given.datatype)
         if field is None:
             raise InvalidError(
-                f"{given.name}: datatype {given.datatype!r}: expected raw_input_contents, or {[*_CONTENTS]}"
+                f"{given.name}: datatype {given.datatype!r}: expected one of {', '.join(_CONTENTS)}, or FP16 in "
+                "raw_input_contents"
             )
         values = getattr(given.contents, field)
         others = sum(len(value) for other, value in given.contents.ListFields() if other.name != field)
         if others:
             raise InvalidError(
-                f"{given.name}: the datatype is {given.datatype}, but contents has values of a different one"
+                f"{given.name}: the datatype is {given.datatype}, but contents has values of another datatype"
             )
         found.append(tensors.from_values(given.name, given.datatype, given.shape, [*values]))
     return tensors.to_table(found, model.columns)
@@ -192,7 +193,7 @@ def _answer(name: str, request: Any, scores: Scores) -> Any:
     answer = pb.ModelInferResponse(model_name=name, model_version=model.identity, id=request.id)
     for output in [each.name for each in request.outputs] or names:
         if output not in names:
-            raise UnknownError(f"no output {output!r}; the outputs are: {', '.join(names)}")
+            raise UnknownError(f"no output {output!r}; the outputs are {', '.join(names)}")
         values = np.ascontiguousarray(scores.values[:, names.index(output)], dtype="<f4")
         answer.outputs.add(name=output, datatype="FP32", shape=[len(values)])
         answer.raw_output_contents.append(values.tobytes())

@@ -42,9 +42,8 @@ def split(output: Any, labels: Sequence[str]) -> "list[torch.Tensor]":
     elif isinstance(output, Sequence) and len(output) == len(labels):
         parts = [*output]
     else:
-        raise DataError(
-            f"the model returned {type(output).__name__}, expected an output for each of the labels {', '.join(labels)}"
-        )
+        found = type(output).__name__ + (f" of {len(output)} outputs" if isinstance(output, Sequence) else "")
+        raise DataError(f"the model returned {found}, expected an output for each of the labels {', '.join(labels)}")
     return [part.reshape(-1, 1) for part in parts]
 
 

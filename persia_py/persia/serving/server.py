@@ -31,6 +31,7 @@ from persia.serving.service import Service
 _logger = get_logger("serving")
 
 _BACKLOG = 1_024
+_OTHER_PORT = "choose an address of this host, and a free port above 1023: {} HOST:PORT"
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,8 @@ class _Process:
                 watching.result()
         except RuntimeError as error:
             if remote is None and rpc is not None:
-                raise UnreachableError(f"--grpc {self._options.grpc}: cannot listen: {error}") from error
+                text = f"--grpc: cannot listen on {self._options.grpc}: {error}"
+                raise UnreachableError(text, hint=_OTHER_PORT.format("--grpc")) from error
             raise
         finally:
             await asyncio.get_running_loop().run_in_executor(None, batcher.close)
@@ -221,5 +223,6 @@ def _listen(address: tuple[str, int]) -> socket.socket:
             listening.setblocking(False)
             opened.pop_all()
     except OSError as error:
-        raise UnreachableError(f"--http {address[0]}:{address[1]}: cannot listen: {error.strerror}") from error
+        text = f"--http: cannot listen on {address[0]}:{address[1]}: {error.strerror}"
+        raise UnreachableError(text, hint=_OTHER_PORT.format("--http")) from error
     return listening

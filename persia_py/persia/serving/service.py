@@ -89,7 +89,7 @@ class Service:
         """
         if self.stopping:
             self.batcher.release(size)
-            raise StoppingError("the server is stopping; send the request to another one")
+            raise StoppingError("the server is stopping; send the request to another server")
         timeout = self.limits.timeout_s if timeout_s is None else min(timeout_s, self.limits.timeout_s)
         return await self.batcher.submit(decode, timeout, lambda: self.batcher.release(size))
 

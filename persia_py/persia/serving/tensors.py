@@ -113,7 +113,7 @@ def to_table(tensors: Iterable[Tensor], columns: Mapping[str, str]) -> pa.Record
     given: dict[str, Tensor] = {}
     for tensor in tensors:
         if tensor.name in given:
-            raise InvalidError(f"{tensor.name}: given twice")
+            raise InvalidError(f"{tensor.name}: the input is given twice")
         given[tensor.name] = tensor
     endings = ("", OFFSETS, VALID)
     unknown = [name for name in given if not any(name.removesuffix(ending) in columns for ending in endings)]
@@ -188,10 +188,10 @@ def _count(name: str, shape: Iterable[int]) -> tuple[tuple[int, ...], int]:
     count = 1
     for size in sizes:
         if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size < 1 << 40:
-            raise InvalidError(f"{name}: shape {[*sizes]}: expected numbers of at least 0")
+            raise InvalidError(f"{name}: shape {[*sizes]}: expected integers from 0 to {(1 << 40) - 1}")
         count *= size
     if not sizes or len(sizes) > 2:
-        raise InvalidError(f"{name}: shape {[*sizes]}: expected [rows]")
+        raise InvalidError(f"{name}: shape {[*sizes]}: expected 1 or 2 dimensions")
     return sizes, count
 
 
@@ -213,14 +213,14 @@ def _numbers(name: str, datatype: str, dtype: np.dtype[Any], values: Any) -> Any
         if dtype.kind in "iu" and found.dtype.kind in "fO" and all(type(each) is int for each in values):
             return np.array(pa.array(values, pa.from_numpy_dtype(dtype)))  # values on both sides of 2**63
         if found.ndim != 1:
-            raise ValueError("one number for each element")
+            raise ValueError("expected one number for each element")
         allowed = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}[dtype.kind]
         if len(found) and found.dtype.kind not in allowed:
-            raise ValueError(f"found {found.dtype}")
+            raise ValueError("found strings" if found.dtype.kind in "SU" else f"found {found.dtype}")
         if dtype.kind in "iu" and len(found):
             limits = np.iinfo(dtype)
             if int(found.min()) < limits.min or int(found.max()) > limits.max:
-                raise ValueError(f"a value is not from {limits.min} to {limits.max}")
+                raise ValueError(f"a value is outside {limits.min} to {limits.max}")
         return found.astype(dtype)
     except (ValueError, TypeError, OverflowError, pa.ArrowException) as error:
         raise InvalidError(f"{name}: data is not {datatype}: {error}") from error

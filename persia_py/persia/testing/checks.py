@@ -77,7 +77,7 @@ def check_alone(model: Model, config: "Config | str | os.PathLike[str]") -> Repo
     steps = Steps()
     if given.config is None:
         raise UsageError(
-            "persia.testing.check_alone: expected a configuration, which has the dimensions of the features"
+            "persia.testing.check_alone: found features, expected a configuration or the path of a persia.yml"
         )
     with torch.random.fork_rng(devices=[]), steps.until_failure():
         torch.manual_seed(_SEED)
@@ -121,7 +121,9 @@ class _Given:
             given = load_config(given)
         if isinstance(given, Config):
             if not given.is_located:
-                raise UsageError("persia.testing: the configuration was made by a program; write it into a file")
+                raise UsageError(
+                    "persia.testing: the configuration was made by a program; write it into a file, and pass its path"
+                )
             return cls(given, given.compiled, given.described)
         if isinstance(given, Features):
             return cls(None, given, repr(given.embedding_config().slots))
@@ -236,7 +238,10 @@ class _Check:
         model.load_state_dict(loaded)
         again = self._scores(model)
         if any(not torch.allclose(one, other, equal_nan=True) for one, other in zip(scores, again, strict=True)):
-            raise DataError("the model returns different scores after its state dict was loaded: a weight is not in it")
+            raise DataError(
+                "the model returns different scores after its state dict was loaded: a weight is missing from the "
+                "state dict"
+            )
 
 
 @contextmanager
@@ -301,5 +306,8 @@ def _labels(features: Features) -> list[Any]:
 
 def _finite(loss: torch.Tensor) -> torch.Tensor:
     if loss.numel() != 1 or not math.isfinite(loss.item()):
-        raise NonFiniteError(f"the loss is {loss.detach().flatten()[:3].tolist()}, expected one finite number")
+        raise NonFiniteError(
+            f"the loss is {loss.detach().flatten()[:3].tolist()}, expected one finite number",
+            hint="inspect the forward pass of the model: which operation returns NaN or infinity?",
+        )
     return loss

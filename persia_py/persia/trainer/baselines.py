@@ -22,9 +22,14 @@ def find(name: str) -> Baseline:
     try:
         importlib.import_module("lightgbm")
     except (ImportError, OSError) as error:  # OSError: a system library is missing, such as libgomp
-        missing = ConfigError(f"--baseline lightgbm: the package cannot be imported: {error}")
-        missing.hint = "pip install lightgbm"
-        raise missing from error
+        raise ConfigError(
+            f"--baseline lightgbm: the package cannot be imported: {error}",
+            hint=(
+                "pip install lightgbm"
+                if isinstance(error, ImportError)
+                else "install the system library that is named above; libgomp is in the package libgomp1"
+            ),
+        ) from error
     from persia.trainer.lightgbm_baseline import compare
 
     return compare

@@ -261,7 +261,8 @@ def weights_of(table: pa.RecordBatch, column: str, first_row: int = 0) -> npt.ND
     weights: npt.NDArray[np.float32] = np.asarray(values.cast(pa.float64()).fill_null(-1)).astype(np.float32)
     wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
     if len(wrong):
-        found = values[int(wrong[0])].as_py()
+        value = values[int(wrong[0])].as_py()
+        found = "null" if value is None else value
         raise DataError(
             f"train.weight: column {column!r}, row {first_row + int(wrong[0])}: found {found}, allowed: finite numbers "
             "of at least 0"
@@ -285,9 +286,9 @@ def weights_in(meta: bytes | None, rows: int) -> torch.Tensor:
         DataError: The batch has no weights, or another number of weights.
     """
     if meta is None or len(meta) != 4 * rows:
-        error = DataError(
-            f"train.weight is set, but the meta of a batch of {rows} rows is not one float32 for each row"
+        raise DataError(
+            f"train.weight is set, but the meta of a batch of {rows} rows has {len(meta or b'')} bytes, expected "
+            f"{4 * rows}: one float32 for each row",
+            hint="pass the weights with each batch: PersiaBatch(..., meta=weights.astype(np.float32).tobytes())",
         )
-        error.hint = "pass the weights with each batch: PersiaBatch(..., meta=weights.astype(np.float32).tobytes())"
-        raise error
     return torch.frombuffer(bytearray(meta), dtype=torch.float32).view(-1, 1)

@@ -62,11 +62,10 @@ class Budget:
         block = self._block
         if block is None or spent < block.usd:
             return
-        error = ConfigError(
-            f"budget.usd: the run has cost {spent:.2f} USD, allowed: {block.usd:g}; it is not continued"
+        raise ConfigError(
+            f"budget.usd: the run has cost {spent:.2f} USD, allowed: {block.usd:g}; the run is not continued",
+            hint=f"to continue the run: --set budget.usd={2 * max(block.usd, round(spent, 2)):g}",
         )
-        error.hint = f"--set budget.usd={2 * max(block.usd, round(spent, 2)):g} continues it"
-        raise error
 
     def vote(self, fed_batch: object) -> bool:
         """Return whether rank 0 finds that the limit has been reached."""
@@ -78,6 +77,6 @@ class Budget:
         if any(votes) and not self.is_spent:
             self.is_spent = True
             if get_rank() == 0 and self._block is not None:
-                text = "budget: the run has cost %.2f USD of %g: it is saved after step %d, and stops"
+                text = "budget: the run has cost %.2f of %g USD: it is saved after step %d, and stops"
                 _logger.warning(text, self.spent, self._block.usd, step)
         return False

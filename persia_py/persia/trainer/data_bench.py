@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from persia.config import Config
 from persia.features import to_batch
+from persia.runtime.errors import DataError
+from persia.trainer.fitting import fit_first
 from persia.trainer.in_order import in_order
 from persia.trainer.parts import Parts
 
@@ -55,14 +57,18 @@ def sweep(config: Config, sizes: Sequence[int], seconds: float) -> Iterator[Spee
     """
     part = Parts(config).train
     part.check_not_empty()
-    transform = config.compiled.fit(next(iter(part.reader(max(sizes)))))
+    transform = fit_first(config, part, max(sizes))
     for size in sizes:
         reader = part.reader(size, shuffle=config.data.shuffle, seed=config.train.seed)
         batches = in_order(reader, lambda table: to_batch(transform(table)), config.data.workers)
         rows = count = 0
         started = time.perf_counter()
         while (spent := time.perf_counter() - started) < seconds or not count:
-            if (batch := next(batches, None)) is None:
+            try:
+                batch = next(batches, None)
+            except DataError as error:
+                raise part.with_place(error, lambda table, row: transform(table, first_row=row)) from error
+            if batch is None:
                 spent = time.perf_counter() - started
                 break
             rows, count = rows + batch.batch_size, count + 1

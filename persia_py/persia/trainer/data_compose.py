@@ -19,9 +19,10 @@ from persia.ctx import DataCtx
 from persia.data.records import RecordReader
 from persia.embedding.data import PersiaBatch
 from persia.features import Samples, Transform, to_batch
-from persia.runtime.errors import DataError, UsageError
+from persia.runtime.errors import CheckpointError, DataError, UsageError
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
+from persia.trainer import fitting
 from persia.trainer.batches import Unusual, weights_of
 from persia.trainer.in_order import in_order
 from persia.trainer.parts import Parts
@@ -66,10 +67,16 @@ def send(path: Path) -> None:
 def _transform_of(config: Config, ctx: DataCtx) -> Transform:
     if not ctx.transform:
         raise UsageError(
-            "the trainers send no transform, and data-compose needs one to make batches of rows: train with "
-            "StreamingDataset(transform=...), or run a script in data-compose (PERSIA_DATALOADER_ENTRY)"
+            "the trainers send no transform, and data-compose needs one to make batches of rows",
+            hint=(
+                "train with StreamingDataset(transform=...), or run a script in data-compose (PERSIA_DATALOADER_ENTRY)"
+            ),
         )
-    return config.compiled.load(ctx.transform)
+    try:
+        return config.compiled.load(ctx.transform)
+    except CheckpointError as error:
+        hint = "start data-compose and the trainers from the same build"
+        raise fitting.not_loaded("the transform of the trainers", error, hint) from error
 
 
 def _batches(
@@ -95,7 +102,7 @@ def _batches(
         bounds = pieces(len(samples), ranks)
         if not bounds:
             _logger.warning(
-                "%d rows at the end of a pass are not sent: they are fewer than the %d ranks", len(samples), ranks
+                "%d rows at the end of a pass are not sent, because each of %d ranks needs a row", len(samples), ranks
             )
         for start, stop in bounds:
             meta = None if weights is None else weights[start:stop].tobytes()

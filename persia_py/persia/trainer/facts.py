@@ -91,8 +91,12 @@ def check_files(folder: RunFolder, files: Files) -> None:
         DataError: The files differ; the message names the differences.
     """
     before = folder.read_json(FACTS).get("train_files")
+    hint = (
+        "to evaluate the model on rows of your choice, specify the files: "
+        f"persia eval {shlex.quote(folder.shown)} FILE, or evaluate(FILE); to train on these files, start a new run"
+    )
     if before is None:
-        raise CheckpointError(f"{folder.shown}: {FACTS} is missing or damaged; start a new run")
+        raise CheckpointError(f"{folder.shown}: {FACTS} is missing, or lacks the list of training files", hint=hint)
     then, now = Counter((str(name), int(size)) for name, size in before), Counter(files.sizes)
     if [*map(tuple, before)] == files.sizes:
         return
@@ -103,12 +107,7 @@ def check_files(folder: RunFolder, files: Files) -> None:
         "of another size": [name for name in new if name in gone],
     }
     shown = "; ".join(f"{what}: {_few(names)}" for what, names in listed.items() if names) or "their order differs"
-    error = DataError(f"the files of data.train are not those of {folder.shown}: {shown}")
-    error.hint = (
-        "to evaluate the model on rows of your choice, specify the files: "
-        f"persia eval {shlex.quote(folder.shown)} FILE, or evaluate(FILE); to train on these files, start a new run"
-    )
-    raise error
+    raise DataError(f"the files of data.train are not those on which {folder.shown} was trained: {shown}", hint=hint)
 
 
 def warn_of_trained(folder: RunFolder, files: Files) -> None:
@@ -119,10 +118,10 @@ def warn_of_trained(folder: RunFolder, files: Files) -> None:
     trained = [path for path, size in zip(files.paths, files.sizes, strict=True) if path in paths or size in sizes]
     if trained:
         _logger.warning(
-            "%s: %s was trained on this file: metrics of rows that a model was trained on are too good. Specify a file "
-            "of other rows, or no file to evaluate the test set",
-            _few(trained),
+            "%s was trained on %s: metrics of rows that a model was trained on are too good. Specify files with other "
+            "rows, or no file to evaluate the test set",
             folder.shown,
+            _few(trained),
         )
 
 

@@ -60,9 +60,10 @@ def _read(path: Path, config: Config) -> Fitted:
         content = json.loads(path.read_text(encoding="utf-8"))
         return Fitted(config.compiled.load(content["transform"]), int(content["rows"]))
     except (OSError, ValueError, KeyError, TypeError, CheckpointError) as error:
-        damaged = StorageError(f"{path}: cannot read the fitted features: {type(error).__name__}: {error}")
-        damaged.hint = f"remove the file to fit again: rm {shlex.quote(str(path))}"
-        raise damaged from error
+        raise StorageError(
+            f"cannot read the fitted features from {path}: {type(error).__name__}: {error}",
+            hint=f"remove the file to fit again: rm {shlex.quote(str(path))}",
+        ) from error
 
 
 @contextlib.contextmanager
@@ -70,7 +71,7 @@ def _naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(f"{error.filename or path}: {error.strerror or error}") from error
+        raise StorageError(f"cannot write {error.filename or path}: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ FILE = "transform.json"
 """The file in a run's folder that holds the transform."""
 
 _ROWS = 1 << 16
+_RESTORE = "restore the file, or start a new run"
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,18 @@ def fit(config: Config, parts: Parts) -> Fitted:
     return Fitted(fitter.finish(), rows)
 
 
+def fit_first(config: Config, train: Part, rows: int) -> Transform:
+    """Fit the features to the first ``rows`` training rows.
+
+    Raises:
+        DataError: A value cannot be used; the message names its file and row.
+    """
+    try:
+        return config.compiled.fit(next(iter(train.reader(rows))))
+    except DataError as error:
+        raise _with_place(config, train, error) from error
+
+
 def _with_place(config: Config, train: Part, error: DataError) -> DataError:
     """Return the error of a fit with file and row number. The files are read again."""
     fitter, path = Fitter(config.compiled), None
@@ -75,7 +88,10 @@ def fitted_before(config: Config, folder: RunFolder, parts: Parts) -> Fitted:
     """
     facts = folder.read_json(FACTS)
     if "rows" not in facts:
-        raise CheckpointError(f"{folder.shown}: {FACTS} is missing or damaged; start a new run")
+        raise CheckpointError(
+            f"cannot continue {folder.shown}: {FACTS} is missing, or lacks the number of training rows",
+            hint="start a new run",
+        )
     check_files(folder, parts.train.files)
     return Fitted(load(config, folder.path), int(facts["rows"]))
 
@@ -91,8 +107,21 @@ def load(config: Config, folder: Path) -> Transform:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: {error}; a run without its transform cannot be used") from error
+        why = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"cannot read the transform of the run, {path}: {why}", hint=_RESTORE) from error
     try:
         return config.compiled.load(text)
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        raise not_loaded(str(path), error, _RESTORE) from error
+
+
+def not_loaded(place: str, error: CheckpointError, hint: str) -> CheckpointError:
+    """Return the error of a transform that cannot be loaded, with the place of the transform.
+
+    Args:
+        place: The file of the transform, or where the transform comes from.
+        error: The error.
+        hint: The next step for a damaged transform. The message for a transform of other features includes its own.
+    """
+    is_of_others = str(error).startswith("the transform was fitted for other features")
+    return CheckpointError(f"{place}: {error}", hint="" if is_of_others else hint)

@@ -5,6 +5,7 @@ This module only decides; it does not wait.
 
 import csv
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -117,9 +118,12 @@ def read_table(path: Path) -> list[Instance]:
             wrong = _wrong_columns(names)
             found = [] if wrong else [(rows.line_num, row) for row in rows]
     except OSError as error:
-        raise StorageError(f"{path}: {error.strerror or error}") from error
+        raise StorageError(
+            f"cannot read the price table {path}: {error.strerror or error}",
+            hint=f"check the path and its permissions: ls -l {shlex.quote(str(path))}",
+        ) from error
     except (csv.Error, UnicodeDecodeError) as error:
-        raise _refused(path, [f"{path}: not a CSV file: {error}"]) from error
+        raise _refused([f"{path}: not a CSV file: {error}"]) from error
     instances: list[Instance] = []
     lines: dict[tuple[str, str], int] = {}
     for line, row in found:
@@ -131,17 +135,18 @@ def read_table(path: Path) -> list[Instance]:
     if not wrong and not instances:
         wrong = ["the table has no instance"]
     if wrong:
-        raise _refused(path, [f"{path}: {each}" for each in wrong])
+        raise _refused([f"{path}: {each}" for each in wrong])
     return instances
 
 
-def _refused(path: Path, mistakes: list[str]) -> ConfigError:
-    error = ConfigError("\n".join(mistakes))
-    error.hint = (
-        f"the first line of {path.name} must be {','.join((*REQUIRED, *OPTIONAL))}, of which the last {len(OPTIONAL)} "
-        "may be left out; docs/long-runs.md has an example"
+def _refused(mistakes: list[str]) -> ConfigError:
+    return ConfigError(
+        "\n".join(mistakes),
+        hint=(
+            f"correct the file; its first line must be {','.join((*REQUIRED, *OPTIONAL))}, of which the last "
+            f"{len(OPTIONAL)} may be left out; docs/long-runs.md has an example"
+        ),
     )
-    return error
 
 
 def _wrong_columns(names: Sequence[str]) -> list[str]:
@@ -154,7 +159,7 @@ def _wrong_columns(names: Sequence[str]) -> list[str]:
 def _instance(row: dict[str, Any]) -> tuple[list[str], Instance | None]:
     """Return the errors of a line, or its instance."""
     if "" in row or None in row.values():
-        return ["it has more or fewer values than the first line has columns"], None
+        return ["the number of values differs from the number of columns in line 1"], None
     wrong: list[str] = []
 
     def number(name: str, *, least: float, default: float | None = None) -> float | None:
@@ -173,7 +178,7 @@ def _instance(row: dict[str, Any]) -> tuple[list[str], Instance | None]:
 
     name = str(row["instance"]).strip()
     if not name:
-        wrong.append("instance: found nothing, allowed: the name of a type")
+        wrong.append("instance: found nothing, allowed: the name of an instance type")
     above = math.ulp(0.0)
     memory, price = number("memory_gib", least=above), number("usd_per_hour", least=above)
     on_demand, gpus = number("on_demand_usd_per_hour", least=above), number("gpus", least=0, default=0)

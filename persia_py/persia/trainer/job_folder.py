@@ -34,14 +34,18 @@ class JobFolder(RunFolder):
             StorageError: The folder cannot be created.
         """
         if config.data.synthetic:
-            error = ConfigError("data.synthetic: found true, allowed: false in a job, where data-compose sends rows")
-            error.hint = "train in one process: persia train persia.yml --set data.synthetic=true"
-            raise error
+            raise ConfigError(
+                "data.synthetic: found true, allowed: false in a job, where data-compose sends rows",
+                hint=(
+                    "set data.synthetic: false, or train in one process: persia train persia.yml --set "
+                    "data.synthetic=true"
+                ),
+            )
         saves = config.checkpoint.dir
         if saves is not None and is_url(saves):
             os.environ["PERSIA_CKPT_DIR"] = saves  # a folder for this rank; a server accepts any URL that it is sent
         elif saves is not None and settings.rank == 0:
-            _logger.warning("checkpoint.dir has no effect in a job: checkpoints are below PERSIA_CKPT_DIR")
+            _logger.warning("checkpoint.dir has no effect in a job: PERSIA_CKPT_DIR sets the folder of the checkpoints")
         folder = cls(job.run_dir())
         with folder._naming():
             make_folders(folder.path)

@@ -106,14 +106,18 @@ def compare(config: Config, folder: RunFolder) -> None:
     started = time.perf_counter()
     transform, parts = fitting.load(config, folder.path), Parts(config)
     if parts.valid is None:
-        raise ConfigError("--baseline lightgbm stops early on the validation set: set data.valid or data.split")
+        raise ConfigError(
+            "--baseline lightgbm requires a validation set, to stop early",
+            hint="set data.valid, or a share in data.split.fractions",
+        )
     columns = Columns(config, transform)
     width = len(columns.numbers) + len(columns.slots)
     rows = int(folder.read_json(FACTS)["rows"])
     if not width or rows * width > MAX_VALUES:
         raise ConfigError(
-            f"--baseline lightgbm: {rows:,} rows of {width} columns; expected at least 1 column, and at most "
-            f"{MAX_VALUES:,} values, because it holds them in memory"
+            f"--baseline lightgbm: found {rows:,} rows with {width} usable columns; expected at least 1 column, and at "
+            f"most {MAX_VALUES:,} values, which are held in memory",
+            hint="leave out --baseline, or train a run on fewer rows or columns" if width else "leave out --baseline",
         )
     _logger.info("training lightgbm on %d rows of %d columns", rows, width)
     found = {name: _read(part, transform, config) for name, part in _named(parts)}

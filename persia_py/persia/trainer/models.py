@@ -142,10 +142,10 @@ def _make(
 
 def _refused(config: Config, mistakes: list[str]) -> ConfigError:
     """Return the error for a model that cannot be constructed; `persia config check` constructs no model."""
-    error, place = ConfigError("\n".join(mistakes)), config.origin.places.get("model", "")
+    place = config.origin.places.get("model", "")
     file = "persia.yml" if not place or place.startswith("--set") else place.rpartition(":")[0]
-    error.hint = f"correct it, then run: python -m persia.testing {shlex.quote(file)}"
-    return error
+    hint = f"correct it, then run: python -m persia.testing {shlex.quote(file)}"
+    return ConfigError("\n".join(mistakes), hint=hint)
 
 
 def _placed(config: Config, name: str, message: str) -> str:
@@ -174,7 +174,7 @@ def _own(config: Config, place: str, inputs: Inputs) -> torch.nn.Module:
     _check_arguments(config, place, [*parameters.values()])
     model = _make(config, kind, place, {**wanted, **config.model.arguments})
     if not isinstance(model, torch.nn.Module):
-        raise ConfigError(f"model.class: {place} returned a {type(model).__name__}, expected a torch.nn.Module")
+        raise _refused(config, [f"model.class: {place} returned a {type(model).__name__}, expected a torch.nn.Module"])
     return model
 
 
@@ -191,16 +191,21 @@ def _check_arguments(config: Config, place: str, parameters: list[inspect.Parame
 def _import(config: Config, place: str) -> Callable[..., torch.nn.Module]:
     module, _, name = place.partition(":")
     if not module or not name:
-        raise ConfigError(f"model.class: {place!r}, expected module:Class")
+        raise ConfigError(f"model.class: found {place!r}, expected module:Class")
     folder = str(config.folder)
     sys.path.insert(0, folder)
     try:
         found = getattr(importlib.import_module(module), name, None)
     except ModuleNotFoundError as error:
-        failed = ConfigError(f"model.class: {place}: {error}; it is searched for in {folder} and on sys.path")
+        hint = f"correct model.class, or move the module into {folder}"
         if error.name is not None and not f"{module}.".startswith(f"{error.name}."):
-            failed.hint = f"install what {module} imports: pip install {error.name.partition('.')[0]}"
-        raise failed from error
+            name = error.name.partition(".")[0]
+            hint = (
+                f"install what {module} imports: pip install {name}; or, if {name} is your own module, move it into "
+                f"{folder}"
+            )
+        text = f"model.class: {place}: {error}; modules are searched for in {folder} and on sys.path"
+        raise ConfigError(text, hint=hint) from error
     finally:
         sys.path.remove(folder)
     if found is None:

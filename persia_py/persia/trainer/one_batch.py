@@ -42,7 +42,7 @@ _NEXT = {
     "evaluate": "persia config show {file}",
     "checkpoint": "persia doctor {file} --only disk",
 }
-"""The next command after a failed step, if the error has no hint."""
+"""The next command after a failed step, if the error has no hint of its own."""
 
 
 class Ticks:
@@ -69,10 +69,17 @@ class Ticks:
             yield
         except Exception as error:
             self._say(f"{self._who}✗ {name}: could not {STEPS[name]}")
-            if isinstance(error, PersiaError) and not error.hint:
+            if isinstance(error, PersiaError) and _lacks_hint(error, name):
                 error.hint = _NEXT[name].format(file=shlex.quote(self._file))
             raise
         self._say(f"{self._who}✓ {name}")
+
+
+def _lacks_hint(error: PersiaError, step: str) -> bool:
+    """Whether an error of a step has no hint, or that of its class is wrong: the checkpoint of a test is removed."""
+    if "hint" in vars(error):  # "" if the message includes the next step
+        return False
+    return not error.hint or (step == "checkpoint" and isinstance(error, CheckpointError))
 
 
 def _print(line: str) -> None:
@@ -177,8 +184,8 @@ def train(make: Callable[[], Trainer], ticks: Ticks, source: Callable[[], Iterab
         with ticks.step("batch"):
             if next(reports, None) is None:
                 raise UsageError(
-                    "no batch was trained on: the data ended before the first batch; check data.train, or the log of "
-                    "data-compose"
+                    "no batch was trained on: the data ended before the first batch",
+                    hint="check data.train, or the log of data-compose",
                 )
         with ticks.step("evaluate"):
             next(reports, None)
@@ -196,7 +203,7 @@ def _verify(trainer: Trainer) -> None:
     checkpoint = open_checkpoint(saved)
     checkpoint.verify()
     if checkpoint.step != 1:
-        raise CheckpointError(f"{saved}: its step is {checkpoint.step}, expected 1")
+        raise CheckpointError(f"{saved}: found step {checkpoint.step}, expected 1")
 
 
 def train_rank(config: Config, path: Path, how: str) -> None:

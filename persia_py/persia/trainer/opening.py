@@ -121,8 +121,8 @@ class OpenRun:
         train = self._config.train
         steps = self.total_steps
         if steps is None and train.lr_schedule != "constant":
-            text = "needs the number of steps, which is not known for a data set given to fit: use constant"
-            raise ConfigError(f"train.lr_schedule: {train.lr_schedule} {text}")
+            text = "needs the number of steps, which is not known for a data set that is passed to fit"
+            raise ConfigError(f"train.lr_schedule: {train.lr_schedule} {text}", hint="set train.lr_schedule: constant")
         self.model = models.build(self._config) if model is None else model
         self._device = get_local_rank() if int(os.environ.get("GPU_NUM") or 0) else None
         if self._device is not None:

@@ -50,7 +50,10 @@ def schedule(train: TrainBlock, total_steps: int) -> LRSchedule:
     if train.lr_schedule == "constant":
         return LRSchedule(warmup_steps=train.warmup)
     if train.warmup >= total_steps:
-        raise ConfigError(f"train.warmup: {train.warmup} steps, but the run has {total_steps}; set a smaller number")
+        raise ConfigError(
+            f"train.warmup: {train.warmup} steps, but the run has {total_steps}",
+            hint=f"set train.warmup to less than {total_steps}, or train for more steps",
+        )
     return LRSchedule(train.lr_schedule, train.warmup, total_steps)
 
 

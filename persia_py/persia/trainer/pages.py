@@ -165,7 +165,7 @@ def _shown(name: str, values: dict[str, Any]) -> str:
 
 def _unusual(summary: dict[str, Any]) -> str:
     if (unusual := summary.get("unusual", {"rows": 0, "counts": {}})) is None:
-        return '<p class="note">Data-compose has counted them; its log has the numbers.</p>'
+        return '<p class="note">Data-compose counts unusual values; its log has the numbers.</p>'
     rows = [
         [feature, kind, f"{count:,}", f"{count / unusual['rows']:.2%}" if unusual["rows"] else ""]
         for feature, kinds in sorted(unusual["counts"].items())

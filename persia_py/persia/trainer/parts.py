@@ -100,7 +100,10 @@ class Part:
         """
         if next(iter(self.reader(1)), None) is None:
             shown = ", ".join(self.files.paths[:3]) + (" …" if len(self.files.paths) > 3 else "")
-            raise DataError(f"the {self.name} set has no rows (of {shown}); change data.split, or use other files")
+            raise DataError(
+                f"the {self.name} set has no rows (of {shown})",
+                hint="specify other files" if self.split is None else "change data.split, or specify other files",
+            )
 
     def with_place(self, error: DataError, check: Callable[[pa.RecordBatch, int], object]) -> DataError:
         """Return an error that names file and row, for an error in a batch of shuffled rows.
@@ -132,9 +135,7 @@ class Part:
         message = _DECLARED.sub(self._place_of, str(error))
         if unit is not None:
             message = f"{unit.path}: {with_places(message, unit.place)}"
-        found = DataError(message)
-        found.hint = error.hint
-        return found
+        return DataError(message, hint=error.hint or None)
 
     def _place_of(self, found: re.Match[str]) -> str:
         """Return ``  NAME (FILE:LINE)`` for a feature or label."""
@@ -189,7 +190,8 @@ class Parts:
             try:
                 Fitter(self._config.compiled).update(part.files.schema.empty_table())
             except DataError as error:
-                raise DataError(f"{part.files.paths[0]}: {part.placed(error)}") from error
+                message = f"{part.files.paths[0]}: {part.placed(error)}"
+                raise DataError(message, hint=error.hint or None) from error
         return [*paths]
 
     def check_not_empty(self) -> None:

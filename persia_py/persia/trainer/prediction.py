@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from persia.config.blocks import Paths
-from persia.runtime.errors import StorageError, UsageError
+from persia.runtime.errors import PersiaError, StorageError, UsageError
 from persia.trainer.batches import Unusual
 from persia.trainer.trainer import Trainer
 
@@ -41,13 +41,10 @@ def check_out(out: Path, *, force: bool) -> None:
     if out.suffix != ".parquet":
         raise UsageError(f"{out}: expected a name that ends in .parquet")
     if not out.parent.is_dir():
-        error = UsageError(f"{out}: there is no folder {out.parent}")
-        error.hint = f"create it: mkdir -p {shlex.quote(str(out.parent))}"
-        raise error
+        hint = f"create it: mkdir -p {shlex.quote(str(out.parent))}"
+        raise UsageError(f"{out}: there is no folder {out.parent}", hint=hint)
     if out.exists() and not force:
-        error = UsageError(f"{out}: the file exists")
-        error.hint = "replace it with --force, or choose another name"
-        raise error
+        raise UsageError(f"{out} already exists", hint="replace it with --force, or choose another name")
 
 
 def write(
@@ -88,7 +85,10 @@ def write(
                 kept = table if keep is None else table.select([*dict.fromkeys(keep)])
                 for label, column in scores.items():
                     if column in kept.schema.names:
-                        raise UsageError(f"the rows already have a column {column!r}; choose others with --keep COLUMN")
+                        raise UsageError(
+                            f"the rows already have a column {column!r}, the name of a column of scores",
+                            hint="choose the columns to keep: --keep COLUMN",
+                        )
                     kept = kept.append_column(column, pa.array(found[label], pa.float32()))
                 writer = writer or pq.ParquetWriter(part, kept.schema)
                 writer.write_batch(kept)
@@ -96,12 +96,14 @@ def write(
             if writer is not None:
                 writer.close()
         if writer is None:
-            raise UsageError(f"{source if isinstance(source, str) else ', '.join(source)}: no rows")
+            raise UsageError(f"{source if isinstance(source, str) else ', '.join(source)}: no rows to score")
         with part.open("rb") as file:
             os.fsync(file.fileno())
         part.replace(out)
     except OSError as error:
-        raise StorageError(f"{out}: {error.strerror or error}") from error
+        if isinstance(error, PersiaError):  # a checkpoint or the rows cannot be read
+            raise
+        raise StorageError(f"cannot write {out}: {error.strerror or error}") from error
     finally:
         part.unlink(missing_ok=True)
     return Written(out, [*scores.values()], predictions.unusual, predictions.without_row)

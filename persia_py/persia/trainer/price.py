@@ -30,7 +30,7 @@ def parse(status: int, body: str) -> float:
         content = None
     price = content.get("price") if isinstance(content, dict) else content
     if status != 200 or isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price <= _MOST:
-        raise AnswerError(f"status {status}, the response is not a price: {body[:80]!r}")
+        raise AnswerError(f"expected status 200 and a price above 0, found status {status}: {body[:80]!r}")
     return float(price)
 
 
@@ -74,7 +74,7 @@ class Interval:
             self._add,
             every_s=block.every_s,
             lost="the interval of checkpoints does not change",
-            hint="correct the address, or train without the block: --set price=null",
+            hint="correct price.url, or train without the block: --set price=null",
         )
 
     def _add(self, price: float) -> bool:

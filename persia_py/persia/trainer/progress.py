@@ -146,4 +146,5 @@ def unusual_lines(unusual: Unusual, without_row: float) -> list[str]:
     ]
     head = f"unusual values in {unusual.rows:,} rows:"
     lines = [f"{head} none"] if not listed else [head, *(f"  {line}" for line in listed)]
-    return [*lines, f"{without_row:.2%} of the looked-up ids have no row, like ids that did not occur in training"]
+    share = f"{without_row:.2%} of the looked-up ids have no row"
+    return [*lines, f"{share}, for example because they did not occur in training"]

@@ -63,7 +63,7 @@ class Record:
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
         except OSError as error:
-            raise StorageError(f"{path}: {error.strerror or error}") from error
+            raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
         if self._board is not None:
             self._board.add(line)
 
@@ -102,9 +102,10 @@ def check_tensorboard() -> None:
         ConfigError: The package ``tensorboard`` is not installed.
     """
     if find_spec("tensorboard") is None:
-        error = ConfigError("run.tensorboard: the package tensorboard is not installed")
-        error.hint = "pip install tensorboard, or --set run.tensorboard=false"
-        raise error
+        raise ConfigError(
+            "run.tensorboard: the package tensorboard is not installed",
+            hint="pip install tensorboard; or train without event files: --set run.tensorboard=false",
+        )
 
 
 class _Board:
@@ -136,7 +137,7 @@ class _Board:
         try:
             yield
         except OSError as error:
-            raise StorageError(f"{self._folder}: {error.strerror or error}") from error
+            raise StorageError(f"cannot write to {self._folder}: {error.strerror or error}") from error
 
 
 def read_lines(folder: RunFolder) -> list[dict[str, Any]]:

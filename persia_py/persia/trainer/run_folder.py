@@ -87,19 +87,21 @@ class RunFolder:
         summary = self.read_json(SUMMARY) if (self.path / SUMMARY).is_file() else {}
         saves = {self.path, self.saves(config), self._own_saves()}
         if summary.get("step") or any(_has_checkpoint(each) for each in saves):
-            error = UsageError(f"{self.shown}: there is a run of this name already")
             given = shlex.quote(self.shown)
-            error.hint = f"continue it with --resume {given}, or choose another name: --set run.name=NAME"
-            raise error
+            raise UsageError(
+                f"{self.shown}: a run of this name already exists",
+                hint=f"continue the run with --resume {given}, or choose another name: --set run.name=NAME",
+            )
         has_begun = (self.path / METRICS).is_file() and (self.path / METRICS).stat().st_size > 0
         others = {each.name for each in self.path.iterdir()} - _REPLACED if self.path.is_dir() else {"no folder"}
         if summary.get("status") in ("failed", "interrupted") and not has_begun and not others:
             return
-        status = f"it is {summary['status']}" if "status" in summary else "it has no summary"
-        error = UsageError(f"{self.shown}: there is a run of this name already; {status}, and has no checkpoint")
+        status = f"the status {summary['status']}" if "status" in summary else "no summary"
         removal = f"rm -r {shlex.quote(self.shown)}"
-        error.hint = f"choose another name: --set run.name=NAME; or, if you do not need it: {removal}"
-        raise error
+        raise UsageError(
+            f"{self.shown}: a run of this name already exists, with {status} and without a checkpoint",
+            hint=f"choose another name: --set run.name=NAME; or, if you do not need the run: {removal}",
+        )
 
     def _own_saves(self) -> Place:
         """Return the folder of the checkpoints, according to the configuration in the folder, if it can be read."""
@@ -198,14 +200,19 @@ class RunFolder:
         Raises:
             CheckpointError: The file is damaged.
         """
+        path, hint = self.path / name, "restore the file, or start a new run"
         try:
-            content = json.loads((self.path / name).read_text(encoding="utf-8"))
+            content = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"cannot read {self.path / name}: {error}") from error
+        except OSError as error:
+            hint = f"check the file and its permissions: ls -l {shlex.quote(str(path))}"
+            raise CheckpointError(f"cannot read {path}: {error.strerror or error}", hint=hint) from error
+        except ValueError as error:
+            raise CheckpointError(f"cannot read {path}: {error}", hint=hint) from error
         if not isinstance(content, dict):
-            raise CheckpointError(f"{self.path / name}: expected an object, found {type(content).__name__}")
+            found = type(content).__name__
+            raise CheckpointError(f"{path}: expected a JSON object, found {found}", hint=hint)
         return content
 
     def config(self) -> Config:
@@ -217,7 +224,7 @@ class RunFolder:
         try:
             yield
         except OSError as error:
-            raise StorageError(f"{error.filename or self.path}: {error.strerror or error}") from error
+            raise StorageError(f"cannot write {error.filename or self.path}: {error.strerror or error}") from error
 
 
 def _started(path: Path) -> str:
@@ -285,9 +292,10 @@ def check_same(before: Config, now: Config) -> None:
         if old.get(key) != new.get(key) and not any(key == each or key.startswith(f"{each}.") for each in MAY_CHANGE)
     ]
     if changed:
-        error = ConfigError("the configuration differs from that of the run: " + "; ".join(changed))
-        error.hint = "use the run's own persia.yml, or start a new run: without --resume, or a job with another --name"
-        raise error
+        raise ConfigError(
+            "the configuration differs from that of the run: " + "; ".join(changed),
+            hint="use the run's own persia.yml, or start a new run: without --resume, or a job with another --name",
+        )
 
 
 def _flat(prefix: str, content: dict[str, Any]) -> dict[str, Any]:
@@ -349,12 +357,13 @@ def find_checkpoint(given: str | Path) -> Found:
         if newest is not None:
             return Found(folder, place(newest), _core.Checkpoint(newest).step, parent == folder.best)
     why = (folder.read_json(SUMMARY).get("error") or "").partition("\n")[0]
-    error = UsageError(f"{folder.shown}: the run has no checkpoint" + (f"; it failed: {why}" if why else " yet"))
-    error.hint = (
-        f"train it: persia train persia.yml --resume {shlex.quote(folder.shown)}; "
-        f"or choose another run in {folder.path.parent}"
+    raise UsageError(
+        f"{folder.shown}: the run has no checkpoint" + (f"; it failed: {why}" if why else " yet"),
+        hint=(
+            f"continue the run: persia train persia.yml --resume {shlex.quote(folder.shown)}; "
+            f"or choose another run in {folder.path.parent}"
+        ),
     )
-    raise error
 
 
 def saves_of(folder: RunFolder) -> Place:
@@ -389,7 +398,8 @@ def _find(path: Path) -> tuple[RunFolder, Path | None]:
                 newest = None if parent == path else _core.latest(path)
                 return RunFolder(parent), None if newest is None else Path(newest)
             return RunFolder(parent), path
-    error = UsageError(f"{path}: no run; expected the folder of a run such as runs/LATEST, or a checkpoint in it")
     runs = sorted((each.parent for each in Path("runs").glob(f"*/{METRICS}")), key=_started)
-    error.hint = f"the newest run is {runs[-1]}" if runs else "train one first: persia train persia.yml"
-    raise error
+    raise UsageError(
+        f"{path}: no run; expected the folder of a run such as runs/LATEST, or a checkpoint in it",
+        hint=f"the newest run is {runs[-1]}" if runs else "train one first: persia train persia.yml",
+    )

@@ -20,6 +20,7 @@ from persia.runtime.job import job_name
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
 from persia.trainer import models
+from persia.trainer.fitting import fit_first
 from persia.trainer.parts import Part, Parts
 from persia_core import config as _config
 
@@ -149,7 +150,8 @@ class Sizing:
         """Return the estimate as one line."""
         about = "" if self.is_exact else "about "
         rows = f"{about}{sum(table.rows for table in self.tables):,} rows"
-        part = "" if self.servers_here == self.servers else ", servers are on other hosts"
+        away = self.servers - self.servers_here
+        part = f", {away} of {self.servers} servers are on other hosts" if away else ""
         fits = f"{'fits' if self.fits else 'does not fit'} in the {shown(self.available)} that are free here{part}"
         if not self.servers:
             return f"memory: trainer {shown(self.trainer)}, including {shown(self.server)} for {rows}; {fits}"
@@ -202,8 +204,7 @@ def of_config(config: Config, place: Place | None = None) -> Sizing:
         ConfigError: The model cannot be created.
     """
     parts = Parts(config)
-    first = next(iter(parts.train.reader(SAMPLE)))
-    transform = config.compiled.fit(first)
+    transform = fit_first(config, parts.train, SAMPLE)
     ids, is_exact = count_ids(config, parts.train, transform, parts.count_train())
     return estimate(config, ids, models.build(config), place or Place(), is_exact=is_exact)
 
@@ -303,7 +304,7 @@ def preflight(config: Config, parts: Parts, transform: Transform, model: torch.n
     if found.fits:
         _logger.info("%s", found)
     else:
-        _logger.warning("%s. To make it smaller: %s", found, found.knobs)
+        _logger.warning("%s. To use less memory: %s", found, found.knobs)
     return found
 
 

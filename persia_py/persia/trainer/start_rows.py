@@ -35,12 +35,15 @@ def start_folder(config: Config, *, in_job: bool) -> Place | None:
     of_run = isinstance(folder, Path) and is_run(folder)
     if of_run or not is_imported(open_checkpoint(folder)):
         kind = "run" if of_run else "checkpoint of a run"
-        error = ConfigError(f"train.start_from: {folder} is a {kind}, not a checkpoint of `persia ckpt import`")
-        error.hint = (
-            f"to start a new run with its rows: persia ckpt rows {shlex.quote(str(folder))} --table T -o T.parquet, "
-            "then: persia ckpt import T.parquet --table T -o DIR; to continue that run: persia train --resume"
+        given = shlex.quote(str(folder))
+        run = shlex.quote(str(folder)) if of_run else "RUN"
+        raise ConfigError(
+            f"train.start_from: {folder} is a {kind}, not a checkpoint of `persia ckpt import`",
+            hint=(
+                f"to start a new run with its rows: persia ckpt rows {given} --table T -o T.parquet, then: persia ckpt "
+                f"import T.parquet --table T -o DIR; to continue that run: persia train persia.yml --resume {run}"
+            ),
         )
-        raise error
     return folder
 
 

@@ -102,7 +102,8 @@ class TrainerState:
         for name in (name for name, kind in types.items() if kind not in ("bag", "sequence", "cross")):
             if rows and counts.get(name, {}).get("null", 0) == rows:
                 _logger.warning(
-                    "feature %r is null in all rows that were trained on: correct its column, or remove it", name
+                    "feature %r is null in all rows that were trained on: correct its column, or remove the feature",
+                    name,
                 )
 
     def results(self) -> dict[str, Any]:
@@ -147,7 +148,8 @@ class TrainerState:
         if state_dict["digest"] != self.digest:
             raise CheckpointError(
                 f"the checkpoint was trained with the transform {state_dict['digest']}, the current transform "
-                f"is {self.digest}: ids, floats or labels would differ. Use the transform.json of the checkpoint's run"
+                f"is {self.digest}: ids, floats or labels would differ",
+                hint="restore the transform.json of the checkpoint's run, or start a new run",
             )
         best = state_dict["best"]
         self.best = None if best is None else Best(int(best[0]), str(best[1]), float(best[2]))

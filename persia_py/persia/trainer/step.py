@@ -164,19 +164,19 @@ class Steps:
         rows = rows if agreed is None else agreed
         half = math.ceil(rows / 2)
         norms = batch_normalisations(self._ctx.model)
-        error.hint = f"less memory: {_FEWER.format(rows=half) if half < rows and not norms else ''}{_KNOBS}"
+        error.hint = f"to use less memory: {_FEWER.format(rows=half) if half < rows and not norms else ''}{_KNOBS}"
         cannot = rows == 1 or not error.can_repeat or bool(norms)
         if norms:
-            error.hint += f"; rows were not halved, because {norms[0]} normalizes over them"
+            error.hint += f"; the rows were not halved, because {norms[0]} normalizes over the rows of a batch"
         elif get_world_size() > 1 and agreed is None:
             cannot = True
-            error.hint += "; rows were not halved, because the other ranks may have begun to average gradients"
+            error.hint += "; the rows were not halved, because the other ranks may have begun to average gradients"
         if cannot:
             raise error
         self._state.micro_batch.use(half, self._given)
         self._made = 0
         _logger.warning(
-            "step %d: memory ran out with %d rows in the model at a time; from now on %d, with the same loss and "
+            "step %d: memory ran out with %d rows in the model at a time; using %d from now on, with the same loss and "
             "gradients (train.micro_batch): %s",
             batch.step,
             rows,
@@ -205,6 +205,7 @@ def check_divides(config: Config, model: torch.nn.Module) -> None:
         return
     key = "train.accumulate" if config.train.accumulate > 1 else "train.micro_batch"
     raise ConfigError(
-        f"{key}: {', '.join(names[:3])} of the model normalizes over the rows of a batch, so the result would not "
-        f"be that of a whole batch: use LayerNorm or GroupNorm, or remove {key}"
+        f"{key}: the model normalizes over the rows of a batch ({', '.join(names[:3])}), so the result would differ "
+        "from that of a whole batch",
+        hint=f"use LayerNorm or GroupNorm in the model, or remove {key}",
     )

@@ -119,7 +119,10 @@ def trials(file: Path, overrides: Sequence[str], options: Sequence[str]) -> list
         config = document.checked()
         warnings |= dict.fromkeys(document.findings.warnings)  # a warning once, not for each trial
         if config.data.synthetic:
-            raise UsageError("--sweep: data.synthetic is true; models cannot be compared on random rows")
+            raise UsageError(
+                "--sweep: data.synthetic is true; models cannot be compared on random rows",
+                hint="set data.synthetic: false",
+            )
         data = config.data.model_dump_json()
         if data not in rows:
             rows[data] = Parts(config)
@@ -133,9 +136,10 @@ def trials(file: Path, overrides: Sequence[str], options: Sequence[str]) -> list
         if same is not trial:
             raise UsageError(f"--sweep: {' '.join(same.settings)} and {' '.join(trial.settings)} are the same settings")
     if Parts(found[0].config).valid is None:
-        error = UsageError("--sweep: there is no validation set to compare the trials by; the test set is for the end")
-        error.hint = "set data.valid, or a share in data.split.fractions"
-        raise error
+        raise UsageError(
+            "--sweep: there is no validation set to compare the trials by; the test set is not used",
+            hint="set data.valid, or a share in data.split.fractions",
+        )
     return found
 
 

@@ -3,11 +3,13 @@
 from collections.abc import Iterator
 
 import numpy as np
+import pyarrow as pa
 
 from persia.config import Config
 from persia.data import IterableDataset
 from persia.embedding.data import PersiaBatch
 from persia.features import Samples, Transform, to_batch
+from persia.runtime.errors import DataError
 from persia.trainer.batches import PREFETCH, weights_of
 from persia.trainer.parts import Part
 
@@ -31,9 +33,19 @@ class SyntheticBatches(IterableDataset):
     def __init__(self, part: Part, transform: Transform, config: Config, steps: int) -> None:
         super().__init__(buffer_size=config.data.prefetch or PREFETCH)
         data, self._weight = config.data, config.train.weight
-        rows = [rows for rows, _ in zip(part.reader(data.batch_size), range(POOL), strict=False)]
-        self._pool = Samples.concat([transform(each) for each in rows])
-        weights = [] if self._weight is None else [weights_of(each, self._weight) for each in rows]
+        samples, weights = [], []
+
+        def add(table: pa.RecordBatch, first_row: int = 0) -> None:
+            samples.append(transform(table, first_row=first_row))
+            if self._weight is not None:
+                weights.append(weights_of(table, self._weight, first_row))
+
+        for table, _ in zip(part.reader(data.batch_size), range(POOL), strict=False):
+            try:
+                add(table)
+            except DataError as error:
+                raise part.with_place(error, add) from error
+        self._pool = Samples.concat(samples)
         self._weights = np.concatenate(weights) if weights else None
         self._batch_size, self._steps, self._seed = config.step_rows, steps, config.train.seed
 

@@ -81,9 +81,10 @@ class Trainer:
     def __init__(self, config: Config | str | os.PathLike[str], model: torch.nn.Module | None = None) -> None:
         self.config = config if isinstance(config, Config) else load_config(config)
         if not self.config.is_located:
-            error = UsageError("Trainer(config): the configuration was made by a program, and not checked")
-            error.hint = "write it into a file, and read that: persia.load_config('persia.yml')"
-            raise error
+            raise UsageError(
+                "Trainer(config): the configuration was made by a program, and not checked",
+                hint="write it into a file, and read the file: persia.load_config('persia.yml')",
+            )
         self.folder: RunFolder | None = None
         self.sizing: Sizing | None = None
         self._given_model = model
@@ -222,13 +223,13 @@ class Trainer:
         parity.bound_of(rows)
         staging.check_free(Path(folder))
         if self._training is not None and self._training.is_open:
-            error = UsageError(
-                "Trainer.export: this trainer trains, and holds the rows of its last step; close it first"
+            raise UsageError(
+                "Trainer.export: cannot export while this trainer trains, because it holds the rows of its last step",
+                hint=(
+                    "close the trainer, then: with persia.Trainer(config) as trainer: "
+                    f"trainer.resume({self._training.folder.shown!r}).export(...)"
+                ),
             )
-            error.hint = (
-                f"with persia.Trainer(config) as trainer: trainer.resume({self._training.folder.shown!r}).export(...)"
-            )
-            raise error
         with self._evaluating() as (ctx, objective, transform, _):
             found, model = self._resumes, ctx.model
             assert isinstance(found, Found) and model is not None  # noqa: S101 - what is loaded is a checkpoint's
@@ -249,7 +250,7 @@ class Trainer:
             StorageError: The checkpoint cannot be written.
         """
         if self._training is None or not self._training.is_open:
-            raise UsageError("Trainer.save: nothing is being trained; call it while iterating fit()")
+            raise UsageError("Trainer.save: nothing is being trained; call save() while iterating fit()")
         return self._training.save()
 
     def resume(self, run: str | os.PathLike[str] | None = None) -> Self:
@@ -284,7 +285,7 @@ class Trainer:
 
         def engine() -> Engine:
             if self._training is None or not self._training.is_open:
-                raise UsageError("Trainer.comm.stats(): nothing is being trained; call it while iterating fit()")
+                raise UsageError("Trainer.comm.stats(): nothing is being trained; call stats() while iterating fit()")
             return self._training.engine
 
         return Comm(engine, lambda: None if self._training is None else self._training.wrapped_model)
@@ -333,9 +334,10 @@ class Trainer:
         parts = Parts(self.config) if training is None else training.parts
         part = parts.test or parts.valid
         if part is None:
-            error = UsageError("Trainer.evaluate: the configuration has no test set and no validation set")
-            error.hint = "specify files with labels: persia eval RUN FILE, or evaluate(FILE)"
-            raise error
+            raise UsageError(
+                "Trainer.evaluate: the configuration has no test set and no validation set",
+                hint="specify files with labels: persia eval RUN FILE, or evaluate(FILE)",
+            )
         if training is None and part.split is not None and self.folder is not None:
             check_files(self.folder, part.files)
         return part
@@ -378,8 +380,8 @@ class _Loaded:
     def __init__(self, config: Config, model: torch.nn.Module | None, found: Found) -> None:
         if model is None and found.folder.read_json(FACTS).get("model_given_by_script"):
             raise UsageError(
-                f"{found.folder.shown}: the model of this run was given by a script; use it in a script: "
-                f"Trainer(config, model).resume({found.folder.shown!r})"
+                f"{found.folder.shown}: the model of this run was given by a script",
+                hint=f"use the run in a script: Trainer(config, model).resume({found.folder.shown!r})",
             )
         check_same(found.folder.config(), config)
         self.transform = fitting.load(config, found.folder.path)

@@ -1,6 +1,7 @@
 """A training run, step by step. Read :meth:`Training.run` first."""
 
 import contextlib
+import shlex
 from collections.abc import Iterator
 from typing import Any
 
@@ -147,12 +148,11 @@ class Training(OpenRun):
         backend = self._ctx.common_context
         given = [mine] if backend is None else backend.all_gather("rows of a step", mine)
         if sum(given) > self._config.step_rows:
-            error = ConfigError(
+            raise ConfigError(
                 f"a step has {sum(given):,} rows ({', '.join(f'{each:,}' for each in given)} by rank), but "
-                f"data.batch_size and train.accumulate make {self._config.step_rows:,}"
+                f"data.batch_size and train.accumulate allow {self._config.step_rows:,}",
+                hint="give data-compose and the trainers the same persia.yml",
             )
-            error.hint = "give data-compose and the trainers the same persia.yml"
-            raise error
 
     def _report_steps(self, limits: Limits, loss: float, samples: int) -> StepReport:
         stats = self._ctx.engine.stats()
@@ -223,7 +223,11 @@ class Training(OpenRun):
             mine = [str(path), self._checkpoints.written == self._ctx.step, self._checkpoints.problem]
         saved, is_written, problem = self._gather("saved run", mine)
         if not is_written:
-            raise StorageError(f"{saved}: the checkpoint could not be written: {problem}")
+            folder = shlex.quote(str(place(saved).parent))
+            raise StorageError(
+                f"cannot write the checkpoint {saved}: {problem}",
+                hint=f"the log has each attempt; to check the storage: persia doctor --only disk --dir {folder}",
+            )
         return place(saved)
 
     def _finish(self) -> Iterator[StepReport | EvaluationReport]:

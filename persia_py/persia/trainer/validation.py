@@ -136,7 +136,7 @@ class Validation:
             try:
                 ObjectStore(f"{store.url}/{BEST}").put(path, path.name)
             except PersiaError as error:
-                _logger.error("%s is written, but not uploaded: %s", path, error)
+                _logger.error("the best checkpoint %s is written, but not uploaded: %s", path, error)
 
     def prune(self) -> None:
         """Delete best checkpoints that no other checkpoint of the run needs.

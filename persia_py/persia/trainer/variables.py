@@ -23,9 +23,10 @@ def set_variables(config: Config) -> Callable[[], None]:
     """
     missing = [name for name, value in config.env.items() if value is None and not os.environ.get(name, "").strip()]
     if missing:
-        error = ConfigError("env: these variables are not set, and the configuration needs them: " + ", ".join(missing))
-        error.hint = "export " + " ".join(f"{name}=VALUE" for name in missing)
-        raise error
+        raise ConfigError(
+            "env: these variables are not set, and the configuration needs them: " + ", ".join(missing),
+            hint="export " + " ".join(f"{name}=VALUE" for name in missing),
+        )
     before: dict[str, str | None] = {}
     for name, value in config.env.items():
         if value is None:

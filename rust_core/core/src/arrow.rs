@@ -84,8 +84,9 @@ fn one(data: &Bound<'_, PyAny>) -> PyResult<Batches> {
     let array = unsafe { from_ffi(FFI_ArrowArray::from_raw(array.as_ptr()), schema.as_ref()) };
     let array = array.map_err(|error| wrong(py, &error))?;
     if !matches!(array.data_type(), arrow_schema::DataType::Struct(_)) || array.nulls().is_some() {
-        let message =
-            format!("found an Arrow array of {}, allowed: a table or a record batch", array.data_type());
+        let nulls = if array.nulls().is_some() { " with nulls" } else { "" };
+        let kind = array.data_type();
+        let message = format!("found an Arrow array of {kind}{nulls}, allowed: a table or a record batch");
         return Err(errors::feature_type(py, message));
     }
     let batch = RecordBatch::from(StructArray::from(array));
@@ -93,5 +94,5 @@ fn one(data: &Bound<'_, PyAny>) -> PyResult<Batches> {
 }
 
 fn wrong(py: Python<'_>, error: &ArrowError) -> PyErr {
-    errors::raise(py, "DataError", format!("the table cannot be read: {error}"))
+    errors::raise(py, "DataError", format!("cannot read the table: {error}"))
 }

@@ -29,7 +29,7 @@ impl Backend {
             Self::Embedded(_) => Err(errors::raise(
                 py,
                 "UsageError",
-                "embedded mode has one rank: its rows are in this process",
+                "cannot join the run of another process in embedded mode: all rows are in this process",
             )),
         }
     }

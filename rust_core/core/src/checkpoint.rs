@@ -127,11 +127,11 @@ impl Saver {
         let saver = self.saver.take().ok_or_else(|| ended(py))?;
         let json = |what: &str, text: String| {
             RawValue::from_string(text)
-                .map_err(|error| errors::raise(py, "UsageError", format!("{what}: not JSON: {error}")))
+                .map_err(|error| errors::raise(py, "UsageError", format!("{what} is not JSON: {error}")))
         };
         let mut head = self.head.clone();
-        head.cursors.insert(CURSOR.into(), json("the cursor", cursor)?);
-        head.inputs = inputs.map(|text| json("the inputs", text)).transpose()?;
+        head.cursors.insert(CURSOR.into(), json("the position of the data loader", cursor)?);
+        head.inputs = inputs.map(|text| json("the list of the model's inputs", text)).transpose()?;
         head.created_at = created_at;
         let (tables, number, directory) = (&self.tables, self.number, &self.directory);
         let committed = py.detach(|| {
@@ -233,10 +233,10 @@ impl Checkpoint {
             {
                 return Err(errors::raise(
                     py,
-                    "CheckpointError",
+                    "ForeignCheckpointError",
                     format!(
-                        "{}: rows of table {} were saved with optimizer {}, this run has {}; use the same embedding \
-                         optimizer",
+                        "{} does not fit this run: rows of table {} were saved with optimizer {}, this run has {}; \
+                         use the same embedding optimizer",
                         self.directory.display(),
                         current.name,
                         kind(&before),
@@ -371,7 +371,10 @@ fn describe<'py>(
     let entry = PyDict::new(py);
     entry.set_item("path", Place::from(path.to_owned()))?;
     let (problem, unread) = match manifest {
-        Err(error) => (Some(error.to_string()), is_unread(error)),
+        // A checkpoint in a newer format is intact, too.
+        Err(error) => {
+            (Some(error.to_string()), is_unread(error) || matches!(error, CheckpointError::Future { .. }))
+        }
         Ok(manifest) => {
             entry.set_item("step", manifest.head.step)?;
             entry.set_item("generation", manifest.head.run.generation)?;
@@ -397,14 +400,16 @@ fn is_unread(error: &CheckpointError) -> bool {
 }
 
 pub(crate) fn raise(py: Python<'_>, error: &CheckpointError) -> PyErr {
-    let class = match error {
-        CheckpointError::Missing { .. }
-        | CheckpointError::Corrupt { .. }
-        | CheckpointError::Future { .. } => "CheckpointError",
-        CheckpointError::Busy { .. } | CheckpointError::Occupied { .. } | CheckpointError::Io { .. } => {
-            "StorageError"
+    let message = error.to_string();
+    match error {
+        CheckpointError::Missing { .. } | CheckpointError::Corrupt { .. } => {
+            errors::raise(py, "CheckpointError", message)
         }
-        CheckpointError::BadSave { .. } => "UsageError",
-    };
-    errors::raise(py, class, error.to_string())
+        CheckpointError::Future { .. } => errors::raise_without_hint(py, "CheckpointError", message),
+        CheckpointError::Busy { .. } | CheckpointError::Occupied { .. } => {
+            errors::raise_without_hint(py, "StorageError", message)
+        }
+        CheckpointError::Io { .. } => errors::raise(py, "StorageError", message),
+        CheckpointError::BadSave { .. } => errors::raise(py, "UsageError", message),
+    }
 }

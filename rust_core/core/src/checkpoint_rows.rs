@@ -32,7 +32,8 @@ pub(crate) fn read_rows<'py>(
     table: &str,
 ) -> PyResult<Option<PyRows<'py>>> {
     let Some(entry) = checkpoint.manifest.entry(file) else {
-        return Err(errors::raise(py, "UsageError", format!("the checkpoint has no file {file:?}")));
+        let text = format!("cannot read rows: {} has no file {file:?}", checkpoint.directory.display());
+        return Err(errors::raise(py, "UsageError", text));
     };
     let read = py.detach(|| {
         let rows = files::read_shard(&checkpoint.directory, &entry)?;
@@ -117,8 +118,9 @@ fn describe(table: &str, duplicates: &Duplicates) -> String {
         .map(|found| format!("row {} has the id {} of row {}", found.again, found.id, found.first))
         .collect();
     let more = if duplicates.count > shown.len() as u64 { ", …" } else { "" };
+    let rows = if duplicates.count == 1 { "row has" } else { "rows have" };
     format!(
-        "table {table}: {} rows have the id of an earlier row: {}{more}",
+        "table {table}: {} {rows} the id of an earlier row: {}{more}; keep one row for each id",
         duplicates.count,
         shown.join(", ")
     )

@@ -25,8 +25,8 @@ impl Checkpoint {
             ];
             lines.extend(pairs.into_iter().filter(|(_, before, now)| before != now).map(|(key, before, now)| {
                 format!(
-                    "{}: slot {} was trained with {key} {before}, this run has {now}: the model would get other \
-                     vectors; use the same {key}",
+                    "{} does not fit this run: slot {} was trained with {key} {before}, this run has {now}, so the \
+                     model would get other vectors; use the same {key}",
                     self.directory.display(),
                     slot.name,
                 )
@@ -44,13 +44,15 @@ impl Checkpoint {
                 .filter(|(saved, slot)| saved.hash_stack != slot.hash_stack)
         });
         let described = |stack: Option<HashStack>| {
-            stack.map_or("none".to_owned(), |stack| format!("{} rounds of {}", stack.rounds, stack.buckets))
+            stack.map_or("none".to_owned(), |stack| {
+                format!("{} rounds of {} buckets", stack.rounds, stack.buckets)
+            })
         };
         let mut lines: Vec<String> = pairs
             .map(|(saved, slot)| {
                 format!(
-                    "{}: ids of slot {} were saved with hash_stack_config {}, this run has {}: \
-                     its rows would belong to other ids; use the same hash_stack_config",
+                    "{} does not fit this run: ids of slot {} were saved with hash_stack_config {}, this run has {}, \
+                     so the rows would belong to other ids; use the same hash_stack_config",
                     self.directory.display(),
                     slot.name,
                     described(saved.hash_stack),
@@ -59,6 +61,10 @@ impl Checkpoint {
             })
             .collect();
         lines.extend(self.other_vectors(&now.schema));
-        if lines.is_empty() { Ok(()) } else { Err(errors::raise(py, "CheckpointError", lines.join("\n"))) }
+        if lines.is_empty() {
+            Ok(())
+        } else {
+            Err(errors::raise(py, "ForeignCheckpointError", lines.join("\n")))
+        }
     }
 }

@@ -101,7 +101,8 @@ pub(crate) fn sum(
     scale: f32,
 ) -> PyResult<Sums> {
     let Some(step) = step(on_device) else {
-        let text = format!("step {number}: its embeddings are not on a device");
+        let text =
+            format!("cannot sum the gradients of step {number} on a device: its embeddings are on the CPU");
         return Err(errors::raise(py, "UsageError", text));
     };
     let cuda = step.device().cuda();
@@ -116,7 +117,7 @@ pub(crate) fn sum(
             F16 => Dtype::F16,
             BF16 => Dtype::Bf16,
             other => {
-                let text = format!("{what}: expected float32, float16 or bfloat16, found DLPack's {other:?}");
+                let text = format!("{what}: expected float32, float16 or bfloat16, found {other}");
                 return Err(errors::feature_type(py, text));
             }
         };

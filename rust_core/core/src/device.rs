@@ -27,7 +27,7 @@ pub(crate) fn open(py: Python<'_>, ordinal: i32, _vectors: Dtype, _wire: Dtype) 
     let file = py.import("persia_core")?.getattr("__file__").and_then(|file| file.extract::<String>());
     let file = file.unwrap_or_else(|_| "persia_core".into());
     let text = format!(
-        "CUDA device {ordinal} is requested, but {file} was built with no features; build it with CUDA: cargo build \
+        "CUDA device {ordinal} is requested, but {file} was built without CUDA; build it with: cargo build \
          --release --package persia-core --features cuda --manifest-path rust_core/Cargo.toml, then copy \
          rust_core/target/release/libpersia_core.so to persia_core.so in a folder on PYTHONPATH; or omit device_id to \
          train on the CPU"
@@ -58,5 +58,6 @@ pub(crate) fn sum(
     _: &[(Bound<'_, PyAny>, Vec<usize>)],
     _: f32,
 ) -> PyResult<Sums> {
-    Err(errors::raise(py, "UsageError", format!("step {step}: its embeddings are not on a device")))
+    let text = format!("cannot sum the gradients of step {step} on a device: its embeddings are on the CPU");
+    Err(errors::raise(py, "UsageError", text))
 }

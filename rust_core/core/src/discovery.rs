@@ -73,9 +73,9 @@ impl Discovery {
     ) -> PyResult<Announcement> {
         let connection = self.open(py)?;
         let address = if address.is_empty() { None } else { Some(address.parse()) };
-        let address = address
-            .transpose()
-            .map_err(|error| errors::raise(py, "UsageError", format!("announce: {error}")))?;
+        let address = address.transpose().map_err(|error| {
+            errors::raise(py, "UsageError", format!("cannot announce this process: {error}"))
+        })?;
         let announcement = wire::Announcement {
             service: service_of(py, service)?,
             index,
@@ -114,7 +114,9 @@ impl Discovery {
     /// The open connection, for a client that searches for its peers.
     pub(crate) fn open(&self, py: Python<'_>) -> PyResult<Arc<BlockingDiscovery>> {
         let connection = self.connection.lock().clone();
-        connection.ok_or_else(|| errors::raise(py, "UsageError", "this Discovery is closed"))
+        connection.ok_or_else(|| {
+            errors::raise(py, "UsageError", "cannot use this Discovery: it is closed; create a new one")
+        })
     }
 }
 

@@ -16,7 +16,6 @@ use crate::errors;
 const NAME: &CStr = c"dltensor";
 const CPU: i32 = 1;
 /// DLPack's device type for CUDA memory.
-#[cfg(feature = "cuda")]
 pub(crate) const CUDA: i32 = 2;
 /// DLPack's number for the default stream of CUDA.
 const DEFAULT_STREAM: i64 = 1;
@@ -30,7 +29,7 @@ struct Device {
     id: i32,
 }
 
-/// DLPack's element type: a code (0 signed, 1 unsigned, 2 float, 6 bool), bits and lanes.
+/// DLPack's element type: a code (0 signed, 1 unsigned, 2 float, 4 bfloat, 6 bool), bits and lanes.
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct ElementType {
@@ -45,6 +44,22 @@ impl ElementType {
     }
 
     pub(crate) const F32: Self = Self::new(2, 32);
+}
+
+impl std::fmt::Display for ElementType {
+    /// The name of the type in PyTorch, such as `float64`.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let kind = match self.code {
+            0 => "int",
+            1 => "uint",
+            2 => "float",
+            4 => "bfloat",
+            5 => "complex",
+            6 => return f.write_str("bool"),
+            code => return write!(f, "DLPack type {code} of {} bits", self.bits),
+        };
+        write!(f, "{kind}{}", self.bits)
+    }
 }
 
 /// IEEE binary16.
@@ -185,7 +200,7 @@ impl Tensor {
         let (kind, id) = self.place();
         if dl_device.is_some_and(|device| device != (kind, id)) || copy == Some(true) {
             return Err(PyBufferError::new_err(
-                "persia tensors cannot be exported as a copy or to another device",
+                "cannot export a persia tensor as a copy or to another device; copy it after the import",
             ));
         }
         let stream = self.hand_over(py, stream)?;
@@ -293,7 +308,7 @@ pub(crate) fn borrow_f32(object: &Bound<'_, PyAny>, what: &str, want: &[usize]) 
     let Imported { data, dtype, capsule } = borrow_from(object, what, want, (CPU, 0), None)?;
     let refuse = |text: String| Err(errors::feature_type(object.py(), format!("{what}: {text}")));
     if dtype != ElementType::F32 {
-        return refuse(format!("expected float32, found DLPack type {} of {} bits", dtype.code, dtype.bits));
+        return refuse(format!("expected float32, found {dtype}"));
     }
     let (len, start) = (want.iter().product(), data.cast::<f32>());
     if len > 0 && !start.is_aligned() {
@@ -325,7 +340,7 @@ pub(crate) fn borrow_from(
     // and all memory lives as long as the capsule.
     let (data, device, dtype, shape, strides) = unsafe {
         if ffi::PyCapsule_IsValid(capsule.as_ptr(), NAME.as_ptr()) != 1 {
-            return refuse("not a DLPack capsule".into());
+            return refuse("its __dlpack__() returned no DLPack capsule".into());
         }
         let managed = ffi::PyCapsule_GetPointer(capsule.as_ptr(), NAME.as_ptr()).cast::<Managed>();
         let tensor = &(*managed).tensor;
@@ -337,20 +352,29 @@ pub(crate) fn borrow_from(
         (data, tensor.device, tensor.dtype, shape.to_vec(), strides)
     };
     if device.kind != place.0 || (place.0 != CPU && device.id != place.1) {
-        let wanted = if place.0 == CPU { "the CPU".into() } else { format!("CUDA device {}", place.1) };
-        return refuse(format!("not on {wanted}"));
+        let (wanted, found) = (device_name(place), device_name((device.kind, device.id)));
+        return refuse(format!("expected a tensor on {wanted}, found one on {found}"));
     }
     if shape.len() != want.len() || shape.iter().zip(want).any(|(&have, &want)| have != want as i64) {
-        return refuse(format!("shape {shape:?}, expected {want:?}"));
+        return refuse(format!("found shape {shape:?}, expected {want:?}"));
     }
     if let Some(strides) = strides {
         let mut expected = 1;
         for (&size, &stride) in shape.iter().zip(&strides).rev() {
             if size != 1 && stride != expected {
-                return refuse(format!("strides {strides:?} of shape {shape:?}: expected contiguous"));
+                let found = format!("found strides {strides:?} for shape {shape:?}");
+                return refuse(format!("{found}, expected a contiguous tensor; call contiguous()"));
             }
             expected *= size;
         }
     }
     Ok(Imported { data, dtype, capsule: capsule.unbind() })
+}
+
+fn device_name((kind, id): (i32, i32)) -> String {
+    match kind {
+        CPU => "the CPU".into(),
+        CUDA => format!("CUDA device {id}"),
+        _ => format!("device {id} of DLPack type {kind}"),
+    }
 }

@@ -4,6 +4,10 @@
 class PersiaError(Exception):
     """Base of all exceptions of persia.
 
+    Args:
+        args: The message.
+        hint: The next step of the user; None takes that of the class.
+
     Attributes:
         exit_code: The exit code of a process that ends with this error.
         hint: The next step of the user; empty if the message includes it.
@@ -13,6 +17,11 @@ class PersiaError(Exception):
     exit_code: int = 1
     hint: str = ""
     step: int | None = None
+
+    def __init__(self, *args: object, hint: str | None = None) -> None:
+        super().__init__(*args)
+        if hint is not None:
+            self.hint = hint
 
 
 class UsageError(PersiaError, RuntimeError):

@@ -37,10 +37,27 @@ pub(crate) fn feature_type(py: Python<'_>, message: String) -> PyErr {
 
 /// Convert an error of a look-up, push, snapshot or restore.
 pub(crate) fn tables(py: Python<'_>, error: &TablesError) -> PyErr {
-    raise(py, tables_class(error), error.to_string())
+    of_tables(py, error, error.to_string())
 }
 
-pub(crate) fn tables_class(error: &TablesError) -> &'static str {
+/// Create an exception without the hint of its class, because the message contains the next step.
+pub(crate) fn raise_without_hint(py: Python<'_>, name: &str, message: impl Into<String>) -> PyErr {
+    let raised = raise(py, name, message);
+    match raised.value(py).setattr("hint", "") {
+        Ok(()) => raised,
+        Err(failed) => failed,
+    }
+}
+
+/// Create the exception for `error`. The hint of `StorageError` is about files, not memory.
+pub(crate) fn of_tables(py: Python<'_>, error: &TablesError, message: String) -> PyErr {
+    match error {
+        TablesError::OutOfMemory { .. } => raise_without_hint(py, tables_class(error), message),
+        _ => raise(py, tables_class(error), message),
+    }
+}
+
+fn tables_class(error: &TablesError) -> &'static str {
     match error {
         TablesError::StaleGeneration { .. } => "StaleGenerationError",
         TablesError::NotBegun | TablesError::NoOptimizer | TablesError::BadRun { .. } => "UsageError",
@@ -60,19 +77,20 @@ pub(crate) fn tables_class(error: &TablesError) -> &'static str {
 
 /// Convert an error of a batch, a pipeline or the engine.
 pub(crate) fn engine(py: Python<'_>, error: &Error) -> PyErr {
-    let class = match error {
+    let of = |class| raise(py, class, error.to_string());
+    let raised = match error {
         Error::Source(source) => {
             return match source.downcast_ref::<PyErr>() {
                 Some(raised) => raised.clone_ref(py),
                 None => raise(py, "DataError", error.to_string()),
             };
         }
-        Error::Lookup { source, .. } | Error::Push { source, .. } => tables_class(source),
-        Error::Device { .. } => "DeviceError",
-        Error::Empty { .. } | Error::UnequalBatchSizes { .. } => "BatchSizeError",
-        Error::BadOption { .. } => "ConfigError",
-        Error::Closed { .. } => "UsageError",
-        Error::Panicked { .. } | Error::Spawn { .. } => "PersiaError",
+        Error::Lookup { source, .. } | Error::Push { source, .. } => of_tables(py, source, error.to_string()),
+        Error::Device { .. } => of("DeviceError"),
+        Error::Empty { .. } | Error::UnequalBatchSizes { .. } => of("BatchSizeError"),
+        Error::BadOption { .. } => of("ConfigError"),
+        Error::Closed { .. } => of("UsageError"),
+        Error::Panicked { .. } | Error::Spawn { .. } => of("PersiaError"),
         Error::DuplicateNames { .. }
         | Error::BadFeature { .. }
         | Error::BadTensor { .. }
@@ -81,9 +99,8 @@ pub(crate) fn engine(py: Python<'_>, error: &Error) -> PyErr {
         | Error::LabelNotBinary { .. }
         | Error::BadBytes { .. }
         | Error::FeatureMismatch { .. }
-        | Error::BadGradient { .. } => "DataError",
+        | Error::BadGradient { .. } => of("DataError"),
     };
-    let raised = raise(py, class, error.to_string());
     if let Error::Lookup { step, .. } | Error::Push { step, .. } | Error::BadGradient { step, .. } = error {
         // The classes in `errors.py` accept any attribute. This one identifies the batch that failed.
         if let Err(failed) = raised.value(py).setattr("step", step) {

@@ -246,7 +246,7 @@ fn input(data: &Bound<'_, PyAny>) -> PyResult<Input> {
     let Ok(list) = data.cast::<PyList>() else {
         return Err(errors::feature_type(
             py,
-            format!("{}, JSON text, or a list of dicts", no_table(data).value(py)),
+            format!("{}, JSON text, a dict, or a list of dicts", no_table(data).value(py)),
         ));
     };
     let mut rows = Vec::with_capacity(list.len());
@@ -289,7 +289,7 @@ fn value_of(value: &Bound<'_, PyAny>, lists: bool) -> PyResult<Value> {
             .extract()
             .map(Value::Int)
             .or_else(|_| unsigned())
-            .unwrap_or(Value::Other("a huge integer")));
+            .unwrap_or(Value::Other("an integer of more than 64 bits")));
     }
     if let Ok(number) = value.cast::<PyFloat>() {
         return Ok(Value::Float(number.value()));

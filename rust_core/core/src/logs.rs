@@ -27,7 +27,12 @@ pub(crate) fn begin(py: Python<'_>) -> PyResult<()> {
         directives.push_str(each);
     }
     let filter = EnvFilter::try_new(directives).map_err(|error| {
-        errors::raise(py, "ConfigError", format!("LOG_LEVEL={level:?}, PERSIA_LOG={own:?}: {error}"))
+        let given = |name: &str| std::env::var(name).unwrap_or_default();
+        let (level, own) = (given("LOG_LEVEL"), given("PERSIA_LOG"));
+        let text = format!(
+            "LOG_LEVEL={level:?}, PERSIA_LOG={own:?}: {error}; use error, warn, info, debug or trace"
+        );
+        errors::raise(py, "ConfigError", text)
     })?;
     BEGUN.call_once(|| {
         let logs =

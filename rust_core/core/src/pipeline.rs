@@ -153,7 +153,7 @@ impl Pipeline {
 }
 
 fn closed(py: Python<'_>) -> PyErr {
-    errors::raise(py, "UsageError", "the data loader's loop has ended")
+    errors::raise(py, "UsageError", "cannot take a batch: the data loader's loop has ended; iterate it again")
 }
 
 /// The time limit for a wait for the next batch, and its log lines.
@@ -174,11 +174,9 @@ impl Waiting {
         let waited = self.start.elapsed();
         if what != Wait::Batch && waited > self.limit {
             return Err(Python::attach(|py| {
-                errors::raise(
-                    py,
-                    "WaitTimeoutError",
-                    format!("waited {:.1} s for {what}", waited.as_secs_f64()),
-                )
+                let (waited, limit) = (waited.as_secs_f64(), self.limit.as_secs_f64());
+                let text = format!("waited {waited:.1} s for {what}, the limit is {limit:.1} s");
+                errors::raise(py, "WaitTimeoutError", text)
             }));
         }
         if self.logged.elapsed() > LOG_INTERVAL {

@@ -45,8 +45,9 @@ impl Remote {
     /// Create a client for the middlewares at these addresses.
     pub(crate) fn listed(py: Python<'_>, addresses: &[String], options: RemoteOptions) -> PyResult<Self> {
         let parsed = addresses.iter().map(|address| address.parse()).collect::<Result<Vec<Endpoint>, _>>();
-        let endpoints = parsed
-            .map_err(|error| errors::raise(py, "UsageError", format!("a middleware's address: {error}")))?;
+        let endpoints = parsed.map_err(|error| {
+            errors::raise(py, "UsageError", format!("invalid address of a middleware: {error}"))
+        })?;
         Self::to(py, Targets::Fixed(endpoints), None, options)
     }
 
@@ -108,7 +109,7 @@ impl Remote {
             Err(error) => {
                 let waited = format!("{error} (waited {timeout_s:.0} s)");
                 let text = if Instant::now() < end { error.to_string() } else { waited };
-                Err(Python::attach(|py| errors::raise(py, errors::tables_class(&error), text)))
+                Err(Python::attach(|py| errors::of_tables(py, &error, text)))
             }
         })
     }

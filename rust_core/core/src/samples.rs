@@ -33,7 +33,8 @@ impl Samples {
     fn concat(py: Python<'_>, parts: &Bound<'_, PyList>) -> PyResult<Self> {
         let parts: Vec<PyRef<'_, Self>> = parts.extract()?;
         let Some((first, rest)) = parts.split_first() else {
-            return Err(errors::raise(py, "DataError", "no samples to join: pass at least one part"));
+            let text = "no samples to concatenate: pass at least one Samples object";
+            return Err(errors::raise(py, "DataError", text));
         };
         let mut joined = first.0.clone();
         for part in rest {
@@ -41,7 +42,7 @@ impl Samples {
                 return Err(errors::raise(
                     py,
                     "DataError",
-                    "the samples are of different transforms, or only some have labels",
+                    "cannot concatenate samples: they are of different transforms, or only some have labels",
                 ));
             }
         }
@@ -105,12 +106,17 @@ impl Samples {
                 places.iter().map(|place| usize::try_from(*place).ok()).collect();
             self.0.take(&places?)
         });
-        taken.map(Self).ok_or_else(|| self.outside(py))
+        taken.map(Self).ok_or_else(|| {
+            let exists = |place: i64| usize::try_from(place).is_ok_and(|place| place < self.0.rows());
+            let outside = places.iter().find(|place| !exists(**place)).copied().unwrap_or_default();
+            self.outside(py, &format!("row index {outside} is"))
+        })
     }
 
     /// Return the rows from `start` up to, but not including, `stop`.
     fn slice(&self, py: Python<'_>, start: usize, stop: usize) -> PyResult<Self> {
-        py.detach(|| self.0.slice(start..stop)).map(Self).ok_or_else(|| self.outside(py))
+        let part = py.detach(|| self.0.slice(start..stop));
+        part.map(Self).ok_or_else(|| self.outside(py, &format!("the rows from {start} to {stop} are")))
     }
 
     /// Create a batch for the engine. The dense columns become one tensor, and each label becomes a tensor of
@@ -128,12 +134,9 @@ impl Samples {
 }
 
 impl Samples {
-    fn outside(&self, py: Python<'_>) -> PyErr {
-        errors::raise(
-            py,
-            "DataError",
-            format!("a row number is out of range: there are {} rows", self.0.rows()),
-        )
+    fn outside(&self, py: Python<'_>, what: &str) -> PyErr {
+        let text = format!("{what} out of range: the number of rows is {}", self.0.rows());
+        errors::raise(py, "DataError", text)
     }
 }
 

@@ -78,7 +78,7 @@ impl TrainingBatch {
         let ticket = self.ticket.lock().take();
         ticket.ok_or_else(|| {
             let text = format!(
-                "step {step}: no gradients can be pushed: they were pushed before, or the batch was discarded \
+                "cannot push the gradients of step {step}: they were pushed before, the batch was discarded \
                  (explicitly, or because the loop took the next one), or it is an evaluation batch"
             );
             errors::raise(py, "UsageError", text)
@@ -210,8 +210,10 @@ impl TrainingBatch {
         let (step, scale_of_ticket) =
             (self.step, self.ticket.lock().as_ref().map(PushTicket::gradient_scale));
         let (Some(on_device), Some(more)) = (&self.on_device, scale_of_ticket) else {
-            let text =
-                format!("step {step}: its embeddings are not on a device, or its gradients cannot be pushed");
+            let text = format!(
+                "cannot sum the gradients of step {step} on a device: its embeddings are on the CPU, its gradients \
+                 were pushed before, or its batch was discarded or is an evaluation batch"
+            );
             return Err(errors::raise(py, "UsageError", text));
         };
         let shapes = self.outputs.iter().map(|output| self.shape(output));
@@ -223,7 +225,8 @@ impl TrainingBatch {
     fn push_sums(&self, py: Python<'_>, sums: &Sums, lr_factor: f32) -> PyResult<()> {
         let ticket = self.take_ticket(py)?;
         let Some(gradients) = sums.take() else {
-            return Err(errors::raise(py, "UsageError", "these sums have been pushed"));
+            let text = format!("cannot push the sums of step {}: they were pushed before", self.step);
+            return Err(errors::raise(py, "UsageError", text));
         };
         let options = PushOptions { lr_factor, ..PushOptions::default() };
         ticket.push_summed(gradients, options).map_err(|error| errors::engine(py, &error))

@@ -5,8 +5,8 @@
 pub enum CudaError {
     /// The library libcuda is missing.
     #[error(
-        "CUDA device {ordinal}: no NVIDIA driver here (libcuda.so.1 is not found); install the driver and check with: \
-         nvidia-smi; for containers, use docker-compose.gpu.yaml; or omit device_id to train on the CPU"
+        "CUDA device {ordinal} is requested, but the NVIDIA driver is not found (libcuda.so.1); install the driver and \
+         run: nvidia-smi; in a container, use docker-compose.gpu.yaml; or omit device_id to train on the CPU"
     )]
     NoDriver {
         /// The requested device.
@@ -27,7 +27,7 @@ pub enum CudaError {
     },
     /// The device number does not exist.
     #[error(
-        "CUDA device {ordinal} is requested, but {} (CUDA_VISIBLE_DEVICES={visible}); run: nvidia-smi -L",
+        "CUDA device {ordinal} is requested, but {} (CUDA_VISIBLE_DEVICES: {visible}); run: nvidia-smi -L",
         describe_count(*.count)
     )]
     NoDevice {
@@ -54,7 +54,7 @@ pub enum CudaError {
     /// The device has no free memory.
     #[error(
         "CUDA device {ordinal}: out of memory for {bytes} bytes of {what}, {free} of {total} bytes are free; use smaller \
-         batches or a lower staleness, or see which processes use it: nvidia-smi"
+         batches or a lower staleness, or list the processes that use the device: nvidia-smi"
     )]
     OutOfMemory {
         /// The device.

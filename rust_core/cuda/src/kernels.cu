@@ -1,7 +1,7 @@
 // Rows pooled into samples (gather_pool, gather_raw) and gradients summed per unique id (segment_sum).
 //
 // All three are one loop: each sum adds rows in the order of its uses, element by element, and no operation
-// is fused or reordered. So they give the same bits as the CPU's loops (persia_types::kernels), whatever the
+// is fused or reordered. So they give the same bits as the CPU's loops (persia_kernels), whatever the
 // device. There are no atomics. One launch does all features of a batch: each has a Job, and as many blocks
 // as it needs.
 //
@@ -64,8 +64,8 @@ struct Shared {
 
 __device__ inline u32 bits_of(float value) { return __float_as_uint(value); }
 
-// Sixteen bits to a float, exactly (persia_types::half). In C: with inline assembly the compiler does not know any more that
-// all pointers are to global memory.
+// Sixteen bits to a float, exactly (persia_kernels::half). In C: with inline assembly the compiler does not know any
+// more that all pointers are to global memory.
 __device__ inline float widen_f16(u16 half) {
     // The exponent of a float is larger by 112; a product of tiny numbers is exact, too.
     float value = __uint_as_float((u32)(half & 0x7FFF) << 13) * 5192296858534827628530496329220096.0f;

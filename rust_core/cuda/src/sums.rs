@@ -54,7 +54,8 @@ impl Step {
         owners: Box<dyn Any + Send>,
     ) -> Result<(Sums, DeviceTensor), CudaError> {
         if gradients.len() != self.layout.features() {
-            let what = format!("{} gradients for {} id features", gradients.len(), self.layout.features());
+            let (found, expected) = (gradients.len(), self.layout.features());
+            let what = format!("found {found} gradients, expected {expected}, one for each id feature");
             return Err(CudaError::BadGradient { what });
         }
         if !self.layout.trains() {

@@ -103,7 +103,7 @@ impl Engine {
         mode: Mode,
     ) -> Result<EvalResult, Error> {
         if mode == Mode::Train {
-            let what = "Train counts towards the staleness: feed the batch to a pipeline".into();
+            let what = "is Train, which counts towards the staleness: feed the batch to a pipeline".into();
             return Err(Error::BadOption { option: "mode", what });
         }
         let scheduler = self.scheduler();

@@ -47,7 +47,7 @@ pub enum Error {
         what: String,
     },
     /// A size exceeds a limit of `persia_types::limits`.
-    #[error("{what}: {size} is above the limit of {limit}; use smaller batches")]
+    #[error("{what}: {size} is above the limit of {limit}; make the batch smaller")]
     TooLarge {
         /// What is too large.
         what: String,
@@ -81,7 +81,7 @@ pub enum Error {
         value: f64,
     },
     /// The bytes do not encode a valid batch.
-    #[error("not a valid batch at byte {at}: {what}")]
+    #[error("cannot decode the batch at byte {at}: {what}")]
     BadBytes {
         /// The position at which reading stopped.
         at: usize,
@@ -99,11 +99,11 @@ pub enum Error {
         known: Vec<String>,
     },
     /// An option is out of range.
-    #[error("{option}: {what}")]
+    #[error("{option} {what}")]
     BadOption {
         /// The name of the option.
         option: &'static str,
-        /// The value, and the allowed values.
+        /// The value, and the allowed values, after the name.
         what: String,
     },
     /// Gradients do not fit the batch.
@@ -144,7 +144,7 @@ pub enum Error {
     #[error("the source of batches failed: {0}")]
     Source(Arc<dyn std::error::Error + Send + Sync>),
     /// A worker thread panicked, which is a bug; the engine stops.
-    #[error("the {worker} thread panicked at step {step}: {what}; this is a bug; please report it")]
+    #[error("{worker} of step {step} panicked: {what}; this is a bug: please report it")]
     Panicked {
         /// The worker: look-up or push.
         worker: &'static str,
@@ -174,16 +174,13 @@ fn list_sizes(sizes: &[(String, usize)]) -> String {
 }
 
 fn describe_mismatch(unknown: &[String], missing: &[String], known: &[String]) -> String {
-    let mut parts = Vec::new();
-    if !unknown.is_empty() {
-        parts.push(format!("id features without a slot: {}", unknown.join(", ")));
-    }
-    if !missing.is_empty() {
-        parts.push(format!("slots without an id feature: {}", missing.join(", ")));
-    }
+    let absent = match missing {
+        [] => String::new(),
+        _ => format!(" (not in the batch: {})", missing.join(", ")),
+    };
     format!(
-        "the id features of the batch differ from the slots: {}; the slots are {}",
-        parts.join("; "),
+        "the batch has id features without a slot: {}; the slots are {}{absent}; rename the features, or add slots",
+        unknown.join(", "),
         known.join(", ")
     )
 }

@@ -42,8 +42,8 @@ impl<T: Copy + Default> FreeList<T> {
         vector
     }
 
-    /// Return a vector. If there are too many free vectors, the smallest is dropped, because it is the cheapest to
-    /// allocate.
+    /// Take back a vector for reuse. If there are too many free vectors, the smallest is dropped, because it is the
+    /// cheapest to allocate.
     pub(crate) fn put(&mut self, vector: Vec<T>) {
         if vector.capacity() < MIN_REUSED || self.max == 0 {
             return;

@@ -53,19 +53,21 @@ impl EngineOptions {
     pub(crate) fn check(&self) -> Result<(), Error> {
         let bad = |option, what: String| Err(Error::BadOption { option, what });
         if !(1..=MAX_STALENESS).contains(&self.staleness) {
-            return bad("staleness", format!("{}; it must be from 1 to {MAX_STALENESS}", self.staleness));
+            return bad("staleness", format!("is {}; it must be from 1 to {MAX_STALENESS}", self.staleness));
         }
         if self.rank >= self.world_size {
-            return bad("rank", format!("{} is not below the world size {}", self.rank, self.world_size));
+            let what = format!("is {}; it must be below the world size, {}", self.rank, self.world_size);
+            return bad("rank", what);
         }
         if self.forward_buffer == 0 {
-            return bad("forward_buffer", "0 batches; at least 1 is needed".into());
+            return bad("forward_buffer", "is 0; it must be at least 1".into());
         }
         if self.first_seq == 0 {
-            return bad("first_seq", "0; steps count from 1".into());
+            return bad("first_seq", "is 0; it must be at least 1".into());
         }
         if !(self.gradient_scale.is_finite() && self.gradient_scale > 0.0) {
-            return bad("gradient_scale", format!("{} is not a positive number", self.gradient_scale));
+            let what = format!("is {}; it must be a finite number above 0", self.gradient_scale);
+            return bad("gradient_scale", what);
         }
         Ok(())
     }
@@ -89,11 +91,12 @@ impl Default for PushOptions {
 impl PushOptions {
     pub(crate) fn check(self) -> Result<(), Error> {
         if !(self.lr_factor.is_finite() && self.lr_factor >= 0.0) {
-            let what = format!("{} is not a number of at least 0", self.lr_factor);
+            let what = format!("is {}; it must be a finite number of at least 0", self.lr_factor);
             return Err(Error::BadOption { option: "lr_factor", what });
         }
         if !(self.scale.is_finite() && self.scale > 0.0) {
-            return Err(Error::BadOption { option: "scale", what: format!("{} is not above 0", self.scale) });
+            let what = format!("is {}; it must be a finite number above 0", self.scale);
+            return Err(Error::BadOption { option: "scale", what });
         }
         Ok(())
     }

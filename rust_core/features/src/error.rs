@@ -1,4 +1,4 @@
-//! The errors in data. All errors in a batch are reported together.
+//! The errors in data, which are reported together for a batch, and those of transforms.
 
 use std::fmt;
 
@@ -68,14 +68,14 @@ pub enum TransformError {
         /// The reason, and what to do.
         what: String,
     },
-    /// The JSON is not a transform.
-    #[error("not a transform: {what}")]
+    /// The JSON is not a valid transform.
+    #[error("cannot read the transform: {what}")]
     Invalid {
         /// The reason.
         what: String,
     },
     /// The transform was fitted for other features.
-    #[error("the transform was fitted for other features: {}. Fit again in a new run, or restore the file", .differences.join("; "))]
+    #[error("the transform was fitted for other features: {}. Restore these features in the configuration, or fit again in a new run", .differences.join("; "))]
     OtherFeatures {
         /// The differences.
         differences: Vec<String>,

@@ -91,7 +91,7 @@ fn differences(file: &FeaturesConfig, stored: &FeaturesConfig) -> Vec<String> {
     let (here, there) = (names(file), names(stored));
     all.extend(there.iter().filter(|name| !here.contains(name)).map(|name| format!("`{name}` is gone")));
     if all.is_empty() && here != there {
-        all.push("their order has changed".into());
+        all.push("the order of the features or labels has changed".into());
     }
     all
 }

@@ -1,4 +1,4 @@
-//! Counts the allocations of a thread, because a wrong length must not cause a large allocation.
+//! Measures the memory that a thread holds, because a wrong length must not cause a large allocation.
 
 #![allow(unsafe_code, reason = "an allocator")]
 

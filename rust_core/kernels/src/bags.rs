@@ -46,23 +46,32 @@ impl<'a> Bags<'a> {
             let (Some(first), Some(last)) = (offsets.first(), offsets.last()) else {
                 return bad_shape("no offsets of samples, expected one more than samples".into());
             };
-            let ascend = offsets.is_sorted();
-            if *first != 0 || *last as usize != indices || !ascend {
+            if *first != 0 || *last as usize != indices {
                 return bad_shape(format!(
-                    "offsets of samples must ascend from 0 to {indices}, these go from {first} to {last}"
+                    "offsets of samples must ascend from 0 to {indices}, but go from {first} to {last}"
+                ));
+            }
+            if let Some(at) = offsets.windows(2).position(|pair| pair[0] > pair[1]) {
+                return bad_shape(format!(
+                    "offsets of samples must ascend from 0 to {indices}, but offset {} is below offset {at}",
+                    at + 1
                 ));
             }
         }
         if let Some(index) = self.indices.iter().max().filter(|index| **index as usize >= rows) {
-            return bad_shape(format!("a sample uses row {index} of {rows}"));
+            return bad_shape(format!("a sample uses row index {index}, but there are {rows} rows"));
         }
-        let other_length = |values: Option<&[f32]>, wanted: usize| values.is_some_and(|v| v.len() != wanted);
-        if other_length(self.per_sample_weights, indices) {
-            return bad_shape(format!("the number of weights differs from the number of indices, {indices}"));
-        }
-        if other_length(self.divisors, samples) {
+        let other_length = |values: Option<&[f32]>, wanted: usize| {
+            values.map(<[f32]>::len).filter(|length| *length != wanted)
+        };
+        if let Some(weights) = other_length(self.per_sample_weights, indices) {
             return bad_shape(format!(
-                "the number of divisors differs from the number of samples, {samples}"
+                "the number of weights is {weights}, but the number of indices is {indices}"
+            ));
+        }
+        if let Some(divisors) = other_length(self.divisors, samples) {
+            return bad_shape(format!(
+                "the number of divisors is {divisors}, but the number of samples is {samples}"
             ));
         }
         let first = |values: Option<&'a [f32]>, good: fn(f32) -> bool| {
@@ -98,14 +107,14 @@ mod tests {
             assert_eq!((refused(good), good.samples()), (String::new(), 3));
         }
         for (bad, named) in [
-            (Bags { indices: &[2, 0, 3], ..GOOD }, "row 3 of 3"),
+            (Bags { indices: &[2, 0, 3], ..GOOD }, "row index 3, but there are 3 rows"),
             (Bags { offsets: Some(&[]), ..GOOD }, "no offsets"),
             (Bags { offsets: Some(&[1, 2, 2, 3]), ..GOOD }, "from 1 to 3"),
             (Bags { offsets: Some(&[0, 2, 2, 4]), ..GOOD }, "from 0 to 4"),
             (Bags { offsets: Some(&[0, 9, 2, 3]), ..GOOD }, "ascend"),
-            (Bags { per_sample_weights: Some(&[1.0; 4]), ..GOOD }, "number of weights"),
+            (Bags { per_sample_weights: Some(&[1.0; 4]), ..GOOD }, "number of weights is 4"),
             (Bags { per_sample_weights: Some(&[1.0, f32::NAN, 1.0]), ..GOOD }, "weight NaN at index 1"),
-            (Bags { divisors: Some(&[1.0; 2]), ..GOOD }, "number of divisors"),
+            (Bags { divisors: Some(&[1.0; 2]), ..GOOD }, "number of divisors is 2"),
             (Bags { divisors: Some(&[1.0, 0.0, 1.0]), ..GOOD }, "divisor 0 of sample 1"),
             (Bags { divisors: Some(&[1.0, 1.0, f32::INFINITY]), ..GOOD }, "divisor inf of sample 2"),
         ] {

@@ -23,19 +23,24 @@ impl<'a> Csr<'a> {
     /// [`ShapeError`], with a message that says what is wrong.
     pub fn check(&self, ids: usize, samples: usize) -> Result<(), ShapeError> {
         if self.offsets.len() != ids + 1 {
-            return bad_shape(format!("{} offsets for {ids} ids, expected one more", self.offsets.len()));
+            return bad_shape(format!("{} offsets for {ids} ids, expected {}", self.offsets.len(), ids + 1));
         }
-        let ends = (self.offsets[0], self.offsets[ids] as usize);
-        if ends != (0, self.indices.len()) || self.offsets.windows(2).any(|bounds| bounds[0] > bounds[1]) {
+        let (first, last, indices) = (self.offsets[0], self.offsets[ids] as usize, self.indices.len());
+        if (first, last) != (0, indices) {
             return bad_shape(format!(
-                "offsets of ids must ascend from 0 to {}, these go from {} to {}",
-                self.indices.len(),
-                ends.0,
-                ends.1
+                "offsets of ids must ascend from 0 to {indices}, but go from {first} to {last}"
+            ));
+        }
+        if let Some(at) = self.offsets.windows(2).position(|pair| pair[0] > pair[1]) {
+            return bad_shape(format!(
+                "offsets of ids must ascend from 0 to {indices}, but offset {} is below offset {at}",
+                at + 1
             ));
         }
         match self.indices.iter().max() {
-            Some(last) if *last as usize >= samples => bad_shape(format!("sample {last} of {samples}")),
+            Some(last) if *last as usize >= samples => {
+                bad_shape(format!("an id uses sample index {last}, but there are {samples} samples"))
+            }
             _ => Ok(()),
         }
     }
@@ -79,19 +84,20 @@ impl SegmentSum<'_> {
     pub fn check(&self, ids: usize) -> Result<(), ShapeError> {
         let (floats, dim) = (self.gradients.len(), self.dim);
         if dim == 0 || !floats.is_multiple_of(dim) {
-            let what = format!("{floats} floats of gradients are not whole rows of {dim}");
+            let what = format!("{floats} floats of gradients are not whole rows of {dim} floats");
             return bad_shape(what);
         }
         let samples = floats / dim;
-        if self.factors.is_some_and(|factors| factors.len() != samples) {
-            let what = format!("the number of factors differs from the number of samples, {samples}");
+        let other_length = |values: Option<&[f32]>, wanted: usize| {
+            values.map(<[f32]>::len).filter(|length| *length != wanted)
+        };
+        if let Some(factors) = other_length(self.factors, samples) {
+            let what = format!("the number of factors is {factors}, but the number of samples is {samples}");
             return bad_shape(what);
         }
-        if self.per_sample_weights.is_some_and(|weights| weights.len() != self.csr.indices.len()) {
-            let what = format!(
-                "the number of weights differs from the number of indices, {}",
-                self.csr.indices.len()
-            );
+        let indices = self.csr.indices.len();
+        if let Some(weights) = other_length(self.per_sample_weights, indices) {
+            let what = format!("the number of weights is {weights}, but the number of indices is {indices}");
             return bad_shape(what);
         }
         self.csr.check(ids, samples)
@@ -149,11 +155,11 @@ impl<'a> Gradients<'a> {
     pub fn check(&self, ids: usize, dim: usize) -> Result<(), ShapeError> {
         match self {
             Self::Rows(rows) if ids.checked_mul(dim) != Some(rows.len()) => {
-                bad_shape(format!("{} floats of gradient for {ids} ids of dim {dim}", rows.len()))
+                bad_shape(format!("{} floats of gradients for {ids} ids of dim {dim}", rows.len()))
             }
             Self::Rows(_) => Ok(()),
             Self::Samples(sum) if sum.dim != dim => {
-                bad_shape(format!("gradients of dim {} for ids of dim {dim}", sum.dim))
+                bad_shape(format!("gradients have dim {}, but the rows of the ids have dim {dim}", sum.dim))
             }
             Self::Samples(sum) => sum.check(ids),
         }
@@ -233,7 +239,7 @@ mod tests {
         assert!(refused(&[0, 1, 2], &[2, 0, 1]).contains("from 0 to 2"));
         assert!(refused(&[1, 1, 3], &[2, 0, 1]).contains("from 1 to 3"));
         assert!(refused(&[0, 4, 3], &[2, 0, 1]).contains("ascend"));
-        assert!(refused(&[0, 1, 3], &[2, 0, 3]).contains("sample 3 of 3"));
+        assert!(refused(&[0, 1, 3], &[2, 0, 3]).contains("sample index 3, but there are 3 samples"));
         let csr = Csr { offsets: &[0, 1, 3], indices: &[2, 0, 1] };
         let sum = SegmentSum {
             gradients: &[0.0; 6],

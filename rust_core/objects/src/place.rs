@@ -104,22 +104,22 @@ impl Place {
         };
         if !["s3", "s3a"].contains(&scheme) {
             return Err(bad(format!(
-                "{scheme}:// is not supported here; checkpoints are written to s3://BUCKET/PREFIX, to any store with \
-                 the protocol of S3 (AWS_ENDPOINT_URL)"
+                "{scheme}:// is not supported; expected s3://BUCKET/PREFIX, also for another store with the S3 \
+                 protocol (set AWS_ENDPOINT_URL)"
             )));
         }
         let (bucket, key) = rest.split_once('/').unwrap_or((rest, ""));
         let is_bucket = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
         if bucket.is_empty() || !bucket.bytes().all(is_bucket) {
             return Err(bad(
-                "it has no name of a bucket; expected s3://BUCKET/PREFIX, without credentials".into()
+                "the bucket's name is not valid; expected s3://BUCKET/PREFIX, without credentials".into(),
             ));
         }
         if let Some(found) = key.chars().find(|found| "?#@\\".contains(*found) || found.is_control()) {
             return Err(bad(format!("{found:?} is not allowed; expected s3://BUCKET/PREFIX")));
         }
         if key.starts_with('/') || key.contains("//") {
-            return Err(bad("a part of the prefix is empty; expected s3://BUCKET/PREFIX".into()));
+            return Err(bad("the prefix has an empty segment; expected s3://BUCKET/PREFIX".into()));
         }
         let key = Key::parse(key).map_err(|error| bad(format!("{error}; expected s3://BUCKET/PREFIX")))?;
         let store = client::client(bucket, patience).map_err(|error| bad(failure(&error).to_string()))?;
@@ -193,7 +193,7 @@ impl Place {
             Err(error) => return Err(self.error(name, &error)),
         };
         if found.meta.size > most {
-            let what = format!("is larger than {most} bytes");
+            let what = format!("the object has {} bytes, the limit is {most}", found.meta.size);
             return Err(Failure::new(self.url_of(name), io::ErrorKind::InvalidData, what));
         }
         let (e_tag, version) = (found.meta.e_tag.clone(), found.meta.version.clone());
@@ -351,9 +351,9 @@ mod tests {
     #[test]
     fn a_url_without_a_bucket_or_of_another_scheme_says_what_is_expected() {
         for (url, what) in [
-            ("gs://bucket/run", "gs:// is not supported here"),
-            ("s3:///run", "no name of a bucket"),
-            ("s3://a b/run", "no name of a bucket"),
+            ("gs://bucket/run", "gs:// is not supported; expected s3://BUCKET/PREFIX"),
+            ("s3:///run", "the bucket's name is not valid"),
+            ("s3://a b/run", "the bucket's name is not valid"),
             ("s3://bucket/run/../other", "expected s3://BUCKET/PREFIX"),
             ("s3://bucket//run", "expected s3://BUCKET/PREFIX"),
             ("s3://bucket/run?x", "'?' is not allowed"),

@@ -27,7 +27,7 @@ impl Place {
         let what = match self.put_over(name, CONTENT.to_vec(), None) {
             Ok(Put::Changed) => return Ok(()),
             Ok(Put::Done) => {
-                "the store has replaced an object although the request has If-None-Match".to_owned()
+                "the store replaced an object despite the header If-None-Match of the request".to_owned()
             }
             Err(failure) if is_unknown(&failure) => failure.source.to_string(),
             Err(failure) => return Err(failure),

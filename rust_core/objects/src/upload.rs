@@ -53,7 +53,8 @@ impl Upload {
     /// The URL cannot be used.
     pub fn create(path: &Path) -> Result<Option<Self>> {
         let Some(place) = Place::find(path, Patience::Save)? else { return Ok(None) };
-        let no_object = || Failure::new(path, io::ErrorKind::InvalidInput, "expected the URL of an object");
+        let no_object =
+            || Failure::new(path, io::ErrorKind::InvalidInput, "names a bucket, expected an object");
         let (dir, name) = place.parent().ok_or_else(no_object)?;
         Ok(Some(Self::new(dir, name)))
     }

@@ -19,16 +19,16 @@ use crate::logs::LogFormat;
 /// Flags of both binaries.
 #[derive(Debug, Clone, Args)]
 pub struct CommonArgs {
-    /// NATS, for discovery: nats://HOST:PORT. Without it, discovery is off
+    /// Address of NATS, for discovery: nats://HOST:PORT; without it, discovery is off
     #[arg(long, env = "PERSIA_NATS_URL", value_name = "URL")]
     pub nats_url: Option<String>,
     /// The job's persia.yml: its features define slots and tables
     #[arg(long, env = "PERSIA_CONFIG", value_name = "FILE")]
     pub config: Option<PathBuf>,
-    /// Slots and tables, without --config
+    /// embedding_config.yml, which defines slots and tables; not together with --config
     #[arg(long, env = "PERSIA_EMBEDDING_CONFIG", value_name = "FILE")]
     pub embedding_config: Option<PathBuf>,
-    /// The job, its checkpoints and its capacity
+    /// global_config.yml: the settings of the job, such as its capacity and its checkpoints
     #[arg(long, env = "PERSIA_GLOBAL_CONFIG", value_name = "FILE")]
     pub global_config: Option<PathBuf>,
     /// Index of this replica, from 0
@@ -37,24 +37,24 @@ pub struct CommonArgs {
     /// Number of replicas
     #[arg(long, env = "REPLICA_SIZE", value_name = "N", default_value_t = 1)]
     pub replica_size: u32,
-    /// HOST:PORT or unix:/PATH; port 0 selects a free port. Default: the port of this binary, on all addresses with a
-    /// token file, on 127.0.0.1 without
+    /// HOST:PORT or unix:/PATH; port 0 selects a free port. Default: the port of this binary, on all addresses if a
+    /// token file is given, otherwise on 127.0.0.1
     #[arg(long, env = "PERSIA_LISTEN", value_name = "ADDRESS")]
     pub listen: Option<String>,
     /// HOST:PORT of /metrics and /health over HTTP, or `off`. Default: port 9464 (a free port, if it is in use), on the
     /// addresses of --listen's default; `off` with `enable_metrics: false`
     #[arg(long, env = "PERSIA_METRICS_LISTEN", value_name = "ADDRESS")]
     pub metrics_listen: Option<String>,
-    /// The secret of the cluster; without it only processes of this host are served
+    /// File with the secret of the cluster; without it, only processes of this host are served
     #[arg(long, env = "PERSIA_TOKEN_FILE", value_name = "FILE")]
     pub token_file: Option<PathBuf>,
-    /// Certificate chain of this process, PEM; it then accepts only TLS
+    /// Certificate chain of this process, PEM; the process then accepts only TLS connections
     #[arg(long, env = "PERSIA_TLS_CERT", value_name = "FILE")]
     pub tls_cert: Option<PathBuf>,
     /// Private key of --tls-cert, PEM
     #[arg(long, env = "PERSIA_TLS_KEY", value_name = "FILE")]
     pub tls_key: Option<PathBuf>,
-    /// Authority of the peers' certificates, PEM; peers are then called only by TLS
+    /// Authority of the peers' certificates, PEM; peers are then called only over TLS
     #[arg(long, env = "PERSIA_TLS_CA", value_name = "FILE")]
     pub tls_ca: Option<PathBuf>,
     /// Name in the peers' certificates
@@ -66,20 +66,20 @@ pub struct CommonArgs {
     /// Name of the job; default: job_name of --global-config
     #[arg(long, env = "PERSIA_JOB", value_name = "NAME")]
     pub job: Option<String>,
-    /// Seconds that open connections may stay after SIGTERM
+    /// Seconds for which connections may stay open after SIGTERM
     #[arg(long, env = "PERSIA_STOP_GRACE", value_name = "SECONDS", default_value_t = 50)]
     pub stop_grace: u64,
-    /// Seconds one look-up or push may take
+    /// Seconds that a look-up or push may take
     #[arg(long, env = "PERSIA_RPC_TIMEOUT", value_name = "SECONDS", default_value_t = 60,
           value_parser = clap::value_parser!(u64).range(1..=86_400))]
     pub rpc_timeout: u64,
-    /// error, warn, info, debug, trace, or filters of tracing-subscriber
+    /// error, warn, info, debug, trace, or filters in the syntax of tracing-subscriber
     #[arg(long, env = "LOG_LEVEL", value_name = "LEVEL", default_value = "info")]
     pub log_level: String,
     /// Format of log lines
     #[arg(long, env = "LOG_FORMAT", value_name = "FORMAT", default_value = "json")]
     pub log_format: LogFormat,
-    /// Check whether the process at --listen serves; the exit code is 0 or 1
+    /// Check whether the process at --listen serves; the exit code is 0 if it does, and 1 if it does not
     #[arg(long)]
     pub health: bool,
 }
@@ -91,12 +91,12 @@ pub struct ServerArgs {
     /// Flags of both binaries
     #[command(flatten)]
     pub common: CommonArgs,
-    /// Directory of the generation, and of the log with `durability: log`; without it a restarted server does not know
-    /// earlier generations
+    /// Directory for the generation and, with `durability: log`, for the log; without it, a restarted server does not
+    /// know earlier generations
     #[arg(long, env = "PERSIA_DATA_DIR", value_name = "DIR")]
     pub data_dir: Option<PathBuf>,
-    /// Directory, or URL such as s3://bucket/prefix, below which checkpoints are written and read; without it folders are
-    /// refused
+    /// Directory, or URL such as s3://bucket/prefix, below which checkpoints are written and read; without it, only
+    /// URLs are accepted
     #[arg(long, env = "PERSIA_CKPT_DIR", value_name = "DIR")]
     pub checkpoint_root: Option<PathBuf>,
 }
@@ -129,13 +129,13 @@ impl MiddlewareArgs {
         };
         if listed.is_empty() && global.infer.is_some() {
             return Err(Exit::Usage(format!(
-                "no servers: job_type: Infer finds them by {KEY} in global_config.yml, or by --servers HOST:PORT,…, \
-                 in the order of their REPLICA_INDEX"
+                "no servers are configured: with job_type: Infer, list them in {KEY} in global_config.yml, or with \
+                 --servers HOST:PORT,…, in the order of their REPLICA_INDEX"
             )));
         }
         if listed.len() > MAX_SERVERS {
             return Err(Exit::Usage(format!(
-                "{} servers are listed, the limit is {MAX_SERVERS}",
+                "{} servers are listed, but the limit is {MAX_SERVERS}",
                 listed.len()
             )));
         }
@@ -208,7 +208,7 @@ impl CommonArgs {
         }
         if index >= size {
             return Err(Exit::Usage(format!(
-                "REPLICA_INDEX is {index} and REPLICA_SIZE {size}: indexes go from 0 to {}",
+                "REPLICA_INDEX is {index}, but REPLICA_SIZE is {size}: indexes go from 0 to {}",
                 size - 1
             )));
         }
@@ -318,7 +318,7 @@ impl CommonArgs {
 }
 
 fn endpoint(address: &str, flag: &str) -> Result<Endpoint, Exit> {
-    address.parse().map_err(|error| Exit::Usage(format!("{flag} {address}: {error}")))
+    address.parse().map_err(|error| Exit::Usage(format!("{flag}: {error}")))
 }
 
 fn read<T>(
@@ -326,9 +326,9 @@ fn read<T>(
     given_by: &str,
     parse: impl Fn(&str, &str) -> Result<Parsed<T>, ConfigErrors>,
 ) -> Result<T, Exit> {
-    let text = std::fs::read_to_string(path)
-        .map_err(|error| Exit::Usage(format!("{}: {error}; it is set by {given_by}", path.display())))?;
     let name = path.display().to_string();
+    let text = std::fs::read_to_string(path)
+        .map_err(|error| Exit::Usage(format!("cannot read {name}: {error}; {given_by} sets it")))?;
     let parsed = parse(&text, &name).map_err(|errors| {
         let found: Vec<String> = errors.errors.iter().map(ToString::to_string).collect();
         Exit::Usage(format!("{name}: {}", found.join("; ")))

@@ -59,7 +59,7 @@ impl LogLimiter {
             return;
         }
         let peer = peer.map_or_else(|| "this host, by Unix socket".to_owned(), |peer| peer.to_string());
-        tracing::warn!(peer, calls = self.refused, "refused: {why}");
+        tracing::warn!(peer, calls = self.refused, "calls refused: {why}");
         *self = Self { last: Some(Instant::now()), refused: 0 };
     }
 }

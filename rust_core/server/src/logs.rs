@@ -38,7 +38,7 @@ pub fn start(format: LogFormat, level: &str, service: &'static str, replica: u32
     let filters = std::iter::once(first).chain(own).collect::<Vec<_>>().join(",");
     let filter = EnvFilter::builder().parse(&filters).map_err(|error| {
         Exit::Usage(format!(
-            "LOG_LEVEL={level}, PERSIA_LOG: {error} in {filters}; use error, warn, info, debug or trace"
+            "cannot use LOG_LEVEL={level} with PERSIA_LOG: {error} in {filters}; use error, warn, info, debug or trace"
         ))
     })?;
     let logs = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);

@@ -70,14 +70,21 @@ pub fn start() -> Result<PrometheusHandle, metrics_exporter_prometheus::BuildErr
         "Unique ids looked up for training, or of an infer job, by outcome"
     );
     metrics::describe_counter!(PUSH_ROWS, "Rows pushed, by outcome");
-    metrics::describe_counter!(ROW_CHANGES, "Rows that pushes inserted, evicted, or found expired");
+    metrics::describe_counter!(
+        ROW_CHANGES,
+        "Rows that pushes inserted, evicted, or found expired, by change"
+    );
     metrics::describe_gauge!(CONNECTIONS, "Open connections");
     metrics::describe_gauge!(REQUEST_MEMORY, metrics::Unit::Bytes, "Memory of requests in flight");
     metrics::describe_counter!(MEMORY_WAITS, "Requests that waited for memory that other requests held");
     metrics::describe_gauge!(GENERATION, "Generation of the last run");
     metrics::describe_gauge!(ROWS, "Rows, by table");
-    metrics::describe_gauge!(PAYLOAD, metrics::Unit::Bytes, "Weights and optimizer state");
-    metrics::describe_gauge!(LOG, metrics::Unit::Bytes, "Log of the requests since the last checkpoint");
+    metrics::describe_gauge!(PAYLOAD, metrics::Unit::Bytes, "Size of weights and optimizer state");
+    metrics::describe_gauge!(
+        LOG,
+        metrics::Unit::Bytes,
+        "Size of the log of requests since the last checkpoint"
+    );
     metrics::describe_gauge!(
         LOG_UNSYNCED,
         metrics::Unit::Seconds,
@@ -86,7 +93,7 @@ pub fn start() -> Result<PrometheusHandle, metrics_exporter_prometheus::BuildErr
     metrics::describe_counter!(LOG_WAITS, "Requests that waited for the slow disk of the log");
     metrics::describe_gauge!(
         RECOVERED,
-        "Part of the checkpoint and log that was read after the start, from 0 to 1"
+        "Fraction of the checkpoint and log that has been read since the start, from 0 to 1"
     );
     metrics::describe_gauge!(MEMORY, metrics::Unit::Bytes, "Memory of rows and indexes");
     metrics::describe_gauge!(
@@ -167,8 +174,8 @@ impl Timer {
             let (method, message) = (self.method, status.message());
             match status.code() {
                 // The caller logs a missing peer once, and not for each request.
-                Code::Unavailable | Code::Cancelled => tracing::debug!(method, "failed: {message}"),
-                code => tracing::warn!(method, ?code, "refused: {message}"),
+                Code::Unavailable | Code::Cancelled => tracing::debug!(method, "request failed: {message}"),
+                code => tracing::warn!(method, ?code, "request failed: {message}"),
             }
         }
         result
@@ -290,7 +297,7 @@ pub async fn serve(listener: TcpListener, page: Page) {
             Ok((stream, _)) => stream,
             Err(error) => {
                 // Usually the process is out of file descriptors; other connections must be closed first.
-                tracing::warn!(%error, "metrics: cannot accept a connection");
+                tracing::warn!(%error, "cannot accept a connection for metrics");
                 tokio::time::sleep(Duration::from_secs(1)).await;
                 continue;
             }
@@ -302,7 +309,7 @@ pub async fn serve(listener: TcpListener, page: Page) {
             let mut http = hyper::server::conn::http1::Builder::new();
             http.timer(TokioTimer::new()).header_read_timeout(HEADER_TIMEOUT);
             if let Err(error) = http.serve_connection(TokioIo::new(stream), answer).await {
-                tracing::debug!(%error, "metrics: connection");
+                tracing::debug!(%error, "a connection for metrics failed");
             }
         });
     }
@@ -318,7 +325,10 @@ async fn answer(request: Request<Incoming>, page: Page) -> Result<Response<Full<
             };
             match tokio::task::spawn_blocking(gauges).await {
                 Ok(()) => (StatusCode::OK, page.metrics.render()),
-                Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
+                Err(error) => {
+                    let text = format!("cannot collect the metrics: {error}\n");
+                    (StatusCode::INTERNAL_SERVER_ERROR, text)
+                }
             }
         }
         (&Method::GET, "/health") if page.ready.load(Ordering::Relaxed) => {

@@ -29,7 +29,7 @@ pub async fn ask(args: &CommonArgs, kind: Kind) -> Result<ExitCode, Exit> {
         other => other,
     };
     if matches!(endpoint, Endpoint::Tcp { port: 0, .. }) {
-        return Err(Exit::Usage("--health needs the port: --listen has port 0".into()));
+        return Err(Exit::Usage("--health needs the port of the process, but --listen has port 0".into()));
     }
     let mut tls = args.tls();
     if tls.cert.is_none() {
@@ -47,7 +47,7 @@ pub async fn ask(args: &CommonArgs, kind: Kind) -> Result<ExitCode, Exit> {
     };
     let what = match tokio::time::timeout(TIMEOUT, answer).await {
         Ok(Ok(reply)) if reply.get_ref().status() == ServingStatus::Serving => return Ok(ExitCode::SUCCESS),
-        Ok(Ok(reply)) => format!("{:?}", reply.get_ref().status()),
+        Ok(Ok(reply)) => format!("the process does not serve (status {:?})", reply.get_ref().status()),
         Ok(Err(status)) => persia_wire::error::describe(&status),
         Err(_) => format!("no response within {} s", TIMEOUT.as_secs()),
     };

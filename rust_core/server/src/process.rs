@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use clap::{CommandFactory, FromArgMatches};
 use persia_types::config::GlobalConfig;
-use persia_wire::auth::{AuthError, Guard, Role, Secret};
+use persia_wire::auth::{Guard, Role, Secret};
 use persia_wire::backoff::pause;
 use persia_wire::discovery::{
     Announced, Announcement, Discovery, DiscoveryError, DiscoveryOptions, advertised_host,
@@ -165,7 +165,8 @@ impl Process {
         refresh: impl Fn() + Send + Sync + 'static,
         waits_for: impl Fn() -> Option<String> + Send + Sync + 'static,
     ) -> Result<Option<Endpoint>, Exit> {
-        let render = metrics::start().map_err(|error| Exit::Usage(format!("metrics: {error}")))?;
+        let render =
+            metrics::start().map_err(|error| Exit::Usage(format!("cannot start the metrics: {error}")))?;
         metrics::describe_process(self.kind.service.name(), self.args.replica_index);
         let upkeep = render.clone();
         tokio::spawn(async move {
@@ -178,12 +179,14 @@ impl Process {
         let enabled = self.global.enable_metrics;
         let Some(listen) = self.args.metrics_listen(METRICS_PORT, enabled)? else { return Ok(None) };
         if self.secret.is_none() && !listen.is_local() {
-            let error = AuthError::Unprotected { endpoint: listen };
-            return Err(Exit::Auth(format!("PERSIA_METRICS_LISTEN: {error}")));
+            return Err(Exit::Auth(format!(
+                "PERSIA_METRICS_LISTEN: refusing to listen on {listen} without a token: any host of the network \
+                 could connect; set PERSIA_TOKEN_FILE, or listen on 127.0.0.1"
+            )));
         }
         let Endpoint::Tcp { host, port } = &listen else {
             return Err(Exit::Usage(format!(
-                "PERSIA_METRICS_LISTEN={listen}: metrics are served over TCP only"
+                "PERSIA_METRICS_LISTEN={listen}: metrics are served over TCP only; set it to HOST:PORT or off"
             )));
         };
         let mut bound = TcpListener::bind((host.as_str(), *port)).await;
@@ -350,7 +353,7 @@ async fn host_towards(url: &str) -> String {
             Ok(Ok(host)) => return host,
             Ok(Err(error)) if failures == 0 => tracing::warn!("waiting for NATS: {error}"),
             Ok(Err(_)) => {}
-            Err(error) => tracing::error!(%error, "cannot look up an address"),
+            Err(error) => tracing::error!(%error, "cannot determine the address of this host"),
         }
         failures += 1;
         tokio::time::sleep(pause(failures)).await;
@@ -368,7 +371,9 @@ fn cannot_bind(variable: &str, endpoint: &Endpoint, error: &io::Error) -> Exit {
                 "the address is in use; stop the process that listens there, or set {variable} to another address"
             )
         }
-        io::ErrorKind::PermissionDenied => format!("{error}; ports below 1024 need privileges"),
+        io::ErrorKind::PermissionDenied => {
+            format!("{error}; ports below 1024 need privileges, a Unix socket needs a writable folder")
+        }
         _ => error.to_string(),
     };
     Exit::Usage(format!("cannot listen on {endpoint}: {why}"))
@@ -405,8 +410,8 @@ pub fn stop_signals() -> Result<StopSignals, Exit> {
     tokio::spawn(async move {
         loop {
             tokio::select! {
-                _ = terminate.recv() => tracing::info!("SIGTERM"),
-                _ = interrupt.recv() => tracing::info!("SIGINT"),
+                _ = terminate.recv() => tracing::info!("received SIGTERM"),
+                _ = interrupt.recv() => tracing::info!("received SIGINT"),
             }
             arrived.send_modify(|count| *count += 1);
         }

@@ -88,14 +88,14 @@ where
 {
     let unusable = |error: &dyn std::error::Error| {
         let cause = error.source().map(|cause| format!(": {cause}")).unwrap_or_default();
-        Exit::Usage(format!("PERSIA_TLS_CERT and PERSIA_TLS_KEY: {error}{cause}"))
+        Exit::Usage(format!("cannot use PERSIA_TLS_CERT and PERSIA_TLS_KEY: {error}{cause}"))
     };
     let tls = host.tls.filter(|_| matches!(listener.endpoint(), Endpoint::Tcp { .. }));
     let reflection = tonic_reflection::server::Builder::configure()
         .register_encoded_file_descriptor_set(FILE_DESCRIPTOR_SET)
         .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
         .build_v1()
-        .map_err(|error| Exit::Corrupt(format!("description of the protocol: {error}")))?;
+        .map_err(|error| Exit::Corrupt(format!("cannot read the description of the protocol: {error}")))?;
     let auth = AuthInterceptor::new(host.guard);
     let router = settings::server(tls)
         .map_err(|error| unusable(&error))?
@@ -111,17 +111,17 @@ where
     router
         .serve_with_incoming(connections)
         .await
-        .map_err(|error| Exit::Again(format!("accepting connections ended: {error}")))?;
+        .map_err(|error| Exit::Again(format!("cannot accept connections any more: {error}")))?;
     tracing::info!(grace_s = host.grace.as_secs(), "stopping: waiting for open connections to close");
     host.health.set(false).await;
     tokio::select! {
         closed = tokio::time::timeout(host.grace, open.all_closed()) => if closed.is_err() {
             tracing::warn!(
-                "connections were still open after {} s (PERSIA_STOP_GRACE)",
+                "stopping, although connections are still open after {} s (PERSIA_STOP_GRACE)",
                 host.grace.as_secs()
             );
         },
-        () = hurry => tracing::warn!("stopping at the second signal, although connections were still open"),
+        () = hurry => tracing::warn!("stopping at the second signal, although connections are still open"),
     }
     Ok(())
 }

@@ -79,10 +79,10 @@ pub type LookupStream = Pin<Box<dyn Stream<Item = Result<proto::LookupReply, Sta
 pub(crate) fn check_version(peer: &str, request: &proto::BeginRequest) -> Result<(), Status> {
     let differs = |what: String| Err(to_status(&TablesError::Incompatible { peer: peer.into(), what }));
     if request.protocol != PROTOCOL {
-        return differs(format!("it uses protocol {PROTOCOL}, the caller uses {}", request.protocol));
+        return differs(format!("it uses protocol {PROTOCOL}, but the caller uses {}", request.protocol));
     }
     if request.version != VERSION {
-        return differs(format!("it has version {VERSION}, the caller has {}", request.version));
+        return differs(format!("it has version {VERSION}, but the caller has {}", request.version));
     }
     Ok(())
 }

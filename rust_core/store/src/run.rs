@@ -145,7 +145,7 @@ fn check_settings(table: &Table) -> Result<(), TablesError> {
     settings.initializer.as_ref().map_or(Ok(()), check_initializer).map_err(of_table)?;
     settings.admission.as_ref().map_or(Ok(()), check_admission).map_err(of_table)?;
     if settings.ttl == Some(0) {
-        return bad(format!("table {}: ttl is 0 steps, it must be at least 1", table.name));
+        return bad(format!("table {}: ttl is 0 steps; it must be at least 1", table.name));
     }
     Ok(())
 }
@@ -195,14 +195,14 @@ fn describe(table: &Table) -> String {
 fn difference(held: &Schema, asked: &Schema) -> String {
     let pairs = held.tables.iter().zip(&asked.tables);
     if let Some((held, asked)) = pairs.into_iter().find(|(held, asked)| held != asked) {
-        return format!("{} was configured, the run has {}", describe(held), describe(asked));
+        return format!("{} is configured, but the run has {}", describe(held), describe(asked));
     }
     let slots = held.slots.iter().zip(&asked.slots);
     if let Some((held, asked)) = slots.into_iter().find(|(held, asked)| held != asked) {
-        return format!("slot {held:?} was configured, the run has {asked:?}");
+        return format!("slot {held:?} is configured, but the run has {asked:?}");
     }
     format!(
-        "{} tables and {} slots were configured, the run has {} and {}",
+        "the number of configured tables is {}, and of slots {}; in the run, they are {} and {}",
         held.tables.len(),
         held.slots.len(),
         asked.tables.len(),

@@ -141,13 +141,13 @@ fn an_added_file_needs_a_valid_new_name_and_its_size() {
     };
     refused(saver.add_file("dense.pt"), "added before");
     for name in ["../dense.pt", "MANIFEST.json", "LATEST", ".hidden", "", "a/b"] {
-        refused(saver.add_file(name), "not a name for a file");
+        refused(saver.add_file(name), "cannot be the name of a checkpoint file");
     }
     refused(saver.add_file("absent.pt"), "absent.pt");
     fs::write(saver.staging().join("opt.pt"), "1234").unwrap();
     let entry = |bytes, blake3: &str| FileEntry { name: "opt.pt".into(), bytes, blake3: blake3.into() };
     let hash = blake3::hash(b"1234").to_hex().to_string();
-    refused(saver.add(entry(5, &hash)), "has 4 bytes, its writer reported 5");
+    refused(saver.add(entry(5, &hash)), "it has 4 bytes, but its writer reported 5");
     refused(saver.add(entry(4, "abc")), "is not a blake3 hash");
     let error = saver.commit(head(1)).unwrap_err().to_string();
     assert!(error.contains("opt.pt") && error.contains("never added"), "{error}");
@@ -189,9 +189,9 @@ fn the_error_for_a_missing_checkpoint_describes_the_directory() {
     missing(parent.path(), "the folder is empty");
     fs::write(parent.path().join("x"), "").unwrap();
     missing(&parent.path().join("x"), "Not a directory");
-    missing(parent.path(), "no MANIFEST.json among its 1 entries");
+    missing(parent.path(), "the folder has no MANIFEST.json, only other files or folders");
     save(&parent.path().join("step-1"), 1).unwrap();
-    missing(parent.path(), "its folders step-1 are checkpoints");
+    missing(parent.path(), "use a checkpoint below it: step-1");
 }
 
 #[test]

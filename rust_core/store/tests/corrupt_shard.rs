@@ -132,7 +132,8 @@ fn false_metadata_is_refused() {
     for (rows, (name, shard)) in shards(1).iter().rev().zip(files) {
         assert_eq!(rows.shard, shard);
         let said = read(dir.path(), &written(rows)).unwrap_err();
-        assert_eq!(said, format!("holds shard {shard}"), "{name} as {NAME}");
+        let expected = format!("has the rows of shard {shard}, but the name of another shard");
+        assert_eq!(said, expected, "{name} as {NAME}");
     }
 }
 
@@ -142,7 +143,7 @@ fn a_wrong_size_is_refused_before_anything_is_read_or_allocated() {
     let good = write_shard(dir.path(), &shards(1)[0]).unwrap();
     for bytes in [0, good.bytes - 1, good.bytes + 1, 1 << 40, u64::MAX] {
         let said = read_shard(dir.path(), &FileEntry { bytes, ..good.clone() }).unwrap_err().to_string();
-        assert!(said.contains(&format!("the manifest says {bytes}")) && said.contains(NAME), "{said}");
+        assert!(said.contains(&format!("but the manifest says {bytes}")) && said.contains(NAME), "{said}");
     }
 }
 
@@ -174,8 +175,8 @@ fn rows_that_cannot_be_read_back_are_not_written() {
         assert!(error.contains(what), "{error}");
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
     };
-    refused(&|rows| rows.shard = 256, "shard 256 of 256");
-    refused(&|rows| rows.shard = 4, "of shard 3 in shard 4");
+    refused(&|rows| rows.shard = 256, "shard 256, expected 0 to 255");
+    refused(&|rows| rows.shard = 4, "belongs to shard 3, but is in shard 4");
     refused(&|rows| rows.tables[0].ids.swap(0, 1), "before id");
     refused(&|rows| rows.tables[0].ids[1] = rows.tables[0].ids[0], "before id");
     refused(&|rows| rows.tables[0].weights.truncate(19), "19 numbers in weights, expected 20");
@@ -187,11 +188,14 @@ fn rows_that_cannot_be_read_back_are_not_written() {
     let next = ids_of(3, 7)[5..].to_vec();
     refused(
         &|rows| rows.tables[0].admission_counts = vec![(rows.tables[0].ids[0], 1)],
-        "expected at least 1 and no row",
+        "expected at least 1, and no row of the id",
     );
-    refused(&|rows| rows.tables[0].admission_counts = vec![(next[0], 0)], "has count 0");
+    refused(&|rows| rows.tables[0].admission_counts = vec![(next[0], 0)], "has the admission count 0");
     refused(&|rows| rows.tables[0].admission_counts = vec![(next[1], 1), (next[0], 1)], "before id");
-    refused(&|rows| rows.tables[0].admission_counts = vec![(ids_of(4, 1)[0], 1)], "of shard 4 in shard 3");
+    refused(
+        &|rows| rows.tables[0].admission_counts = vec![(ids_of(4, 1)[0], 1)],
+        "belongs to shard 4, but is in shard 3",
+    );
     write_shard(dir.path(), &good).unwrap();
     let again = write_shard(dir.path(), &good).unwrap_err();
     assert!(matches!(again, TablesError::Io { .. }), "a file is never written over: {again}");

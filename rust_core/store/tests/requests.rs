@@ -34,17 +34,17 @@ fn nothing_works_before_a_run_begins() {
 fn invalid_options_and_schemas_are_refused() {
     let refuse = |dims: &[usize], options| refused(Store::new(schema(dims), options));
     let options = StoreOptions::default();
-    assert!(refuse(&[2], StoreOptions { capacity: 0, ..options.clone() }).contains("capacity"));
-    assert!(
-        refuse(&[2], StoreOptions { snapshot_threads: 0, ..options.clone() }).contains("threads must be")
-    );
-    assert!(refuse(&[2], StoreOptions { request_threads: 0, ..options.clone() }).contains("threads must be"));
+    assert!(refuse(&[2], StoreOptions { capacity: 0, ..options.clone() }).contains("capacity is 0"));
+    let error = refuse(&[2], StoreOptions { snapshot_threads: 0, ..options.clone() });
+    assert!(error.contains("snapshot_threads is 0; each must be at least 1"), "{error}");
+    let error = refuse(&[2], StoreOptions { request_threads: 0, ..options.clone() });
+    assert!(error.contains("request_threads is 0"), "{error}");
     assert!(refuse(&[2], StoreOptions { shards: 0..257, ..options.clone() }).contains("0..257"));
     assert!(refuse(&[2], StoreOptions { shards: 7..7, ..options.clone() }).contains("7..7"));
     assert!(refuse(&[2, 0], options.clone()).contains("table table_1 has dim 0"));
     let mut twice = schema(&[2, 2]);
     twice.tables[1].name = "table_0".into();
-    assert!(refused(Store::new(twice, options)).contains("two tables are called table_0"));
+    assert!(refused(Store::new(twice, options)).contains("two tables have the name table_0"));
 }
 
 #[test]
@@ -55,13 +55,15 @@ fn a_run_that_does_not_fit_is_refused_and_the_old_one_continues() {
     assert!(begin(run(&[2])).contains("generation 1 is not above the current generation 1"));
     assert!(
         begin(Run { generation: 2, ..run(&[3]) })
-            .contains("dim 2 was configured, the run has table table_0 of dim 3")
+            .contains("table table_0 of dim 2 is configured, but the run has table table_0 of dim 3")
     );
-    assert!(begin(Run { generation: 2, ..run(&[2, 2]) }).contains("1 tables"));
+    let message = begin(Run { generation: 2, ..run(&[2, 2]) });
+    assert!(message.contains("the number of configured tables is 1"), "{message}");
     let adam = Optimizer::Adam { lr: 0.1, beta1: 0.9, beta2: 0.9, weight_decay: 0.0, eps: 1e-8 };
     let message = begin(Run { generation: 2, optimizer: Some(adam), ..run(&[2]) });
     assert!(
-        message.contains("table table_0 has 3 rows with 0 floats") && message.contains("has 4"),
+        message.contains("table table_0 has rows (3) with optimizer state of size 0")
+            && message.contains("needs size 4"),
         "{message}"
     );
     assert_eq!(push(&store, 1, 0, &[1, 2, 3], 1.0).rows_applied, 3);
@@ -114,14 +116,14 @@ fn malformed_look_ups_are_refused_whole() {
         let request = LookupRequest { token: token(0, 1), step, mode: Mode::Train, tables: &tables };
         refused(store.lookup(&request, &mut buffers))
     };
-    assert!(look(&[(0, ids(&[1])), (2, ids(&[1]))], &[2, 3], 1).contains("table 2: unknown"));
+    assert!(look(&[(0, ids(&[1])), (2, ids(&[1]))], &[2, 3], 1).contains("table index 2: unknown"));
     assert!(look(&[(0, ids(&[1])), (0, ids(&[1]))], &[2, 2], 1).contains("named twice"));
-    assert!(
-        look(&[(0, ids(&[1])), (1, ids(&[1]))], &[2, 2], 1).contains("2 floats of buffer for 1 ids of dim 3")
-    );
-    assert!(look(&[(0, ids(&[1]))], &[2, 3], 1).contains("2 buffers for 1 tables"));
-    assert!(look(&[(0, ids(&[1]))], &[2], 0).contains("step 0"));
-    assert!(look(&[(0, ids(&[1]))], &[2], 1 << 32).contains("step 4294967296"));
+    let error = look(&[(0, ids(&[1])), (1, ids(&[1]))], &[2, 2], 1);
+    assert!(error.contains("a buffer of 2 floats, but dim is 3 and the number of ids is 1"), "{error}");
+    let error = look(&[(0, ids(&[1]))], &[2, 3], 1);
+    assert!(error.contains("the number of buffers is 2, but the number of tables is 1"), "{error}");
+    assert!(look(&[(0, ids(&[1]))], &[2], 0).contains("step is 0"));
+    assert!(look(&[(0, ids(&[1]))], &[2], 1 << 32).contains("step is 4294967296"));
     assert!(all_rows(&store).is_empty());
     assert_eq!(train(&store, 1, 0, &[1]).0.initial, 1);
 }
@@ -152,10 +154,10 @@ fn malformed_pushes_are_refused_whole_and_the_token_stays_unknown() {
             .collect();
         store.push(&PushRequest { token: token(0, 1), step, lr_factor, tables: &tables })
     };
-    assert!(refused(push_of(&[(0, 4), (7, 4)], 1, 1.0)).contains("table 7: unknown"));
-    assert!(refused(push_of(&[(0, 4), (1, 3)], 1, 1.0)).contains("3 floats of gradient for 2 ids"));
+    assert!(refused(push_of(&[(0, 4), (7, 4)], 1, 1.0)).contains("table index 7: unknown"));
+    assert!(refused(push_of(&[(0, 4), (1, 3)], 1, 1.0)).contains("3 floats of gradients for 2 ids"));
     assert!(refused(push_of(&[(0, 4), (0, 4)], 1, 1.0)).contains("named twice"));
-    assert!(refused(push_of(&[(0, 4)], 0, 1.0)).contains("step 0"));
+    assert!(refused(push_of(&[(0, 4)], 0, 1.0)).contains("step is 0"));
     for factor in [f32::NAN, f32::INFINITY, -1.0] {
         assert!(refused(push_of(&[(0, 4)], 1, factor)).contains("lr_factor"));
     }

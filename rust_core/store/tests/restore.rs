@@ -152,10 +152,11 @@ fn tables_dims_and_state_that_do_not_fit_are_reported_with_both_values() {
         assert!(matches!(error, TablesError::Foreign { .. }), "{error}");
         error.to_string()
     };
-    assert!(refuse(&settings(&[4])).contains("it has a table table_1, configured are table_0"));
-    assert!(refuse(&settings(&[4, 8])).contains("its table table_1 has dim 7, 8 is configured"));
+    let error = refuse(&settings(&[4]));
+    assert!(error.contains("it has a table table_1, but the configured tables are table_0"), "{error}");
+    assert!(refuse(&settings(&[4, 8])).contains("its table table_1 has dim 7, but dim 8 is configured"));
     let sgd = refuse(&Run { optimizer: Some(sample::LEDGER), ..settings(&[4, 7]) });
-    assert!(sgd.contains("floats of optimizer state per row, the configured optimizer has 0"), "{sgd}");
+    assert!(sgd.contains(" per row, but the configured optimizer needs size 0"), "{sgd}");
 }
 
 #[test]
@@ -208,7 +209,7 @@ fn a_repeated_shard_and_an_impossible_step_are_corrupt() {
     let mut twice = files.clone();
     twice.push(files[0].clone());
     let error = refusal(&settings(&[4, 7]), dir.path(), &twice);
-    assert!(error.to_string().contains("named twice"), "{error}");
+    assert!(error.to_string().contains("listed twice"), "{error}");
     for step in [0, 1 << 32] {
         let dir = tempfile::tempdir().unwrap();
         let rows = TableRows {

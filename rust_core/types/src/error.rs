@@ -13,7 +13,10 @@ use crate::token::Token;
 #[derive(Debug, thiserror::Error, Serialize, Deserialize)]
 pub enum TablesError {
     /// Another run has begun. A run that begins with an older generation fails with `BadRun`.
-    #[error("request {token} does not belong to the current generation, {current}; restart the trainer")]
+    #[error(
+        "request {token} (job/generation/rank/step) belongs to another run: the current generation is {current}; \
+         restart the trainer"
+    )]
     StaleGeneration {
         /// The token of the request.
         token: Token,
@@ -44,7 +47,7 @@ pub enum TablesError {
         max: usize,
     },
     /// The schema does not have the table, or the request names it twice.
-    #[error("table {table}: {what} (the schema has {tables} tables)")]
+    #[error("table index {table}: {what} (the number of tables is {tables})")]
     BadTable {
         /// The index of the table.
         table: usize,
@@ -93,7 +96,8 @@ pub enum TablesError {
     },
     /// The request has ids that another server holds.
     #[error(
-        "{peer} holds shards {held:?}, the request has ids of shard {shard}: the number of servers differs"
+        "{peer} holds the shards {} to {}, the request has ids of shard {shard}: start all processes with the same \
+         number of servers", .held.start, .held.end.saturating_sub(1)
     )]
     WrongShard {
         /// The name of the peer.
@@ -112,7 +116,7 @@ pub enum TablesError {
         what: String,
     },
     /// A peer refuses the credentials of this process, or this process refuses the certificate of a peer.
-    #[error("{peer} refused: {what}")]
+    #[error("access to {peer} was refused: {what}")]
     Refused {
         /// The name of the peer.
         peer: String,
@@ -137,7 +141,7 @@ pub enum TablesError {
         what: String,
     },
     /// A server is still reading its log, or the checkpoint that it serves.
-    #[error("{peer} reads its rows from disk, {} %: wait for it", percent(*.done, *.total))]
+    #[error("{peer} is still reading its rows from disk, {} % done", percent(*.done, *.total))]
     Recovering {
         /// The name of the peer.
         peer: String,

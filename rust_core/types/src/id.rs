@@ -97,7 +97,8 @@ impl ShardedIds {
             return bad(format!("{} shard offsets, expected {}", offsets.len(), VIRTUAL_SHARDS + 1));
         }
         if offsets[0] != 0 || offsets[VIRTUAL_SHARDS] as usize != ids.len() {
-            return bad("shard offsets do not cover the ids".into());
+            let (first, last) = (offsets[0], offsets[VIRTUAL_SHARDS]);
+            return bad(format!("shard offsets go from {first} to {last}, expected 0 to {}", ids.len()));
         }
         for shard in 0..VIRTUAL_SHARDS {
             let (start, end) = (offsets[shard] as usize, offsets[shard + 1] as usize);

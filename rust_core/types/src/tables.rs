@@ -135,7 +135,7 @@ pub struct LookupRequest<'a> {
     pub tables: &'a [TableIds<'a>],
 }
 
-/// Defines a report whose counters can be listed by name. Other fields follow after the semicolon.
+/// Implements methods that list and add the counters of a report. A field that is no counter follows the semicolon.
 macro_rules! counters {
     ($report:ident { $($counter:ident),+ $(; $other:ident)? }) => {
         impl $report {

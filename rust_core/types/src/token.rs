@@ -82,7 +82,10 @@ impl SeenTokens {
         }
         let (rank, ranks) = (token.rank, self.world_size);
         if rank >= ranks {
-            let what = format!("request {token} comes from rank {rank}, the run has {ranks} ranks");
+            let highest = ranks.saturating_sub(1);
+            let what = format!(
+                "request {token} comes from rank {rank}, but the highest rank of the run is {highest}"
+            );
             return Err(TablesError::BadShape { what });
         }
         let Some(window) = self.ranks.get(&token.rank) else { return Ok(false) };
@@ -156,7 +159,8 @@ mod tests {
         assert!(seen.insert(token(1, 1)).unwrap());
         for rank in (2..1_000).chain([u32::MAX]) {
             let error = seen.insert(token(rank, 1)).unwrap_err();
-            assert!(error.to_string().contains(&format!("from rank {rank}, the run has 2 ranks")), "{error}");
+            let named = format!("from rank {rank}, but the highest rank of the run is 1");
+            assert!(error.to_string().contains(&named), "{error}");
         }
         assert_eq!(seen.highest(), BTreeMap::from([(1, 1)]));
     }

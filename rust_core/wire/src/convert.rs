@@ -44,7 +44,7 @@ pub fn mode(number: i32) -> Result<Mode, TablesError> {
         Ok(proto::Mode::Train) => Ok(Mode::Train),
         Ok(proto::Mode::Eval) => Ok(Mode::Eval),
         Ok(proto::Mode::Infer) => Ok(Mode::Infer),
-        _ => Err(TablesError::BadShape { what: format!("mode {number} of a look-up does not exist") }),
+        _ => Err(TablesError::BadShape { what: format!("a look-up has the unknown mode {number}") }),
     }
 }
 
@@ -111,7 +111,8 @@ impl From<proto::WriteSnapshotReply> for Snapshot {
 /// # Errors
 /// `BadRun` for a run that cannot be serialized.
 pub fn run_to_json(run: &Run) -> Result<String, TablesError> {
-    serde_json::to_string(run).map_err(|error| TablesError::BadRun { what: error.to_string() })
+    let what = |error: serde_json::Error| format!("it cannot be encoded: {error}");
+    serde_json::to_string(run).map_err(|error| TablesError::BadRun { what: what(error) })
 }
 
 #[cfg(test)]

@@ -107,13 +107,13 @@ pub fn from_status(peer: &str, status: &Status) -> TablesError {
     }
     let (peer, what) = (peer.to_owned(), describe(status));
     if is_certificate_error(&what) {
-        return TablesError::Refused { peer, what: format!("TLS: {what}") };
+        return TablesError::Refused { peer, what: format!("the TLS connection failed: {what}") };
     }
     match status.code() {
         Code::Unauthenticated | Code::PermissionDenied => TablesError::Refused { peer, what },
         Code::DeadlineExceeded => TablesError::Timeout { peer, what },
         Code::Unimplemented => {
-            TablesError::Incompatible { peer, what: format!("it does not offer this call ({what})") }
+            TablesError::Incompatible { peer, what: format!("it does not have this method ({what})") }
         }
         Code::InvalidArgument | Code::OutOfRange | Code::ResourceExhausted => TablesError::BadShape { what },
         _ => TablesError::Unreachable { peer, what },
@@ -220,7 +220,7 @@ mod tests {
     #[test]
     fn a_status_without_details_is_read_by_its_code() {
         let error = from_status("server 0", &Status::permission_denied("role data may not call Push"));
-        assert_eq!(error.to_string(), "server 0 refused: role data may not call Push");
+        assert_eq!(error.to_string(), "access to server 0 was refused: role data may not call Push");
         let unknown = Failure { kind: "New".into(), message: "text".into(), fields: "{\"New\":{}}".into() };
         assert!(matches!(from_failure("server 0", &unknown), TablesError::Incompatible { .. }));
     }

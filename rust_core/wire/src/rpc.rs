@@ -100,7 +100,7 @@ impl Rpc {
 
     /// Wait until the channel accepts a request for `method`.
     async fn ready(&mut self, method: &str) -> Result<PathAndQuery, Status> {
-        let unknown = |error: &dyn std::fmt::Display| Status::unknown(format!("service not ready: {error}"));
+        let unknown = |error: &dyn std::fmt::Display| Status::unknown(format!("cannot connect: {error}"));
         self.grpc.ready().await.map_err(|error| unknown(&error))?;
         PathAndQuery::from_maybe_shared(format!("/{}/{method}", self.service))
             .map_err(|error| unknown(&error))

@@ -133,15 +133,15 @@ def _unwanted(column: Column, roles: Roles, score: float | None) -> str | None:
     if column.step is not None and column.unique > NEAR_UNIQUE:
         return f"it counts the rows: each value is {column.step} more than the one before"
     if column.name == roles.group and roles.transient:
-        return "it identifies a group of rows that ends, such as a session: the model has not seen values of new rows"
+        return "its values do not recur, such as those of sessions, so the model knows none of the values of new rows"
     if column.kind in ("text", "integer") and column.unique > NEAR_UNIQUE:
         if column.kind == "text" and _words(column) >= 4:
             return f"free text: {column.distinct:,} different strings of {_words(column):.0f} words"
         named = _INDEX_NAME.match(snake(column.name)) or _ID_NAME.search(snake(column.name))
         if column.kind == "text" or named:
             return (
-                f"nearly every row has a different value ({_count(column)} of {column.rows:,}): what is learnt of "
-                "one helps with no other"
+                f"nearly every row has a different value ({_count(column)} of {column.rows:,}), so a vector is learnt "
+                "from one row and does not help with others"
             )
     if column.kind == "text" and _words(column) >= 6 and column.unique > 0.3:
         return f"free text: {_count(column)} different strings of {_words(column):.0f} words"

@@ -68,7 +68,10 @@ def inspect(
     files = open_files(given, **opened)
     table = scan.scan(files, rows, typed="types" in opened)
     if table.rows == 1:
-        raise DataError(f"{files.paths[0]} has one row, which is too few for a proposal")
+        raise DataError(
+            f"only one row was read from {', '.join(files.paths)}, which is too few for a proposal",
+            hint="specify more data, or a larger --rows",
+        )
     chosen = labels.choose(table, label)
     if tests:
         other = open_files(tests, columns=files.schema.names, **opened)

@@ -1,6 +1,7 @@
 """Chooses the label."""
 
 import re
+import shlex
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -82,12 +83,14 @@ def _guess(table: Table) -> Label:
     found = binary or named or ratings or others
     if found:
         listed = ", ".join(repr(column.name) for column in found[-10:])
-        error = UsageError(f"which column is the label? Candidates: {listed}")
-        error.hint = f"specify it: persia data inspect FILE --label {found[-1].name}"
-    else:
-        error = UsageError(f"no column looks like a label; the columns are {', '.join(table.columns)}")
-        error.hint = "specify it: --label COL, --label 'COL>NUMBER' or --label COL=VALUE"
-    raise error
+        raise UsageError(
+            f"which column is the label? Candidates: {listed}",
+            hint=f"specify the label: persia data inspect FILE --label {shlex.quote(found[-1].name)}",
+        )
+    raise UsageError(
+        f"no column looks like a label; the columns are {', '.join(table.columns)}",
+        hint="specify the label: --label COL, --label 'COL>NUMBER' or --label COL=VALUE",
+    )
 
 
 def _is_binary(column: Column) -> bool:
@@ -102,14 +105,16 @@ def _of(column: Column, reason: str) -> Label:
     """Return the label for a column that was specified without a rule."""
     if column.many or column.kind in ("list", "time", "other"):
         what = column.stored if column.separator is None else f"strings of several values ({column.separator!r})"
-        error = DataError(
-            f"label {column.name!r}: a column of {what} cannot be a label; a row needs one number or string"
+        raise DataError(
+            f"label {column.name!r}: a column of {what} cannot be a label; a row needs one number or string",
+            hint="specify another column: --label COL",
         )
-        error.hint = "specify another column: --label COL"
-        raise error
     if column.exact and column.distinct < 2:
         only = column.top[0][0] if column.top else "null"
-        raise DataError(f"label {column.name!r}: every row is {only}; training needs rows with different labels")
+        raise DataError(
+            f"label {column.name!r}: the rows read have only the value {only}; training needs different labels",
+            hint="specify another column, --label COL; or read more rows, --rows N",
+        )
     if column.kind == "boolean":
         return Label(column.name, {}, reason, np.asarray(column.values.fill_null(False)))
     if column.kind == "text":
@@ -130,9 +135,11 @@ def _of(column: Column, reason: str) -> Label:
 def _of_texts(column: Column, reason: str) -> Label:
     if column.distinct > 2:
         listed = ", ".join(f"{value} ({share:.0%})" for value, share in column.top)
-        error = DataError(f"label {column.name!r}: {column.distinct:,} different strings ({listed}); a label has two")
-        error.hint = f"specify the value to predict: --label '{column.name}={column.top[-1][0]}'"
-        raise error
+        what = f"{column.distinct:,} different strings ({listed}); a label has exactly two"
+        raise DataError(
+            f"label {column.name!r}: {what}",
+            hint=f"specify the value to predict: --label {shlex.quote(f'{column.name}={column.top[-1][0]}')}",
+        )
     values = [value for value, _ in column.top]
     positive = next((value for value in values if value.strip().lower() in _POSITIVE), values[-1])
     return _equal(column, positive, f"{reason}; a label is 1 or 0, and {positive!r} is 1")

@@ -72,7 +72,7 @@ def make(
     features, left_out, alone = propose(table, label, roles)
     if not features:
         listed = "; ".join(f"{column.column}: {column.reason}" for column in left_out)
-        raise DataError(f"no column can be a feature ({listed})" if listed else "there is no column but the label")
+        raise DataError(f"no column can be a feature ({listed or 'the label is the only column'})")
     rows = table.expected_rows
     size = settings.batch_size(rows)
     data = {"train": Setting(_relative(paths, folder), _rows(table))}
@@ -133,7 +133,7 @@ def _label_name(label: Label) -> str:
 def _warnings(table: Table, proposal: Proposal) -> Iterator[str]:
     label = table.columns[proposal.label.column]
     if label.nulls:
-        yield f"label {label.name}: {label.nulls:,} rows have none; `persia train` refuses them: remove these rows"
+        yield f"label {label.name}: null in some rows ({label.nulls:,}), which `persia train` refuses: remove them"
     share = float(proposal.label.positive.mean())
     if share < 0.001 or share > 0.999:
         yield f"label {label.name}: {share:.3%} of the rows are 1; the AUC of the validation set will be uncertain"
@@ -153,7 +153,7 @@ def _warnings(table: Table, proposal: Proposal) -> Iterator[str]:
     for column in table.columns.values():
         if column.stray is not None:
             text, place = column.stray
-            yield f"column {column.name}: {column.numeric:.1%} are numbers, but {place} is {text!r}"
+            yield f"column {column.name}: {column.numeric:.1%} of the values are numbers, but {place} is {text!r}"
         if column.no_time is not None:
             text, place, kind = column.no_time
             yield f"column {column.name}: {place} is {text!r}, which is not a valid {kind}: it is read as strings"

@@ -82,7 +82,7 @@ def scan(files: Files, limit: int = ROWS, *, typed: bool = False) -> Table:
         sample.add(batch, rows)
         rows += batch.num_rows
     if not rows:
-        raise DataError(f"{', '.join(files.paths)}: no rows")
+        raise DataError(f"{', '.join(files.paths)}: found no rows")
     table = sample.table
     columns = {each.name: each.finish(table.column(each.name).combine_chunks()) for each in scans}
     table = pa.table({name: column.values for name, column in columns.items()})

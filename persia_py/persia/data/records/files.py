@@ -257,7 +257,10 @@ def open_files(
         if text is not None:
             names = text.columns(found[0])
             if repeated := sorted({name for name in names if names.count(name) > 1}):
-                raise DataError(f"{found[0]}: several columns have the name {', '.join(repeated)}: rename all but one")
+                raise DataError(
+                    f"{found[0]}: several columns have the name {', and several the name '.join(repeated)}",
+                    hint="rename all but one of the columns of each name",
+                )
             source = text.arrow_format(names)
         dataset = pyarrow.dataset.dataset(found, format=source, filesystem=filesystem, partitioning="hive")
     if columns is not None and (unknown := [name for name in columns if name not in dataset.schema.names]):
@@ -276,7 +279,7 @@ def _no_columns(
         meant = f" (did you mean {near}?)" if near else ""
         said.append(f"no column {name!r}{meant}{readers(name, used_by)}")
         is_listed |= not near
-    columns = f"; it has {', '.join(names)}" if is_listed else ""
+    columns = f"; its columns are {', '.join(names)}" if is_listed else ""
     return DataError(f"{path}: {'; '.join(said)}{columns}")
 
 
@@ -307,9 +310,9 @@ def _find(given: Sequence[str], file_format: str | None) -> tuple[pa.fs.FileSyst
             found = {file for each in below for file in each}  # `**` matches both a folder and its content
         for file in sorted(found):
             if file in files:
-                error = UsageError(f"{file}: the file is given twice, by {files[file]} and by {path}")
-                error.hint = "list each file once"
-                raise error
+                raise UsageError(
+                    f"{file}: the file is given twice, by {files[file]} and by {path}", hint="list each file once"
+                )
             files[file] = path
     if not files:
         raise UsageError(f"{', '.join(given)}: no file that ends in {', '.join(endings)}")

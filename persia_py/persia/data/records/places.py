@@ -38,7 +38,7 @@ class naming:  # noqa: N801  # a context manager
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, FileNotFoundError | PermissionError):
-            raise UsageError(f"{self._path}: {error.strerror or error}") from error
+            raise UsageError(f"cannot read {self._path}: {error.strerror or error}") from error
         if isinstance(error, pa.ArrowException | OSError):
             known = None if self._mistake is None else self._mistake(self._path, str(error))
-            raise known or DataError(f"{self._path}: {error}") from error
+            raise known or DataError(f"cannot read {self._path}: {error}") from error

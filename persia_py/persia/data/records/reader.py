@@ -103,8 +103,8 @@ class RecordReader:
         if other := [name for name, value in self._identity.items() if given.get(name) != value]:
             listed = "; ".join(f"{name}: {given.get(name)!r} then, {self._identity[name]!r} now" for name in other)
             raise DataError(
-                f"the data differs from that of the checkpoint ({listed}); use the same files and settings, or start "
-                "a new run"
+                f"the data differs from that of the checkpoint: {listed}",
+                hint="use the files and settings of the checkpoint, or start a new run",
             )
         self._position, self._finished = {name: int(state[name]) for name in self._position}, False
 

@@ -126,7 +126,10 @@ class TimeSplit:
             raise UsageError(f"split by {self.column!r}: test ({self.test}) begins before valid ({self.valid})")
         if times.null_count:
             row = first_row + int(np.flatnonzero(~np.asarray(times.is_valid()))[0])
-            raise DataError(f"split by {self.column!r}, row {row}: found null, expected a time")
+            raise DataError(
+                f"split by {self.column!r}, row {row}: found null, expected a time",
+                hint="remove the rows without a time, or split by another column",
+            )
         found: Numbers = np.zeros(batch.num_rows, np.int8)
         for part, bound in ((1, valid), (2, test)):
             if bound is not None:
@@ -138,9 +141,10 @@ class TimeSplit:
         if given is None:
             return None
         if isinstance(given, int | float) and pa.types.is_temporal(type_):
-            error = UsageError(f"split by {self.column!r}: {name}={given} is a number, the column is of type {type_}")
-            error.hint = f"write a date or a time, such as `{name}: {_date_of(given)}`"
-            raise error
+            raise UsageError(
+                f"split by {self.column!r}: {name}={given} is a number, but the column is of type {type_}",
+                hint=f"write a date or a time, such as `{name}: {_date_of(given)}`",
+            )
         try:
             if isinstance(given, str) and pa.types.is_temporal(type_):
                 given = datetime.fromisoformat(given)
@@ -164,7 +168,7 @@ def parts_in(split: Split, unit: Unit, batch: pa.RecordBatch, first_row: int) ->
     try:
         return split.parts(batch, unit.file, first_row)
     except DataError as error:
-        raise DataError(f"{unit.path}: {with_places(str(error), unit.place)}") from error
+        raise DataError(f"{unit.path}: {with_places(str(error), unit.place)}", hint=error.hint) from error
 
 
 def mix(values: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:

@@ -101,18 +101,20 @@ class TextFiles:
             record, wanted, got, text = found.groups()
             shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
             place = self.place(path, int(record) - 1 - header)
-            error = DataError(f"{path}: {place}: expected {wanted} columns, found {got}: {shown}")
-            error.hint = "a value that contains a separator or a line break needs double quotes around it"
-            return error
+            return DataError(
+                f"{path}: {place}: expected {wanted} columns, found {got}: {shown}",
+                hint="a value that contains a separator or a line break needs double quotes around it",
+            )
         if (found := _CONVERSION.search(message)) is None:
             return None
         column, record, kind, value = found.groups()
         name = self.columns(path)[int(column)]
         place = self.place(path, int(record) - 1 - header)
         shown = f"column {name!r}{readers(name, self.used_by)}"
-        error = DataError(f"{path}: {place}, {shown}: found {value!r}, but the type of the column is {kind}")
-        error.hint = "correct the value; an empty field is a missing value, and a column of strings needs no type"
-        return error
+        return DataError(
+            f"{path}: {place}, {shown}: found {value!r}, but the type of the column is {kind}",
+            hint="correct the value; an empty field is a missing value, and a column of strings needs no type",
+        )
 
 
 def _conversion(types: Mapping[str, pa.DataType]) -> Any:

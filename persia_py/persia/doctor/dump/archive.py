@@ -120,7 +120,11 @@ class Archive:
             StorageError: It does not fit into the archive.
         """
         if self.size + len(content) > MOST - _RESERVED:
-            raise StorageError(f"{name} does not fit: {len(content):,} bytes; an archive has at most {MOST >> 20} MiB")
+            size = f"{len(content):,} bytes"
+            raise StorageError(
+                f"{name} does not fit into the archive: {size}; an archive has at most {MOST >> 20} MiB",
+                hint="leave out --repro",
+            )
         self.entries[name] = Entry(content, 0)
 
     def skip(self, name: str, why: str) -> None:
@@ -163,9 +167,9 @@ def check(path: Path) -> None:
     """
     found = "the file exists" if os.path.lexists(path) else "" if path.parent.is_dir() else "its folder does not exist"
     if found:
-        error = UsageError(f"{path}: {found}")
-        error.hint = "give another name: persia dump -o FILE"
-        raise error
+        raise UsageError(
+            f"cannot write the archive to {path}: {found}", hint="specify another file: persia dump -o FILE"
+        )
 
 
 def write(path: Path, content: bytes) -> None:
@@ -179,14 +183,14 @@ def write(path: Path, content: bytes) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
-        raise StorageError(f"{path}: {error.strerror or error}") from error
+        raise StorageError(f"cannot write the archive to {path}: {error.strerror or error}") from error
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
     except BaseException as error:
         path.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise StorageError(f"{path}: {error.strerror or error}") from error
+            raise StorageError(f"cannot write the archive to {path}: {error.strerror or error}") from error
         raise
 
 

@@ -61,9 +61,11 @@ def _config(folder: Path | None) -> Config:
         return RunFolder(folder).config()
     path = find_persia_yml()
     if path is None:
-        error = UsageError("--repro: there is no persia.yml to reproduce: this is not the folder of such a run")
-        error.hint = "name the folder of a run of persia train: persia dump runs/NAME --repro; or set PERSIA_CONFIG"
-        raise error
+        raise UsageError(
+            "--repro: there is no persia.yml to reproduce: neither a run nor this folder has one, and PERSIA_CONFIG is "
+            "not set",
+            hint="specify the folder of a run of persia train: persia dump runs/NAME --repro; or set PERSIA_CONFIG",
+        )
     return open_document(path, []).checked()
 
 

@@ -89,7 +89,9 @@ def _learn_secret(archive: Archive) -> None:
 def _said(*words: str, given: str | None = None) -> str:
     done = compose.ask(*words, given=given)
     if done.returncode != 0:
-        raise UnreachableError(f"docker {' '.join(words[:2])}: {compose.last_line(done)}")
+        raise UnreachableError(
+            f"docker {' '.join(words[:2])}: {compose.last_line(done)}", hint=compose.FOLDER_OR_ENGINE
+        )
     return done.stdout
 
 
@@ -115,7 +117,7 @@ def _nats(archive: Archive, there: Sequence[Container]) -> None:
     for page in ("varz", "connz", "subsz"):
         name = f"stack/nats-{page}.json"
         if server is None:
-            archive.skip(name, "NATS does not run")
+            archive.skip(name, "the container of NATS is not running")
             continue
         words = ["exec", "--interactive", server.id, "bash", "-s", "--", page]
         archive.collect(name, partial(_monitor, *words))
@@ -136,7 +138,7 @@ def _inside(archive: Archive, facts: Facts) -> None:
         said = done.stderr.decode(errors="replace").strip()
         files = archives.unpacked(done.stdout)
     except (OSError, EOFError, tarfile.TarError, subprocess.TimeoutExpired) as error:
-        archive.skip("inside", f"persia dump in the trainer's image: {error}; it said: {said[-500:]}")
+        archive.skip("inside", f"persia dump in the trainer's image: {error}; its errors: {said[-500:]}")
         return
     for name, text in files.items():
         if name == archives.MANIFEST:

@@ -70,7 +70,7 @@ def check(bundle: Bundle, ctx: EmbeddingCtx, wanted: Evaluated, rows: pa.Table) 
 def _check_samples(wanted: Samples, found: Samples) -> None:
     one, other = (each.batch(requires_grad=False).to_bytes() for each in (wanted, found))
     if one != other:
-        raise UsageError("the transform of the bundle makes ids or floats that differ from the run's")
+        raise UsageError("the ids or floats of the bundle's transform differ from those of the run's transform")
 
 
 def _check_vectors(bundle: Bundle, ctx: EmbeddingCtx, samples: Samples) -> None:
@@ -78,20 +78,20 @@ def _check_vectors(bundle: Bundle, ctx: EmbeddingCtx, samples: Samples) -> None:
     _, found, _ = bundle.vectors_of(samples)
     for slot, one, other in zip(bundle.manifest.model.slots, wanted, found, strict=True):
         if not torch.equal(one.view(torch.int32), other.view(torch.int32)):
-            raise UsageError(f"the vectors of {slot} in the bundle differ from those of the checkpoint")
+            raise UsageError(f"the vectors of slot {slot!r} in the bundle differ from those of the checkpoint")
 
 
 def _refuse(bundle: Bundle, found: Floats, wanted: Floats, size: int, far: float) -> None:
     form, bound = bundle.manifest.rows, bundle.manifest.parity.bound
     at = int(np.argmax(np.abs(found.astype(np.float64) - wanted).max(1)))
-    error = UsageError(
-        f"the bundle's scores differ from those of evaluation: row {at} of the held-out rows has the output "
+    raise UsageError(
+        f"the bundle's scores differ from those of evaluation: the held-out row with index {at} has the output "
         f"{found[at].tolist()} in batches of {size}, and {wanted[at].tolist()} in evaluation; the largest "
-        f"|difference| / max(1, |output|) is {far:.2g}, {form} rows may have {bound:g}"
+        f"|difference| / max(1, |output|) is {far:.2g}, the limit for {form} rows is {bound:g}",
+        hint=(
+            "the model depends on the other rows of a batch, or on random numbers, in evaluation mode: correct its "
+            "forward"
+            if form == "f32"
+            else f"export with more exact rows: --rows {'f32' if form == 'f16' else 'f16'}"
+        ),
     )
-    error.hint = (
-        "the model depends on the other rows of a batch, or on random numbers, in evaluation mode: correct its forward"
-        if form == "f32"
-        else f"export with more exact rows: --rows {'f32' if form == 'f16' else 'f16'}"
-    )
-    raise error

@@ -35,7 +35,7 @@ def written(
         try:
             save_scripted(model, file)
         except UsageError as error:
-            error.hint = "export it by torch.export: without --torchscript"
+            error.hint = "export by torch.export instead: leave out --torchscript"
             raise
         return SCRIPTED, file.getvalue()
     rows = torch.export.Dim("rows", min=1, max=_MOST_ROWS)
@@ -47,10 +47,11 @@ def written(
     except Exception as error:  # torch does not document the exceptions
         name = type(model).__name__
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        failed = UsageError(f"{name} cannot be exported by torch.export: {first}")
-        failed.hint = (
-            "write its forward without branches on the values of tensors and without fixed numbers of rows, or try "
-            "--torchscript; persia --verbose export shows the full message of torch"
-        )
-        raise failed from error
+        raise UsageError(
+            f"{name} cannot be exported by torch.export: {first}",
+            hint=(
+                "write its forward without branches on the values of tensors and without fixed numbers of rows, or try "
+                "--torchscript; persia --verbose export shows the full message of torch"
+            ),
+        ) from error
     return EXPORTED, file.getvalue()

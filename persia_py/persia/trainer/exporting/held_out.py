@@ -60,7 +60,8 @@ def read(config: Config, given: Paths | None, types: Mapping[str, pa.DataType]) 
         if sum(each.num_rows for each in batches) >= COMPARED:
             break
     if not batches:
-        raise DataError(f"the {name} set has no rows to compare scores on; specify files with rows: --held-out FILE")
+        empty = f"the {name} set has no rows" if given is None else "the given files have no rows"
+        raise DataError(f"{empty} to compare scores on", hint="specify files with rows: --held-out FILE")
     rows = pa.Table.from_batches(batches).slice(0, COMPARED - 1)
     schema = pa.schema([field.with_nullable(True).with_metadata(None) for field in rows.schema])
     nothing = pa.table([pa.nulls(1, field.type) for field in schema], schema=schema)

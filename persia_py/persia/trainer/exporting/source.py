@@ -17,6 +17,8 @@ from persia.trainer.exporting.export import Trained
 from persia.trainer.objective import Objective
 from persia.trainer.parts import Parts
 
+_OTHER_FILE = "specify the file of its run: --transform RUN/transform.json, or leave out --transform to fit again"
+
 
 @contextlib.contextmanager
 def of_checkpoint(
@@ -54,9 +56,10 @@ def _transform(config: Config, file: Path | None) -> Transform:
     try:
         return config.compiled.load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file}: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"cannot read the transform {file}: {why}", hint=_OTHER_FILE) from error
     except CheckpointError as error:
-        raise CheckpointError(f"{file}: {error}") from error
+        raise fitting.not_loaded(str(file), error, _OTHER_FILE) from error
 
 
 def _check_digest(checkpoint: Path, transform: Transform) -> None:
@@ -67,9 +70,8 @@ def _check_digest(checkpoint: Path, transform: Transform) -> None:
     loaded = snapshot.Load(checkpoint)
     trained = loaded.state(STATE).get("trainer") if STATE in loaded.names else None
     if isinstance(trained, dict) and trained.get("digest") not in (None, transform.digest):
-        error = CheckpointError(
+        raise CheckpointError(
             f"{checkpoint} was trained with the transform {trained['digest']}, the current transform is "
-            f"{transform.digest}: ids or floats would differ"
+            f"{transform.digest}: ids or floats would differ",
+            hint="specify the file of its run: --transform RUN/transform.json",
         )
-        error.hint = "specify the file of its run: --transform RUN/transform.json"
-        raise error

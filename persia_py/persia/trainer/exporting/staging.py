@@ -22,14 +22,12 @@ def check_free(folder: Path) -> None:
         UsageError: The folder exists, or its parent does not.
     """
     if folder.exists() or folder.is_symlink():
-        error = UsageError(f"{folder} already exists")
         other, given = (shlex.quote(str(each)) for each in (folder.with_name(folder.name + "-2"), folder))
-        error.hint = f"choose another folder: -o {other}; or remove it: rm -r {given}"
-        raise error
+        hint = f"choose another folder: -o {other}; or remove this one: rm -r {given}"
+        raise UsageError(f"{folder} already exists", hint=hint)
     if not folder.absolute().parent.is_dir():
-        error = UsageError(f"{folder}: there is no folder {folder.parent}")
-        error.hint = f"create it: mkdir -p {shlex.quote(str(folder.parent))}"
-        raise error
+        hint = f"create it: mkdir -p {shlex.quote(str(folder.parent))}"
+        raise UsageError(f"{folder}: there is no folder {folder.parent}", hint=hint)
 
 
 class Staging:
@@ -62,12 +60,16 @@ class Staging:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(self._lock)
-            busy = UsageError(f"{self._folder}: another process exports to this folder now")
-            busy.hint = "wait for it, or choose another folder"
-            raise busy from error
+            raise UsageError(
+                f"{self._folder}: another process is exporting to this folder",
+                hint="wait until the other export ends, or choose another folder",
+            ) from error
         except OSError as error:  # the file system does not support locks
             self.__exit__(None, None, None)
-            raise StorageError(f"cannot lock {self.path}: {error.strerror or error}") from error
+            raise StorageError(
+                f"cannot lock {self.path}: {error.strerror or error}",
+                hint="export to a folder on a file system that supports locks, such as a local disk",
+            ) from error
         try:
             with self._naming():
                 for left in self.path.iterdir():  # files of a process that was killed
@@ -115,4 +117,4 @@ class Staging:
         try:
             yield
         except OSError as error:
-            raise StorageError(f"{error.filename or self.path}: {error.strerror or error}") from error
+            raise StorageError(f"cannot write {error.filename or self.path}: {error.strerror or error}") from error

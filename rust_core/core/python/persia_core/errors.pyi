@@ -2,6 +2,7 @@ class PersiaError(Exception):
     exit_code: int
     hint: str
     step: int | None
+    def __init__(self, *args: object, hint: str | None = None) -> None: ...
 
 class UsageError(PersiaError, RuntimeError): ...
 

@@ -23,7 +23,8 @@ impl Engine {
         let current = current.as_ref().ok_or_else(|| not_begun(py))?;
         let run = current.run.clone().ok_or_else(|| {
             let text = format!(
-                "generation {} was begun by rank 0 of the training: call this on rank 0",
+                "cannot save, load or continue generation {} in this process: rank 0 of the training began it; do so \
+                 on rank 0",
                 current.generation
             );
             errors::raise(py, "UsageError", text)
@@ -91,5 +92,5 @@ impl Engine {
 }
 
 pub(super) fn not_begun(py: Python<'_>) -> PyErr {
-    errors::raise(py, "UsageError", "no run has begun: enter a context first")
+    errors::raise(py, "UsageError", "no run has begun: enter a context first, such as TrainCtx")
 }

@@ -63,7 +63,7 @@ impl Batch {
         let mut reader = Reader { bytes: checked_body(bytes)?, at: MAGIC.len() };
         let version = reader.u16()?;
         if !(1..=VERSION).contains(&version) {
-            return reader.bad(format!("format version {version}, this build reads 1 to {VERSION}"));
+            return reader.bad(format!("found format version {version}, this build reads 1 to {VERSION}"));
         }
         let flags = reader.u16()?;
         if flags & !(REQUIRES_GRAD | HAS_META) != 0 {
@@ -77,7 +77,7 @@ impl Batch {
         let meta_len = reader.u32()? as usize;
         let meta = reader.take(meta_len)?.to_vec();
         if flags & HAS_META == 0 && !meta.is_empty() {
-            return reader.bad("meta bytes without their flag".into());
+            return reader.bad("found bytes of meta, but their flag is not set".into());
         }
         // `collect` grows as it reads, so a wrong count cannot cause a large allocation.
         let parts = BatchParts {
@@ -89,7 +89,8 @@ impl Batch {
             meta: (flags & HAS_META != 0).then_some(meta),
         };
         if reader.at != reader.bytes.len() {
-            return reader.bad(format!("{} bytes too many", reader.bytes.len() - reader.at));
+            let more = reader.bytes.len() - reader.at;
+            return reader.bad(format!("found bytes after the end of the batch: {more}"));
         }
         Batch::new(parts)
     }
@@ -113,10 +114,10 @@ impl Batch {
 fn checked_body(bytes: &[u8]) -> Result<&[u8], Error> {
     let bad = |at: usize, what: String| Err(Error::BadBytes { at, what });
     let Some((body, &checksum)) = bytes.split_last_chunk::<CHECKSUM_BYTES>() else {
-        return bad(0, format!("{} bytes are too few", bytes.len()));
+        return bad(0, format!("it is cut short: found {} of at least {CHECKSUM_BYTES} bytes", bytes.len()));
     };
     if !body.starts_with(MAGIC) {
-        return bad(0, "it does not start like a batch".into());
+        return bad(0, "it does not start with PBAT".into());
     }
     let (found, expected) = (crc32c::crc32c(body), u32::from_le_bytes(checksum));
     if found != expected {
@@ -170,7 +171,7 @@ impl<'a> Reader<'a> {
     fn take(&mut self, count: usize) -> Result<&'a [u8], Error> {
         let rest = &self.bytes[self.at..];
         if count > rest.len() {
-            return self.bad(format!("{count} bytes announced, {} are left", rest.len()));
+            return self.bad(format!("it is cut short: found {} of {count} announced bytes", rest.len()));
         }
         self.at += count;
         Ok(&rest[..count])
@@ -207,7 +208,7 @@ impl<'a> Reader<'a> {
         match self.u8()? {
             0 => Ok(false),
             1 => Ok(true),
-            other => self.bad(format!("{other} where 0 or 1 was expected")),
+            other => self.bad(format!("found {other}, expected 0 or 1")),
         }
     }
 
@@ -215,7 +216,7 @@ impl<'a> Reader<'a> {
         let length = usize::from(self.u16()?);
         match std::str::from_utf8(self.take(length)?) {
             Ok(name) => Ok(name.to_owned()),
-            Err(_) => self.bad("a name that is not UTF-8".into()),
+            Err(_) => self.bad("found a name that is not UTF-8".into()),
         }
     }
 
@@ -241,7 +242,7 @@ impl<'a> Reader<'a> {
         let named = self.flag()?;
         let name = self.name()?;
         if !named && !name.is_empty() {
-            return self.bad("a name where none was announced".into());
+            return self.bad("found a name, but none is announced".into());
         }
         let code = self.u8()?;
         let Some(dtype) = Dtype::from_code(code) else {
@@ -249,7 +250,7 @@ impl<'a> Reader<'a> {
         };
         let axes = usize::from(self.u8()?);
         if axes > MAX_AXES {
-            return self.bad(format!("{axes} axes; at most {MAX_AXES} are allowed"));
+            return self.bad(format!("the number of axes is {axes}, allowed: at most {MAX_AXES}"));
         }
         let shape: Vec<usize> =
             self.u64s(axes)?.into_iter().map(|axis| usize::try_from(axis).unwrap_or(usize::MAX)).collect();
@@ -338,7 +339,8 @@ mod tests {
         let bytes = sample_batch().to_bytes().unwrap();
         let mut longer = bytes.clone();
         longer.extend([0; 3]);
-        assert!(Batch::from_bytes(&resealed(longer)).unwrap_err().to_string().contains("too many"));
+        let error = Batch::from_bytes(&resealed(longer)).unwrap_err().to_string();
+        assert!(error.contains("found bytes after the end of the batch: 3"), "{error}");
         let mut future = bytes;
         future[4] = 3;
         assert!(Batch::from_bytes(&resealed(future)).unwrap_err().to_string().contains("version 3"));

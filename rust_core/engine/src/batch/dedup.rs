@@ -166,8 +166,8 @@ impl Deduplicator {
 
     /// Deduplicate a few shards together. `shards` has their starts, followed by the end of the last one.
     ///
-    /// Occurrences have the same positions in the partition and in `samples`, because unique ids are numbered shard by
-    /// shard.
+    /// The occurrences of a shard fill the same range of the partition and of `samples`, because unique ids are numbered
+    /// shard by shard.
     fn cluster(
         &mut self,
         shards: &[u32],

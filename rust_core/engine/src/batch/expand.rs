@@ -93,7 +93,7 @@ fn check_weights(feature: &IdFeature, slot: &Slot) -> Result<(), Error> {
     Err(Error::BadFeature {
         feature: feature.name().into(),
         what: format!(
-            "it has per-sample weights, which need a sum, and its slot has {instead}: remove one of the two"
+            "per-sample weights need sum pooling, but its slot has {instead}; remove the weights, or change the slot"
         ),
     })
 }

@@ -214,7 +214,7 @@ fn wide(offsets: &[u32]) -> Vec<usize> {
 fn check_offsets(name: &str, ids: usize, offsets: &[usize]) -> Result<(), Error> {
     let bad = |what: String| Err(Error::BadFeature { feature: name.into(), what });
     let (Some(first), Some(last)) = (offsets.first(), offsets.last()) else {
-        return bad("no offsets; samples + 1 of them are needed".into());
+        return bad("no offsets, expected one more than samples".into());
     };
     if *first != 0 || *last != ids {
         return bad(format!("offsets go from {first} to {last}, expected 0 to {ids}"));
@@ -227,7 +227,7 @@ fn check_offsets(name: &str, ids: usize, offsets: &[usize]) -> Result<(), Error>
 
 fn check_limits(name: &str, occurrences: usize, samples: usize) -> Result<(), Error> {
     if name.is_empty() || name.len() > MAX_NAME_BYTES {
-        let what = format!("a name has 1 to {MAX_NAME_BYTES} bytes, not {}", name.len());
+        let what = format!("its name has {} bytes, allowed: 1 to {MAX_NAME_BYTES}", name.len());
         return Err(Error::BadFeature { feature: name.into(), what });
     }
     for (what, size, limit) in [("samples", samples, MAX_BATCH_SIZE), ("ids", occurrences, MAX_OCCURRENCES)] {
@@ -307,7 +307,7 @@ mod tests {
     #[test]
     fn a_weight_too_few_or_not_finite_is_refused() {
         for (weights, named) in
-            [(&[1.0, 2.0][..], "2 weights for 3 ids"), (&[1.0, f32::NAN, 2.0], "NaN of id 1")]
+            [(&[1.0, 2.0][..], "2 weights for 3 ids"), (&[1.0, f32::NAN, 2.0], "weight NaN at index 1")]
         {
             let error = IdFeature::single("a", &[5, 6, 7]).unwrap().with_weights(weights).unwrap_err();
             assert!(error.to_string().contains(named), "{error}");

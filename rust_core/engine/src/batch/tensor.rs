@@ -83,12 +83,16 @@ impl Tensor {
     /// nor 1, or the name is too long.
     pub fn new(name: Option<String>, dtype: Dtype, shape: Vec<usize>, bytes: Vec<u8>) -> Result<Self, Error> {
         let tensor = Self { name, dtype, shape, bytes };
-        let bad = |what: String| Err(Error::BadTensor { tensor: tensor.label("tensor", 0), what });
-        if tensor.name.as_ref().is_some_and(|name| name.len() > MAX_NAME_BYTES) {
-            return bad(format!("its name is longer than {MAX_NAME_BYTES} bytes"));
+        let label = || match &tensor.name {
+            Some(name) => format!("tensor {name:?}"),
+            None => "a tensor without a name".into(),
+        };
+        let bad = |what: String| Err(Error::BadTensor { tensor: label(), what });
+        if let Some(name) = tensor.name.as_ref().filter(|name| name.len() > MAX_NAME_BYTES) {
+            return bad(format!("its name has {} bytes, allowed: at most {MAX_NAME_BYTES}", name.len()));
         }
         if tensor.shape.is_empty() || tensor.shape.len() > MAX_AXES {
-            return bad(format!("{} axes; 1 to {MAX_AXES} are allowed", tensor.shape.len()));
+            return bad(format!("the number of axes is {}, allowed: 1 to {MAX_AXES}", tensor.shape.len()));
         }
         let expected = tensor.shape.iter().try_fold(dtype.size(), |product, axis| product.checked_mul(*axis));
         if expected != Some(tensor.bytes.len()) {
@@ -96,7 +100,7 @@ impl Tensor {
             return bad(format!("{found} bytes do not match dtype {dtype:?} and shape {shape:?}"));
         }
         if dtype == Dtype::Bool && tensor.bytes.iter().any(|byte| *byte > 1) {
-            return bad("a bool that is neither 0 nor 1".into());
+            return bad("found a bool that is neither 0 nor 1".into());
         }
         Ok(tensor)
     }

@@ -34,7 +34,7 @@ impl Weights {
             ));
         }
         if let Some(place) = in_order.iter().position(|weight| !weight.is_finite()) {
-            return bad(format!("weight {} of id {place} is not finite; clean the data", in_order[place]));
+            return bad(format!("weight {} at index {place} is not finite; clean the data", in_order[place]));
         }
         let mut cursors = memory.copy_places(occurrences.starts());
         let mut grouped = memory.weights(in_order.len());

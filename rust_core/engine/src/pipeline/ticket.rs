@@ -121,7 +121,11 @@ impl PushTicket {
         let bad = |what: String| Err(Error::BadGradient { step: self.step, what });
         let features = batch.id_features();
         if gradients.len() != features.len() {
-            return bad(format!("{} gradients for {} id features", gradients.len(), features.len()));
+            return bad(format!(
+                "found {}, expected {}, one for each id feature",
+                gradients.len(),
+                features.len()
+            ));
         }
         for (index, (slot, gradient)) in plan.slots().iter().zip(gradients).enumerate() {
             let dim = self.scheduler.context.dim_of_slot(*slot);
@@ -129,7 +133,7 @@ impl PushTicket {
             let (feature, found) = (plan.feature(batch, index), gradient.as_ref().as_ref().len());
             if found != feature.samples() * dim {
                 let want = format!("{} vectors of {dim} floats", feature.samples());
-                return bad(format!("{:?} has {found} floats, expected {want}", feature.name()));
+                return bad(format!("id feature {:?} has {found} floats, expected {want}", feature.name()));
             }
         }
         options.check()

@@ -35,7 +35,9 @@ impl fmt::Display for Wait {
             Self::Batch => write!(f, "a batch from the source"),
             Self::Lookup { step } => write!(f, "the look-up of step {step}"),
             Self::Push { step } => write!(f, "the push of step {step} to be acknowledged"),
-            Self::Gradients { step } => write!(f, "backward of step {step}, or its batch to be dropped"),
+            Self::Gradients { step } => {
+                write!(f, "the gradients of step {step} to be pushed, or its batch to be discarded")
+            }
             Self::Taking { step } => {
                 write!(f, "the data loader to take step {step}, or to be closed")
             }

@@ -39,7 +39,12 @@ pub(super) fn push(
     let report = context.tables.push(&request).map_err(failed)?;
     let rows = tables.iter().map(|table| table.ids.len() as u64).sum();
     if !report.accounts_for(rows) {
-        let what = format!("it was given {rows} rows and reported {report:?}");
+        let PushReport { rows_pushed, rows_applied, rows_missing, rows_nonfinite, rows_duplicate, .. } =
+            report;
+        let what = format!(
+            "it was given {rows} rows and reported {rows_pushed} rows: {rows_applied} applied, {rows_missing} missing, \
+             {rows_nonfinite} non-finite, {rows_duplicate} duplicate"
+        );
         return Err(failed(TablesError::Incompatible { peer: "the holder of the rows".into(), what }));
     }
     Ok(report)

@@ -188,7 +188,8 @@ impl Plan {
             features.iter().map(|feature| self.feature(batch, *feature).unique()).collect();
         let size = lists.iter().map(|list| list.len()).sum();
         if size > MAX_OCCURRENCES {
-            let what = format!("unique ids of the slots that share table {table}");
+            let name = self.feature(batch, features[0]).name();
+            let what = format!("unique ids of the slots that share a table with {name:?}");
             return Err(Error::TooLarge { what, size, limit: MAX_OCCURRENCES });
         }
         let (merged, maps) = dedup::with(|deduplicator| deduplicator.merge(&lists));

@@ -227,5 +227,5 @@ fn a_report_that_omits_rows_is_no_acknowledgement() {
     feed(&pipeline, batch(&[1, 2, 3], true));
     push(ready(&pipeline), 1.0);
     let error = engine.drain(LONG).unwrap_err();
-    assert!(error.to_string().contains("was given 3 rows and reported"), "{error}");
+    assert!(error.to_string().contains("was given 3 rows and reported 3 rows: 2 applied"), "{error}");
 }

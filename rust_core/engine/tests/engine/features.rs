@@ -136,7 +136,8 @@ fn lists() -> impl Strategy<Value = Vec<Vec<Sample>>> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Forward and backward must be bit-identical, after a round trip through the wire format.
+    /// The outputs and the updated rows must have the bits of the model, after a round trip of the batch through the wire
+    /// format.
     #[test]
     fn a_step_equals_the_model(lists in lists()) {
         let schema = mixed_schema();

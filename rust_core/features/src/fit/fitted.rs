@@ -88,7 +88,7 @@ impl FittedFeature {
             }
         };
         if let Some(column) = id_column(&feature.rule) {
-            need(column.values.is_none(), self.values.is_some(), "`values`, integer or string");
+            need(column.values.is_none(), self.values.is_some(), "`values` (integer or string)");
         }
         match &feature.rule {
             Rule::Bucket(bucket) => {

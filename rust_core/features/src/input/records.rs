@@ -62,7 +62,7 @@ impl Records {
     pub fn from_json(text: &[u8]) -> Result<Self, String> {
         let mut rows = Vec::new();
         for part in serde_json::Deserializer::from_slice(text).into_iter::<OneOrMany>() {
-            match part.map_err(|error| format!("not a list of JSON objects: {error}"))? {
+            match part.map_err(|error| format!("cannot read the records as JSON objects: {error}"))? {
                 OneOrMany::One(row) => rows.push(row),
                 OneOrMany::Many(many) => rows.extend(many),
             }

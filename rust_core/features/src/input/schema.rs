@@ -132,7 +132,7 @@ impl Check<'_> {
             None => {
                 let listed: Vec<&str> = names().take(MAX_LISTED).collect();
                 let more = if self.schema.fields().len() > MAX_LISTED { ", ..." } else { "" };
-                format!("there is no column `{name}`; there are: {}{more}", listed.join(", "))
+                format!("there is no column `{name}`; the columns are: {}{more}", listed.join(", "))
             }
         }
     }
@@ -185,16 +185,18 @@ fn wrong_number(found: &Class) -> Option<String> {
 fn wrong_ids(found: &Class, values: Option<ValueType>) -> Option<String> {
     match (found, values, value_type(found)) {
         (Class::Null, ..) => None,
-        (Class::Real, ..) => Some(
-            "integers or strings: floats cannot be ids. Cast it to integers if it holds them, or use `type: bucket`".into(),
-        ),
+        (Class::Real, ..) => {
+            let allowed = "integers or strings: floats cannot be ids; cast whole numbers to integers, or use \
+                           `type: bucket`";
+            Some(allowed.into())
+        }
         (_, _, None) => Some("integers or strings".into()),
         (_, Some(wanted), Some(found)) if wanted != found => {
             let wanted = match wanted {
                 ValueType::Integer => "integers",
                 ValueType::String => "strings",
             };
-            Some(format!("{wanted}, as declared or in the training data; other values would be other ids"))
+            Some(format!("{wanted}, as declared or in the training data; other values would get other ids"))
         }
         _ => None,
     }

@@ -130,8 +130,8 @@ impl IdRule {
 
     pub(crate) fn allowed(&self) -> &'static str {
         match self.values {
-            ValueType::Integer => "an integer, as in the training data",
-            ValueType::String => "a string, as in the training data",
+            ValueType::Integer => "an integer, as declared or in the training data",
+            ValueType::String => "a string, as declared or in the training data",
         }
     }
 }

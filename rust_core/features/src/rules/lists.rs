@@ -87,7 +87,10 @@ impl ReadIdLists<'_> {
         }
         if count != weights.len() {
             self.tally.wrong(row, || {
-                format!("found {} weights for {count} values, allowed: one for each", weights.len())
+                format!(
+                    "found {} as the number of weights, allowed: {count}, one for each value",
+                    weights.len()
+                )
             });
             self.out.ids.truncate(start);
             if let Some(out) = &mut self.out.weights {

@@ -95,7 +95,7 @@ impl Transform {
         let transform = Self::new(Features(Arc::new(stored.declared)), stored.fitted)?;
         if transform.digest != stored.digest {
             let message = format!(
-                "its digest is {}, its content has {}: it was changed",
+                "its digest is {}, but its content has the digest {}: it was changed; export it again",
                 stored.digest, transform.digest
             );
             return Err(invalid(message));

@@ -42,8 +42,8 @@ labels:
         [
             "the data does not fit the features: 8 errors",
             "  user (line 2): there is no column `user`, did you mean `usr`?",
-            "  score (line 3): column `score` is Float64, allowed: integers or strings: floats cannot be ids. Cast it to \
-             integers if it holds them, or use `type: bucket`",
+            "  score (line 3): column `score` is Float64, allowed: integers or strings: floats cannot be ids; cast \
+             whole numbers to integers, or use `type: bucket`",
             "  tags (line 4): column `tags` is Utf8, allowed: lists, or strings if `separator` is set",
             "  price (line 5): column `price` is Utf8, allowed: numbers; declare its type where the data is read, or \
              cast it",
@@ -68,8 +68,8 @@ fn wrong_values_are_reported_with_their_rows() {
     assert_eq!(
         lines,
         [
-            "  u (line 1), row 1234567: found the string \"7\", allowed: an integer, as in the training data (2 such \
-             values)",
+            "  u (line 1), row 1234567: found the string \"7\", allowed: an integer, as declared or in the training \
+             data (2 such values)",
             "  x (line 1), row 1234567: found the string \"a string\", allowed: a number",
             "  y (line 2), row 1234567: found the integer 2, allowed: 0 or 1; for other numbers, set greater_than, \
              equals or `loss: mse`, and remove rows without a label (2 such values)",
@@ -104,10 +104,10 @@ fn text_that_is_no_json_is_refused_with_its_place() {
         ("[{\"u\": 1}, 5]", "expected an object"),
         ("{\"u\": NaN}", "line 1 column"),
         ("[{\"u\": 1}", "EOF"),
-        ("[[[]]]", "not a list of JSON objects"),
+        ("[[[]]]", "cannot read the records as JSON objects"),
     ] {
         let error = Records::from_json(text.as_bytes()).unwrap_err();
-        assert!(error.contains(part) || error.contains("not a list"), "{error}");
+        assert!(error.contains(part) || error.contains("as JSON objects"), "{error}");
     }
     assert_eq!(Records::from_json(b"{\"u\": 1}\n{\"u\": 2}\n").unwrap().len(), 2);
     assert!(Records::from_json(b"").unwrap().is_empty());

@@ -68,7 +68,7 @@ fn a_transform_refuses_to_run_unfitted() {
     let error = features(BLOCK).transform(Fitted::default()).unwrap_err();
     let TransformError::Unfitted { missing } = error else { panic!("{error}") };
     assert_eq!(missing.len(), 5, "{missing:?}");
-    assert_eq!(missing[0], "u has no `values`, integer or string");
+    assert_eq!(missing[0], "u has no `values` (integer or string)");
     assert_eq!(missing[2], "z has no value for missing numbers and no mean and standard deviation");
 }
 

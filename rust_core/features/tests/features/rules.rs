@@ -87,7 +87,7 @@ fn weights_follow_their_values() {
     assert_eq!(found, [vec![1, 3], vec![4, 5], vec![6], vec![], vec![], vec![], vec![]]);
     assert_eq!(samples.ids()[0].weights.as_deref(), Some(&[0.5, -2.0, 1.0, 2.5, 1.0][..]));
     let error = from_json(&transform, json, STRICT).unwrap_err().to_string();
-    assert!(error.contains("u (line 1), row 3: found 1 weights for 2 values"), "{error}");
+    assert!(error.contains("u (line 1), row 3: found 1 as the number of weights, allowed: 2"), "{error}");
 }
 
 #[test]

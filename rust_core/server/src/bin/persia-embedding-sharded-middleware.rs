@@ -27,7 +27,8 @@ async fn run(process: Process, health: HealthService, args: MiddlewareArgs) -> R
     let servers = match (&process.discovery, listed.as_slice()) {
         (None, []) => {
             return Err(Exit::Usage(
-                "no servers: set PERSIA_NATS_URL to the address of NATS, through which they are found".into(),
+                "no servers are configured: set PERSIA_NATS_URL to the address of NATS, through which they are found"
+                    .into(),
             ));
         }
         (Some(discovery), []) => ServerPool::discovered(discovery.clone(), link),

@@ -64,7 +64,8 @@ async fn resume(starting: &Arc<StartingNode>, options: NodeOptions, rows: Rows) 
     });
     loop {
         if let Ok(resumed) = timeout(REPORT_INTERVAL, &mut resuming).await {
-            let node = resumed.map_err(|error| Exit::Again(format!("the start failed: {error}")))??;
+            let node =
+                resumed.map_err(|error| Exit::Again(format!("cannot start the server: {error}")))??;
             starting.resumed(Arc::new(node));
             return Ok(());
         }
@@ -84,7 +85,8 @@ async fn run(process: Process, health: HealthService, args: ServerArgs) -> Resul
             let dir = dir.to_owned();
             // Opening may wait for an object store.
             let opened = spawn_blocking(move || ServableCheckpoint::open(&dir, configured)).await;
-            let checkpoint = opened.map_err(|error| Exit::Again(format!("the start failed: {error}")))??;
+            let checkpoint =
+                opened.map_err(|error| Exit::Again(format!("cannot open the checkpoint: {error}")))??;
             (checkpoint.schema().clone(), Rows::Checkpoint(Box::new(checkpoint)))
         }
     };

@@ -31,7 +31,7 @@ async fn everywhere<R: Unary + Clone>(
         let mut rpc = server.admin();
         match timeout_at(deadline, rpc.unary(Request::new(request.clone()))).await {
             Ok(reply) => reply.map_err(|status| named(server, &status)),
-            Err(_) => Err(to_status(&late(server, R::NAME))),
+            Err(_) => Err(to_status(&late(server, &format!("{} request", R::NAME)))),
         }
     });
     // Wait for all calls, even after an error, so that no call outlives the request.
@@ -139,7 +139,7 @@ impl MiddlewareService {
         if known.is_empty() {
             let error = self.servers.all().await.err().unwrap_or(TablesError::Unreachable {
                 peer: self.peer.clone(),
-                what: "its servers have only now been found".into(),
+                what: "it found its servers only after this request had arrived; retry".into(),
             });
             return Err(to_status(&error));
         }
@@ -158,7 +158,7 @@ impl MiddlewareService {
                     Err(named(server, &status))
                 }
                 Ok(Err(status)) => {
-                    tracing::warn!("{}: {}", server.peer, status.message());
+                    tracing::warn!("cannot read the statistics of {}: {}", server.peer, status.message());
                     Ok(Vec::new())
                 }
                 Err(_) => {

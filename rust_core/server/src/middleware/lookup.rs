@@ -57,7 +57,7 @@ impl Lookup {
         let sum = async {
             let mut sum = LookupReport::default();
             while let Some(report) = calls.join_next().await {
-                sum += report.map_err(|error| Status::internal(format!("a look-up failed: {error}")))??;
+                sum += report.map_err(|error| Status::internal(format!("the look-up failed: {error}")))??;
             }
             Ok(sum)
         };
@@ -78,7 +78,7 @@ impl Lookup {
         while let Some(message) = receive::next(&mut incoming).await? {
             let Some(lookup_request::Part::Ids(chunk)) = message.part else {
                 return Err(Status::invalid_argument(
-                    "after the head and the lists of samples, a look-up has only ids",
+                    "unexpected message: after the head and the lists of samples, a look-up has only ids",
                 ));
             };
             for (server, piece) in self.split.ids(chunk)? {

@@ -65,7 +65,7 @@ impl Push {
             let mut servers = Vec::with_capacity(calls.len());
             while let Some(done) = calls.join_next().await {
                 let (server, outcome) =
-                    done.map_err(|error| Status::internal(format!("a push failed: {error}")))?;
+                    done.map_err(|error| Status::internal(format!("the push failed: {error}")))?;
                 let outcome = Some(match outcome {
                     Ok(report) => server_push::Outcome::Applied(report),
                     Err(error) => {
@@ -119,8 +119,8 @@ impl Push {
                     pieces.map(|(server, piece)| (server, push_request::Part::Gradients(piece))).collect()
                 }
                 _ => {
-                    let what =
-                        "after the head and the lists of samples of a push only ids and gradients may come";
+                    let what = "unexpected message: after the head and the lists of samples, a push has only \
+                                ids and gradients";
                     return Err(Status::invalid_argument(what));
                 }
             };
@@ -166,7 +166,7 @@ async fn call(
         Some(server_push::Outcome::Failed(failure)) => Err(from_failure(&server.peer, &failure)),
         None => Err(TablesError::Incompatible {
             peer: server.peer.clone(),
-            what: "it acknowledged a push without an outcome".into(),
+            what: "it replied to a push without stating the outcome".into(),
         }),
     }
 }

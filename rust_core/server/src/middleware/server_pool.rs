@@ -87,7 +87,7 @@ impl ServerTable {
             .filter(|index| self.servers[*index].is_none())
             .map(|index| format!("server {index} of {servers}"))
             .collect();
-        format!("{} did not announce itself", missing.join(", "))
+        format!("no announcement of {}", missing.join(", "))
     }
 }
 
@@ -119,7 +119,7 @@ impl ServerPool {
             ServerClient::new(peer, endpoint.clone(), link).map(|server| Some(Arc::new(server)))
         });
         let servers = servers.collect::<Result<_, _>>();
-        let servers = servers.map_err(|error| Exit::Usage(format!("PERSIA_TLS_CA: {error}")))?;
+        let servers = servers.map_err(|error| Exit::Usage(format!("cannot use PERSIA_TLS_CA: {error}")))?;
         let (_, known) = watch::channel(ServerTable { servers, disagreement: None });
         Ok(Self { known, refresh: Arc::default(), searched: "--servers".into(), search: None })
     }
@@ -286,7 +286,7 @@ impl Search {
                     tracing::info!("found {}", server.peer);
                     known.servers[index] = Some(Arc::new(server));
                 }
-                Err(error) => tracing::error!("{}: {error}", peer.describe()),
+                Err(error) => tracing::error!("cannot call {}: {error}", peer.describe()),
             }
         }
     }
@@ -297,13 +297,13 @@ fn disagreement(peers: &[Peer]) -> Option<(String, String)> {
     let first = peers.first()?;
     peers.iter().find_map(|peer| {
         let what = if peer.protocol != PROTOCOL {
-            format!("it uses protocol {}, this middleware uses {PROTOCOL}", peer.protocol)
+            format!("it uses protocol {}, but this middleware uses {PROTOCOL}", peer.protocol)
         } else if peer.version != VERSION {
-            format!("it has version {}, this middleware has {VERSION}", peer.version)
+            format!("it has version {}, but this middleware has {VERSION}", peer.version)
         } else if peer.replicas != first.replicas {
-            format!("there is also {}: all need the same REPLICA_SIZE", first.describe())
+            format!("{} has a different REPLICA_SIZE; set the same value for all servers", first.describe())
         } else if peer.address.is_none() {
-            "it announces no address".into()
+            "it announces no address, so it cannot be called".into()
         } else {
             return None;
         };
@@ -360,6 +360,6 @@ mod tests {
     #[test]
     fn missing_servers_are_named() {
         let known = ServerTable { servers: vec![None, None], disagreement: None };
-        assert_eq!(known.missing(), "server 0 of 2, server 1 of 2 did not announce itself");
+        assert_eq!(known.missing(), "no announcement of server 0 of 2, server 1 of 2");
     }
 }

@@ -82,7 +82,10 @@ impl Node {
         }
         let (store, timeout) = (Arc::clone(&self.store), self.options.turn_timeout / 4);
         let waited = tokio::task::spawn_blocking(move || store.wait_for_room(timeout)).await;
-        waited.map_err(|error| self.io(io::ErrorKind::Other, &error.to_string()))
+        waited.map_err(|error| {
+            let what = format!("cannot wait for memory of the snapshot in progress: {error}");
+            self.io(io::ErrorKind::Other, &what)
+        })
     }
 
     /// Whether training requests are throttled now.
@@ -123,7 +126,7 @@ impl Node {
         match error {
             TablesError::Io { path, source } => TablesError::Unreachable {
                 peer: self.peer.clone(),
-                what: format!("it cannot write its log, {}: {source}", path.display()),
+                what: format!("it cannot write its log in {}: {source}", path.display()),
             },
             other => other,
         }

@@ -30,7 +30,7 @@ impl CheckpointRoot {
         };
         if is_url(root) {
             return bad(format!(
-                "checkpoint directory {relative:?}: this server has PERSIA_CKPT_DIR={}; set the same one for trainers \
+                "checkpoint folder {relative:?}: PERSIA_CKPT_DIR of this server is {}; set the same value for trainers \
                  and servers",
                 root.display()
             ));
@@ -39,12 +39,15 @@ impl CheckpointRoot {
         for name in relative.split('/').filter(|_| !relative.is_empty()) {
             if !is_name(name) {
                 return bad(format!(
-                    "checkpoint folder {relative:?}: {name:?} is not of the form [A-Za-z0-9._-]{{1,128}}"
+                    "checkpoint folder {relative:?}: the name {name:?} is not allowed: expected \
+                     [A-Za-z0-9._-]{{1,128}}, except . and .."
                 ));
             }
             path.push(name);
             if is_link(&path)? {
-                return bad(format!("checkpoint folder {relative:?}: {name:?} is a symbolic link"));
+                return bad(format!(
+                    "checkpoint folder {relative:?}: {name:?} is a symbolic link, which is not allowed"
+                ));
             }
         }
         if path.is_dir() {
@@ -52,7 +55,7 @@ impl CheckpointRoot {
         }
         let source = std::io::Error::new(
             std::io::ErrorKind::NotFound,
-            "no such folder on the server: PERSIA_CKPT_DIR must be one folder for trainers and servers",
+            "no such folder on the server: PERSIA_CKPT_DIR must be a folder that trainers and servers share",
         );
         Err(TablesError::Io { path, source })
     }
@@ -66,7 +69,9 @@ impl CheckpointRoot {
         if !is_plain || root.is_some_and(|root| !path.starts_with(root)) {
             let root = root.map_or_else(|| "s3://BUCKET/PREFIX".into(), |root| root.display().to_string());
             return Err(TablesError::BadShape {
-                what: format!("checkpoint {url:?}: expected a URL below {root}"),
+                what: format!(
+                    "checkpoint {url:?}: expected a URL below {root} without an empty component, . or .."
+                ),
             });
         }
         Ok(path.to_owned())

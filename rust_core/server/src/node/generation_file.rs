@@ -41,7 +41,7 @@ impl GenerationFile {
         let unusable = |error: io::Error| {
             let uid = rustix::process::getuid().as_raw();
             Exit::Usage(format!(
-                "PERSIA_DATA_DIR {}: {error}; user {uid} must be able to write there",
+                "cannot use PERSIA_DATA_DIR={}: {error}; user {uid} must be able to write there",
                 dir.display()
             ))
         };
@@ -50,7 +50,7 @@ impl GenerationFile {
         let lock = lock.map_err(unusable)?;
         flock(&lock, FlockOperation::NonBlockingLockExclusive).map_err(|error| match error {
             rustix::io::Errno::WOULDBLOCK => Exit::Again(format!(
-                "PERSIA_DATA_DIR {} is in use by another server; stop it, or use a separate folder",
+                "PERSIA_DATA_DIR={} is in use by another server; stop that server, or use a separate folder",
                 dir.display()
             )),
             error => unusable(error.into()),

@@ -154,11 +154,12 @@ impl Node {
             Ok(()) => {}
             Err(Unresumed::Unread(why)) => {
                 return Err(Exit::Again(format!(
-                    "the log stays, and is read at the next start; the rows of its checkpoint cannot be read now: {why}"
+                    "cannot read the rows of the checkpoint on which the log is based: {why}; the log is kept, and the \
+                     next start reads both again"
                 )));
             }
             Err(Unresumed::Unusable(why)) => {
-                tracing::warn!("the log cannot be used; the job resumes from its last checkpoint: {why}");
+                tracing::warn!("cannot use the log, so the job resumes from its last checkpoint: {why}");
                 node.store = empty_store(&node.options, false)?;
                 node.sequencer = Arc::default();
                 node.begun = RwLock::new(None);
@@ -177,7 +178,11 @@ impl Node {
     ) -> Result<Self, Exit> {
         let (index, servers) = (options.index, options.servers);
         if index >= servers || servers as usize > persia_types::limits::MAX_SERVERS {
-            return Err(Exit::Usage(format!("there is no server {index} of {servers}")));
+            return Err(Exit::Usage(format!(
+                "server {index} of {servers} is not possible: expected an index below the number of servers, which \
+                 is at most {}",
+                persia_types::limits::MAX_SERVERS
+            )));
         }
         Ok(Self {
             peer: options.peer(),
@@ -240,7 +245,8 @@ impl Node {
             // run.
             Some(_) if !run.fresh && self.holds_rows()? => {
                 tracing::warn!(
-                    "the log is closed, because it does not contain the current rows; load a checkpoint again"
+                    "the log does not contain the current rows, so pushes are refused until a checkpoint is loaded \
+                     or a run begins with empty tables"
                 );
                 self.start(run)?;
             }
@@ -276,10 +282,12 @@ impl Node {
         let NodeOptions { job: own, servers: configured, .. } = &self.options;
         let differs = |what: String| Err(TablesError::Incompatible { peer: self.peer.clone(), what });
         if job != own {
-            return differs(format!("it serves job {own:?}, the run belongs to job {job:?}"));
+            return differs(format!("it serves job {own:?}, but the run belongs to job {job:?}"));
         }
         if servers != *configured {
-            return differs(format!("the caller has {servers} servers, it is configured for {configured}"));
+            return differs(format!(
+                "it has REPLICA_SIZE={configured}, but the caller expects REPLICA_SIZE={servers}"
+            ));
         }
         let highest = self.generation.get();
         if *generation <= highest {
@@ -297,7 +305,9 @@ impl Node {
         }
         let what = match own.end() {
             0 => format!("it was restarted and has lost the rows of generation {expected}"),
-            own => format!("its rows belong to generation {own}, the run continues generation {expected}"),
+            own => {
+                format!("its rows belong to generation {own}, but the run continues generation {expected}")
+            }
         };
         Err(TablesError::Lost { peer: self.peer.clone(), what })
     }

@@ -52,8 +52,9 @@ impl Node {
         let generation = self.current().map_err(|error| error.to_string())?.generation;
         let highest = self.generation.get();
         if generation < highest {
-            let why =
-                format!("it belongs to generation {generation}, but generation {highest} has begun since");
+            let why = format!(
+                "the log belongs to generation {generation}, but generation {highest} has begun since"
+            );
             return Err(why.into());
         }
         if generation > highest {
@@ -64,12 +65,12 @@ impl Node {
             let bytes = replayed.torn;
             tracing::warn!(
                 bytes,
-                "dropped a torn record at the end of the log: it was not acknowledged, or not yet durable"
+                "dropped the incomplete end of the log: its requests were not acknowledged or not yet durable"
             );
         }
         if let Some(why) = &replayed.refused {
             tracing::warn!(
-                "dropped the last record of the log, because it was refused and not acknowledged: {why}"
+                "dropped the last record of the log, because its request was refused and not acknowledged: {why}"
             );
         }
         let (records, seconds) = (replayed.records, started.elapsed().as_secs_f64());
@@ -93,7 +94,7 @@ impl Node {
         if run.job == self.options.job {
             return self.start(run);
         }
-        let what = format!("it belongs to job {:?}, this server serves {:?}", run.job, self.options.job);
+        let what = format!("it belongs to job {:?}, but this server serves {:?}", run.job, self.options.job);
         Err(TablesError::BadRun { what })
     }
 

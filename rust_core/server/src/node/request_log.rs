@@ -88,9 +88,9 @@ impl RequestLog {
     /// `Usage` if the directory cannot be used; `Again` if a thread cannot be started.
     pub(super) fn open(options: LogOptions, owner: Owner, timeout: Duration) -> Result<Self, Exit> {
         let LogOptions { dir, sync } = options;
-        let failed = format!("log in {}", dir.display());
+        let failed = format!("cannot open the log in {} (below PERSIA_DATA_DIR)", dir.display());
         let wal = Wal::open(dir, sync, timeout).map_err(|error| match error.kind() {
-            io::ErrorKind::WouldBlock => Exit::Again(format!("{failed}: {error}")), // no thread can be started at the moment
+            io::ErrorKind::WouldBlock => Exit::Again(format!("{failed}: cannot start a thread: {error}")),
             _ => Exit::Usage(format!("{failed}: {error}")),
         })?;
         Ok(Self { wal, owner, cut: Mutex::default() })
@@ -102,13 +102,15 @@ impl RequestLog {
     /// The reason why the log cannot be used.
     pub(super) fn base(&self) -> Result<Option<WalBase>, String> {
         let Some(base) = self.wal.base()? else { return Ok(None) };
-        let base: WalBase = serde_json::from_slice(&base).map_err(|error| format!("its base: {error}"))?;
+        let base: WalBase = serde_json::from_slice(&base)
+            .map_err(|error| format!("the base of the log is malformed: {error}"))?;
         if base.owner != self.owner {
             let shown = |owner: &Owner| {
                 let Owner { version, index, servers, capacity } = owner;
                 format!("server {index} of {servers} with version {version} and capacity {capacity}")
             };
-            return Err(format!("it was written by {}, this is {}", shown(&base.owner), shown(&self.owner)));
+            let (theirs, own) = (shown(&base.owner), shown(&self.owner));
+            return Err(format!("the log was written by {theirs}, but this is {own}"));
         }
         Ok(Some(base))
     }
@@ -267,5 +269,5 @@ impl RequestLog {
 
 /// The error for a run that cannot be serialized.
 fn encoding(error: std::io::Error) -> TablesError {
-    TablesError::BadRun { what: format!("it cannot be logged: {error}") }
+    TablesError::BadRun { what: format!("the run cannot be encoded for the log: {error}") }
 }

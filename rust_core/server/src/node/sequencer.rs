@@ -51,7 +51,7 @@ impl std::fmt::Display for Position {
             Phase::Lookup => "look-up",
             Phase::Push => "push",
         };
-        write!(f, "{what} {} of rank {}", self.seq, self.rank)
+        write!(f, "{what} of rank {} for step {}", self.rank, self.seq)
     }
 }
 
@@ -183,8 +183,9 @@ impl RankSequencer {
         }
         if token.rank >= sequence.ranks {
             let what = format!(
-                "request {token} comes from rank {}, the run has {} ranks",
-                token.rank, sequence.ranks
+                "request {token} comes from rank {}, but the highest rank of the run is {}",
+                token.rank,
+                sequence.ranks.saturating_sub(1)
             );
             return Err(TablesError::BadShape { what });
         }
@@ -194,7 +195,7 @@ impl RankSequencer {
         });
         if position.seq < first {
             let what = format!(
-                "{position} in a run whose first step is {first}: all ranks must start at the same step"
+                "the {position} is before step {first}, at which the run began: all ranks must start at the same step"
             );
             return Err(TablesError::BadShape { what });
         }
@@ -211,7 +212,7 @@ impl RankSequencer {
     /// Describe the requests for which the request at `position` waited.
     fn missing(&self, position: Position, timeout: Duration) -> String {
         let seconds = timeout.as_secs_f32();
-        let mut text = format!("{position} waited {seconds} s for its turn");
+        let mut text = format!("the {position} waited {seconds} s for its turn");
         let sequence = self.sequence.lock();
         let Some((sequence, (_, turn))) = sequence.as_ref().and_then(|s| Some((s, s.turn?))) else {
             return text;
@@ -407,8 +408,9 @@ mod tests {
         let soon = Duration::from_millis(30);
         let error = sequencer.turn(token(2, 9), Phase::Lookup, soon, "server 1 of 2").await.unwrap_err();
         let text = error.to_string();
-        assert!(text.contains("server 1 of 2") && text.contains("look-up 9 of rank 2"), "{text}");
-        assert!(text.ends_with("missing: look-up 9 of rank 0, look-up 9 of rank 1"), "{text}");
+        assert!(text.contains("server 1 of 2") && text.contains("look-up of rank 2 for step 9"), "{text}");
+        let missing = "missing: look-up of rank 0 for step 9, look-up of rank 1 for step 9";
+        assert!(text.ends_with(missing), "{text}");
         let early = sequencer.turn(token(0, 8), Phase::Lookup, soon, "").await.unwrap_err();
         assert!(matches!(early, TablesError::BadShape { .. }), "{early}");
     }

@@ -31,10 +31,10 @@ impl ServableCheckpoint {
     pub fn open(dir: &Path, configured: Option<Schema>) -> Result<Self, Exit> {
         let manifest = Manifest::open(dir).map_err(|error| match &error {
             CheckpointError::Io { source, .. } if source.kind() == io::ErrorKind::InvalidInput => {
-                Exit::Usage(format!("{KEY}: {error}")) // a URL that cannot be used
+                Exit::Usage(cannot_serve(&error)) // a URL that cannot be used
             }
-            CheckpointError::Io { .. } => Exit::Again(format!("{KEY}: {error}")),
-            _ => Exit::Corrupt(format!("{KEY}: {error}")),
+            CheckpointError::Io { .. } => Exit::Again(cannot_serve(&error)),
+            _ => Exit::Corrupt(cannot_serve(&error)),
         })?;
         let saved = &manifest.head.run.schema;
         let schema = match configured {
@@ -42,7 +42,8 @@ impl ServableCheckpoint {
                 let wrong = differences(saved, &configured);
                 if !wrong.is_empty() {
                     return Err(Exit::Usage(format!(
-                        "{KEY} {} does not fit the embedding configuration: {}; use the configuration of the training",
+                        "the checkpoint {} of {KEY} does not fit the embedding configuration: {}; use the \
+                         configuration of the job that saved the checkpoint",
                         dir.display(),
                         wrong.join("; ")
                     )));
@@ -51,8 +52,8 @@ impl ServableCheckpoint {
             }
             None if saved.slots.is_empty() => {
                 return Err(Exit::Usage(format!(
-                    "{KEY} {} has rows and no slots, because it was imported: set PERSIA_EMBEDDING_CONFIG or \
-                     PERSIA_CONFIG to the slots to serve",
+                    "the checkpoint {} of {KEY} has no slots, because it was imported: set \
+                     PERSIA_EMBEDDING_CONFIG or PERSIA_CONFIG to a file that defines the slots to serve",
                     dir.display()
                 )));
             }
@@ -67,6 +68,11 @@ impl ServableCheckpoint {
     }
 }
 
+/// The message for a checkpoint that cannot be served.
+fn cannot_serve(error: &dyn std::fmt::Display) -> String {
+    format!("cannot serve the checkpoint of {KEY}: {error}")
+}
+
 /// The differences that would change the meaning of a checkpoint's rows, with one message for each slot or table.
 fn differences(saved: &Schema, configured: &Schema) -> Vec<String> {
     let table = |schema: &Schema, slot: &Slot| schema.tables[slot.table].name.clone();
@@ -76,16 +82,25 @@ fn differences(saved: &Schema, configured: &Schema) -> Vec<String> {
         let same = Slot { table: before.table, ..slot.clone() };
         let (own, configured) = (table(saved, before), table(configured, slot));
         if own != configured {
-            wrong.push(format!("slot {} has table {own} there, {configured} here", slot.name));
+            wrong.push(format!(
+                "slot {} has table {own} in the checkpoint, but {configured} in the configuration",
+                slot.name
+            ));
         } else if same != *before {
-            wrong.push(format!("slot {} is {before:?} there, {slot:?} here", slot.name));
+            wrong.push(format!(
+                "slot {} is {before:?} in the checkpoint, but {slot:?} in the configuration",
+                slot.name
+            ));
         }
     }
     for table in &configured.tables {
         match saved.tables.iter().find(|before| before.name == table.name) {
             None => wrong.push(format!("the checkpoint has no table {}", table.name)),
             Some(before) if before.dim != table.dim => {
-                wrong.push(format!("table {} has dim {} there, {} here", table.name, before.dim, table.dim));
+                wrong.push(format!(
+                    "table {} has dim {} in the checkpoint, but {} in the configuration",
+                    table.name, before.dim, table.dim
+                ));
             }
             Some(_) => {}
         }
@@ -126,11 +141,9 @@ impl Node {
         };
         let mut node = Self::empty(options, GenerationFile::open(None)?, None, true)?;
         let failed = |error: TablesError| match error {
-            TablesError::BadRun { .. } => Exit::Usage(format!("{KEY}: {error}")),
-            TablesError::Corrupt { .. } | TablesError::Foreign { .. } => {
-                Exit::Corrupt(format!("{KEY}: {error}"))
-            }
-            other => Exit::Again(format!("{KEY}: {other}")),
+            TablesError::BadRun { .. } => Exit::Usage(cannot_serve(&error)),
+            TablesError::Corrupt { .. } | TablesError::Foreign { .. } => Exit::Corrupt(cannot_serve(&error)),
+            other => Exit::Again(cannot_serve(&other)),
         };
         node.start(&run).map_err(failed)?;
         let files = manifest.shards();
@@ -172,8 +185,8 @@ impl Node {
             return Ok(());
         }
         let what = format!(
-            "it serves step {} of {}, not the checkpoint that it served when this process connected: load its \
-             model, and call wait_for_serving() again, or restart this process",
+            "it serves step {} of {}, not the checkpoint that it served when this process connected: load the \
+             model of that step and call wait_for_serving() again, or restart this process",
             served.step, served.path
         );
         Err(TablesError::Incompatible { peer: self.peer.clone(), what })
@@ -187,7 +200,8 @@ impl Node {
 pub fn checkpoint_dir(given: Option<&str>) -> Result<&Path, Exit> {
     given.map(Path::new).ok_or_else(|| {
         Exit::Usage(format!(
-            "job_type: Infer serves a checkpoint: set common_config.{KEY} in global_config.yml to its folder"
+            "no checkpoint to serve: with job_type: Infer, set common_config.{KEY} in global_config.yml to the folder \
+             or URL of a checkpoint"
         ))
     })
 }
@@ -230,8 +244,14 @@ mod tests {
                 &|schema| schema.slots[1].hash_stack = Some(HashStack { rounds: 2, buckets: 9 }),
                 "slot item is",
             ),
-            (&|schema| schema.tables[1].dim = 16, "table goods has dim 8 there, 16 here"),
-            (&|schema| schema.tables[1].name = "items".into(), "slot item has table goods there, items here"),
+            (
+                &|schema| schema.tables[1].dim = 16,
+                "table goods has dim 8 in the checkpoint, but 16 in the configuration",
+            ),
+            (
+                &|schema| schema.tables[1].name = "items".into(),
+                "slot item has table goods in the checkpoint, but items in the configuration",
+            ),
             (&|schema| schema.tables.push(Table::new("city", 2)), "the checkpoint has no table city"),
         ];
         for (change, expected) in changes {

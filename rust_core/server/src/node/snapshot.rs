@@ -22,7 +22,8 @@ impl Node {
     pub fn prepare_snapshot(&self, fence: Fence, number: u64) -> Result<(), TablesError> {
         self.check_fence(fence)?;
         // The cut must not wait for a disk, because all ranks wait for the cut.
-        let what = "the files of an earlier snapshot are still being written";
+        let what = "cannot begin a snapshot: files of an earlier one are still being written, or another \
+                    administrative request is in progress; save again later";
         let busy = || self.io(io::ErrorKind::ResourceBusy, what);
         let _writing = self.writing.try_lock_for(CUT_TIMEOUT).ok_or_else(busy)?;
         let _alone = self.admin.try_lock_for(CUT_TIMEOUT).ok_or_else(busy)?;
@@ -54,7 +55,8 @@ impl Node {
         {
             tracing::warn!(
                 number,
-                "cannot log the abort of a snapshot; after a restart, rows would be copied for it: {error}"
+                "cannot log that the snapshot was aborted; a server that recovers from this log keeps the snapshot, \
+                 and copies its rows when they change: {error}"
             );
         }
         Ok(())

@@ -113,7 +113,7 @@ fn a_log_stays_while_the_rows_of_its_base_cannot_be_read_from_their_store() {
     for _ in 0..2 {
         let started = Node::new(options.clone(), GenerationFile::open(Some(&data)).unwrap());
         let Err(Exit::Again(why)) = started else { panic!("the log was given up") };
-        assert!(why.contains("gs:// is not supported here"), "{why}");
+        assert!(why.contains("gs:// is not supported; expected s3://BUCKET/PREFIX"), "{why}");
     }
 }
 
@@ -128,7 +128,7 @@ fn a_run_continues_only_with_the_rows_of_its_generation() {
     };
     assert!(refused(4, 3).contains("it was restarted and has lost the rows of generation 3"));
     node.begin(1, &run(&node, 4), false).unwrap();
-    assert!(refused(5, 3).contains("its rows belong to generation 4, the run continues generation 3"));
+    assert!(refused(5, 3).contains("its rows belong to generation 4, but the run continues generation 3"));
     train(&node, 4, 1);
     node.begin(1, &continuing(&node, 5, 4), false).unwrap();
     // The rows have not changed since generation 4: another server may not have begun generation 5.

@@ -84,7 +84,7 @@ impl Files {
                 content.drain(..checksum.len());
                 Ok(Some(content))
             }
-            _ => Err(format!("{}: damaged", path.display())),
+            _ => Err(format!("{}: the content does not match its checksum", path.display())),
         }
     }
 

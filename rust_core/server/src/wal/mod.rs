@@ -256,7 +256,8 @@ struct Capture {
 impl Shared {
     /// The reason why nothing can be appended.
     fn closed(&self) -> TablesError {
-        let why = "the log could not be written; a new run or a restore starts a new log";
+        let why = "the log is closed: it could not be written, or it does not contain the current rows; loading a \
+                   checkpoint, or a run that begins with empty tables, starts a new log";
         self.files.error(io::Error::other(why))
     }
 
@@ -329,7 +330,7 @@ impl Shared {
         // Without this record, the segments are only synced again.
         match self.write(&mut writer, &WalRecord::durable(capture.number)) {
             Ok(_) => drop(writer.rotated.drain(..captured)),
-            Err(error) => tracing::debug!("durable segments are not recorded in the log: {error}"),
+            Err(error) => tracing::debug!("cannot record in the log which segments are durable: {error}"),
         }
     }
 }

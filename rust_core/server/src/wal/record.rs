@@ -100,7 +100,7 @@ impl WalRecord {
         if u32::try_from(self.0.len() - FRAME_BYTES).is_ok() {
             Ok(&self.0)
         } else {
-            Err(io::Error::new(io::ErrorKind::InvalidInput, "a request of 4 GiB or more"))
+            Err(io::Error::new(io::ErrorKind::InvalidInput, "cannot log a request of 4 GiB or more"))
         }
     }
 

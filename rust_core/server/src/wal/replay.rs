@@ -58,7 +58,8 @@ impl Wal {
         let mut rotated = Vec::new();
         let segment = loop {
             let number = replayed.segment;
-            let next = number.checked_add(1).ok_or_else(|| format!("segment {number} has no successor"))?;
+            let next = number.checked_add(1);
+            let next = next.ok_or_else(|| format!("segment {number} has the highest possible number"))?;
             let (bytes, torn) = self.replay_segment(number, next, &mut replayed, &mut each)?;
             let describe = |error: io::Error| format!("{}: {error}", files.segment(number).display());
             let open = || std::fs::File::open(files.segment(number)).map(Arc::new).map_err(describe);
@@ -126,7 +127,8 @@ impl Wal {
         let mut later = all.into_iter().filter(|later| *later > number).map(|later| files.segment(later));
         if later.any(|later| segment::states_durable(&later, number)) {
             return Err(format!(
-                "{}: its end or the next segment is missing, and more records follow",
+                "{}: its end, or the next segment, is missing, although a later segment states that this one \
+                 is durable",
                 path.display()
             ));
         }

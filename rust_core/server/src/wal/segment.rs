@@ -71,7 +71,8 @@ impl Segment {
         if let Err(error) = self.truncate() {
             tracing::warn!(
                 path = %self.path.display(),
-                "cannot truncate the log; nothing is appended until this succeeds: {error}"
+                "cannot remove an incomplete or refused record from the log; requests are refused until it is \
+                 removed: {error}"
             );
         }
     }
@@ -112,12 +113,15 @@ pub(super) fn follows(path: &Path) -> Result<Option<u64>, String> {
     })?;
     match (first, read) {
         (Some(Entry::Follows(bytes)), _) => Ok(Some(bytes)),
-        (Some(_), _) => Err(format!("{}: the length of the previous segment is missing", path.display())),
+        (Some(_), _) => {
+            Err(format!("{}: its first record is not the length of the previous segment", path.display()))
+        }
         (None, _) => Ok(None),
     }
 }
 
-/// Whether a segment states that the segments up to this one are durable. A segment that cannot be read does not count.
+/// Whether the segment at `path` states that the segments up to `number` are durable. Records after the first one that
+/// cannot be read do not count.
 pub(super) fn states_durable(path: &Path, number: u64) -> bool {
     let mut found = false;
     let read = read(path, &mut |entry, _, _| {
@@ -149,7 +153,7 @@ pub(super) fn read(
     let mut magic = [0; MAGIC.len()];
     input.read_exact(&mut magic).map_err(describe)?;
     if magic != *MAGIC {
-        return Err(format!("{}: not a segment of a log of this version", path.display()));
+        return Err(format!("{}: not a log segment that this version can read", path.display()));
     }
     let mut at = MAGIC.len() as u64;
     loop {

@@ -131,7 +131,8 @@ impl SyncState {
             }
             Err(error) => {
                 state.failed = Some(format!(
-                    "the log could not be written to the disk ({error}); a new run or a restore starts a new log"
+                    "cannot sync the log to the disk: {error}; loading a checkpoint, or a run that begins with empty \
+                     tables, starts a new log"
                 ));
             }
         }

@@ -266,7 +266,7 @@ async fn the_order_of_a_reproducible_run_is_resumed() {
     // that.
     assert!(node.admit(token(0, 1), Phase::Push).await.unwrap().is_none());
     let early = node.admit(token(1, 2), Phase::Lookup).await.unwrap_err();
-    assert!(early.to_string().contains("push 1 of rank 1"), "{early}");
+    assert!(early.to_string().contains("push of rank 1 for step 1"), "{early}");
     assert!(node.admit(token(1, 1), Phase::Push).await.unwrap().is_some());
 }
 

@@ -137,7 +137,11 @@ fn malformed_samples_of_a_look_up_are_refused_by_name_and_bring_no_rows() {
     refused(with(|samples| samples.samples = 1 << 25), &good, "33554432 samples, the limit is");
     refused(with(|samples| samples.indices = u32::MAX), &good, "indices of ids, the limit is");
     refused(proto::TablePart { shard_counts: vec![0; 256], ..part() }, &good, "2 samples use no ids");
-    refused(part(), &words(&[0, 1, 2, 3], OFFSETS, WEIGHTS, DIVISORS), "a sample uses row 3 of 3");
+    refused(
+        part(),
+        &words(&[0, 1, 2, 3], OFFSETS, WEIGHTS, DIVISORS),
+        "a sample uses row index 3, but there are 3 rows",
+    );
     refused(part(), &words(PLACES, &[0, 5, 4], WEIGHTS, DIVISORS), "offsets of samples must ascend");
     refused(part(), &words(PLACES, &[0, 2, 3], WEIGHTS, DIVISORS), "from 0 to 3");
     refused(part(), &words(PLACES, OFFSETS, &[1.0, f32::NAN, 1.0, 1.0], DIVISORS), "weight NaN at index 1");
@@ -150,7 +154,7 @@ fn malformed_samples_of_a_look_up_are_refused_by_name_and_bring_no_rows() {
     let late = [&whole[..1], &whole[3..], &whole[1..3]].concat();
     for messages in [missing, late] {
         let status = raw_lookup(&stack, None, messages).unwrap_err();
-        assert!(status.message().contains("the lists of all its samples come first"), "{status}");
+        assert!(status.message().contains("the lists of all samples must come first"), "{status}");
     }
     assert!(raw_lookup(&stack, None, whole[..2].to_vec()).unwrap_err().message().contains("cut short"));
     let twice = [&whole[..], &whole[2..3]].concat();
@@ -173,7 +177,12 @@ fn malformed_samples_of_a_push_are_refused_by_name_and_change_no_row() {
         assert!(status.message().contains(named), "{status}");
     };
     let of = |list, starts| words(list, starts, WEIGHTS, &[0.5, 0.5]);
-    refused(part(), &of(&[0, 1, 0, 2], STARTS), gradients.clone(), "table 0: sample 2 of 2");
+    refused(
+        part(),
+        &of(&[0, 1, 0, 2], STARTS),
+        gradients.clone(),
+        "table 0: an id uses sample index 2, but there are 2 samples",
+    );
     refused(part(), &of(SAMPLES, &[0, 3, 2, 4]), gradients.clone(), "table 0: offsets of ids must ascend");
     refused(part(), &of(SAMPLES, &[0, 2, 3, 9]), gradients.clone(), "from 0 to 9");
     refused(with(|samples| samples.samples = 1 << 25), &good, gradients.clone(), "the limit is");

@@ -172,7 +172,7 @@ fn unauthenticated_calls_are_counted_and_do_not_fill_the_log() {
         assert!(matches!(error, TablesError::Refused { .. }), "{error}");
     }
     let lines: Vec<_> =
-        server.log().lines().filter(|line| line.contains("refused: ")).map(str::to_owned).collect();
+        server.log().lines().filter(|line| line.contains("calls refused: ")).map(str::to_owned).collect();
     assert!((1..=1 + start.elapsed().as_secs() as usize).contains(&lines.len()), "{lines:?}");
     assert!(lines[0].contains("127.0.0.1:") && lines[0].contains("PERSIA_TOKEN_FILE"), "{}", lines[0]);
     let metrics = http(&server.metrics(), "/metrics");

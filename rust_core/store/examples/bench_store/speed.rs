@@ -62,9 +62,9 @@ pub(crate) fn measure(dim: usize, size: &Size, lookups: bool, updates: bool) {
                 64 => (0.9, 0.65),
                 _ => (0.9, 0.75),
             };
-            for (kind, target) in [("slots known", known), ("with the probe", searched)] {
+            for (kind, target) in [("row indices known", known), ("with the probe", searched)] {
                 let (own, limit) =
-                    time_updates(&bench, &mut raw, rows, size.repetitions, kind == "slots known");
+                    time_updates(&bench, &mut raw, rows, size.repetitions, kind == "row indices known");
                 report("B2", &format!("{name}, {kind}, {case}, 1 threads"), &own, &limit, target);
             }
         }

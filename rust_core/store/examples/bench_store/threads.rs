@@ -30,7 +30,7 @@ pub(crate) fn measure(size: &Size) {
             }
         }
         let [own, one] = times;
-        for ((kind, own), one) in ["look-up train", "adam, slots known"].into_iter().zip(own).zip(one) {
+        for ((kind, own), one) in ["look-up train", "adam, row indices known"].into_iter().zip(own).zip(one) {
             let case = format!("{kind}, dim {DIM}, {rows} rows, {threads} threads");
             let target = 0.8 * threads as f64;
             print("threads", &case, "ns a row", own.median(), one.median(), target, own.spread());

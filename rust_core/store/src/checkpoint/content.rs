@@ -88,7 +88,7 @@ fn open(dir: &Path, entry: &FileEntry) -> Result<(PathBuf, Input)> {
     input.expect_all();
     let bytes = input.len()?;
     if bytes != entry.bytes {
-        let what = format!("has {bytes} bytes, the manifest says {}", entry.bytes);
+        let what = format!("has {bytes} bytes, but the manifest says {}", entry.bytes);
         return Err(CheckpointError::corrupt(&path, what));
     }
     Ok((path, input))
@@ -97,7 +97,7 @@ fn open(dir: &Path, entry: &FileEntry) -> Result<(PathBuf, Input)> {
 fn check(path: &Path, input: &mut Input, entry: &FileEntry, each: impl FnMut(&[u8])) -> Result<()> {
     let (bytes, blake3) = measure(input, each)?;
     if bytes != entry.bytes || blake3 != entry.blake3 {
-        let what = format!("has blake3 {blake3}, the manifest says {}", entry.blake3);
+        let what = format!("has BLAKE3 hash {blake3}, but the manifest says {}", entry.blake3);
         return Err(CheckpointError::corrupt(path, what));
     }
     Ok(())

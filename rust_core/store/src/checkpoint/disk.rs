@@ -130,7 +130,7 @@ pub fn replace_file(path: &Path, content: &[u8]) -> Result<()> {
 /// Mark `dir` as the staging directory of a save, durably.
 pub(super) fn mark(dir: &Path) -> Result<()> {
     const TEXT: &[u8] =
-        b"A save of Persia. If no process is saving, it was not finished; the next save removes it.\n";
+        b"A save of Persia writes here. If no process is saving, it has failed; the next save removes this folder.\n";
     write_new(&dir.join(MARKER), TEXT)?;
     sync_dir(dir)
 }

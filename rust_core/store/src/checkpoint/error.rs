@@ -32,7 +32,7 @@ pub enum CheckpointError {
         what: String,
     },
     /// The checkpoint was written by a newer version.
-    #[error("{path}: has format {found}, this build reads formats up to {known}: install a newer Persia")]
+    #[error("{path}: has format {found}, but this build reads formats up to {known}; install a newer Persia")]
     Future {
         /// The manifest.
         path: PathBuf,
@@ -42,7 +42,9 @@ pub enum CheckpointError {
         known: u32,
     },
     /// Another process is saving into the same directory, or has saved below the same URL.
-    #[error("{path}: another process is saving here; stop it, or save to a different folder")]
+    #[error(
+        "{path}: another process is saving, or has just saved, here; stop it, or save to a different folder"
+    )]
     Busy {
         /// The checkpoint's directory.
         path: PathBuf,
@@ -54,7 +56,7 @@ pub enum CheckpointError {
         path: PathBuf,
     },
     /// The caller requested an invalid save.
-    #[error("{path}: cannot be saved: {what}")]
+    #[error("cannot save {path}: {what}")]
     BadSave {
         /// The path to be written.
         path: PathBuf,
@@ -104,7 +106,9 @@ impl From<CheckpointError> for TablesError {
             }
             E::Future { path, found, known } => Self::Corrupt {
                 path,
-                what: format!("has format {found}, this build reads formats up to {known}"),
+                what: format!(
+                    "has format {found}, but this build reads formats up to {known}; install a newer Persia"
+                ),
             },
             E::BadSave { path, what } => Self::BadShape { what: format!("{}: {what}", path.display()) },
             E::Busy { path } => Self::Io { path, source: io::ErrorKind::ResourceBusy.into() },

@@ -147,7 +147,7 @@ impl Manifest {
 
     fn listed(&self, dir: &Path, name: &str) -> Result<FileEntry> {
         self.entry(name).ok_or_else(|| {
-            CheckpointError::corrupt(&dir.join(MANIFEST), format!("does not list a file {name:?}"))
+            CheckpointError::corrupt(&dir.join(MANIFEST), format!("does not list the file {name:?}"))
         })
     }
 
@@ -210,7 +210,7 @@ impl Manifest {
             }
         }
         match self.files.iter().find(|entry| !content::is_hash(&entry.blake3)) {
-            Some(entry) => Err(format!("has no blake3 of {}", entry.name)),
+            Some(entry) => Err(format!("has no BLAKE3 hash of {}", entry.name)),
             None => Ok(()),
         }
     }
@@ -222,7 +222,7 @@ const END: &str = "\"\n}\n";
 
 pub(super) fn parse(path: &Path, text: &[u8]) -> Result<Manifest> {
     let corrupt = |what: String| CheckpointError::corrupt(path, what);
-    let changed = || corrupt("has changed since it was written: its own blake3 does not match".into());
+    let changed = || corrupt("has changed since it was written: its own BLAKE3 hash does not match".into());
     let (body, hash) = split_hash(text).ok_or_else(changed)?;
     if blake3::hash(body).to_hex().as_bytes() != hash {
         return Err(changed());
@@ -261,13 +261,13 @@ fn describe(dir: &Path) -> String {
     let inside: Vec<&str> = names().filter(|name| dir.join(name).join(MANIFEST).is_file()).collect();
     if !inside.is_empty() {
         let more = if inside.len() > SHOWN { ", ..." } else { "" };
-        return format!("its folders {}{more} are checkpoints", inside[..inside.len().min(SHOWN)].join(", "));
+        return format!("use a checkpoint below it: {}{more}", inside[..inside.len().min(SHOWN)].join(", "));
     }
     if names().any(|name| names::revision(name).is_some()) {
         return "only a save that was not finished".into();
     }
     match found.len() {
         0 => "the folder is empty".into(),
-        count => format!("no {MANIFEST} among its {count} entries"),
+        _ => format!("the folder has no {MANIFEST}, only other files or folders"),
     }
 }

@@ -28,7 +28,10 @@ pub(super) fn is_file_name(name: &str) -> bool {
 
 /// The message that says why a name is refused.
 pub(super) fn refusal(name: &str) -> String {
-    format!("{name:?} is not a name for a file of a checkpoint: expected [A-Za-z0-9._-]{{1,128}}, not hidden")
+    format!(
+        "{name:?} cannot be the name of a checkpoint file: expected [A-Za-z0-9._-]{{1,128}}, no dot at the start, \
+         and neither {MANIFEST} nor {LATEST}"
+    )
 }
 
 /// The staging directory of the `revision`-th save into a directory.

@@ -37,7 +37,7 @@ pub(super) fn recover_locked(dir: &Path) -> Result<(Option<Manifest>, u64)> {
     let next = highest.checked_add(1).ok_or_else(|| {
         CheckpointError::bad_save(
             dir,
-            format!("{} has the highest number: no further save is possible", names::staging(highest)),
+            format!("{} has the highest number; save to a different folder", names::staging(highest)),
         )
     })?;
     Ok((manifest, next))

@@ -51,10 +51,10 @@ impl ShardRows {
     /// Like [`Self::check`], but without weights and state.
     pub(super) fn check_ids(&self) -> Result<(), String> {
         if self.shard >= VIRTUAL_SHARDS {
-            return Err(format!("shard {} of {VIRTUAL_SHARDS}", self.shard));
+            return Err(format!("shard {}, expected 0 to {}", self.shard, VIRTUAL_SHARDS - 1));
         }
         if self.tables.len() > MAX_SLOTS {
-            return Err(format!("{} tables, the limit is {MAX_SLOTS}", self.tables.len()));
+            return Err(format!("{} tables, but the limit is {MAX_SLOTS}", self.tables.len()));
         }
         let mut names = HashSet::new();
         for table in &self.tables {
@@ -88,21 +88,30 @@ impl TableRows {
         check_counted(&self.name, self.admission_counts.len())?;
         self.check_length("last_used", self.last_used.len(), self.ids.len())?;
         if let Some(pair) = self.ids.windows(2).find(|pair| pair[0] >= pair[1]) {
-            return Err(format!("table {:?}: id {} before id {}", self.name, pair[0], pair[1]));
+            return Err(format!(
+                "table {:?}: ids must ascend: id {} before id {}",
+                self.name, pair[0], pair[1]
+            ));
         }
         let counted = self.admission_counts.iter().map(|(id, _)| id);
         if let Some(id) = self.ids.iter().chain(counted).find(|id| shard_of(**id) != shard) {
             let own = shard_of(*id);
-            return Err(format!("table {:?}: id {id} of shard {own} in shard {shard}", self.name));
+            return Err(format!(
+                "table {:?}: id {id} belongs to shard {own}, but is in shard {shard}",
+                self.name
+            ));
         }
         if let Some(pair) = self.admission_counts.windows(2).find(|pair| pair[0].0 >= pair[1].0) {
-            return Err(format!("table {:?}: counted id {} before id {}", self.name, pair[0].0, pair[1].0));
+            return Err(format!(
+                "table {:?}: the ids of admission counts must ascend: id {} before id {}",
+                self.name, pair[0].0, pair[1].0
+            ));
         }
         let has_row = |id: &u64| self.ids.binary_search(id).is_ok();
         if let Some((id, count)) = self.admission_counts.iter().find(|(id, count)| *count == 0 || has_row(id))
         {
             return Err(format!(
-                "table {:?}: id {id} has count {count}, expected at least 1 and no row",
+                "table {:?}: id {id} has the admission count {count}, expected at least 1, and no row of the id",
                 self.name
             ));
         }
@@ -119,10 +128,10 @@ pub(super) fn check_sizes(name: &str, dim: usize, state_len: usize, rows: usize)
         return Err(format!("table {name:?}: dim {dim}, expected 1 to {MAX_DIM}"));
     }
     if state_len > MAX_STATE_LEN {
-        return Err(format!("table {name:?}: {state_len} floats of state, the limit is {MAX_STATE_LEN}"));
+        return Err(format!("table {name:?}: {state_len} floats of state, but the limit is {MAX_STATE_LEN}"));
     }
     if rows > MAX_ROWS_PER_SLAB {
-        return Err(format!("table {name:?}: {rows} rows, the limit is {MAX_ROWS_PER_SLAB}"));
+        return Err(format!("table {name:?}: {rows} rows, but the limit is {MAX_ROWS_PER_SLAB}"));
     }
     Ok(())
 }
@@ -131,7 +140,7 @@ pub(super) fn check_sizes(name: &str, dim: usize, state_len: usize, rows: usize)
 pub(super) fn check_counted(name: &str, counted: usize) -> Result<(), String> {
     let most = *COUNTED_IDS_PER_SHARD.end();
     if counted > most {
-        return Err(format!("table {name:?}: {counted} admission counts, the limit is {most}"));
+        return Err(format!("table {name:?}: {counted} admission counts, but the limit is {most}"));
     }
     Ok(())
 }

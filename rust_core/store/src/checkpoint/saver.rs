@@ -91,7 +91,7 @@ impl Saver {
         }
         let bytes = disk::Input::open(&path)?.len()?;
         if bytes != entry.bytes {
-            let what = format!("has {bytes} bytes, its writer reported {}", entry.bytes);
+            let what = format!("it has {bytes} bytes, but its writer reported {}", entry.bytes);
             return Err(CheckpointError::bad_save(&path, what));
         }
         self.files.push(entry);
@@ -169,7 +169,7 @@ impl Saver {
             return Err(CheckpointError::bad_save(&self.dir, names::refusal(name)));
         }
         if self.files.iter().any(|entry| entry.name == name) {
-            return Err(CheckpointError::bad_save(&path, "was added before"));
+            return Err(CheckpointError::bad_save(&path, "it was added before"));
         }
         if !self.previous.contains(name) && disk::kind(&path)?.is_some() {
             return Err(CheckpointError::Occupied { path });
@@ -184,7 +184,7 @@ impl Saver {
             if !added && name != MARKER {
                 return Err(CheckpointError::bad_save(
                     &self.staging.join(name),
-                    "was staged but never added",
+                    "it was written, but never added to the checkpoint",
                 ));
             }
         }

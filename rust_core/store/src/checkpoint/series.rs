@@ -111,7 +111,8 @@ pub fn publish_latest(dir: &Path) -> Result<()> {
     }
     let parent = disk::parent(dir);
     let name = dir.file_name().and_then(|name| name.to_str()).filter(|name| !name.contains('\n'));
-    let name = name.ok_or_else(|| CheckpointError::bad_save(dir, "has a name that LATEST cannot contain"))?;
+    let bad_name = || CheckpointError::bad_save(dir, "its name is not UTF-8, or contains a line break");
+    let name = name.ok_or_else(bad_name)?;
     let hint = parent.join(LATEST);
     if disk::kind(&hint)?.is_some() && read_hint(&parent)?.is_none() {
         return Err(CheckpointError::Occupied { path: hint });

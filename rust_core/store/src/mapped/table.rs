@@ -51,7 +51,10 @@ impl MappedTable {
         if !ids.content().len().is_multiple_of(size_of::<Id>()) || count >= NO_ROW as usize {
             return Err(corrupt(
                 &ids,
-                format!("has {} bytes: not a multiple of 8, or too many ids", ids.content().len()),
+                format!(
+                    "has {} bytes, expected a multiple of 8, for fewer than {NO_ROW} ids",
+                    ids.content().len()
+                ),
             ));
         }
         let bytes = format.row_bytes(dim).checked_mul(count);

@@ -31,7 +31,7 @@ impl MappedTables {
             tables.iter().map(MappedTable::dim).collect(),
         );
         if wanted != given {
-            return malformed(format!("tables of dims {given:?}, the schema has {wanted:?}"));
+            return malformed(format!("the tables have dims {given:?}, but the schema has {wanted:?}"));
         }
         Ok(Self { schema, tables, level: InstructionSet::detect() })
     }
@@ -60,7 +60,11 @@ impl Tables for MappedTables {
             return Err(TablesError::NoOptimizer);
         }
         if rows.len() != request.tables.len() {
-            return malformed(format!("{} buffers for {} tables", rows.len(), request.tables.len()));
+            return malformed(format!(
+                "the number of buffers is {}, but the number of tables is {}",
+                rows.len(),
+                request.tables.len()
+            ));
         }
         check_tables(&self.schema, request.tables.iter().map(|part| (part.table, part.ids.len())))?;
         for (part, rows) in request.tables.iter().zip(rows.iter()) {

@@ -91,7 +91,10 @@ impl<'a> TableFiles<'a> {
         for (_, id, at) in order {
             let row = &table.weights[at * dim..][..dim];
             if let Some(weight) = row.iter().find(|weight| !weight.is_finite()) {
-                let what = format!("table {:?} has the weight {weight} in the row of id {id}", table.name);
+                let what = format!(
+                    "table {:?}: id {id} has the weight {weight}, which is not finite; use an older checkpoint",
+                    table.name
+                );
                 return Err(TablesError::Corrupt { path: checkpoint.into(), what });
             }
             self.encoded.clear();

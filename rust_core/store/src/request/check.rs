@@ -45,7 +45,7 @@ pub(crate) fn check_buffer(table: &Table, part: &TableIds<'_>, floats: usize) ->
     let (what, vectors) = (if part.per_sample.is_some() { "samples" } else { "ids" }, part.vectors());
     if vectors.checked_mul(*dim) != Some(floats) {
         return malformed(format!(
-            "table {name}: {floats} floats of buffer for {vectors} {what} of dim {dim}"
+            "table {name}: a buffer of {floats} floats, but dim is {dim} and the number of {what} is {vectors}"
         ));
     }
     match &part.per_sample {
@@ -53,9 +53,7 @@ pub(crate) fn check_buffer(table: &Table, part: &TableIds<'_>, floats: usize) ->
         Some(PerSample::Gathered(csr)) => {
             csr.check(ids, vectors).map_err(|error| of_table(name, error.into()))
         }
-        Some(PerSample::Pooled(_)) => {
-            malformed(format!("table {name}: a store returns rows, it does not pool"))
-        }
+        Some(PerSample::Pooled(_)) => malformed(format!("table {name}: this store cannot pool rows")),
     }
 }
 
@@ -77,6 +75,6 @@ pub(crate) fn check_samples_once(table: &Table, part: &TableIds<'_>) -> Result<(
 pub(crate) fn check_step(step: u64) -> Result<u32, TablesError> {
     match u32::try_from(step) {
         Ok(step) if step > 0 => Ok(step),
-        _ => malformed(format!("step {step} is not from 1 to {}", u32::MAX)),
+        _ => malformed(format!("step is {step}; it must be from 1 to {}", u32::MAX)),
     }
 }

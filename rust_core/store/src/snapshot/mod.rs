@@ -72,7 +72,7 @@ pub(crate) fn load<T: Send>(
     for (at, (shard, content)) in loaded.into_iter().enumerate() {
         if shards.insert(shard, content).is_some() {
             let path = without_staging(&dir.join(&files[at].name));
-            return Err(TablesError::Corrupt { path, what: format!("shard {shard} is named twice") });
+            return Err(TablesError::Corrupt { path, what: format!("shard {shard} is listed twice") });
         }
     }
     Ok(shards)

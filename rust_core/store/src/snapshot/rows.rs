@@ -146,15 +146,16 @@ fn table_number(
     let foreign = |what| Err(TablesError::Foreign { path: path.to_owned(), what });
     let Some(number) = schema.tables.iter().position(|table| table.name == rows.name) else {
         let known: Vec<&str> = schema.tables.iter().map(|table| table.name.as_str()).collect();
-        return foreign(format!("it has a table {}, configured are {}", rows.name, known.join(", ")));
+        let known = known.join(", ");
+        return foreign(format!("it has a table {}, but the configured tables are {known}", rows.name));
     };
     let Layout { dim, state_len, .. } = layouts[number];
     if rows.dim != dim {
-        return foreign(format!("its table {} has dim {}, {dim} is configured", rows.name, rows.dim));
+        return foreign(format!("its table {} has dim {}, but dim {dim} is configured", rows.name, rows.dim));
     }
     if keep_state && rows.state_len > 0 && rows.state_len != state_len {
         return foreign(format!(
-            "its table {} has {} floats of optimizer state per row, the configured optimizer has {state_len}",
+            "its table {} has optimizer state of size {} per row, but the configured optimizer needs size {state_len}",
             rows.name, rows.state_len
         ));
     }

@@ -119,7 +119,10 @@ impl Store {
     /// same name.
     pub fn new(schema: Schema, options: StoreOptions) -> Result<Self, TablesError> {
         if options.capacity == 0 || options.snapshot_threads == 0 || options.request_threads == 0 {
-            return bad(format!("capacity and numbers of threads must be at least 1: {options:?}"));
+            return bad(format!(
+                "capacity is {}, request_threads is {} and snapshot_threads is {}; each must be at least 1",
+                options.capacity, options.request_threads, options.snapshot_threads
+            ));
         }
         if options.shards.is_empty() || options.shards.end > VIRTUAL_SHARDS {
             return bad(format!("shards {:?} are not a range within 0..{VIRTUAL_SHARDS}", options.shards));
@@ -129,7 +132,7 @@ impl Store {
                 return bad(format!("table {} has dim {}, expected 1 to {MAX_DIM}", table.name, table.dim));
             }
             if schema.tables[..number].iter().any(|other| other.name == table.name) {
-                return bad(format!("two tables are called {}", table.name));
+                return bad(format!("two tables have the name {}", table.name));
             }
         }
         let layouts: Vec<Layout> = schema.tables.iter().map(Layout::stateless).collect();

@@ -33,7 +33,11 @@ impl Store {
         let run = self.run.read();
         let run = run.as_ref().ok_or(TablesError::NotBegun)?;
         if rows.len() != request.tables.len() {
-            return malformed(format!("{} buffers for {} tables", rows.len(), request.tables.len()));
+            return malformed(format!(
+                "the number of buffers is {}, but the number of tables is {}",
+                rows.len(),
+                request.tables.len()
+            ));
         }
         check_tables(&self.schema, request.tables.iter().map(|part| (part.table, part.ids.len())))?;
         for (part, rows) in request.tables.iter().zip(rows.iter()) {
@@ -99,7 +103,8 @@ impl Store {
         check_trains(run)?;
         let step = check_step(request.step)?;
         if !(0.0..=f32::MAX).contains(&request.lr_factor) {
-            return malformed(format!("lr_factor {} is not from 0 to {:?}", request.lr_factor, f32::MAX));
+            let factor = request.lr_factor;
+            return malformed(format!("lr_factor is {factor}; it must be from 0 to {:?}", f32::MAX));
         }
         check_tables(&self.schema, request.tables.iter().map(|part| (part.table, part.ids.len())))?;
         for part in request.tables {

@@ -71,8 +71,8 @@ impl Store {
             if rows > 0 && held != layouts[number] && run.trains {
                 let (held, asked) = (held.state_len, layouts[number].state_len);
                 return bad(format!(
-                    "table {} has {rows} rows with {held} floats of optimizer state per row, the new \
-                     optimizer has {asked}; clear the tables or keep the optimizer",
+                    "table {} has rows ({rows}) with optimizer state of size {held}, but the new optimizer needs \
+                     size {asked}; clear the tables or keep the optimizer",
                     table.name
                 ));
             }

@@ -145,8 +145,10 @@ fn read_hash_stack(reader: &mut Reader, section: &Section<'_>, path: &str) -> Op
         None if config.get("embedding_size").is_some() => {} // reported already
         _ => {
             let place = config.get("embedding_size").map_or(config.place, |node| node.place);
-            let message =
-                format!("{rounds} rounds need buckets, allowed: a whole number from 1 to {}", u32::MAX);
+            let message = format!(
+                "`hash_stack_rounds: {rounds}` needs buckets; allowed: a whole number from 1 to {}",
+                u32::MAX
+            );
             reader.error(place, &size_path, message);
         }
     }

@@ -39,7 +39,7 @@ const SERVER_KEYS: &[&str] = &[
 const NO_PUSH: &str = "metrics are not pushed: servers and middlewares serve them, for Prometheus to fetch";
 const NO_SERVING: &str = "only an infer job (`job_type: Infer`) serves a checkpoint";
 const SERVES: &str = "an infer job changes no row of its checkpoint";
-const NO_WORKER: &str = "batches wait in the trainer; TrainCtx and DataLoader bound them";
+const NO_WORKER: &str = "the trainer holds the waiting batches; TrainCtx and DataLoader limit their number";
 const NO_INCREMENTAL: &str = "this version does not have incremental updates yet";
 const JOB_TYPE_UNUSED: &[(&str, &str)] =
     &[("job_type", "TrainCtx and eval_ctx decide whether rows are learned")];

@@ -92,7 +92,7 @@ impl<'a> GroupReader<'a> {
             }
             Some(before) => {
                 let message = format!(
-                    "the slot `{text}` is in the group `{}` already; a slot has one table: remove one of the two",
+                    "the slot `{text}` is in the group `{}` already; a slot has one table: remove the slot from one of the two groups",
                     self.names[before].0
                 );
                 self.reader.error(node.place, path, message);
@@ -135,8 +135,8 @@ impl<'a> GroupReader<'a> {
         let (one, other) = (&self.slots[one], &self.slots[other]);
         if one.hash_stack != other.hash_stack {
             let message = format!(
-                "the slots `{}` and `{}` have different hash_stack_config; slots of one group share rows: make them \
-                 equal, or take one out of the group",
+                "the slots `{}` and `{}` have different hash_stack_config; slots of one group share rows: set both \
+                 to the same value, or take one slot out of the group",
                 other.name, one.name
             );
             self.reader.error(place, path, message);
@@ -183,7 +183,7 @@ impl<'a> GroupReader<'a> {
             {
                 let message = format!(
                     "the slot `{name}`, which is in no group, has a table of this name too: rename the group, \
-                     or put the slot into it"
+                     or put the slot into the group"
                 );
                 self.reader.error(*place, &join(PATH, name), message);
             }
@@ -200,8 +200,8 @@ impl<'a> GroupReader<'a> {
         let alone = self.group_of.iter().filter(|group| group.is_none()).count();
         let needed = usize::BITS - tables.leading_zeros();
         let message = format!(
-            "found {bits}, which distinguishes {most} tables, but there are {tables} ({} groups and {alone} slots \
-             without a group); allowed: {needed} or more, or 0 for no prefix",
+            "found {bits}, which distinguishes {most} tables, but there are {tables} (groups: {}, slots without a \
+             group: {alone}); allowed: {needed} or more, or 0 for no prefix",
             tables - alone
         );
         self.reader.error(place, "feature_index_prefix_bit", message);

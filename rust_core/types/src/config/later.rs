@@ -14,11 +14,8 @@ pub(super) struct Later {
 }
 
 /// The unsupported settings of `embedding_parameter_server_config`.
-pub(super) const SERVER: &[Later] = &[Later {
-    key: "enable_incremental_update",
-    accepted: &["false"],
-    feature: "incremental updates, `true`",
-}];
+pub(super) const SERVER: &[Later] =
+    &[Later { key: "enable_incremental_update", accepted: &["false"], feature: "incremental updates" }];
 
 impl Later {
     /// Whether this version accepts `node`. A quoted number or boolean is a string, and is not accepted.

@@ -328,7 +328,8 @@ fn last(path: &str) -> &str {
     path.rsplit('.').next().unwrap_or(path)
 }
 
-/// The most similar word in `known`, if at most a third of the letters differ.
+/// The most similar word in `known`: the one that takes the fewest edits. At most one edit is allowed for every three
+/// letters of `word`, and one edit for a shorter word.
 pub fn nearest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     // The comparison takes quadratic time, and a longer word is not a typing error.
     if word.len() > MAX_NAME_BYTES {

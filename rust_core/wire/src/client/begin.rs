@@ -18,7 +18,7 @@ impl Caller {
         };
         let mut lost_a_reply = false;
         let begun = self
-            .call("begin", self.admin_timeouts(), async |remote, limit| {
+            .call("beginning the run", self.admin_timeouts(), async |remote, limit| {
                 let reply = self.attempt(remote, limit, &request).await;
                 lost_a_reply |= matches!(reply, Err(CallError::Transient(_)));
                 reply
@@ -48,7 +48,7 @@ impl Caller {
             Some(server) => Err(TablesError::Lost {
                 peer: format!("server {server} of {}", all.len()),
                 what: format!(
-                    "generation {generation} began on other servers and not on this one ({refusal})"
+                    "generation {generation} began on other servers, but not on this one ({refusal})"
                 ),
             }),
         }

@@ -41,7 +41,9 @@ impl CallError {
     /// The error of a chunk in a reply.
     pub(super) fn of_chunk(remote: &Remote, error: ChunkError) -> Self {
         match error {
-            ChunkError::Malformed(error) => Self::incompatible(remote, format!("its reply is {error}")),
+            ChunkError::Malformed(error) => {
+                Self::incompatible(remote, format!("its reply is invalid: {error}"))
+            }
             damaged => Self::unreachable(remote, format!("its reply was {damaged}")),
         }
     }
@@ -253,9 +255,11 @@ impl Caller {
                 TablesError::Lost { peer, what }
             }
             error @ TablesError::Recovering { .. } if !self.observes.load(Ordering::Relaxed) => {
-                let text = error.to_string();
-                let TablesError::Recovering { peer, .. } = error else { return error };
-                TablesError::Lost { peer, what: format!("{text}, but it makes no progress") }
+                let TablesError::Recovering { peer, done, total } = error else { return error };
+                let what = format!(
+                    "it is still reading its rows from disk, but makes no progress ({done} of {total} bytes)"
+                );
+                TablesError::Lost { peer, what }
             }
             other => other,
         }
@@ -279,7 +283,7 @@ async fn within<T>(
 ) -> Result<T, CallError> {
     let timed_out = || {
         let what = format!(
-            "no response within {:.1} s: it is busy or stopped, or a firewall drops packets to this port",
+            "no response within {:.1} s: the process is busy or stopped, or a firewall drops packets to its port",
             limit.as_secs_f32()
         );
         Err(CallError::unreachable(remote, what))

@@ -39,7 +39,7 @@ impl Caller {
         let samples = Samples::of_bags(bags).filter(|_| self.options.service == Service::Middleware);
         if samples.is_none() || table.ids.is_empty() {
             let what = format!(
-                "table {}: a middleware pools samples of several ids; call Tables::pools first",
+                "table {}: only a middleware can pool samples, and only samples of several ids",
                 table.table
             );
             return Err(TablesError::BadShape { what });
@@ -54,7 +54,11 @@ impl Caller {
     ) -> Result<LookupReport, TablesError> {
         if request.tables.len() != rows.len() {
             return Err(TablesError::BadShape {
-                what: format!("{} buffers for the rows of {} tables", rows.len(), request.tables.len()),
+                what: format!(
+                    "the number of buffers is {}, but the number of tables is {}",
+                    rows.len(),
+                    request.tables.len()
+                ),
             });
         }
         let parts: Vec<Part> = request
@@ -97,7 +101,7 @@ impl Caller {
                 }
             }
             scatter.finish().map_err(invalid)?;
-            report.ok_or_else(|| invalid(ChunkError::CutShort { what: "no report at its end".to_owned() }))
+            report.ok_or_else(|| invalid(ChunkError::CutShort { what: "it has no report".to_owned() }))
         })
         .await
     }

@@ -101,7 +101,8 @@ impl ClientOptions {
         }
         let Some(root) = &self.checkpoint_root else {
             return Err(bad(
-                "servers write checkpoints; set PERSIA_CKPT_DIR for them and for the trainers".into()
+                "the servers write checkpoints below PERSIA_CKPT_DIR, which is not set; set it for servers and trainers"
+                    .into(),
             ));
         };
         let real_dir = without_links(dir).map_err(|error| bad(error.to_string()))?;

@@ -41,7 +41,7 @@ impl Remote {
     /// Record a failure: log it if it is the first, and prefer other peers for a while.
     pub(super) fn note_failure(&self, what: &dyn std::fmt::Display) {
         if self.failed.lock().replace(Instant::now()).is_none() {
-            tracing::warn!(peer = self.name, %what, "a peer failed; retrying");
+            tracing::warn!(peer = self.name, %what, "a call to a peer failed; retrying");
         }
     }
 
@@ -138,7 +138,7 @@ fn new_remote(options: &ClientOptions, endpoint: Endpoint) -> Result<Remote, Tab
     let tls: Option<&ClientTlsConfig> = options.tls.as_ref();
     let channel = endpoint.channel(tls).map_err(|error| TablesError::Refused {
         peer: name.clone(),
-        what: format!("TLS: {error}: {:?}", std::error::Error::source(&error)),
+        what: format!("cannot use TLS: {error}: {:?}", std::error::Error::source(&error)),
     })?;
     Ok(Remote { name, service: options.service, endpoint, channel, failed: Mutex::default() })
 }
@@ -149,7 +149,7 @@ fn endpoints_of(peers: &[Peer]) -> Result<Vec<Endpoint>, TablesError> {
             return Err(TablesError::Incompatible {
                 peer: peer.describe(),
                 what: format!(
-                    "it is version {} with protocol {}, this process is version {VERSION} with protocol {PROTOCOL}",
+                    "it has version {} and protocol {}, but this process has version {VERSION} and protocol {PROTOCOL}",
                     peer.version, peer.protocol
                 ),
             });
@@ -159,9 +159,14 @@ fn endpoints_of(peers: &[Peer]) -> Result<Vec<Endpoint>, TablesError> {
 }
 
 fn of_discovery(error: &DiscoveryError) -> TablesError {
-    let what = error.to_string();
     match error {
-        DiscoveryError::Refused { url, .. } => TablesError::Refused { peer: format!("NATS at {url}"), what },
-        _ => TablesError::Unreachable { peer: "discovery".into(), what },
+        DiscoveryError::Refused { url, what } => TablesError::Refused {
+            peer: format!("NATS at {url}"),
+            what: format!("{what}; NATS and this process need the same token file (PERSIA_TOKEN_FILE)"),
+        },
+        DiscoveryError::NotConnected { url, what } => {
+            TablesError::Unreachable { peer: format!("NATS at {url}"), what: what.clone() }
+        }
+        other => TablesError::Unreachable { peer: "NATS".into(), what: other.to_string() },
     }
 }

@@ -150,7 +150,7 @@ impl Progress {
         }
         self.only = self.missing.iter().copied().collect();
         Err(last.unwrap_or_else(|| {
-            CallError::unreachable(remote, format!("its reply has no result for servers {:?}", self.missing))
+            CallError::unreachable(remote, format!("its reply has no result of servers {:?}", self.missing))
         }))
     }
 }

@@ -17,7 +17,7 @@ impl Caller {
             check_only: false,
         };
         self.stats_by_server().await?; // all servers have answered, so one attempt is enough
-        let what = format!("restore from {}", dir.display());
+        let what = format!("restoring from {}", dir.display());
         self.administer(&what, self.one_admin_attempt(), &request).await.map(drop)
     }
 
@@ -26,6 +26,6 @@ impl Caller {
         self.stats_by_server().await?; // as above
         // Make only one attempt, because a repeated request could arrive after later pushes and drop their rows.
         // Without a reply, the run is lost, and the next generation refuses the late request.
-        self.administer("clear", self.one_admin_attempt(), &request).await.map(drop)
+        self.administer("clearing the tables", self.one_admin_attempt(), &request).await.map(drop)
     }
 }

@@ -11,18 +11,18 @@ use crate::proto;
 impl Caller {
     pub(super) async fn check_storage(&self, dir: &Path) -> Result<(), TablesError> {
         let request = proto::WriteSnapshotRequest { check_only: true, ..self.write_request(dir, None)? };
-        let what = format!("check of {}", dir.display());
+        let what = format!("checking {}", dir.display());
         self.administer(&what, self.timeouts(), &request).await.map(drop)
     }
 
     pub(super) async fn prepare_snapshot(&self, number: u64) -> Result<(), TablesError> {
         let request = proto::PrepareSnapshotRequest { fence: self.fence(), number };
-        self.administer("prepare_snapshot", self.timeouts(), &request).await.map(drop)
+        self.administer("preparing the snapshot", self.timeouts(), &request).await.map(drop)
     }
 
     pub(super) async fn abort_snapshot(&self, number: u64) -> Result<(), TablesError> {
         let request = proto::AbortSnapshotRequest { fence: self.fence(), number };
-        self.administer("abort_snapshot", self.one_attempt(), &request).await.map(drop)
+        self.administer("aborting the snapshot", self.one_attempt(), &request).await.map(drop)
     }
 
     pub(super) async fn write_snapshot(
@@ -32,7 +32,7 @@ impl Caller {
     ) -> Result<Snapshot, TablesError> {
         let request = self.write_request(dir, number)?;
         self.stats_by_server().await?; // all servers have answered, so one attempt is enough
-        let what = format!("write_snapshot into {}", dir.display());
+        let what = format!("writing the snapshot into {}", dir.display());
         self.administer(&what, self.one_admin_attempt(), &request).await.map(Snapshot::from)
     }
 
@@ -48,7 +48,7 @@ impl Caller {
             directory: self.options.checkpoint_directory(dir)?,
             files: files.iter().cloned().map(Into::into).collect(),
         };
-        let what = format!("commit_snapshot of {}", dir.display());
+        let what = format!("committing the snapshot in {}", dir.display());
         self.administer(&what, self.one_attempt(), &request).await.map(drop)
     }
 

@@ -36,7 +36,7 @@ impl Caller {
     }
 
     async fn stats(&self, timeouts: CallTimeouts) -> Result<Vec<Stats>, TablesError> {
-        self.call("stats", timeouts, async |remote, limit| {
+        self.call("reading statistics", timeouts, async |remote, limit| {
             let request = with_deadline(limit, proto::StatsRequest {});
             let reply = remote.rpc(&self.trainer).unary(request).await;
             let reply = reply.map_err(|status| CallError::of_status(remote, &status))?;
@@ -51,7 +51,8 @@ impl Caller {
 /// The statistics of all servers, or an error that names the missing ones.
 fn all_stats(remote: &Remote, reply: &proto::StatsReply) -> Result<Vec<Stats>, CallError> {
     if reply.servers as usize > MAX_SERVERS {
-        return Err(CallError::incompatible(remote, format!("it reports {} servers", reply.servers)));
+        let what = format!("it reports {} servers, but the limit is {MAX_SERVERS}", reply.servers);
+        return Err(CallError::incompatible(remote, what));
     }
     let missing: Vec<String> = (0..reply.servers)
         .filter(|index| !reply.answered.iter().any(|answer| answer.server == *index))
@@ -72,7 +73,8 @@ fn all_stats(remote: &Remote, reply: &proto::StatsReply) -> Result<Vec<Stats>, C
         .into_iter()
         .map(|answer| {
             serde_json::from_str(&answer.stats).map_err(|error| {
-                CallError::incompatible(remote, format!("statistics of server {}: {error}", answer.server))
+                let what = format!("malformed statistics of server {}: {error}", answer.server);
+                CallError::incompatible(remote, what)
             })
         })
         .collect()
@@ -95,7 +97,8 @@ pub(super) fn served(all: Vec<Stats>) -> Result<(u64, ServedCheckpoint), TablesE
         match &first {
             Some((generation, other)) if *generation != stats.generation || other.schema != served.schema => {
                 return Err(wrong(format!(
-                    "it serves step {} of {}, server 0 serves step {} of {}: start all servers with one checkpoint",
+                    "it serves step {} of {}, but server 0 serves step {} of {}: start all servers with the same \
+                     checkpoint",
                     served.step, served.path, other.step, other.path
                 )));
             }

@@ -40,7 +40,7 @@ async fn send<T>(sender: mpsc::Sender<T>, messages: impl Iterator<Item = T>) {
 pub(super) fn dim_of(table: usize, floats: usize, rows: usize) -> Result<usize, TablesError> {
     let dim = floats.checked_div(rows).unwrap_or(0);
     if floats != rows * dim || (dim == 0 && rows > 0) {
-        let what = format!("table {table}: {floats} floats for {rows} rows");
+        let what = format!("table {table}: {floats} floats do not fit the number of rows, {rows}");
         return Err(TablesError::BadShape { what });
     }
     Ok(dim)

@@ -39,12 +39,12 @@ impl ChunkError {
     }
 
     pub(super) fn unknown_part(chunk: &Chunk, parts: usize) -> Self {
-        Self::bad_shape(format!("a chunk of part {}, the head has {parts}", chunk.part))
+        Self::bad_shape(format!("a chunk has part index {}, expected one below {parts}", chunk.part))
     }
 
     pub(super) fn out_of_range(chunk: &Chunk, items: u64, announced: u64) -> Self {
         let Chunk { part, first, .. } = chunk;
-        Self::bad_shape(format!("part {part}: {items} items from {first} on, {announced} were announced"))
+        Self::bad_shape(format!("part {part}: {items} items from {first} on, but {announced} were announced"))
     }
 }
 

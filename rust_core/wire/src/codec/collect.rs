@@ -142,7 +142,7 @@ impl<T: Value> Collector<T> {
             let (arrived, all) = (part.values.len(), part.items * part.values_each);
             if arrived != all {
                 return Err(ChunkError::CutShort {
-                    what: format!("part {number}: {arrived} of {all} values"),
+                    what: format!("part {number}: {arrived} of {all} values arrived"),
                 });
             }
         }

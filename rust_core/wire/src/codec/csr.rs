@@ -97,7 +97,7 @@ pub async fn receive_csr<M>(
         // If the stream has ended, `finish` reports what is missing.
         let Some(message) = receive::next(stream).await? else { break };
         let Some(chunk) = chunk(message) else {
-            return Err(Status::invalid_argument("after a head, the lists of all its samples come first"));
+            return Err(Status::invalid_argument("after a head, the lists of all samples must come first"));
         };
         words.take(&chunk)?;
     }

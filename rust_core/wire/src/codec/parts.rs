@@ -94,7 +94,7 @@ impl Part {
 pub fn check_parts(parts: &[TablePart]) -> Result<Vec<Part>, TablesError> {
     let bad = |what: String| Err(TablesError::BadShape { what });
     if parts.len() > MAX_SLOTS {
-        return bad(format!("{} tables in one request, the limit is {MAX_SLOTS}", parts.len()));
+        return bad(format!("{} tables in one request, but the limit is {MAX_SLOTS}", parts.len()));
     }
     let (mut all_ids, mut all_bytes, mut sample_bytes) = (0u64, 0u64, 0u64);
     let mut checked = Vec::with_capacity(parts.len());
@@ -108,7 +108,7 @@ pub fn check_parts(parts: &[TablePart]) -> Result<Vec<Part>, TablesError> {
         }
         let ids: u64 = shard_counts.iter().map(|count| u64::from(*count)).sum();
         if *dim as usize > MAX_DIM || (*dim == 0 && ids > 0) {
-            return bad(format!("table {table}: dimension {dim} is not in 1..={MAX_DIM}"));
+            return bad(format!("table {table}: dim {dim}, expected 1 to {MAX_DIM}"));
         }
         all_ids += ids;
         all_bytes += ids * u64::from(*dim) * 4;
@@ -116,7 +116,7 @@ pub fn check_parts(parts: &[TablePart]) -> Result<Vec<Part>, TablesError> {
             return Err(TablesError::TooManyIds { ids: all_ids as usize, max: MAX_IDS_PER_REQUEST });
         }
         if all_bytes > MAX_REQUEST_BYTES {
-            return bad(format!("{all_bytes} bytes of rows, the limit of a request is {MAX_REQUEST_BYTES}"));
+            return bad(format!("{all_bytes} bytes of rows, but the limit is {MAX_REQUEST_BYTES}"));
         }
         let samples = match samples {
             None => None,
@@ -129,7 +129,7 @@ pub fn check_parts(parts: &[TablePart]) -> Result<Vec<Part>, TablesError> {
         };
         if sample_bytes > MAX_REQUEST_BYTES {
             return bad(format!(
-                "{sample_bytes} bytes of samples and their indices, the limit of a request is {MAX_REQUEST_BYTES}"
+                "{sample_bytes} bytes of samples and their indices, but the limit is {MAX_REQUEST_BYTES}"
             ));
         }
         let mut offsets = Vec::with_capacity(VIRTUAL_SHARDS + 1);
@@ -184,7 +184,7 @@ impl Split {
     pub fn new(parts: &[TablePart], servers: usize) -> Result<Self, TablesError> {
         if servers == 0 || servers > MAX_SERVERS {
             return Err(TablesError::BadShape {
-                what: format!("{servers} servers, expected 1..={MAX_SERVERS}"),
+                what: format!("{servers} servers, expected 1 to {MAX_SERVERS}"),
             });
         }
         let parts = check_parts(parts)?;

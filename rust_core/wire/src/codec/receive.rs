@@ -106,11 +106,11 @@ pub async fn next<T>(
 }
 
 fn no_head() -> Status {
-    Status::invalid_argument("the first message of a stream is its head")
+    Status::invalid_argument("the first message of a stream must be its head")
 }
 
-fn two_heads() -> Status {
-    Status::invalid_argument("a second head, or an empty message, in one stream")
+fn unexpected() -> Status {
+    Status::invalid_argument("unexpected message after the head: expected ids or, in a push, gradients")
 }
 
 /// Receive the head of a stream of look-up messages.
@@ -148,7 +148,7 @@ pub fn parts_of_rows(head: &[proto::TablePart]) -> Result<Vec<Part>, ChunkError>
     match parts.iter().find(|part| part.samples.is_some()) {
         None => Ok(parts),
         Some(part) => Err(ChunkError::bad_shape(format!(
-            "table {}: samples are pooled by a middleware, an embedding server takes rows of ids",
+            "table {}: samples are pooled by a middleware; an embedding server accepts only rows of ids",
             part.table
         ))),
     }
@@ -182,7 +182,7 @@ pub async fn lookup_after(
     while let Some(message) = next(stream).await? {
         match message.part {
             Some(Message::Ids(chunk)) => ids.take(&chunk)?,
-            _ => return Err(two_heads()),
+            _ => return Err(unexpected()),
         }
     }
     let ids = grouped(&parts, ids.finish()?)?;
@@ -217,7 +217,7 @@ pub async fn push_after(
         match message.part {
             Some(Message::Ids(chunk)) => ids.take(&chunk)?,
             Some(Message::Gradients(chunk)) => gradients.take(&chunk)?,
-            _ => return Err(two_heads()),
+            _ => return Err(unexpected()),
         }
     }
     let ids = grouped(&parts, ids.finish()?)?;

@@ -65,7 +65,11 @@ impl<'a, 'b> Scatter<'a, 'b> {
     ) -> Result<Self, TablesError> {
         let bad = |what: String| Err(TablesError::BadShape { what });
         if parts.len() != rows.len() || parts.len() != csr.len() {
-            return bad(format!("{} buffers for the rows of {} tables", rows.len(), parts.len()));
+            return bad(format!(
+                "the number of buffers is {}, but the number of tables is {}",
+                rows.len(),
+                parts.len()
+            ));
         }
         for ((part, csr), rows) in parts.iter().zip(csr).zip(rows.iter()) {
             let wanted = csr.map_or(part.vectors(), |csr| csr.indices.len());
@@ -135,7 +139,9 @@ impl<'a, 'b> Scatter<'a, 'b> {
         for (part, (_, asked, covered)) in self.parts.iter().enumerate() {
             let arrived = covered.count();
             if arrived != *asked {
-                return Err(ChunkError::CutShort { what: format!("part {part}: {arrived} of {asked} rows") });
+                return Err(ChunkError::CutShort {
+                    what: format!("part {part}: {arrived} of {asked} rows arrived"),
+                });
             }
         }
         Ok(())

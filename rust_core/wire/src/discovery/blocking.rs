@@ -41,7 +41,7 @@ impl BlockingDiscovery {
     fn wait<T>(&self, future: impl Future<Output = Result<T, DiscoveryError>>) -> Result<T, DiscoveryError> {
         match &self.runtime {
             Some(runtime) => runtime.block_on(future),
-            None => Err(self.discovery.not_connected("it is closed")),
+            None => Err(self.discovery.not_connected("the connection is closed")),
         }
     }
 

@@ -187,7 +187,7 @@ impl Discovery {
                 }
             }
             if let Err(error) = service.stop().await {
-                tracing::debug!(%error, "an announcement could not be withdrawn");
+                tracing::debug!(%error, "cannot withdraw an announcement");
             }
         });
         Ok(Announced { _stop: stop })
@@ -251,7 +251,8 @@ fn note(error: &mut Option<String>, url: &str, event: Event) {
         }
     };
     if error.is_none() {
-        tracing::warn!(url, what, "{}", if lost { "lost NATS; reconnecting" } else { "waiting for NATS" });
+        let said = if lost { "lost the connection to NATS; reconnecting" } else { "waiting for NATS" };
+        tracing::warn!(url, what, "{said}");
     }
     // "authorization violation" is kept, because it explains the disconnection that follows.
     if !lost || error.is_none() {

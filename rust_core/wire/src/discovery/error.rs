@@ -8,14 +8,15 @@ pub const MAX_JOB_BYTES: usize = 64;
 pub enum DiscoveryError {
     /// The job name is invalid.
     #[error(
-        "job name {name:?}: expected 1 to {MAX_JOB_BYTES} of A-Z a-z 0-9 . _ -; PERSIA_JOB or global_config.yml sets it"
+        "job name {name:?}: expected 1 to {MAX_JOB_BYTES} of the characters A-Z a-z 0-9 . _ -; set PERSIA_JOB, or \
+         job_name in global_config.yml"
     )]
     BadJob {
         /// The name.
         name: String,
     },
     /// The address of NATS is invalid.
-    #[error("PERSIA_NATS_URL={url:?}: {what}; expected nats://host:4222")]
+    #[error("PERSIA_NATS_URL={url:?}: {what}; expected nats://HOST:PORT")]
     BadUrl {
         /// The address as given.
         url: String,
@@ -42,17 +43,20 @@ pub enum DiscoveryError {
         what: String,
     },
     /// The network interface does not exist.
-    #[error("network interface {name} does not exist or has no IPv4 address; those of this host are {}", .there.join(", "))]
+    #[error(
+        "network interface {name} does not exist or has no IPv4 address; interfaces with one: {}",
+        .there.join(", ")
+    )]
     NoInterface {
         /// The name of the interface.
         name: String,
         /// The interfaces with an IPv4 address.
         there: Vec<String>,
     },
-    /// There is no route from this host to NATS.
+    /// The host name of NATS has no IPv4 address, or there is no route to it.
     #[error(
-        "NATS at {url} has no address or no route here: {what}; correct PERSIA_NATS_URL, or set \
-         PERSIA_ADVERTISE to the address of this host"
+        "cannot determine the address of this host on the network of NATS at {url}: {what}; correct \
+         PERSIA_NATS_URL, or set PERSIA_ADVERTISE to the address of this host"
     )]
     NoAddress {
         /// The address of NATS.

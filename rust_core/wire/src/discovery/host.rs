@@ -26,7 +26,7 @@ pub fn advertised_host(
     if is_loopback(&address) && is_on_another_host(nats_url) {
         tracing::warn!(
             "{variable}={value}: this process announces {address}, a loopback address, although NATS is on another \
-             host: no other host reaches it"
+             host: no other host can reach this process"
         );
     }
     Ok(address)

@@ -58,7 +58,7 @@ impl Service {
 
     pub(super) fn description(self) -> &'static str {
         match self {
-            Self::Server => "embedding rows of some shards",
+            Self::Server => "holds the embedding rows of its shards",
             Self::Middleware => "splits look-ups and pushes by server",
             Self::Trainer => "one rank of a training run",
             Self::Data => "sends batches to trainer ranks",
@@ -134,11 +134,11 @@ impl Peer {
     /// Parse a response to `$SRV.INFO`. The error is a message that names the malformed part.
     pub(super) fn parse(service: Service, answer: &[u8]) -> Result<Self, String> {
         if answer.len() > MAX_INFO_BYTES {
-            return Err(format!("a response of {} bytes", answer.len()));
+            return Err(format!("a response of {} bytes, but the limit is {MAX_INFO_BYTES}", answer.len()));
         }
         let info: Info = serde_json::from_slice(answer).map_err(|error| error.to_string())?;
         if info.name != service.name() {
-            return Err(format!("{}: its name is {:?}", info.id, info.name));
+            return Err(format!("{}: its name is {:?}, expected {:?}", info.id, info.name, service.name()));
         }
         let metadata: BTreeMap<String, String> = info.metadata.into_iter().collect();
         let text = |key: &str| metadata.get(key).map_or("", String::as_str);
@@ -147,7 +147,10 @@ impl Peer {
         };
         let (index, replicas) = (number("index")?, number("replicas")?);
         if index >= replicas || replicas > MAX_RANKS {
-            return Err(format!("{}: index {index} of {replicas}", info.id));
+            return Err(format!(
+                "{}: index {index} of {replicas}, expected an index below the number, and at most {MAX_RANKS}",
+                info.id
+            ));
         }
         let job = text("job").to_owned();
         check_job_name(&job).map_err(|error| format!("{}: {error}", info.id))?;

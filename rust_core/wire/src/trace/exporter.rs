@@ -259,8 +259,8 @@ impl Queue {
         if !self.warned.swap(true, Ordering::Relaxed) {
             let receiver = &self.receiver;
             tracing::warn!(
-                "spans are lost: {receiver}: {why}; nothing else is affected, and further losses \
-                 are only counted. Check that an OTLP receiver for gRPC listens there"
+                "spans are lost, because they cannot be sent to {receiver}: {why}; check that an OTLP receiver for \
+                 gRPC listens there. Nothing else is affected, and further losses are only counted"
             );
         }
     }
@@ -272,7 +272,7 @@ impl Queue {
     fn end(&self) {
         let left = self.waiting.load(Ordering::Relaxed);
         if left > 0 {
-            self.lose(left, &"no answer at the end of the process");
+            self.lose(left, &"no response before the end of the process");
         }
         let lost = self.lost.load(Ordering::Relaxed);
         if lost > 0 {

@@ -58,7 +58,7 @@ impl TraceSettings {
         };
         match read(EXPORTER) {
             Some(name) if name == "none" => return Ok(None),
-            Some(name) if name != "otlp" => return bad(EXPORTER, name, "expected otlp, or none"),
+            Some(name) if name != "otlp" => return bad(EXPORTER, name, "expected otlp or none"),
             _ => {}
         }
         let Some((set_by, endpoint)) = first(ENDPOINT) else { return Ok(None) };
@@ -70,7 +70,7 @@ impl TraceSettings {
         }
         if endpoint.contains('@') {
             let what =
-                "a user and password are not supported; send OTEL_EXPORTER_OTLP_HEADERS=authorization=...";
+                "a user and password are not supported; set OTEL_EXPORTER_OTLP_HEADERS=authorization=...";
             return bad(set_by, hidden(&endpoint), what);
         }
         if let Some((variable, protocol)) = first(PROTOCOL).filter(|(_, protocol)| protocol != "grpc") {
@@ -98,8 +98,8 @@ impl TraceSettings {
     pub(super) fn connection(&self) -> Result<Endpoint, BadTraceSettings> {
         let bad = |error: tonic::transport::Error| {
             let why = std::error::Error::source(&error).map(|cause| format!(": {cause}")).unwrap_or_default();
-            let next = "OTEL_EXPORTER_OTLP_CERTIFICATE names a file with the authority of its certificate";
-            self.unusable(format!("{error}{why}; {next}"))
+            let next = "set OTEL_EXPORTER_OTLP_CERTIFICATE to a file with the authority of its certificate";
+            self.unusable(format!("cannot be used: {error}{why}; for https, {next}"))
         };
         let endpoint =
             Endpoint::from_shared(self.endpoint.clone()).map_err(bad)?.connect_timeout(CONNECT_TIMEOUT);

@@ -70,7 +70,7 @@ impl FromStr for Role {
 #[derive(Debug, thiserror::Error)]
 pub enum AuthError {
     /// The token file cannot be read.
-    #[error("token file {}: {source}; PERSIA_TOKEN_FILE sets its path", .path.display())]
+    #[error("cannot read token file {}: {source}; PERSIA_TOKEN_FILE sets its path", .path.display())]
     Unreadable {
         /// The file.
         path: PathBuf,
@@ -227,7 +227,7 @@ impl Guard {
                 of_services.ok_or_else(|| Status::unauthenticated(format!("unknown role {:?}", shown())))?
             }
             None if self.secret.is_none() => Role::Admin,
-            None => return Err(Status::unauthenticated(format!("no {ROLE} was sent"))),
+            None => return Err(Status::unauthenticated(format!("the header {ROLE} is missing"))),
         };
         let Some(secret) = &self.secret else { return Ok(claimed) };
         let Some(sent) = metadata.get(AUTHORIZATION) else {

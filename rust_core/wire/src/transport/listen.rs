@@ -52,7 +52,7 @@ struct SocketFile(PathBuf);
 impl Drop for SocketFile {
     fn drop(&mut self) {
         if let Err(error) = std::fs::remove_file(&self.0) {
-            tracing::debug!(path = %self.0.display(), %error, "socket file is already removed");
+            tracing::debug!(path = %self.0.display(), %error, "cannot remove the socket file");
         }
     }
 }
@@ -98,7 +98,10 @@ impl Listener {
                 match socket.accept().await {
                     Ok((stream, address)) => match unauthenticated.admit(address) {
                         Some(peer) => break (stream, peer),
-                        None => tracing::debug!(?address, "closed: too many connections without a token"),
+                        None => tracing::debug!(
+                            ?address,
+                            "closed a connection: its address has too many that are not authenticated"
+                        ),
                     },
                     Err(error) => {
                         tracing::warn!(%error, "cannot accept a connection");

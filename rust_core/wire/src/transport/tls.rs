@@ -39,7 +39,7 @@ pub enum TlsError {
         source: io::Error,
     },
     /// The file has no PEM block of the required kind.
-    #[error("{variable}={}: no PEM block of {kind} in this file", .path.display())]
+    #[error("{variable}={}: the file has no PEM block {kind}", .path.display())]
     NotPem {
         /// The variable that sets it.
         variable: &'static str,
@@ -49,7 +49,7 @@ pub enum TlsError {
         kind: &'static str,
     },
     /// A certificate is set without a key, or a key without a certificate.
-    #[error("{given} is set and {missing} is not: a server needs both")]
+    #[error("{given} is set, but {missing} is not: a server needs both")]
     Half {
         /// The variable that is set.
         given: &'static str,

@@ -53,7 +53,7 @@ pub(in crate::checkpoint) fn read(
     }
     let found = hasher.finalize().to_hex().to_string();
     if read != entry.bytes || found != entry.blake3 {
-        let what = format!("has blake3 {found}, the manifest says {}", entry.blake3);
+        let what = format!("has BLAKE3 hash {found}, but the manifest says {}", entry.blake3);
         return Err(CheckpointError::corrupt(&path, what));
     }
     Ok(())
@@ -74,7 +74,7 @@ fn check_size(dir: &Place, name: &str, size: u64, entry: &FileEntry) -> Result<(
     if size == entry.bytes {
         return Ok(());
     }
-    let what = format!("has {size} bytes, the manifest says {}", entry.bytes);
+    let what = format!("has {size} bytes, but the manifest says {}", entry.bytes);
     Err(CheckpointError::corrupt(&dir.url_of(name), what))
 }
 

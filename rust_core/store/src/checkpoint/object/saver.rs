@@ -123,7 +123,7 @@ impl ObjectSaver {
         if let Err(error) = self.dir.delete(others) {
             // The checkpoint is complete. The next save to this URL deletes the files that remain.
             let checkpoint = self.dir.url();
-            tracing::warn!(checkpoint, "saved, but the files of earlier saves were not deleted: {error}");
+            tracing::warn!(checkpoint, "saved, but cannot delete the files of earlier saves: {error}");
         }
         Ok(manifest)
     }
@@ -184,7 +184,7 @@ impl ObjectSaver {
             return Err(CheckpointError::bad_save(Path::new(self.dir.url()), names::refusal(name)));
         }
         if self.files.iter().any(|entry| entry.name == name) {
-            return Err(CheckpointError::bad_save(&self.dir.url_of(name), "was added before"));
+            return Err(CheckpointError::bad_save(&self.dir.url_of(name), "it was added before"));
         }
         Ok(())
     }

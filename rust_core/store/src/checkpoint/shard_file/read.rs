@@ -60,7 +60,8 @@ fn read(dir: &Path, entry: &FileEntry, file: &mut Vec<u8>, rows: &mut ShardRows)
     decode(file, rows).map_err(|what| CheckpointError::corrupt(&path, what))?;
     let file_name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     if names::shard_of_file(file_name) != Some(rows.shard) {
-        return Err(CheckpointError::corrupt(&path, format!("holds shard {}", rows.shard)));
+        let what = format!("has the rows of shard {}, but the name of another shard", rows.shard);
+        return Err(CheckpointError::corrupt(&path, what));
     }
     Ok(())
 }
@@ -90,7 +91,7 @@ fn decode(file: &[u8], into: &mut ShardRows) -> std::result::Result<(), String> 
         let (rows, counts) = (head.rows - table.ids.len(), head.counted - table.admission_counts.len());
         if columns.rows > if rows > 0 { rows } else { counts } {
             return Err(format!(
-                "has more than the {} rows and {} admission counts of table {:?}",
+                "has more than the {} rows and {} admission counts that it states for table {:?}",
                 head.rows, head.counted, head.name
             ));
         }
@@ -119,7 +120,7 @@ fn footer(file: &[u8]) -> std::result::Result<Footer<'_>, String> {
     }
     let footer = root_as_footer(&rest[start..]).map_err(|error| format!("has a damaged footer: {error}"))?;
     if footer.version() != MetadataVersion::V5 {
-        return Err(format!("has Arrow metadata {:?}, expected V5", footer.version()));
+        return Err(format!("has Arrow metadata version {:?}, expected V5", footer.version()));
     }
     Ok(footer)
 }
@@ -127,21 +128,24 @@ fn footer(file: &[u8]) -> std::result::Result<Footer<'_>, String> {
 /// The shard number and the tables in the schema, which must be the one that this module writes.
 fn head(schema: Schema<'_>) -> std::result::Result<(usize, Vec<TableHead>), String> {
     if schema.endianness() != Endianness::Little {
-        return Err("is big-endian".into());
+        return Err("is big-endian, expected little-endian".into());
     }
     let schema = try_fb_to_schema(schema).map_err(|error| format!("has a damaged schema: {error}"))?;
     let text = |key| schema.metadata().get(key).ok_or(format!("has no {key} in its metadata"));
     let format = text(FORMAT_KEY)?;
     if !FORMATS.map(|known| known.to_string()).any(|known| known == *format) {
         let newest = FORMATS.end();
-        return Err(format!("has format {format}, this build reads up to {newest}: install a newer Persia"));
+        return Err(format!(
+            "has format {format}, but this build reads formats up to {newest}; install a newer Persia"
+        ));
     }
     if !schema.fields().iter().map(AsRef::as_ref).eq(&fields()) {
         return Err(format!("does not have the columns of a shard: {:?}", schema.fields()));
     }
-    let shard = text(SHARD_KEY)?.parse().map_err(|_| format!("has no number as {SHARD_KEY}"))?;
+    let shard = text(SHARD_KEY)?;
+    let shard = shard.parse().map_err(|_| format!("has no number as {SHARD_KEY} in its metadata"))?;
     let tables = serde_json::from_str(text(TABLES_KEY)?)
-        .map_err(|error| format!("has a damaged {TABLES_KEY}: {error}"))?;
+        .map_err(|error| format!("has a damaged {TABLES_KEY} in its metadata: {error}"))?;
     Ok((shard, tables))
 }
 
@@ -183,13 +187,14 @@ fn check_dictionary(
     footer: &Footer<'_>,
     heads: &[TableHead],
 ) -> std::result::Result<(), String> {
-    let blocks = footer.dictionaries().filter(|blocks| blocks.len() == 1).ok_or("expected one dictionary")?;
+    let blocks = footer.dictionaries().filter(|blocks| blocks.len() == 1);
+    let blocks = blocks.ok_or("does not have exactly one dictionary")?;
     let (message, body) = message(file, blocks.get(0))?;
     let data = root_as_message(message)
         .map_err(|error| format!("has a damaged dictionary: {error}"))?
         .header_as_dictionary_batch()
         .and_then(|batch| batch.data())
-        .ok_or("has no dictionary where its footer says so")?;
+        .ok_or("has no dictionary at the position in its footer")?;
     let buffers = buffers(data, body)?;
     let [_, offsets, text] = buffers[..] else { return Err("has a dictionary of a different type".into()) };
     let mut offsets = numbers(offsets, heads.len() + 1, i32::from_le_bytes)?;
@@ -220,14 +225,14 @@ impl<'a> Columns<'a> {
         let batch = root_as_message(message)
             .map_err(|error| format!("has a damaged record batch: {error}"))?
             .header_as_record_batch()
-            .ok_or("has no record batch where its footer says so")?;
+            .ok_or("has no record batch at the position in its footer")?;
         let rows = usize::try_from(batch.length()).map_err(|_| "has a record batch of negative length")?;
         let buffers = buffers(batch, body)?;
         // The buffers are in the order of `fields`. The first buffer of each column, and of the values of each list,
         // is the null bitmap.
         let [_, keys, _, ids, _, last_used, _, w_offsets, _, weights, _, s_offsets, _, state] = buffers[..]
         else {
-            return Err(format!("has a record batch of {} buffers", buffers.len()));
+            return Err(format!("has a record batch of {} buffers, expected 14", buffers.len()));
         };
         Ok(Self { rows, keys, ids, last_used, weights: (w_offsets, weights), state: (s_offsets, state) })
     }
@@ -257,7 +262,7 @@ impl<'a> Columns<'a> {
             let count = u32::try_from(count)
                 .ok()
                 .filter(|count| *count <= MAX_MIN_COUNT)
-                .ok_or(format!("has the count {count} of id {id}, the limit is {MAX_MIN_COUNT}"))?;
+                .ok_or(format!("has admission count {count} of id {id}, but the limit is {MAX_MIN_COUNT}"))?;
             table.admission_counts.push((id, count));
         }
         list(self.weights, self.rows, 0).and(list(self.state, self.rows, 0)).map(drop)
@@ -275,7 +280,7 @@ fn message<'a>(file: &'a [u8], block: &Block) -> std::result::Result<(&'a [u8], 
 
 fn buffers<'a>(batch: RecordBatch<'_>, body: &'a [u8]) -> std::result::Result<Vec<&'a [u8]>, String> {
     if batch.compression().is_some() {
-        return Err("is compressed, which format 1 is not".into());
+        return Err("is compressed, but shard files are not".into());
     }
     let buffers = batch.buffers().ok_or("has a record batch without buffers")?;
     buffers.iter().map(|buffer| slice(body, buffer.offset(), buffer.length())).collect()
@@ -299,7 +304,7 @@ fn numbers<const N: usize, T>(
     let numbers = bytes.as_chunks::<N>().0;
     let numbers = numbers
         .get(..count)
-        .ok_or_else(|| format!("claims {count} numbers where there are {}", numbers.len()))?;
+        .ok_or_else(|| format!("claims {count} numbers, but has only {}", numbers.len()))?;
     Ok(numbers.iter().map(move |bytes| number(*bytes)))
 }
 
@@ -313,7 +318,7 @@ fn list<'a>(
     if let Some((row, offset)) =
         offsets.find(|(row, offset)| row.checked_mul(length) != usize::try_from(*offset).ok())
     {
-        return Err(format!("has lists that are not {length} long: row {row} starts at {offset}"));
+        return Err(format!("has lists that are not {length} long: the offset at index {row} is {offset}"));
     }
     numbers(values, rows * length, f32::from_le_bytes)
 }

@@ -46,7 +46,7 @@ pub(super) fn check_crosses(reader: &mut Reader, entries: &[Entry<'_>], names: &
             }
         }
         if let (0, Some(node)) = (bags, entry.section.get("pooling")) {
-            let message = "found, but no part of this cross is a bag: remove it".into();
+            let message = "has no effect, because no part of this cross is a bag: remove it".into();
             reader.error(node.place, &format!("{}.pooling", entry.path), message);
         }
     }

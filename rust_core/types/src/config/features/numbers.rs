@@ -42,7 +42,6 @@ pub(super) fn read_bucket(one: &mut FeatureReader<'_, '_>) -> Bucket {
 }
 
 fn given_boundaries(one: &mut FeatureReader<'_, '_>, node: &Node) -> Option<Boundaries> {
-    let allowed = "allowed: a list of numbers, each larger than the one before it";
     let numbers: Option<Vec<f32>> = match &node.value {
         Value::Sequence(items) if (1..=MAX_BOUNDARIES).contains(&items.len()) => {
             items.iter().map(Node::as_number).collect()
@@ -51,7 +50,11 @@ fn given_boundaries(one: &mut FeatureReader<'_, '_>, node: &Node) -> Option<Boun
     };
     let ascending = numbers.filter(|numbers| numbers.windows(2).all(|pair| pair[0] < pair[1]));
     if ascending.is_none() {
-        one.error(node.place, GIVEN, format!("found {}, {allowed}", found_numbers(node)));
+        let message = format!(
+            "found {}, allowed: a list of 1 to {MAX_BOUNDARIES} numbers, each larger than the one before it",
+            found_numbers(node)
+        );
+        one.error(node.place, GIVEN, message);
     }
     ascending.map(Boundaries::Given)
 }

@@ -116,7 +116,7 @@ fn read_features(reader: &mut Reader, node: &Node, is_time_zone: &dyn Fn(&str) -
     check_tables(reader, &entries);
     let found = reader.error_count() == before && !entries.is_empty();
     if found && entries.iter().all(|entry| entry.feature.slot.is_none()) {
-        let message = format!("none has an embedding: {EXAMPLE}");
+        let message = format!("no feature has an embedding: {EXAMPLE}");
         reader.error(node.place, PATH, message);
     }
     entries.into_iter().map(|entry| entry.feature).collect()
@@ -235,7 +235,7 @@ impl FeatureReader<'_, '_> {
         if let Some(parts) = &parts {
             if !(2..=MAX_CROSS_PARTS).contains(&parts.len()) {
                 let message =
-                    format!("found {} features, allowed: 2 to {MAX_CROSS_PARTS} of them", parts.len());
+                    format!("the number of features is {}, allowed: 2 to {MAX_CROSS_PARTS}", parts.len());
                 self.error(place, "features", message);
             }
         } else if self.section.get("features").is_none() {
@@ -281,7 +281,8 @@ impl FeatureReader<'_, '_> {
         if let (Pooling::Mean, Some(node), Some(_)) =
             (pooling, self.section.get("weights"), self.section.get("pooling"))
         {
-            let message = "found together with `pooling: mean`; allowed: a sum, or no weights".into();
+            let message =
+                "found together with `pooling: mean`; allowed: `pooling: sum`, or no weights".into();
             self.error(node.place, "weights", message);
         }
         let table = match self.reader.name(self.section, &self.at("table")) {

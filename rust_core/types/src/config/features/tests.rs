@@ -136,8 +136,8 @@ labels:
              values, prefix, lower, if_null, if_empty, if_missing, dim, table, dtype, rounding, optimizer, init, \
              admission, ttl",
             "line 4, column 26: features.tags.dim: found `0`, but no cross has this feature; allowed: 1 to 4096",
-            "line 5, column 43: features.age.boundaries: found [`3`, `2`], allowed: a list of numbers, each larger \
-             than the one before it",
+            "line 5, column 43: features.age.boundaries: found [`3`, `2`], allowed: a list of 1 to 65536 numbers, \
+             each larger than the one before it",
             "line 6, column 9: features.hour.part: missing, allowed: minute, hour, weekday, hour_of_week, day, \
              day_of_year, month, quarter, year",
             "line 6, column 40: features.hour.timezone: found `Berlin`, allowed: a zone of the IANA database, such \
@@ -163,7 +163,7 @@ fn a_missing_block_is_named() {
     assert!(said[0].contains("features: missing: name at least one feature"), "{said:?}");
     assert!(said[0].contains("is `feature` meant to be this key?"), "{said:?}");
     assert!(said[1].contains("labels: missing"), "{said:?}");
-    assert!(refused("x: {type: dense}")[0].contains("none has an embedding"));
+    assert!(refused("x: {type: dense}")[0].contains("no feature has an embedding"));
     assert!(
         super::super::tests::said(parse("features:\nlabels:\n"))
             .iter()
@@ -181,7 +181,10 @@ fn contradictions_are_refused() {
             "t: {type: bag, dim: 2, weights: w, pooling: mean}",
             ".t.weights: found together with `pooling: mean`",
         ),
-        ("u: {type: id, dim: 2}, c: {type: cross, dim: 2, features: [u]}", ".c.features: found 1 features"),
+        (
+            "u: {type: id, dim: 2}, c: {type: cross, dim: 2, features: [u]}",
+            ".c.features: the number of features is 1, allowed: 2 to 8",
+        ),
         ("u: {type: id, dim: 2}, c: {type: cross, dim: 2, features: [u, u]}", "`u` is named twice"),
         (
             "a: {type: bag, dim: 2}, b: {type: bag, dim: 2}, c: {type: cross, dim: 2, features: [a, b]}",

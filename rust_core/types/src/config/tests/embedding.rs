@@ -102,11 +102,13 @@ fn mistakes_in_raw_features_and_hash_stacks_are_named() {
         ("embedding_summation: no", "embedding_summation: found `no`, allowed: true, false"),
         (
             "hash_stack_config: {hash_stack_rounds: 2}",
-            "hash_stack_config.embedding_size: 2 rounds need buckets, allowed: a whole number from 1 to 4294967295",
+            "hash_stack_config.embedding_size: `hash_stack_rounds: 2` needs buckets; allowed: a whole number from 1 to \
+             4294967295",
         ),
         (
             "hash_stack_config: {hash_stack_rounds: 2, embedding_size: 0}",
-            "hash_stack_config.embedding_size: 2 rounds need buckets, allowed: a whole number from 1 to 4294967295",
+            "hash_stack_config.embedding_size: `hash_stack_rounds: 2` needs buckets; allowed: a whole number from 1 to \
+             4294967295",
         ),
         (
             "hash_stack_config: {hash_stack_rounds: 65, embedding_size: 9}",
@@ -256,7 +258,7 @@ fn each_mistake_in_a_group_is_named() {
         (
             "  g: [age]\n  h: [job, age]",
             "line 4, column 12: feature_groups.h: the slot `age` is in the group `g` already; a slot has one table: \
-             remove one of the two",
+             remove the slot from one of the two groups",
         ),
         (
             "  g: [age, agge]",
@@ -277,7 +279,7 @@ fn each_mistake_in_a_group_is_named() {
         (
             "  town: [age, job]",
             "line 3, column 3: feature_groups.town: the slot `town`, which is in no group, has a table of this name \
-             too: rename the group, or put the slot into it",
+             too: rename the group, or put the slot into the group",
         ),
         (
             "  - age",
@@ -312,7 +314,7 @@ fn more_tables_than_prefix_bits_hold_are_refused_with_both_numbers() {
         parse(&file(301, "feature_index_prefix_bit: 8")),
         [
             "line 1, column 27: feature_index_prefix_bit: found 8, which distinguishes 255 tables, but there are 300 \
-          (1 groups and 299 slots without a group); allowed: 9 or more, or 0 for no prefix"
+          (groups: 1, slots without a group: 299); allowed: 9 or more, or 0 for no prefix"
         ]
     );
     assert_eq!(parse(&file(257, "")).len(), 1);

@@ -243,12 +243,12 @@ fn each_mistake_is_named() {
         (
             "embedding_parameter_server_config: {enable_incremental_update: true}",
             "line 1, column 64: embedding_parameter_server_config.enable_incremental_update: found `true`, allowed: \
-             false (not in this version yet: incremental updates, `true`)",
+             false (not in this version yet: incremental updates)",
         ),
         (
             "embedding_parameter_server_config: {enable_incremental_update: 'false'}",
             "line 1, column 64: embedding_parameter_server_config.enable_incremental_update: found \"false\", \
-             allowed: false (not in this version yet: incremental updates, `true`)",
+             allowed: false (not in this version yet: incremental updates)",
         ),
         (
             "common_config: {metrics_config: {enable_metrics: 0}}",
