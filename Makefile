@@ -104,7 +104,7 @@ test-checklist:
 	$(BIN)/python tools/checklist.py S0 S2
 
 # The same tests with trainers that are started as users start them, and with torch's own number of threads.
-COLD := $(addprefix tests/unit/test_,checkpoints.py example.py one_batch.py serving_faults.py watchdog.py)
+COLD := $(addprefix tests/unit/test_,checkpoints.py example.py launch.py one_batch.py serving_faults.py watchdog.py)
 test-cold: test-build
 	PERSIA_TEST_FORK=0 $(subst OMP_NUM_THREADS=1,,$(PYTEST)) tests/integration $(COLD) --numprocesses $(PROCESSES) --dist worksteal
 

@@ -35,7 +35,7 @@ Launch = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Launch]:
+def launch(tmp_path: Path, forks: None) -> Iterator[Launch]:
     """Start ``persia-launcher`` in ``tmp_path``, without NATS: ``launch("nn-worker", "train.py")``."""
     started: list[subprocess.Popen[str]] = []
 
