@@ -1,6 +1,6 @@
 """Invalid input of the trainer: one clear message, if possible before any file is created."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from trainer_files import config_of, write_clicks
 
 from persia.config import Config
-from persia.errors import DataError, PersiaError, UsageError
+from persia.errors import DataError, PersiaError, StorageError, UsageError
 from persia.runtime.logging import get_logger
 from persia.trainer import Trainer, prediction
 
@@ -139,6 +139,21 @@ def trained(tmp_path: Path) -> Config:
         for _ in trainer.fit():
             pass
     return config
+
+
+def test_rows_that_cannot_be_read_are_no_failure_to_write(
+    trained: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(*arguments: Any, **options: Any) -> Iterator[Any]:
+        yield from ()
+        raise StorageError("cannot read the rows", hint="mount the disk")
+
+    with Trainer(trained) as trainer:
+        trainer.resume()
+        monkeypatch.setattr(trainer, "predict", unreadable)
+        with pytest.raises(StorageError, match="^cannot read the rows$") as raised:
+            prediction.write(trainer, str(tmp_path / "clicks.parquet"), tmp_path / "out.parquet")
+    assert raised.value.hint == "mount the disk" and not [*tmp_path.glob("*out.parquet*")]
 
 
 def test_bad_rows_of_a_prediction_write_nothing(trained: Config, tmp_path: Path) -> None:

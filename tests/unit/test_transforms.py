@@ -25,6 +25,7 @@ from persia.features import (
     to_batch,
 )
 from persia.runtime.errors import MissingLabelError
+from persia.trainer import fitting
 
 TEXT = """
 features:
@@ -153,10 +154,12 @@ def test_a_transform_survives_json_and_pickle(features: Features, transform: Tra
         assert other.digest == transform.digest
         assert arrays(other(table()), other.slots) == arrays(transform(table()), transform.slots)
     changed = Features.parse(TEXT.replace("quantiles: 2", "quantiles: 3"), "persia.yml")
-    with pytest.raises(CheckpointError, match="`age` has changed"):
+    with pytest.raises(CheckpointError, match="`age` has changed") as of_others:
         changed.load(transform.to_json())
-    with pytest.raises(CheckpointError, match="cannot read the transform"):
+    with pytest.raises(CheckpointError, match="cannot read the transform") as damaged:
         Transform.from_json("{}")
+    for refused, hint in ((of_others, ""), (damaged, "start a new run")):
+        assert fitting.not_loaded("transform.json", refused.value, "start a new run").hint == hint
 
 
 def test_a_fit_of_parts_equals_one_of_all(features: Features, transform: Transform) -> None:
