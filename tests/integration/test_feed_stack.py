@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 from stack import MakeStack, Part, Stack
+from waiting import wait_until
 
 PAIR = ROOT / "tests" / "persiaml_style"
 SLOTS = "job: {dim: 8}\ntown: {dim: 8}\nvisits: {dim: 8, sqrt_scaling: true}"
@@ -149,6 +150,7 @@ def test_trainers_that_are_back_before_the_script_ends_get_the_data_too(pair: St
         f"    wait_until('the test', lambda: os.path.exists({str(go)!r}), 60)\n"
     )
     text = SENDS.replace("    for batch", "    ctx_generation = ctx.generation\n    for batch") + linger
+    text = text.replace("batches(40,", "batches(100_000,")  # more than buffers take before the trainer ends
     (tmp_path / "data.py").write_text(text)
     sender, trainer = pair.data(tmp_path / "data.py"), train(pair, STOP_AT=10)
     assert trainer.wait(180) == 0, trainer.output
@@ -169,9 +171,10 @@ def test_every_context_of_a_trainer_gets_the_data_from_the_start(pair: Stack, tm
         + "    for stop in ('7', '20'):\n        os.environ['STOP_AT'] = stop\n"
         + "".join(f"    {line}" if line.strip() else line for line in text[start:].splitlines(keepends=True))
     )
-    sender, trainer = send(pair, BATCHES=60), pair.trainer(again)
+    sender, trainer = send(pair, BATCHES=100_000), pair.trainer(again)
     assert trainer.wait(180) == 0, trainer.output
-    assert len([line for line in sender.lines if "the trainers stopped accepting batches" in line]) == 2
+    told = "the trainers stopped accepting batches"
+    wait_until("the data to end twice", lambda: sender.output.count(told) == 2, 30, evidence=lambda: sender.output)
 
 
 def test_data_compose_outlives_nats(pair: Stack) -> None:

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from conftest import Batches, Configure, TinyModel, insert_rows
 from torch.utils.dlpack import from_dlpack
+from waiting import wait_until
 
 from persia.ctx import EmbeddingCtx, TrainCtx, cnt_ctx, eval_ctx
 from persia.data import DataLoader, IterableDataset
@@ -78,6 +80,14 @@ def everything(ctx: TrainCtx) -> bytes:
     return b"".join(tensor.numpy().tobytes() for tensor in tensors)
 
 
+def store_threads() -> int:
+    names = []
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # a thread that has ended meanwhile
+            names.append(path.read_text())
+    return sum(name.startswith("persia-store-") for name in names)
+
+
 def test_threads_that_divide_requests_change_no_bit(configure: Configure, tmp_path: Path) -> None:
     """Each request has more ids than one thread processes alone, and rows are evicted."""
     found = []
@@ -86,8 +96,8 @@ def test_threads_that_divide_requests_change_no_bit(configure: Configure, tmp_pa
         section = f"{{capacity: 30_000, request_threads: {threads}}}"
         (tmp_path / "global_config.yml").write_text(f"embedding_parameter_server_config: {section}\n")
         with make(optimizer=Adam(0.1)) as ctx:
-            names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-            assert sum(name.startswith("persia-store-") for name in names) == (threads if threads > 1 else 0)
+            expected = threads if threads > 1 else 0  # a thread names itself after it has begun
+            wait_until(f"{expected} threads of the store", lambda: store_threads() == expected, 10)  # noqa: B023
             train(ctx, DataLoader(Batches(3, batch_size=12_000, ids=40_000), reproducible=True))
             found.append([tensor.numpy().tobytes() for tensor in rows(ctx, 40_000)])
     assert found[0] == found[1]
