@@ -112,19 +112,19 @@ impl Fixture {
         self.try_push(token(0, seq), table, ids, gradients, 1.0).expect("a push")
     }
 
-    /// Insert rows by a push of another rank, with gradients of 0.
+    /// Insert rows by a push of the last rank, with gradients of 0.
     pub(super) fn insert(&self, seq: u64, table: usize, ids: &[Id]) -> PushReport {
         let gradients = vec![vec![0.0; schema().tables[table].dim]; ids.len()];
         self.try_push(token(RANKS - 1, seq), table, ids, &gradients, 1.0).expect("a push")
     }
 
-    /// The number of rows in all tables.
+    /// The number of rows of each table.
     pub(super) fn rows_held(&self) -> Vec<u64> {
         self.0.stats().unwrap().rows
     }
 }
 
-/// Gradients that differ for each id: `[id + 1; dim]`.
+/// A gradient for each id: `[id % 1000 + 1; dim]`.
 pub(super) fn distinct_gradients(table: usize, ids: &[Id]) -> Vec<Vec<f32>> {
     let dim = schema().tables[table].dim;
     ids.iter().map(|id| vec![(*id % 1000 + 1) as f32; dim]).collect()

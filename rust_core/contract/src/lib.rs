@@ -3,7 +3,8 @@
 //! ```text
 //! #[test]
 //! fn the_store_keeps_the_contract() {
-//!     persia_contract::run_all(&|| Arc::new(Store::new(persia_contract::schema())));
+//!     let store = || Store::new(persia_contract::schema(), StoreOptions::default()).unwrap();
+//!     persia_contract::run_all(&|| Arc::new(store()));
 //! }
 //! ```
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests, which fail by a panic")]

@@ -1,5 +1,5 @@
 //! Cases about samples with many ids: tables that pool must return results that are bit-identical to pooling
-//! their rows here.
+//! their rows here. Tables that do not pool must refuse such look-ups.
 
 use persia_kernels::{Bags, Csr, Gradients, Pool, SegmentSum};
 use persia_types::id::{Id, ShardedIds, hash_id};
@@ -27,7 +27,7 @@ struct Many {
     ids: ShardedIds,
     indices: Vec<u32>,
     offsets: Vec<u32>,
-    /// The samples of each id.
+    /// The start of each id's samples in `samples`, and the samples of each id.
     starts: Vec<u32>,
     samples: Vec<u32>,
     /// A weight for each index, in the order of `indices` and in the order of `samples`.

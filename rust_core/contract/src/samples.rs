@@ -63,7 +63,7 @@ impl Used {
     }
 }
 
-/// A number; these have all magnitudes and both signs, and include zeros.
+/// A number for each `of`. The numbers have various magnitudes and both signs, and include -0.
 fn number(of: usize) -> f32 {
     let hash = hash_id(of as u64);
     let magnitude = (hash >> 40) as f32 * 10f32.powi((hash % 9) as i32 - 12);
@@ -74,7 +74,8 @@ fn number(of: usize) -> f32 {
     }
 }
 
-/// They must be bit-identical, whether ids are known or new, and whether one sample or many use them.
+/// Look-ups and pushes by sample must be bit-identical to those by row, whether ids are known or new, and
+/// whether one sample or many use them.
 fn samples_equal_rows(make: Make<'_>) {
     let run = Run { initializer: Initializer::Uniform { low: -1.0, high: 1.0 }, ..run() };
     let (by_sample, by_row) = (begun_with(make, &run), begun_with(make, &run));

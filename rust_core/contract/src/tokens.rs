@@ -1,4 +1,5 @@
-//! Cases about tokens: a push is applied once per token, in any order and from any thread.
+//! Cases about tokens: a push is applied once per token, in any order and from any thread. A token that is
+//! 128 or more behind the highest one of its rank counts as applied.
 
 use std::collections::BTreeMap;
 

@@ -50,7 +50,8 @@ impl Batches {
         }
     }
 
-    /// Return the next batch. Other Python threads can run during the wait, and a signal ends the wait.
+    /// Return the next batch; None at the end. Other Python threads can run during the wait for a stream.
+    /// Signals are handled before this wait.
     pub(crate) fn next(&mut self, py: Python<'_>) -> PyResult<Option<RecordBatch>> {
         match self {
             Self::One(_, batch) => Ok(batch.take()),

@@ -41,7 +41,7 @@ impl Backend {
         }
     }
 
-    /// Check that every server can write into `directory`.
+    /// Check that every server can write into `directory`. In embedded mode, there is no server to check.
     pub(crate) fn check_storage(&self, directory: &Path) -> Result<(), TablesError> {
         match self {
             Self::Embedded(_) => Ok(()),

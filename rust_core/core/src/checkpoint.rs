@@ -26,7 +26,7 @@ pub(crate) struct Saver {
     tables: Arc<dyn Tables>,
     /// The number of the snapshot.
     number: u64,
-    /// Whether servers hold the rows of the snapshot.
+    /// Whether the rows of the snapshot are held.
     held: bool,
     directory: PathBuf,
     head: Head,
@@ -69,7 +69,8 @@ impl Saver {
         Ok(Self { saver: Some(saver), tables, number, held: true, directory, head })
     }
 
-    /// Write the held rows. Only one save writes at a time: with servers, the next snapshot waits for this one.
+    /// Write the held rows. Only one save writes at a time: meanwhile, creating another `Saver` waits or,
+    /// with servers, raises a `StorageError` after a second.
     fn write_rows(&mut self, py: Python<'_>) -> PyResult<()> {
         let Some(mut saver) = self.saver.take() else { return Err(ended(py)) };
         self.held = false;
@@ -113,9 +114,9 @@ impl Saver {
         py.detach(|| saver.add_content(name, content)).map_err(|error| raise(py, &error))
     }
 
-    /// Publish the manifest. From then on, `directory` is this checkpoint. Returns the error of servers that could not
-    /// be notified afterwards; their logs then still start at the previous checkpoint. `cursor` and `inputs` are JSON:
-    /// the position of the data loader and the names of the model's inputs.
+    /// Publish the manifest. From then on, `directory` is this checkpoint. Returns the error, if any, of
+    /// servers that could not be notified afterwards; their logs then still start at the previous checkpoint.
+    /// `cursor` and `inputs` are JSON: the position of the data loader and the names of the model's inputs.
     #[pyo3(signature = (cursor, created_at, inputs=None))]
     fn commit(
         &mut self,
@@ -208,7 +209,7 @@ impl Checkpoint {
         })
     }
 
-    /// Return the path of the file `name`.
+    /// Return the path of the file `name`, or its URL in an object store.
     fn path_of(&self, py: Python<'_>, name: &str) -> PyResult<PathBuf> {
         self.manifest.locate(&self.directory, name).map_err(|error| raise(py, &error))
     }
@@ -268,7 +269,7 @@ impl Checkpoint {
         self.manifest.head.run.seed
     }
 
-    /// The position of the data loader, as JSON.
+    /// The position of the data loader, as JSON; `null` if there is none.
     #[getter]
     fn cursor(&self) -> &str {
         self.manifest.head.cursors.get(CURSOR).map_or("null", |raw| raw.get())
@@ -291,8 +292,9 @@ impl Checkpoint {
     /// The manifest as JSON.
     #[getter]
     fn manifest(&self, py: Python<'_>) -> PyResult<String> {
-        serde_json::to_string_pretty(&self.manifest)
-            .map_err(|error| errors::raise(py, "CheckpointError", error.to_string()))
+        serde_json::to_string_pretty(&self.manifest).map_err(|error| {
+            errors::raise(py, "CheckpointError", format!("cannot encode the manifest: {error}"))
+        })
     }
 }
 
@@ -307,19 +309,35 @@ fn kind(optimizer: &Optimizer) -> &'static str {
     }
 }
 
-/// List the checkpoints below a folder, the newest first, or only the folder if it is a checkpoint. A checkpoint that
-/// is damaged or cannot be read has a `problem`; one that cannot be read is also `unread`. Without `verify`, only
-/// manifests are read.
+/// List the checkpoints below a folder, or only the folder if it is a checkpoint. The newest comes first;
+/// those whose manifest cannot be used, and unfinished saves, come last. A checkpoint that is damaged or
+/// cannot be read has a `problem`; one that cannot be read, or has a newer format, is also `unread`. Without
+/// `verify`, only manifests are read.
 #[pyfunction]
 #[pyo3(signature = (parent, verify=true))]
 pub(crate) fn listing<'py>(py: Python<'py>, parent: PathBuf, verify: bool) -> PyResult<Bound<'py, PyList>> {
     let list = PyList::empty(py);
-    if let Ok(manifest) = py.detach(|| Manifest::open(&parent)) {
-        list.append(describe(py, &parent, &Ok(manifest), verify)?)?;
+    let own = py.detach(|| Manifest::open(&parent));
+    if own.is_ok() {
+        list.append(describe(py, &parent, &own, verify)?)?;
         return Ok(list);
     }
-    for found in py.detach(|| files::list(&parent)).map_err(|error| raise(py, &error))? {
+    let is_checkpoint = match &own {
+        Err(CheckpointError::Missing { .. }) => false,
+        // The request for the list fails for the same reason.
+        Err(CheckpointError::Io { .. }) => !is_url(&parent),
+        _ => true,
+    };
+    let below = match py.detach(|| files::list(&parent)) {
+        Ok(below) => below,
+        Err(_) if is_checkpoint => Vec::new(), // what is wrong with the folder itself is listed
+        Err(error) => return Err(raise(py, &error)),
+    };
+    for found in below {
         list.append(describe(py, &found.path, &found.manifest, verify)?)?;
+    }
+    if is_checkpoint {
+        list.append(describe(py, &parent, &own, verify)?)?;
     }
     Ok(list)
 }
@@ -342,8 +360,9 @@ pub(crate) fn publish_latest(py: Python<'_>, directory: PathBuf) -> PyResult<()>
     py.detach(|| files::publish_latest(&directory)).map_err(|error| raise(py, &error))
 }
 
-/// Delete all but the newest `keep_last` checkpoints below a folder, but never the newest complete one. Returns the
-/// deleted checkpoints.
+/// Delete all but the newest `keep_last` checkpoints below a folder, and the files of abandoned saves. The
+/// newest complete checkpoint and checkpoints that cannot be read are never deleted. Returns the deleted
+/// checkpoints.
 #[pyfunction]
 pub(crate) fn prune(py: Python<'_>, parent: PathBuf, keep_last: NonZeroUsize) -> PyResult<Vec<Place>> {
     let removed = py.detach(|| files::prune(&parent, keep_last)).map_err(|error| raise(py, &error))?;
@@ -409,7 +428,7 @@ pub(crate) fn raise(py: Python<'_>, error: &CheckpointError) -> PyErr {
         CheckpointError::Busy { .. } | CheckpointError::Occupied { .. } => {
             errors::raise_without_hint(py, "StorageError", message)
         }
-        CheckpointError::Io { .. } => errors::raise(py, "StorageError", message),
+        CheckpointError::Io { path, source } => errors::storage(py, path, source, message),
         CheckpointError::BadSave { .. } => errors::raise(py, "UsageError", message),
     }
 }

@@ -23,7 +23,7 @@ type PyRows<'py> = (
 );
 
 /// Return the rows of `table` in a shard file of a checkpoint, in ascending order of ids, or None if the file does not
-/// contain the table. The size and hash of the file are checked.
+/// contain rows of the table. The size and hash of the file are checked.
 #[pyfunction]
 pub(crate) fn read_rows<'py>(
     py: Python<'py>,

@@ -8,8 +8,8 @@ use crate::checkpoint::Checkpoint;
 use crate::errors;
 
 impl Checkpoint {
-    /// The slots whose vectors would differ from those on which the model was trained, although the rows are the
-    /// same.
+    /// The errors of the slots whose vectors would differ from those on which the model was trained, although
+    /// the rows are the same.
     fn other_vectors(&self, now: &Schema) -> Vec<String> {
         let saved = &self.manifest.head.run.schema;
         let table =

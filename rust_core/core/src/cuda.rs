@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use persia_cuda::{Cuda, CudaDevice, DeviceTensor, Gradient, Step};
+use persia_cuda::{Cuda, CudaDevice, CudaError, DeviceTensor, Gradient, Step};
 use persia_engine::device::{Device, OnDevice};
 use persia_types::Dtype;
 use pyo3::prelude::*;
@@ -11,7 +11,7 @@ use crate::backward::Sums;
 use crate::dlpack::{BF16, CUDA, ElementType, F16, OnStream, Tensor, TensorKind, borrow_from};
 use crate::errors;
 
-fn failed(py: Python<'_>, error: &persia_cuda::CudaError) -> PyErr {
+fn failed(py: Python<'_>, error: &CudaError) -> PyErr {
     errors::raise(py, "DeviceError", error.to_string())
 }
 
@@ -41,7 +41,7 @@ fn step(on_device: &OnDevice) -> Option<Arc<Step>> {
     Arc::clone(on_device).downcast().ok()
 }
 
-/// The number of a step's device.
+/// The number of a step's CUDA device; None if the step is not on one.
 pub(crate) fn ordinal(on_device: &OnDevice) -> Option<i32> {
     step(on_device).map(|step| step.device().cuda().ordinal())
 }
@@ -75,7 +75,7 @@ impl OnStream for OnCuda {
     }
 }
 
-/// A tensor of a step.
+/// A tensor of a step; None if the step has no such tensor on a CUDA device.
 pub(crate) fn tensor(
     on_device: &OnDevice,
     kind: TensorKind,
@@ -124,8 +124,13 @@ pub(crate) fn sum(
         taken.push(Gradient { address: borrowed.data as u64, dtype });
         owners.push(borrowed.capsule);
     }
-    let (sums, part) =
-        py.detach(|| step.sum(&taken, scale, Box::new(owners))).map_err(|error| failed(py, &error))?;
+    let summed = py.detach(|| step.sum(&taken, scale, Box::new(owners)));
+    let (sums, part) = summed.map_err(|error| match &error {
+        CudaError::BadGradient { what } => {
+            errors::raise(py, "DataError", format!("gradients of step {number}: {what}"))
+        }
+        of_device => failed(py, of_device),
+    })?;
     let (address, ordinal) = (part.address(), cuda.ordinal());
     let flag = Tensor::on_device(Arc::new(OnCuda { part, ordinal }), address, ElementType::new(0, 32), &[1]);
     Ok(Sums::new(Py::new(py, flag)?, Box::new(sums)))

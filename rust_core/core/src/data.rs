@@ -59,7 +59,7 @@ impl Batch {
         self.0.requires_grad()
     }
 
-    /// The user's metadata.
+    /// The user's metadata, if any.
     #[getter]
     fn meta(&self) -> Option<&[u8]> {
         self.0.meta()
@@ -86,7 +86,8 @@ impl BatchBuilder {
         Ok(())
     }
 
-    /// Add a feature whose sample `i` has the ids `values[offsets[i]:offsets[i + 1]]`, with a weight for each id.
+    /// Add a feature whose sample `i` has the ids `values[offsets[i]:offsets[i + 1]]`. `weights` has a weight
+    /// for each id; None means 1 for all.
     #[pyo3(signature = (name, values, offsets, weights=None))]
     fn add_list(
         &mut self,

@@ -35,7 +35,7 @@ pub(crate) fn open(py: Python<'_>, ordinal: i32, _vectors: Dtype, _wire: Dtype) 
     Err(errors::raise(py, "DeviceError", text))
 }
 
-/// The number of a step's device.
+/// The number of a step's CUDA device; None if the step is not on one.
 pub(crate) fn ordinal(_step: &OnDevice) -> Option<i32> {
     None
 }
@@ -45,7 +45,7 @@ pub(crate) fn vectors(_step: &OnDevice) -> ElementType {
     ElementType::F32
 }
 
-/// A tensor of a step.
+/// A tensor of a step; None if the step has no such tensor on a CUDA device.
 pub(crate) fn tensor(_: &OnDevice, _: TensorKind, _: ElementType, _: &[usize]) -> Option<Tensor> {
     None
 }

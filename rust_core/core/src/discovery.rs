@@ -44,24 +44,23 @@ impl Discovery {
         self.connection.lock().as_ref().is_some_and(|connection| connection.discovery().is_connected())
     }
 
-    /// Wait until the connection is up.
+    /// Wait at most `timeout_s` until the connection is up.
     pub(crate) fn wait_connected(&self, py: Python<'_>, timeout_s: f64) -> PyResult<()> {
         let connection = self.open(py)?;
-        let end = end(timeout_s);
+        let (start, end) = (Instant::now(), end(timeout_s));
         wait::until(py, |slice| match connection.wait_connected(Some(slice)) {
             Ok(()) => Ok(Some(())),
             Err(DiscoveryError::NotConnected { .. }) if Instant::now() < end => Ok(None),
-            Err(DiscoveryError::NotConnected { url, what }) => {
-                let what = what.split(" (waited").next().unwrap_or_default().to_owned();
-                let text = format!("{what}; waited {timeout_s:.0} s");
-                Err(Python::attach(|py| raise(py, &DiscoveryError::NotConnected { url, what: text })))
+            Err(DiscoveryError::NotConnected { url, what, .. }) => {
+                let waited = Some(start.elapsed()); // not only the last slice
+                Err(Python::attach(|py| raise(py, &DiscoveryError::NotConnected { url, what, waited })))
             }
             Err(error) => Err(Python::attach(|py| raise(py, &error))),
         })
     }
 
-    /// Announce this process until the announcement is closed, even if NATS is restarted. The key `metrics` in
-    /// `extra` is the address of its metrics.
+    /// Announce this process until the announcement is closed, even if NATS is restarted. `address` is
+    /// empty if it serves no requests. The key `metrics` in `extra` is the address of its metrics.
     fn announce(
         &self,
         py: Python<'_>,
@@ -88,7 +87,8 @@ impl Discovery {
         Ok(Announcement { announced: Mutex::new(Some(announced)) })
     }
 
-    /// Find the job's processes of `service`, sorted by index. Waits at most `timeout_s` for NATS and for responses.
+    /// Find the job's processes of `service`, sorted by index. Waits at most `timeout_s` for NATS and for
+    /// responses, but at least 0.2 s for responses.
     fn find(&self, py: Python<'_>, service: &str, timeout_s: f64) -> PyResult<Vec<BTreeMap<String, String>>> {
         let service = service_of(py, service)?;
         let start = Instant::now();
@@ -99,7 +99,8 @@ impl Discovery {
         Ok(found.into_iter().map(metadata_of).collect())
     }
 
-    /// Close the connection and withdraw its announcements.
+    /// Close the connection, which withdraws its announcements. An engine that uses the connection keeps it
+    /// open.
     fn close(&self, py: Python<'_>) {
         let connection = self.connection.lock().take();
         py.detach(|| drop(connection));
@@ -194,6 +195,7 @@ fn raise(py: Python<'_>, error: &DiscoveryError) -> PyErr {
         DiscoveryError::BadJob { .. }
         | DiscoveryError::BadUrl { .. }
         | DiscoveryError::NoInterface { .. }
+        | DiscoveryError::InterfacesUnknown { .. }
         | DiscoveryError::NoAddress { .. } => "ConfigError",
         DiscoveryError::NotConnected { .. } => "UnreachableError",
         DiscoveryError::Refused { .. } => "AuthError",

@@ -81,7 +81,7 @@ pub(crate) enum TensorKind {
     Given(usize),
 }
 
-/// Device memory whose uses streams put in order.
+/// Device memory whose uses are ordered by streams.
 pub(crate) trait OnStream: Send + Sync {
     /// The type and number of the device in DLPack.
     fn device(&self) -> (i32, i32);
@@ -113,7 +113,7 @@ struct Managed {
 struct Exported {
     managed: Managed,
     shape: Vec<i64>,
-    /// The device memory, and the stream of the consumer.
+    /// The device memory, and the stream of the consumer; None for a tensor on the CPU.
     stream: Option<(Arc<dyn OnStream>, usize)>,
     _owner: Option<Arc<dyn Any + Send + Sync>>,
 }
@@ -129,7 +129,8 @@ pub(crate) struct Tensor {
     shape: Vec<i64>,
 }
 
-// SAFETY: `data` points into `owner`, which is Send and Sync and outlives the tensor; the pointer is only passed on.
+// SAFETY: `data` points into memory that `owner` or `device` keeps alive. Both are Send and Sync; the pointer
+// is only passed on.
 unsafe impl Send for Tensor {}
 // SAFETY: as above; no method writes through the pointer.
 unsafe impl Sync for Tensor {}
@@ -167,7 +168,8 @@ impl Tensor {
         self.device.as_ref().map_or((CPU, 0), |device| device.device())
     }
 
-    /// Make the consumer's stream wait for the tensor. Returns the device memory and the stream of the consumer.
+    /// Make the consumer's stream wait for the tensor. Returns the device memory and the stream of the
+    /// consumer; None for a tensor on the CPU.
     fn hand_over(
         &self,
         py: Python<'_>,

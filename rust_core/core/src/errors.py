@@ -1,4 +1,4 @@
-"""The exceptions of persia. Each class has an exit code, and a hint at the next step."""
+"""The exceptions of persia. Each class has an exit code, and most have a hint at the next step."""
 
 
 class PersiaError(Exception):
@@ -11,7 +11,7 @@ class PersiaError(Exception):
     Attributes:
         exit_code: The exit code of a process that ends with this error.
         hint: The next step of the user; empty if the message includes it.
-        step: The step whose look-up or push was refused; None for any other error.
+        step: The step whose look-up, push or gradients failed; None for any other error.
     """
 
     exit_code: int = 1
@@ -31,10 +31,11 @@ class UsageError(PersiaError, RuntimeError):
 
 
 class ConfigError(PersiaError, ValueError):
-    """An invalid configuration file. The message lists every error with its position.
+    """An invalid configuration file, variable or option. All errors in a file are listed, with positions.
 
     Attributes:
-        findings: Line, column, key path and message of each error, if a file of the engine has errors.
+        findings: Line, column, key path and message of each error, if a file that the engine reads has
+            errors; otherwise empty.
     """
 
     findings: list[tuple[int, int, str, str]] = []  # noqa: RUF012
@@ -43,7 +44,7 @@ class ConfigError(PersiaError, ValueError):
 
 
 class DataError(PersiaError, ValueError):
-    """A batch that cannot be trained on. The message names the feature, and the row if it is known."""
+    """Data, a batch or gradients that cannot be used. The message names the feature and the row, if known."""
 
     exit_code = 2
 
@@ -53,7 +54,7 @@ class BatchSizeError(DataError, AssertionError):
 
 
 class FeatureTypeError(DataError, TypeError):
-    """A feature of a wrong class or dtype."""
+    """A feature, a tensor or a table of a wrong class or dtype."""
 
 
 class MissingLabelError(DataError, RuntimeError):
@@ -67,14 +68,14 @@ class NonFiniteError(PersiaError, ArithmeticError):
 
 
 class CheckpointError(PersiaError):
-    """A checkpoint that is missing, damaged, or of a different configuration."""
+    """A checkpoint that is missing, damaged, of a newer format, or of a different configuration."""
 
     exit_code = 4
     hint = "run: persia ckpt list DIR, then: persia ckpt verify DIR"
 
 
 class ForeignCheckpointError(CheckpointError):
-    """An intact checkpoint whose tables, dims or optimizer are not those of the run."""
+    """An intact checkpoint, or a transform, whose tables, dims, optimizer or features are not those of the run."""
 
     hint = (
         "compare the tables with those of the checkpoint: persia ckpt show FOLDER. Then change the configuration, or "
@@ -83,20 +84,20 @@ class ForeignCheckpointError(CheckpointError):
 
 
 class StorageError(PersiaError, OSError):
-    """The operating system refused to read or write. The message names the path."""
+    """A file or object that cannot be read or written (the message names its path), or no memory for rows."""
 
     hint = "check the path, its owner and the free space"
 
 
 class UnreachableError(PersiaError, ConnectionError):
-    """A process of the job that does not respond."""
+    """A process of the job, or NATS, that does not respond or cannot serve the request now."""
 
     exit_code = 3
     hint = "list the running processes: persia status"
 
 
 class IncompatibleError(PersiaError, RuntimeError):
-    """A peer of a different version, protocol or configuration. The message has both values."""
+    """A peer of a different version, protocol or configuration, or with an invalid reply."""
 
     exit_code = 2
     hint = "start every process of the job from the same build and with the same configuration files"
@@ -130,7 +131,7 @@ class WaitTimeoutError(PersiaError, TimeoutError):
 
 
 class DeviceError(PersiaError, RuntimeError):
-    """A device that this build or this machine does not have."""
+    """A device that this build or this machine does not have, or that failed."""
 
     exit_code = 2
 

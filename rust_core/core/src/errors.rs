@@ -1,9 +1,12 @@
 //! Converts errors to Python exceptions, whose classes are in `errors.py`.
 
+use std::io;
+use std::path::Path;
+
 use persia_engine::Error;
 use persia_features::{DataErrors, TransformError};
-use persia_types::TablesError;
 use persia_types::config::ConfigErrors;
+use persia_types::{TablesError, is_url};
 use pyo3::prelude::*;
 use pyo3::types::PyModule;
 
@@ -53,7 +56,21 @@ pub(crate) fn raise_without_hint(py: Python<'_>, name: &str, message: impl Into<
 pub(crate) fn of_tables(py: Python<'_>, error: &TablesError, message: String) -> PyErr {
     match error {
         TablesError::OutOfMemory { .. } => raise_without_hint(py, tables_class(error), message),
+        TablesError::Io { path, source } => storage(py, path, source, message),
         _ => raise(py, tables_class(error), message),
+    }
+}
+
+/// Create the exception for a file or an object that cannot be read or written. The hint of `StorageError` is about
+/// what the operating system refuses: owners and free space. Any other message, such as that about an object store or
+/// a path that is occupied or not allowed, contains the next step.
+pub(crate) fn storage(py: Python<'_>, path: &Path, source: &io::Error, message: String) -> PyErr {
+    use io::ErrorKind::{AlreadyExists, ResourceBusy};
+    let by_the_system = source.raw_os_error().is_some();
+    if is_url(path) || !by_the_system || matches!(source.kind(), AlreadyExists | ResourceBusy) {
+        raise_without_hint(py, "StorageError", message)
+    } else {
+        raise(py, "StorageError", message)
     }
 }
 
@@ -67,7 +84,9 @@ fn tables_class(error: &TablesError) -> &'static str {
         TablesError::Corrupt { .. } => "CheckpointError",
         TablesError::Foreign { .. } => "ForeignCheckpointError",
         TablesError::Io { .. } | TablesError::OutOfMemory { .. } => "StorageError",
-        TablesError::Unreachable { .. } | TablesError::Recovering { .. } => "UnreachableError",
+        TablesError::Unable { .. } | TablesError::Unreachable { .. } | TablesError::Recovering { .. } => {
+            "UnreachableError"
+        }
         TablesError::WrongShard { .. } | TablesError::Incompatible { .. } => "IncompatibleError",
         TablesError::Refused { .. } => "AuthError",
         TablesError::Lost { .. } => "RunLostError",
@@ -129,13 +148,15 @@ pub(crate) fn data(py: Python<'_>, errors: &DataErrors) -> PyErr {
     raise(py, "DataError", errors.to_string())
 }
 
-/// Convert the error of a transform that cannot be created.
+/// Convert the error of a transform that cannot be created. The hint of `CheckpointError` is about checkpoints. Whoever
+/// reads a transform knows its origin, and therefore the next step.
 pub(crate) fn transform(py: Python<'_>, error: &TransformError) -> PyErr {
-    let class = match error {
-        TransformError::Unfitted { .. } => "UsageError",
-        TransformError::NothingToFit { .. } => "DataError",
-        TransformError::Contradiction { .. } => "ConfigError",
-        TransformError::Invalid { .. } | TransformError::OtherFeatures { .. } => "CheckpointError",
-    };
-    raise(py, class, error.to_string())
+    let message = error.to_string();
+    match error {
+        TransformError::Unfitted { .. } => raise(py, "UsageError", message),
+        TransformError::NothingToFit { .. } => raise(py, "DataError", message),
+        TransformError::Contradiction { .. } => raise(py, "ConfigError", message),
+        TransformError::Invalid { .. } => raise_without_hint(py, "CheckpointError", message),
+        TransformError::OtherFeatures { .. } => raise_without_hint(py, "ForeignCheckpointError", message),
+    }
 }

@@ -146,7 +146,7 @@ impl Transform {
         self.0.to_json().map_err(|error| errors::transform(py, &error))
     }
 
-    /// The digest. It is equal for transforms that compute equal ids, floats and labels.
+    /// The digest. Transforms with equal digests compute equal ids, floats and labels.
     #[getter]
     fn digest(&self) -> &str {
         self.0.digest()
@@ -176,7 +176,7 @@ impl Transform {
         self.0.names().labels.clone()
     }
 
-    /// Transform a table, a stream, JSON text or a list of records.
+    /// Transform a table, a stream, JSON text, a record, or a list of records.
     #[pyo3(signature = (data, *, strict=true, labels=true, first_row=0))]
     fn __call__(
         &self,
@@ -301,7 +301,7 @@ fn value_of(value: &Bound<'_, PyAny>, lists: bool) -> PyResult<Value> {
     if value.hasattr("isoformat")? {
         return Ok(Value::Text(value.call_method0("isoformat")?.extract()?));
     }
-    // This is a NumPy number.
+    // This is a NumPy number, or another object with one item.
     if value.hasattr("item")?
         && value.getattr("ndim").and_then(|ndim| ndim.extract()).is_ok_and(|ndim: u32| ndim == 0)
     {

@@ -1,8 +1,9 @@
-//! Log lines of the extension, on standard error and with the keys of `persia.logger`.
+//! Log lines of the extension, on standard error. With `LOG_FORMAT=json`, they have the keys of
+//! `persia.runtime.logging`.
 
 use std::sync::Once;
 
-use persia_wire::logs::{Lines, Origin};
+use persia_wire::logs::{Lines, Origin, directives};
 use pyo3::prelude::*;
 use tracing_subscriber::EnvFilter;
 
@@ -12,28 +13,22 @@ static BEGUN: Once = Once::new();
 
 /// Start logging at `LOG_LEVEL`, and at the levels in `PERSIA_LOG`, once per process.
 pub(crate) fn begin(py: Python<'_>) -> PyResult<()> {
-    let level = std::env::var("LOG_LEVEL").unwrap_or_default().trim().to_lowercase();
-    let level = match level.as_str() {
-        "" | "notset" => "info",
-        "warning" => "warn",
-        "critical" | "fatal" => "error",
-        other => other,
-    };
-    let own = persia_wire::logs::directives(&std::env::var("PERSIA_LOG").unwrap_or_default());
-    let level = own.iter().rev().find(|each| !each.contains('=')).map_or(level, String::as_str);
-    let mut directives = format!("off,persia_wire={level},persia_engine={level},persia_store={level}");
-    for each in own.iter().filter(|each| each.contains('=')) {
-        directives.push(',');
-        directives.push_str(each);
-    }
-    let filter = EnvFilter::try_new(directives).map_err(|error| {
-        let given = |name: &str| std::env::var(name).unwrap_or_default();
-        let (level, own) = (given("LOG_LEVEL"), given("PERSIA_LOG"));
-        let text = format!(
-            "LOG_LEVEL={level:?}, PERSIA_LOG={own:?}: {error}; use error, warn, info, debug or trace"
-        );
+    let given = |name: &str| std::env::var(name).unwrap_or_default();
+    let (level, own) = (given("LOG_LEVEL"), given("PERSIA_LOG"));
+    let refused = |name: &str, value: &str, error: &dyn std::fmt::Display| {
+        let text = format!("{name}={value:?}: {error}; use error, warn, info, debug or trace");
         errors::raise(py, "ConfigError", text)
-    })?;
+    };
+    let of_level = directives(&level).map_err(|error| refused("LOG_LEVEL", &level, &error))?;
+    let of_own = directives(&own).map_err(|error| refused("PERSIA_LOG", &own, &error))?;
+    let all = || of_level.iter().chain(&of_own);
+    let level = all().rfind(|each| !each.contains('=')).map_or("info", String::as_str);
+    let mut filters = format!("off,persia_wire={level},persia_engine={level},persia_store={level}");
+    for each in all().filter(|each| each.contains('=')) {
+        filters.push(',');
+        filters.push_str(each);
+    }
+    let filter = EnvFilter::try_new(filters).map_err(|error| refused("PERSIA_LOG", &own, &error))?;
     BEGUN.call_once(|| {
         let logs =
             tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false);

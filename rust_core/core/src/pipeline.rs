@@ -11,7 +11,7 @@ use crate::data::Batch;
 use crate::training_batch::{SharedTicket, TrainingBatch};
 use crate::{errors, wait};
 
-/// The interval between log lines during a wait for the source of batches.
+/// The interval between log lines during a wait for a batch.
 const LOG_INTERVAL: Duration = Duration::from_secs(30);
 
 /// The engine's pipeline, until it is closed. The engine keeps only a weak reference to this, so its training loop
@@ -110,9 +110,9 @@ impl Pipeline {
 
     /// Return the next batch, in the order in which batches were fed, or None after the last one.
     ///
-    /// A look-up or push may take `timeout_s`. Waiting for the source has no time limit and is logged. If the next
-    /// batch waits for the last batch that was taken, and that batch was neither pushed nor discarded, it is
-    /// discarded.
+    /// A wait for a look-up, a push or gradients may take `timeout_s`. A wait for the source has no time
+    /// limit. Long waits are logged. If the next batch waits for the last batch that was taken, and that
+    /// batch was neither pushed nor discarded, it is discarded.
     fn next(&self, py: Python<'_>, timeout_s: f64) -> PyResult<Option<TrainingBatch>> {
         let Some(pipeline) = self.open.get() else {
             return Err(closed(py));

@@ -27,8 +27,9 @@ const CALLS: &[(&str, &str, &str)] = &[
 /// error that ended it.
 type Call = (String, f64, f64, Option<usize>, String);
 
-/// Start the exporter of this rank if `OTEL_EXPORTER_OTLP_ENDPOINT` is set. Returns whether it was started. Every
-/// `every`-th step is traced.
+/// Start the exporter of this rank if `OTEL_EXPORTER_OTLP_ENDPOINT` or `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`
+/// is set, and tracing is not disabled. Returns whether it was started. Every `every`-th step is traced; 0
+/// means none.
 #[pyfunction]
 pub(crate) fn start(py: Python<'_>, rank: u32, run_id: String, every: u64) -> PyResult<bool> {
     logs::begin(py)?;

@@ -30,7 +30,7 @@ pub(crate) struct TrainingBatch {
     outputs: Vec<Arc<Output>>,
     on_device: Option<OnDevice>,
     report: LookupReport,
-    /// Whether the batch has a ticket.
+    /// Whether the batch was created with a ticket.
     trains: bool,
     ticket: SharedTicket,
 }
@@ -124,7 +124,7 @@ impl TrainingBatch {
         self.on_device.as_ref().and_then(device::ordinal)
     }
 
-    /// The user's metadata.
+    /// The user's metadata, if any.
     #[getter]
     fn meta(&self) -> Option<&[u8]> {
         self.batch.meta()

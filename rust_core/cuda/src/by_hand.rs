@@ -103,7 +103,8 @@ impl Cuda {
         to.block.copy_from(&from.block, from.bytes.min(to.bytes), &self.sums)
     }
 
-    /// Measure the device time of each of `count` calls to `work`, which queues work on the device.
+    /// Measure the mean time of `count` calls to `work`, which queues work on the device, until the device
+    /// has done that work. One further call comes before the measurement.
     ///
     /// # Errors
     /// [`CudaError`] from `work` or the driver.

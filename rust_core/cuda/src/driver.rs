@@ -1,5 +1,6 @@
-//! The driver's context, streams and events. Every driver call is made within [`Context::enter`], which restores
-//! the current context afterwards, because PyTorch shares the thread and the device's primary context.
+//! The driver's context, streams and events. Every driver call that needs a context is made within
+//! [`Context::enter`], which restores the previous context afterwards, because PyTorch shares the thread and
+//! the device's primary context.
 
 use std::ffi::{CStr, c_int};
 use std::marker::PhantomData;
@@ -96,12 +97,13 @@ impl Context {
         check(self.ordinal, what, code)
     }
 
-    /// The free memory and the total memory of the device, in bytes.
-    pub(crate) fn free_and_total(&self) -> (usize, usize) {
+    /// The free memory and the total memory of the device, in bytes. The error is the driver's name and description
+    /// of it.
+    pub(crate) fn free_and_total(&self) -> Result<(usize, usize), String> {
         let (mut free, mut total) = (0, 0);
         // SAFETY: the pointers point to local variables.
-        let _ = unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) };
-        (free, total)
+        let code = unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) };
+        if code == CUresult::CUDA_SUCCESS { Ok((free, total)) } else { Err(describe(code)) }
     }
 }
 

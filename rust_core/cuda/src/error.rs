@@ -1,4 +1,4 @@
-//! The errors of a device. Each message states what failed, where, why, and what to do.
+//! The errors of a device. Each message about a device states what failed, where, why, and what to do.
 
 /// An error of CUDA.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -51,10 +51,10 @@ pub enum CudaError {
         /// The compute capability that the kernels need.
         needed: (i32, i32),
     },
-    /// The device has no free memory.
+    /// The device does not have enough free memory.
     #[error(
-        "CUDA device {ordinal}: out of memory for {bytes} bytes of {what}, {free} of {total} bytes are free; use smaller \
-         batches or a lower staleness, or list the processes that use the device: nvidia-smi"
+        "CUDA device {ordinal}: out of memory for {bytes} bytes of {what}, {}; use smaller batches or a lower staleness, \
+         or list the processes that use the device: nvidia-smi", describe_memory(.free_and_total)
     )]
     OutOfMemory {
         /// The device.
@@ -63,10 +63,8 @@ pub enum CudaError {
         what: &'static str,
         /// The requested size, in bytes.
         bytes: usize,
-        /// The free memory of the device, in bytes.
-        free: usize,
-        /// The total memory of the device, in bytes.
-        total: usize,
+        /// The free memory and the total memory of the device, in bytes, or the error of the driver.
+        free_and_total: Result<(usize, usize), String>,
     },
     /// Page-locked memory could not be allocated.
     #[error(
@@ -82,10 +80,7 @@ pub enum CudaError {
         code: String,
     },
     /// A call failed for any other reason.
-    #[error(
-        "CUDA device {ordinal}: {what} failed with {code}; restart the process; if the error recurs, find the kernel with: \
-         CUDA_LAUNCH_BLOCKING=1 compute-sanitizer python SCRIPT"
-    )]
+    #[error("CUDA device {ordinal}: {what} failed with {code}; {}", next_step(.what))]
     Failed {
         /// The device.
         ordinal: i32,
@@ -94,14 +89,14 @@ pub enum CudaError {
         /// The driver's name and description of the error.
         code: String,
     },
-    /// The library of the driver lacks a function.
+    /// The library of the driver lacks a function, or a call of it failed.
     #[error(
         "CUDA device {ordinal}: the NVIDIA driver is damaged or too old: {what}; update it, then run: nvidia-smi"
     )]
     BrokenDriver {
         /// The requested device.
         ordinal: i32,
-        /// The missing function.
+        /// The message that names the missing function.
         what: String,
     },
     /// Gradients do not fit the step.
@@ -112,11 +107,40 @@ pub enum CudaError {
     },
 }
 
+/// The calls that open a device. No kernel runs before them.
+const OPENING: [&str; 9] = [
+    "cuDriverGetVersion",
+    "cuInit",
+    "cuDeviceGetCount",
+    "cuDeviceGet",
+    "cuDeviceGetAttribute",
+    "cuDevicePrimaryCtxRetain",
+    "cuModuleLoadDataEx",
+    "cuModuleGetFunction",
+    "cuMemPoolCreate",
+];
+
+fn next_step(what: &str) -> &'static str {
+    if OPENING.contains(&what) {
+        "check the device and its driver: nvidia-smi; if the error recurs, update the driver"
+    } else {
+        "restart the process; if the error recurs, find the kernel with: CUDA_LAUNCH_BLOCKING=1 compute-sanitizer python \
+         SCRIPT"
+    }
+}
+
 fn describe_count(count: i32) -> String {
     match count {
         0 => "no device is visible".into(),
         1 => "one device is visible, number 0".into(),
         _ => format!("{count} devices are visible, numbers 0 to {}", count - 1),
+    }
+}
+
+fn describe_memory(free_and_total: &Result<(usize, usize), String>) -> String {
+    match free_and_total {
+        Ok((free, total)) => format!("{free} of {total} bytes are free"),
+        Err(code) => format!("its free memory cannot be read ({code})"),
     }
 }
 
@@ -143,10 +167,21 @@ mod tests {
                 ["capability 7.5", "need 8.0"],
             ),
             (
-                CudaError::OutOfMemory { ordinal, what, bytes: 5, free: 1, total: 4 },
-                ["5 bytes of a copy, 1 of 4 bytes", "smaller batches"],
+                CudaError::OutOfMemory { ordinal, what, bytes: 5, free_and_total: Ok((1, 4)) },
+                ["5 bytes of a copy, 1 of 4 bytes are free;", "smaller batches"],
+            ),
+            (
+                CudaError::OutOfMemory { ordinal, what, bytes: 5, free_and_total: Err(code.clone()) },
+                [
+                    "5 bytes of a copy, its free memory cannot be read (CUDA_ERROR_UNKNOWN);",
+                    "smaller batches",
+                ],
             ),
             (CudaError::NoPinnedMemory { ordinal, bytes: 5, code: code.clone() }, ["5 bytes", "ulimit -l"]),
+            (
+                CudaError::Failed { ordinal, what: "cuInit", code: code.clone() },
+                ["cuInit failed with CUDA_ERROR_UNKNOWN; check the device", "update the driver"],
+            ),
             (
                 CudaError::Failed { ordinal, what, code },
                 ["a copy failed with CUDA_ERROR_UNKNOWN", "compute-sanitizer"],

@@ -2,8 +2,8 @@
 //
 // All three are one loop: each sum adds rows in the order of its uses, element by element, and no operation
 // is fused or reordered. So they give the same bits as the CPU's loops (persia_kernels), whatever the
-// device. There are no atomics. One launch does all features of a batch: each has a Job, and as many blocks
-// as it needs.
+// device. There are no atomics. One launch does all features that need its kernel and may run at the same
+// time: each has a Job, and as many blocks as it needs.
 //
 // The file is CUDA C for NVRTC, without any header, and C++17 for tests: THREADS is then a loop over the threads of a
 // block (tests/shim.h), so that a thread keeps nothing in a variable from one THREADS to the next. The only exception

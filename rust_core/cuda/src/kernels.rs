@@ -81,11 +81,11 @@ pub struct Job {
     pub to: u32,
     /// For [`Kernel::SegmentSum`], 1 to add to the content of `out`, which is then f32.
     pub onto: u32,
-    /// Set by [`lay_out`].
+    /// The number of columns of a thread, 1 or 4. It is set by [`lay_out`].
     pub width: u32,
-    /// Set by [`lay_out`].
+    /// The binary logarithm of the number of threads of a row. It is set by [`lay_out`].
     pub lanes: u32,
-    /// Set by [`lay_out`].
+    /// The number of the first block of the job. It is set by [`lay_out`].
     pub first: u32,
     /// Unused.
     pub padding: u32,

@@ -157,8 +157,9 @@ impl StepLayout {
         rows
     }
 
-    /// Write everything except the rows into `memory`, which is later copied to the block at address `inputs`. The
-    /// kernels write vectors to `outputs`.
+    /// Write everything except the rows into `memory`, which is later copied to the block at address
+    /// `inputs`. The kernels write vectors to `outputs`. Returns the jobs of the features that are not raw,
+    /// and of those that are.
     pub fn write(&self, memory: &mut [u8], work: &DeviceWork<'_>, inputs: u64, outputs: u64) -> [Jobs; 2] {
         for (feature, places) in work.features.iter().zip(&self.features) {
             copy_feature(memory, feature, places);

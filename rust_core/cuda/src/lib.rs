@@ -11,8 +11,8 @@
 //! device.
 //!
 //! A look-up is copied and pooled on a separate stream, concurrently with the model on PyTorch's stream.
-//! Events put the streams in order. No call waits for a device, except that the push thread waits for the
-//! copy of [`Sums`](Step::sum).
+//! Events put the streams in order. No call waits for this work, except that the push thread waits for the
+//! copy of [`Sums`], as do dropping them, [`Cuda::trim`], and a call that fails after it has queued work.
 #![allow(unsafe_code)] // calls into the driver, a C library, are unsafe
 
 #[cfg(feature = "by_hand")]
@@ -61,7 +61,8 @@ impl Cuda {
     /// The device with this number. It is opened at its first use.
     ///
     /// # Errors
-    /// [`CudaError`] if there is no driver, the device does not exist, or the kernels do not support it.
+    /// [`CudaError`] if there is no driver, the device does not exist, or the kernels do not support it, or
+    /// from the driver.
     pub fn device(ordinal: i32) -> Result<Arc<Self>, CudaError> {
         static DEVICES: Mutex<BTreeMap<i32, Arc<Cuda>>> = Mutex::new(BTreeMap::new());
         let mut devices = DEVICES.lock();
@@ -70,7 +71,8 @@ impl Cuda {
         }
         // The bindings panic if the driver's library lacks a function.
         let opened = catch_unwind(AssertUnwindSafe(|| Self::open(ordinal))).unwrap_or_else(|panic| {
-            let text = panic.downcast_ref::<String>().cloned();
+            let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+            let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
             let what = text.unwrap_or_else(|| "a call of its library failed".into());
             Err(CudaError::BrokenDriver { ordinal, what })
         });
@@ -103,7 +105,8 @@ impl Cuda {
         self.sums.handle() as usize
     }
 
-    /// The device memory that steps hold, and the memory that is kept for the next steps, in bytes.
+    /// The device memory that steps hold, and the memory that is allocated for this and the next steps, in
+    /// bytes.
     ///
     /// # Errors
     /// [`CudaError`] from the driver.
@@ -111,8 +114,8 @@ impl Cuda {
         self.pool.used()
     }
 
-    /// Return the memory that no step holds: device memory to the device, and page-locked memory to the
-    /// operating system.
+    /// Return the memory that no step holds and no copy uses: device memory to the device, and page-locked
+    /// memory to the operating system.
     ///
     /// # Errors
     /// [`CudaError`] from the driver.

@@ -28,7 +28,7 @@ pub struct PoolUse {
     pub reserved: u64,
 }
 
-/// A pool of device memory whose allocations streams put in order.
+/// A pool of device memory whose allocations are ordered by streams.
 #[derive(Debug)]
 pub(crate) struct DevicePool {
     inner: Arc<Inner>,
@@ -41,7 +41,7 @@ struct Inner {
     releases: Stream,
     /// The engine's streams on which a block may be in use.
     ours: [sys::CUstream; 2],
-    /// Puts two streams in order. It is used under its lock.
+    /// The event that orders two streams. It is recorded and waited for under its lock.
     order: Mutex<Event>,
     threshold: Mutex<Threshold>,
     context: Arc<Context>,
@@ -118,9 +118,8 @@ impl DevicePool {
             sys::cuMemAllocFromPoolAsync(&mut address, bytes.max(1), inner.handle, stream.handle())
         };
         if code == CUresult::CUDA_ERROR_OUT_OF_MEMORY {
-            let (free, total) = inner.context.free_and_total();
-            let ordinal = inner.context.ordinal();
-            return Err(CudaError::OutOfMemory { ordinal, what, bytes, free, total });
+            let (ordinal, free_and_total) = (inner.context.ordinal(), inner.context.free_and_total());
+            return Err(CudaError::OutOfMemory { ordinal, what, bytes, free_and_total });
         }
         inner.context.check("cuMemAllocFromPoolAsync", code)?;
         let block = Block { address, pool: Arc::clone(inner) };
@@ -218,8 +217,8 @@ impl Block {
         self.pool.context.check("cuMemcpyDtoDAsync", code)
     }
 
-    /// Record that work on `stream`, a stream of another library, uses the block. This is called at the last
-    /// use.
+    /// Record that the work on `stream` so far, a stream of another library, uses the block. This is called
+    /// after the last use.
     pub(crate) fn used_on(&self, stream: usize) {
         let Ok(_current) = self.pool.context.enter() else { return };
         if self.pool.release_after(stream as sys::CUstream).is_err() {
@@ -234,8 +233,8 @@ impl Drop for Block {
         let Ok(_current) = self.pool.context.enter() else { return };
         let ordered = self.pool.ours.iter().try_for_each(|stream| self.pool.release_after(*stream));
         if ordered.is_ok() {
-            // SAFETY: `take` allocated the block; it is freed once, after all its uses. On failure it is leaked,
-            // together with the context.
+            // SAFETY: `take` allocated the block; it is freed once, after all its uses. On failure, the block
+            // is leaked.
             let _ = unsafe { sys::cuMemFreeAsync(self.address, self.pool.releases.handle()) };
         }
     }

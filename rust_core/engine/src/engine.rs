@@ -29,12 +29,12 @@ pub enum DrainOutcome {
     Pending(Wait),
 }
 
-/// The result of [`Engine::lookup_now`].
+/// The result of [`Engine::lookup_now`] and [`Engine::lookup_on`].
 #[derive(Debug)]
 pub struct EvalResult {
     /// The outputs, one for each id feature in the batch's order.
     pub outputs: Vec<Output>,
-    /// The vectors, if the engine has a device. The vectors of `outputs` are then empty.
+    /// The tensors on the device, if the look-up used one. The vectors of `outputs` are then empty.
     pub on_device: Option<OnDevice>,
     /// The report of the look-up.
     pub report: LookupReport,
@@ -87,15 +87,17 @@ impl Engine {
     /// call [`Self::drain`] first if that matters.
     ///
     /// # Errors
-    /// [`Error::BadOption`] for [`Mode::Train`], [`Error::FeatureMismatch`], [`Error::Lookup`].
+    /// [`Error::BadOption`] for [`Mode::Train`], [`Error::FeatureMismatch`], [`Error::BadFeature`],
+    /// [`Error::TooLarge`], [`Error::Lookup`], [`Error::Device`], [`Error::Panicked`]; the failure that
+    /// stopped the engine.
     pub fn lookup_now(&self, batch: &Batch, mode: Mode) -> Result<EvalResult, Error> {
         self.lookup_on(self.scheduler().context.device.as_deref(), batch, mode)
     }
 
-    /// Like [`Self::lookup_now`], but on another device than the engine's, or on the CPU.
+    /// Like [`Self::lookup_now`], but on `device` instead of the engine's, or on the CPU if it is None.
     ///
     /// # Errors
-    /// Those of [`Self::lookup_now`]; [`Error::Device`].
+    /// Those of [`Self::lookup_now`].
     pub fn lookup_on(
         &self,
         device: Option<&dyn Device>,
@@ -115,11 +117,13 @@ impl Engine {
         Ok(EvalResult { outputs: done.outputs, on_device: done.on_device, report: done.report })
     }
 
-    /// For each id feature, the number of its unique ids and the number of these that have no row. Each feature is
-    /// looked up separately, and nothing is changed.
+    /// For each id feature, the number of its unique ids and the number of these that have no row. Each
+    /// feature is looked up separately, and nothing is changed. Of a hash stack, buckets are counted; ids
+    /// that a raw feature truncates are not.
     ///
     /// # Errors
-    /// [`Error::FeatureMismatch`], [`Error::Lookup`].
+    /// [`Error::FeatureMismatch`], [`Error::BadFeature`], [`Error::TooLarge`], [`Error::Lookup`],
+    /// [`Error::Panicked`]; the failure that stopped the engine.
     pub fn missing(&self, batch: &Batch) -> Result<Vec<(u64, u64)>, Error> {
         let scheduler = self.scheduler();
         let step = self.running_step()?;
@@ -135,8 +139,8 @@ impl Engine {
         Ok(state.step)
     }
 
-    /// Wait until every push is acknowledged, as is needed before a checkpoint. Tickets that have not been pushed
-    /// are not waited for.
+    /// Wait until every push is acknowledged, as is needed before a checkpoint. Tickets that have not been
+    /// pushed are not waited for. While look-ups are paused, this also waits for those that have started.
     ///
     /// # Errors
     /// The failure that stopped the engine, because a failed push is never acknowledged.
@@ -153,8 +157,8 @@ impl Engine {
         }
     }
 
-    /// Start no look-up until [`Engine::resume`]. After a drain, the rows are then those of one step and do not
-    /// change.
+    /// Let no pipeline start a look-up until [`Engine::resume`]. After a drain, the rows are then those of
+    /// one step and do not change.
     pub fn pause(&self) {
         self.scheduler().lock().paused = true;
     }

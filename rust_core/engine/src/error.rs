@@ -7,7 +7,8 @@ use persia_types::TablesError;
 
 use crate::device::DeviceError;
 
-/// An error of the engine. Its message states the problem, the location, and what to do.
+/// An error of the engine. Its message states the problem and, as far as they are known, the location and
+/// what to do.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum Error {
     /// A batch has no samples or no id features.
@@ -30,7 +31,7 @@ pub enum Error {
         /// The repeated names, each once.
         names: Vec<String>,
     },
-    /// The parts of an id feature do not agree.
+    /// An id feature is invalid: its name, its offsets, its weights, or its use in its slot.
     #[error("id feature {feature:?}: {what}")]
     BadFeature {
         /// The name of the feature.
@@ -38,10 +39,10 @@ pub enum Error {
         /// The problem, and what was expected.
         what: String,
     },
-    /// The parts of a tensor do not agree.
+    /// A tensor is invalid: its name, its shape or its bytes.
     #[error("{tensor}: {what}")]
     BadTensor {
-        /// The kind of the tensor (dense tensor or label) and its name.
+        /// The tensor, with its name if it has one.
         tensor: String,
         /// The problem, and what was expected.
         what: String,
@@ -51,17 +52,17 @@ pub enum Error {
     TooLarge {
         /// What is too large.
         what: String,
-        /// Found.
+        /// The size.
         size: usize,
-        /// Allowed.
+        /// The maximum.
         limit: usize,
     },
     /// The input contains NaN or infinity.
     #[error("{tensor}: {value} at row {row}, column {column}; clean the data or drop the sample")]
     NonFinite {
-        /// The kind of the tensor (dense tensor or label) and its name.
+        /// The kind of the tensor (dense tensor or label), with its name or, if it has none, its index.
         tensor: String,
-        /// Sample.
+        /// The index of the sample.
         row: usize,
         /// The position in the flattened sample.
         column: usize,
@@ -71,13 +72,13 @@ pub enum Error {
     /// A label is neither 0 nor 1.
     #[error("{tensor}: {value} at row {row}, column {column}; a binary label is 0 or 1")]
     LabelNotBinary {
-        /// The kind of the tensor and its name.
+        /// The label, with its name or, if it has none, its index.
         tensor: String,
-        /// Sample.
+        /// The index of the sample.
         row: usize,
         /// The position in the flattened sample.
         column: usize,
-        /// Found.
+        /// The value.
         value: f64,
     },
     /// The bytes do not encode a valid batch.
@@ -114,23 +115,23 @@ pub enum Error {
         /// The feature, and what was expected.
         what: String,
     },
-    /// A look-up failed; the engine stops.
+    /// A look-up failed. In a pipeline, this stops the engine.
     #[error("look-up of step {step} failed: {source}")]
     Lookup {
         /// The batch's step.
         step: u64,
-        /// Why.
+        /// The cause.
         source: Arc<TablesError>,
     },
-    /// A push failed; its gradients are not applied, and the engine stops.
-    #[error("push of step {step} failed, its gradients are not applied: {source}")]
+    /// A push failed; the engine stops. If a reply was lost, the gradients may be applied on some or all servers.
+    #[error("push of step {step} failed, its gradients may not be applied: {source}")]
     Push {
         /// The batch's step.
         step: u64,
-        /// Why.
+        /// The cause.
         source: Arc<TablesError>,
     },
-    /// A device could not pool a look-up or sum gradients; the engine stops.
+    /// A device could not pool a look-up or sum gradients. In a pipeline, this stops the engine.
     #[error("{worker} of step {step} failed: {source}")]
     Device {
         /// The worker: look-up or push.
@@ -143,7 +144,7 @@ pub enum Error {
     /// The source of batches failed.
     #[error("the source of batches failed: {0}")]
     Source(Arc<dyn std::error::Error + Send + Sync>),
-    /// A worker thread panicked, which is a bug; the engine stops.
+    /// A look-up or a push panicked, which is a bug. In a pipeline, this stops the pipeline or the engine.
     #[error("{worker} of step {step} panicked: {what}; this is a bug: please report it")]
     Panicked {
         /// The worker: look-up or push.
@@ -158,7 +159,7 @@ pub enum Error {
     Spawn {
         /// The worker: look-up or push.
         worker: &'static str,
-        /// Why.
+        /// The cause.
         source: Arc<std::io::Error>,
     },
     /// A pipeline or engine was used after it was closed.

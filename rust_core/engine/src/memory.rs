@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use parking_lot::Mutex;
 use persia_types::id::Id;
 
-/// The minimum length of vectors that are reused. Shorter ones are left to the allocator.
+/// The minimum capacity of vectors that are reused. Smaller ones are left to the allocator.
 const MIN_REUSED: usize = 1024;
 
 /// Free vectors, by capacity. Their number is bounded.

@@ -4,7 +4,7 @@ use persia_types::limits::MAX_STALENESS;
 
 use crate::error::Error;
 
-/// The options of an engine. [`Engine::new`](crate::Engine::new) checks the range of every field.
+/// The options of an engine. [`Engine::new`](crate::Engine::new) checks every field that has a range.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EngineOptions {
     /// The job's name, which is part of every token.
@@ -15,12 +15,12 @@ pub struct EngineOptions {
     pub rank: u32,
     /// The number of ranks of the run.
     pub world_size: u32,
-    /// The staleness K, from 1 to 64: when a look-up is served, at most K - 1 of this rank's pushes are unacknowledged.
-    /// It must be 1 if `reproducible` is set.
+    /// The staleness K, from 1 to 64: when a training look-up is served, at most K - 1 of this rank's pushes are
+    /// unacknowledged. If `reproducible` is set, 1 is used instead.
     pub staleness: usize,
     /// Whether a batch is looked up only when it is requested and all earlier pushes are acknowledged.
     pub reproducible: bool,
-    /// The number of batches that a pipeline holds before `feed` waits, at least 1.
+    /// The number of batches that wait for their look-up before `feed` waits, at least 1.
     pub forward_buffer: usize,
     /// The first step, at least 1. A resumed run starts after the step of its checkpoint.
     pub first_seq: u64,

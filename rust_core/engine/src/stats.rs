@@ -30,9 +30,10 @@ pub struct EngineStats {
     pub staleness_wait: StageTime,
     /// The time spent in `Tables::lookup`.
     pub lookup: StageTime,
-    /// The time spent pooling.
+    /// The time spent pooling; on a device, only the time to start it.
     pub pool: StageTime,
-    /// The time spent summing gradients.
+    /// The time spent summing gradients before the push: those of tables that features share or, on a device,
+    /// all. The tables sum the others during the push.
     pub segment_sum: StageTime,
     /// The time spent in `Tables::push`.
     pub push: StageTime,
@@ -55,11 +56,11 @@ pub struct SlotStats {
 pub struct StageTime {
     /// The number of times that the stage ran.
     pub count: u64,
-    /// Sum.
+    /// The sum of the times.
     pub total: Duration,
-    /// The latest.
+    /// The latest time.
     pub last: Duration,
-    /// The longest.
+    /// The longest time.
     pub max: Duration,
 }
 

@@ -11,7 +11,8 @@ pub struct Mistake {
     pub line: usize,
     /// The row, counted from 0; None if the error concerns the whole column.
     pub row: Option<u64>,
-    /// The column, the value that was found, the allowed values, and what to do.
+    /// The problem. As far as they apply, it includes the column, the value that was found, the allowed
+    /// values, and what to do.
     pub message: String,
 }
 

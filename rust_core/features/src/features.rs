@@ -42,7 +42,8 @@ impl Features {
     /// Create the transform with these fitted values.
     ///
     /// # Errors
-    /// [`TransformError::Unfitted`], with everything that is neither given nor fitted.
+    /// [`TransformError::Unfitted`], with everything that is neither given nor fitted;
+    /// [`TransformError::Contradiction`].
     pub fn transform(&self, fitted: Fitted) -> Result<Transform, TransformError> {
         Transform::new(self.clone(), fitted)
     }
@@ -51,7 +52,7 @@ impl Features {
     ///
     /// # Errors
     /// [`TransformError::Invalid`] if the JSON is not a transform; [`TransformError::OtherFeatures`] if it was fitted
-    /// for features that produce other ids or floats.
+    /// for features that produce other ids, floats or labels; those of [`Self::transform`].
     pub fn load(&self, json: &str) -> Result<Transform, TransformError> {
         let stored = Transform::from_json(json)?;
         let differences = differences(&self.0, stored.features().config());
@@ -74,7 +75,12 @@ fn differences(file: &FeaturesConfig, stored: &FeaturesConfig) -> Vec<String> {
             None => all.push(format!("`{}` is new", feature.name)),
             Some(known) if known.rule != feature.rule => all.push(format!("`{}` has changed", feature.name)),
             Some(known) if known.slot.is_some() != feature.slot.is_some() => {
-                all.push(format!("`{}` has, or had, no embedding", feature.name));
+                let change = if feature.slot.is_some() {
+                    "has an embedding, but had none"
+                } else {
+                    "has no embedding, but had one"
+                };
+                all.push(format!("`{}` {change}", feature.name));
             }
             Some(_) => {}
         }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use serde::{Serialize, Serializer};
 
-/// The kind of an unusual value. A separate rule applies to each kind.
+/// The kind of an unusual value. Each kind is counted separately.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(usize)]
 pub enum Unusual {
@@ -15,15 +15,16 @@ pub enum Unusual {
     Empty,
     /// The column or the key of a record is missing.
     Missing,
-    /// The number is NaN, infinite, or beyond the range of f32.
+    /// The number or the scaled number is NaN, infinite, or beyond the range of f32.
     NotFinite,
     /// The type of the value differs from that of the feature.
     WrongType,
-    /// The number is outside the range of the training data.
+    /// The number is outside the range of the training data, or of a given `min_max`.
     OutOfRange,
     /// The row has more ids than the sequence keeps.
     Truncated,
-    /// The id did not occur in training. The look-up counts these ids with [`Report::add_unseen`].
+    /// The id has no row, usually because it did not occur in training. The caller of the look-up counts
+    /// these ids with [`Report::add_unseen`].
     Unseen,
 }
 
@@ -109,7 +110,8 @@ impl Report {
         }
     }
 
-    /// Count the ids of a feature for which the look-up found no row.
+    /// Count the ids of a feature for which the look-up found no row. This has no effect if the feature is
+    /// unknown.
     pub fn add_unseen(&mut self, name: &str, ids: u64) {
         if let Some(index) = self.index(name) {
             self.counts[index][Unusual::Unseen as usize] += ids;
@@ -142,7 +144,7 @@ impl Serialize for Report {
     }
 }
 
-/// The counts of one feature in one batch, and the first value that strict mode refuses.
+/// The counts of one feature or label in one batch, and the first value that strict mode refuses.
 #[derive(Debug, Default)]
 pub(crate) struct Tally {
     pub(crate) counts: Counts,

@@ -139,7 +139,8 @@ impl Samples {
         })
     }
 
-    /// Append all rows of other samples. Returns false, and appends nothing, if the names differ.
+    /// Append all rows of other samples. Returns false, and appends nothing, if the names differ, or if
+    /// only one of them has labels.
     pub fn extend(&mut self, other: &Self) -> bool {
         let same = self.names == other.names && self.labels.len() == other.labels.len();
         if same {

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::{ShapeError, bad_shape};
 
-/// The rows of each sample of one feature, named as in FBGEMM and PyTorch.
+/// The rows of each sample of one feature. All fields but `divisors` are named as in FBGEMM and PyTorch.
 #[derive(Debug, Clone, Copy)]
 pub struct Bags<'a> {
     /// The indices of rows, sample by sample, in batch order.
@@ -13,7 +13,8 @@ pub struct Bags<'a> {
     pub offsets: Option<&'a [u32]>,
     /// The factor of the row of each index; None means 1.
     pub per_sample_weights: Option<&'a [f32]>,
-    /// The divisor of each sample's sum; None means 1.
+    /// The divisor of each sample's sum; None means 1. [`pool`](crate::pool()) ignores it if `offsets` and
+    /// `per_sample_weights` are both None.
     pub divisors: Option<&'a [f32]>,
 }
 
@@ -36,7 +37,8 @@ impl<'a> Bags<'a> {
     }
 
     /// Check the bags for use with `rows` rows: the lengths must match, indices must be below `rows`, offsets
-    /// must ascend, weights must be finite, and divisors must be finite and above 0.
+    /// must ascend from 0 to the number of indices, weights must be finite, and divisors must be finite and
+    /// above 0.
     ///
     /// # Errors
     /// [`ShapeError`], with a message that says what is wrong.

@@ -1,8 +1,9 @@
 //! 16-bit floats, for weights that are not stored as f32.
 //!
-//! Widening is exact. Narrowing rounds to nearest, ties to even, or stochastically: up or down with the probability
-//! that makes the expected value exact. A magnitude beyond the largest finite number, including infinity, becomes that
-//! number; a NaN stays NaN. The results are bit-identical for all instruction sets.
+//! Widening is exact. Narrowing rounds to nearest, ties to even, or stochastically: up or down with the
+//! probability that makes the expected value exact. There are two exceptions: a magnitude beyond the largest
+//! finite number, including infinity, becomes that number, and stochastic rounding to binary16 makes a
+//! magnitude below 2⁻³² zero. A NaN stays NaN. The results are bit-identical for all instruction sets.
 
 use ::half::f16;
 
@@ -12,9 +13,9 @@ use crate::simd::{LANES, Lanes};
 pub trait Half {
     /// The largest finite number of the format.
     const LARGEST: f32;
-    /// Convert 16 bits to f32.
+    /// Convert 16-bit numbers to f32.
     fn widen<L: Lanes>(from: &[u16; LANES]) -> [f32; LANES];
-    /// Convert an f32 to the nearest 16-bit number.
+    /// Convert each f32 to the nearest 16-bit number, ties to even.
     fn narrow<L: Lanes>(from: &[f32; LANES]) -> [u16; LANES];
     /// Convert an f32 to one of the two neighbouring 16-bit numbers. The top bits of `draw` are added to the discarded
     /// bits, and a carry rounds up. Over all draws, the probability of rounding up is therefore the discarded
@@ -58,8 +59,8 @@ impl Half for F16 {
         }
         let magnitude = magnitude.min(F16_MAX);
         let normal = (magnitude.wrapping_sub(F16_REBIAS).wrapping_add(draw >> (32 - F16_CUT))) >> F16_CUT;
-        // Subnormal numbers are 2⁻²⁴ apart, so the smaller the number, the more bits are discarded. Below 2⁻³², all
-        // bits are discarded.
+        // Subnormal numbers are 2⁻²⁴ apart, so the smaller the number, the more bits are discarded. A number
+        // below 2⁻³² becomes 0, whatever the draw.
         let cut = (126 - (magnitude >> 23).min(112)).min(31);
         let mantissa = (magnitude & 0x007F_FFFF) | 0x0080_0000;
         let tiny = (mantissa + (draw >> (32 - cut))) >> cut;

@@ -136,7 +136,7 @@ fn stochastic_rounding_has_the_number_as_its_expectation() {
         check_expectation::<F16>(number);
         check_expectation::<Bf16>(number);
     }
-    // Subnormal numbers of f16, and numbers so small that only one of many thousand draws rounds them up.
+    // Subnormal numbers of f16, and numbers below the smallest one, which only some draws round up.
     for number in [6e-5, -3.3e-5, 1e-6, 6e-8, -2e-8, 1e-9] {
         check_expectation::<F16>(number);
     }

@@ -1,9 +1,9 @@
-//! The loops over floats that more than one part of Persia uses. This crate does no I/O, starts no threads and
-//! allocates no memory.
+//! The loops over floats that more than one part of Persia uses. This crate does no I/O and starts no
+//! threads, and its loops allocate no memory.
 //!
 //! * [`Bags`], [`pool()`]: pool the rows of ids into vectors of samples
 //! * [`Csr`], [`SegmentSum`], [`Gradients`]: sum the gradients of samples into one gradient per unique id
-//! * [`simd`]: compiles a loop for every instruction set
+//! * [`simd`]: compiles a loop for several instruction sets
 //! * [`mod@half`]: 16-bit floats
 //!
 //! Pooling and sums add in batch order, element by element, so the result depends only on the input. These loops are

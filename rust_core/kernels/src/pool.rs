@@ -3,11 +3,11 @@
 use crate::bags::Bags;
 use crate::simd::{InstructionSet, LANES, Lanes, SimdLoop, prefetch_row};
 
-/// The number of floats that are prefetched: enough rows to hide memory latency, but few enough for the first-level
-/// cache.
+/// The number of floats by which a prefetch is ahead, before [`rows_ahead`] limits the number of rows: enough
+/// to hide memory latency, but few enough for the first-level cache.
 const AHEAD_FLOATS: usize = 4096;
 
-/// The number of rows of `dim` floats that are prefetched.
+/// The number of rows of `dim` floats by which a prefetch is ahead.
 #[inline(always)]
 pub fn rows_ahead(dim: usize) -> usize {
     (AHEAD_FLOATS / dim.max(1)).clamp(8, 64)
@@ -24,8 +24,8 @@ pub struct Pool<'a> {
     pub bags: Bags<'a>,
 }
 
-/// Pool rows into `out`, which has the shape `[samples, dim]`. Rows are added in batch order, and the sum is divided.
-/// The vector of an empty sample is zero.
+/// Pool rows into `out`, which has the shape `[samples, dim]`. Rows are added in batch order, and then the
+/// sum is divided by the sample's divisor. The vector of an empty sample is zero.
 pub fn pool(input: &Pool<'_>, out: &mut [f32]) {
     InstructionSet::detect().run(PoolWork { input, out });
 }
@@ -90,8 +90,9 @@ impl SimdLoop for ScaleWork<'_> {
     }
 }
 
-/// Copy a row of any length in blocks that become single moves, because a call to `memcpy` costs more than copying a
-/// short row. The last block overlaps the one before, because a loop over the remainder would cost as much as the call.
+/// Copy a row of any length in blocks that become single moves, because a call to `memcpy` costs more than
+/// copying a short row. If a remainder is left, the last block overlaps the one before, because a loop over
+/// the remainder would cost as much as the call.
 #[inline(always)]
 pub fn copy(from: &[f32], to: &mut [f32]) {
     let to = &mut to[..from.len()];
@@ -121,7 +122,7 @@ fn copy_ends<const W: usize>(from: &[f32], to: &mut [f32]) -> bool {
     true
 }
 
-/// Copy one to three floats. Returns true, like [`copy_ends`] on success.
+/// Copy one to three floats. Always returns true, like [`copy_ends`] on success.
 #[inline(always)]
 fn copy_few(from: &[f32], to: &mut [f32]) -> bool {
     for at in [0, from.len() / 2, from.len() - 1] {
@@ -147,7 +148,8 @@ pub(crate) struct Sum<'a> {
 }
 
 impl Sum<'_> {
-    /// Add the rows that start at these floats, one block of columns after another, so that sums stay in registers.
+    /// Add the rows, given as (position of the first float, factor), one block of columns after another, so
+    /// that sums stay in registers.
     #[inline(always)]
     pub(crate) fn write(self, starts: impl Iterator<Item = (usize, f32)> + Clone, out: &mut [f32]) {
         let (dim, mut column) = (self.dim, 0);

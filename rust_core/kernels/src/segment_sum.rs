@@ -77,7 +77,7 @@ pub struct SegmentSum<'a> {
 }
 
 impl SegmentSum<'_> {
-    /// Check all lengths, given the number of unique ids.
+    /// Check all lengths and the lists of samples, given the number of unique ids.
     ///
     /// # Errors
     /// [`ShapeError`], with a message that says what is wrong.
@@ -109,8 +109,8 @@ impl SegmentSum<'_> {
         self.sum(unique, false, self.scale, out);
     }
 
-    /// Prefetch the gradients of an id that follows a few ids after `unique`. If this is called for each id in
-    /// order, each sample is prefetched once.
+    /// Prefetch gradients that are needed some samples after those of `unique`. If this is called for each id
+    /// in order, each entry of `csr.indices` but the first ones is prefetched once.
     #[inline(always)]
     pub fn fetch_ahead(&self, unique: usize) {
         for at in self.csr.range(unique) {
@@ -148,14 +148,15 @@ pub enum Gradients<'a> {
 }
 
 impl<'a> Gradients<'a> {
-    /// Check all lengths, given the number of unique ids and the dimension.
+    /// Check all lengths and the lists of samples, given the number of unique ids and the dimension.
     ///
     /// # Errors
     /// [`ShapeError`], with a message that says what is wrong.
     pub fn check(&self, ids: usize, dim: usize) -> Result<(), ShapeError> {
         match self {
             Self::Rows(rows) if ids.checked_mul(dim) != Some(rows.len()) => {
-                bad_shape(format!("{} floats of gradients for {ids} ids of dim {dim}", rows.len()))
+                let floats = rows.len();
+                bad_shape(format!("found {floats} floats of gradients, expected {ids} ids * {dim}"))
             }
             Self::Rows(_) => Ok(()),
             Self::Samples(sum) if sum.dim != dim => {

@@ -17,10 +17,11 @@ use crate::place::Patience;
 
 /// The number of threads of the runtime. They wait for the network and compute the hashes of requests.
 const THREADS: usize = 2;
-/// The time limit of one request. One part in 60 s corresponds to 140 kB/s.
+/// The time limit of one request, unless AWS_TIMEOUT sets one. One part in 60 s corresponds to 140 kB/s.
 const REQUEST_TIMEOUT: &str = "60s";
-/// The number of times that a request is retried if it was refused because of load (429, 500, 503) or its
-/// connection was lost.
+/// The number of times that a request is retried, within [`RETRY_TIMEOUT`], after a status of 408, 429 or 5xx
+/// or after a failed connection. A request that must not be repeated is retried only if it was not sent or
+/// had such a status.
 const RETRIES: usize = 12;
 const RETRY_TIMEOUT: Duration = Duration::from_secs(60);
 /// Like [`RETRIES`], for the check before training.
@@ -45,7 +46,8 @@ pub(crate) fn runtime() -> io::Result<&'static Runtime> {
     }
 }
 
-/// What a client depends on: the bucket, and the environment variables for credentials, region and endpoint.
+/// What a client depends on: the process, the bucket, how long requests are retried, and the environment
+/// variables `AWS_*`, for credentials, region and endpoint.
 #[derive(PartialEq, Eq, Hash)]
 struct Settings {
     process: u32,
@@ -54,7 +56,8 @@ struct Settings {
     environment: Vec<(OsString, OsString)>,
 }
 
-/// The client of a bucket. Clients and their connections are reused until the environment changes.
+/// The client of a bucket. Clients and their connections are reused as long as their [`Settings`] are the
+/// same.
 pub(crate) fn client(bucket: &str, patience: Patience) -> object_store::Result<Arc<AmazonS3>> {
     /// The maximum number of clients that are kept. It is more than a process uses; at the limit, all are
     /// dropped.

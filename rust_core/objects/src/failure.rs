@@ -1,10 +1,12 @@
-//! [`Failure`]: an error of an object store, with a message that states the cause and what to do.
+//! [`Failure`]: an error of an object store, with a message that states the cause and, if it is known, what
+//! to do.
 
 use std::error::Error as _;
 use std::io;
 use std::path::PathBuf;
 
 use object_store::Error;
+use object_store::client::{HttpError, HttpErrorKind};
 
 use crate::client::endpoint;
 
@@ -14,9 +16,9 @@ use crate::client::endpoint;
 #[derive(Debug, thiserror::Error)]
 #[error("{url}: {source}")]
 pub struct Failure {
-    /// The URL.
+    /// The URL, without user and password.
     pub url: PathBuf,
-    /// The cause, and what to do.
+    /// The cause and, if it is known, what to do.
     pub source: io::Error,
 }
 
@@ -26,7 +28,8 @@ impl Failure {
     }
 }
 
-/// Whether an error means that the object does not exist, but the bucket does.
+/// Whether an error means that the object does not exist. An error that names a missing bucket does not
+/// count, but the response to a HEAD request does not tell a missing bucket from a missing object.
 pub(crate) fn is_absent(error: &Error) -> bool {
     matches!(error, Error::NotFound { .. }) && !error.to_string().contains("NoSuchBucket")
 }
@@ -54,20 +57,13 @@ pub(crate) fn failure(error: &Error) -> io::Error {
             io::ErrorKind::Other,
             "there are no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, for trainers and servers".into(),
         ),
-        _ if status(&text).is_none() && is_of_transport(error) => {
-            let where_to = endpoint().map_or_else(
-                || "AWS_REGION and the network; another store needs AWS_ENDPOINT_URL".to_owned(),
-                |endpoint| format!("the network and AWS_ENDPOINT_URL={}", without_password(&endpoint)),
-            );
-            (io::ErrorKind::Other, format!("the store does not respond: check {where_to}"))
-        }
-        _ => (io::ErrorKind::Other, String::new()),
+        _ => (io::ErrorKind::Other, connection_hint(error, &what)),
     };
     let separator = if hint.is_empty() { "" } else { "; " };
     io::Error::new(kind, format!("{what}{separator}{hint}"))
 }
 
-/// The address in a URL, without user and password.
+/// The part of a URL after user and password; the whole URL if it has none.
 fn without_password(url: &str) -> &str {
     url.rsplit_once('@').map_or(url, |(_, address)| address)
 }
@@ -75,11 +71,40 @@ fn without_password(url: &str) -> &str {
 /// Parts of the addresses at which credentials are sought last.
 const INSTANCE_METADATA: [&str; 3] = ["169.254.169.254", "/latest/api/token", "/latest/meta-data"];
 
-fn is_of_transport(error: &Error) -> bool {
-    matches!(error, Error::Generic { .. })
+/// What to check if the connection failed; empty for any other cause.
+fn connection_hint(error: &Error, what: &str) -> String {
+    let problem = match http_error(error).map(HttpError::kind) {
+        Some(HttpErrorKind::Connect) if what.contains("certificate") => {
+            "the certificate of the store is not accepted: check the authorities that this host trusts,"
+        }
+        Some(HttpErrorKind::Connect) => "the store cannot be reached: check",
+        Some(HttpErrorKind::Timeout) => "the store does not respond: check",
+        Some(HttpErrorKind::Request | HttpErrorKind::Interrupted) => {
+            "the connection to the store broke: check"
+        }
+        _ => return String::new(),
+    };
+    let place = endpoint().map_or_else(
+        || "AWS_REGION and the network; another store needs AWS_ENDPOINT_URL".to_owned(),
+        |endpoint| format!("the network and AWS_ENDPOINT_URL={}", without_password(&endpoint)),
+    );
+    format!("{problem} {place}")
 }
 
-/// The response of the store if there is one, otherwise the innermost cause.
+/// The error of the HTTP client among the causes; None if there is none, such as for a response with an error
+/// status, or if no request was sent.
+fn http_error(error: &Error) -> Option<&HttpError> {
+    let mut cause = error.source();
+    while let Some(each) = cause {
+        if let Some(found) = each.downcast_ref() {
+            return Some(found);
+        }
+        cause = each.source();
+    }
+    None
+}
+
+/// The status in the response of the store, with its code and message; without a status, the innermost cause.
 fn described(error: &Error, text: &str) -> String {
     if let Some(status) = status(text) {
         let parts = [tag(text, "Code"), tag(text, "Message")].into_iter().flatten().collect::<Vec<_>>();
@@ -95,14 +120,14 @@ fn described(error: &Error, text: &str) -> String {
     found.unwrap_or_else(|| text.to_owned()).replace('\n', " ")
 }
 
-/// The HTTP status in the text of an error, such as `503 Service Unavailable`.
+/// The HTTP status in the text of an error, such as `503 Service Unavailable`; None if the text has none.
 fn status(text: &str) -> Option<&str> {
     let (_, rest) = text.split_once("status code: ")?;
     let end = rest.find([':', '<', '\n']).unwrap_or(rest.len());
     Some(rest[..end].trim())
 }
 
-/// The content of an XML element.
+/// The content of the first XML element of this name, if there is one.
 fn tag<'a>(text: &'a str, name: &str) -> Option<&'a str> {
     let (_, rest) = text.split_once(&format!("<{name}>"))?;
     rest.split_once(&format!("</{name}>")).map(|(content, _)| content)
@@ -150,7 +175,32 @@ mod tests {
         let found =
             failure(&generic("Error performing PUT http://169.254.169.254/latest/api/token")).to_string();
         assert!(found.contains("there are no credentials: set AWS_ACCESS_KEY_ID"), "{found}");
-        let found = failure(&generic("Connection refused (os error 111)")).to_string();
-        assert!(found.starts_with("Connection refused") && found.contains("check"), "{found}");
+    }
+
+    /// A failure of the HTTP client with this cause.
+    fn of_connection(kind: HttpErrorKind, cause: &str) -> String {
+        let source = Box::new(HttpError::new(kind, io::Error::other(cause)));
+        failure(&Error::Generic { store: "S3", source }).to_string()
+    }
+
+    #[test]
+    fn only_a_connection_that_timed_out_means_that_the_store_does_not_respond() {
+        for (kind, cause, said) in [
+            (HttpErrorKind::Connect, "Connection refused", "the store cannot be reached: check"),
+            (HttpErrorKind::Timeout, "operation timed out", "the store does not respond: check"),
+            (HttpErrorKind::Interrupted, "reset by peer", "the connection to the store broke: check"),
+            (HttpErrorKind::Request, "connection closed", "the connection to the store broke: check"),
+            (
+                HttpErrorKind::Connect,
+                "invalid peer certificate: UnknownIssuer",
+                "the certificate of the store is not accepted: check",
+            ),
+        ] {
+            let found = of_connection(kind, cause);
+            assert!(found.starts_with(&format!("{cause}; {said}")), "{found}");
+        }
+        assert_eq!(of_connection(HttpErrorKind::Decode, "invalid gzip header"), "invalid gzip header");
+        let text = "Server returned error response: <Error><Code>InternalError</Code></Error>";
+        assert_eq!(failure(&generic(text)).to_string(), text, "the store responded");
     }
 }

@@ -1,12 +1,13 @@
 //! Objects below a URL such as `s3://bucket/runs/census`, in an object store that speaks the S3 protocol.
 //!
-//! All functions block until their requests end; the requests run on a runtime of this crate. Callers are threads
-//! that write and read files. Credentials, region and endpoint come from the environment variables that Amazon's
-//! tools read.
+//! All functions block until their requests end; the requests run on a runtime of this crate. They must
+//! therefore not be called on a thread of an asynchronous runtime that must not block. Every function that
+//! sends requests also fails if that runtime cannot start its threads. Credentials, region and endpoint come
+//! from the environment variables that Amazon's tools read.
 //!
 //! * [`Place`]: a URL, and requests about the objects below it
 //! * [`Upload`]: writes an object piece by piece, in bounded memory
-//! * [`Failure`]: an error, with the URL, the cause, and what to do
+//! * [`Failure`]: an error, with the URL, the cause and, if it is known, what to do
 
 mod client;
 mod failure;

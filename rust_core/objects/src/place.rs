@@ -20,15 +20,16 @@ use crate::failure::{Failure, failure, is_absent, is_beyond_end};
 /// The result type of the requests.
 pub(crate) type Result<T> = std::result::Result<T, Failure>;
 
-/// The maximum number of requests in flight for an operation on many objects.
+/// The maximum number of requests in flight when several objects are read or measured.
 const REQUESTS: usize = 16;
 
-/// How long requests are retried.
+/// How often requests are retried.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Patience {
-    /// For about a minute.
+    /// For about a minute, for requests of a save.
     Save,
-    /// For some seconds, because a user waits for the result.
+    /// Twice, because a user waits for the result. A request without a response still takes its whole time
+    /// limit.
     Probe,
 }
 
@@ -71,7 +72,7 @@ pub struct Version(UpdateVersion);
 pub enum Put {
     /// The object was put.
     Done,
-    /// Nothing was put, because another version was put in the meantime.
+    /// Nothing was put, because the object exists, or is not the expected version.
     Changed,
 }
 
@@ -83,7 +84,8 @@ impl fmt::Debug for Place {
 }
 
 impl Place {
-    /// The place that a URL names; None for a file system path. No request is sent.
+    /// The place that a URL names; None for a file system path, including one that is not UTF-8. No request
+    /// is sent.
     ///
     /// # Errors
     /// The URL or the environment cannot be used.
@@ -136,7 +138,7 @@ impl Place {
         format!("{}/{name}", self.url).into()
     }
 
-    /// The parent place, and the name of this place in it.
+    /// The parent place, and the name of this place in it; None for a bucket.
     pub fn parent(&self) -> Option<(Self, &str)> {
         let (url, name) = self.url.rsplit_once('/')?;
         let key = self.key.as_ref().rsplit_once('/').map_or("", |(key, _)| key);
@@ -162,7 +164,7 @@ impl Place {
         }
     }
 
-    /// Wait for `work` about an object, or about the place itself if `name` is empty.
+    /// Run `work` on the runtime of this crate, and wait for it.
     fn wait<T>(&self, work: impl Future<Output = T>) -> Result<T> {
         let runtime = client::runtime().map_err(|source| Failure { url: (&self.url).into(), source })?;
         Ok(runtime.block_on(work))
@@ -171,15 +173,15 @@ impl Place {
     /// Read an object of at most `most` bytes. Returns None if the object does not exist.
     ///
     /// # Errors
-    /// The store refuses the request or does not respond.
+    /// The store refuses the request or does not respond; `InvalidData` if the object is larger.
     pub fn get(&self, name: &str, most: u64) -> Result<Option<Fetched>> {
         self.wait(self.fetch(name, most))?
     }
 
-    /// Like [`Self::get`], for several places.
+    /// Like [`Self::get`], for several places. Returns the result for each place.
     ///
     /// # Errors
-    /// The store refuses the request or does not respond.
+    /// No request can be sent, because the runtime of this crate cannot start.
     pub fn get_each(places: &[Self], name: &str, most: u64) -> Result<Vec<Result<Option<Fetched>>>> {
         let Some(first) = places.first() else { return Ok(Vec::new()) };
         let work = stream::iter(places).map(|place| place.fetch(name, most)).buffered(REQUESTS).collect();
@@ -257,8 +259,9 @@ impl Place {
         self.wait(put)?.map(drop).map_err(|error| self.error(name, &error))
     }
 
-    /// Put a whole object if it does not exist yet (`over` is None), or if its version is still `over`. A store
-    /// without conditional puts replaces it in any case.
+    /// Put a whole object if it does not exist yet (`over` is None), or if its version is still `over`. If
+    /// `AWS_CONDITIONAL_PUT` disables conditional puts, or `over` has no ETag, it is replaced in any case. A
+    /// store that ignores the condition also replaces it.
     ///
     /// # Errors
     /// The store refuses the request or does not respond.
@@ -268,7 +271,7 @@ impl Place {
         let mode = match over {
             None => PutMode::Create,
             Some(Version(over)) if over.e_tag.is_some() => PutMode::Update(over),
-            Some(_) => PutMode::Overwrite, // a store without versions
+            Some(_) => PutMode::Overwrite, // a store without ETags
         };
         let options = PutOptions { mode, ..Default::default() };
         let work = async {

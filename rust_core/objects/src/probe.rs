@@ -12,10 +12,11 @@ const CONTENT: &[u8] = b"persia\n";
 impl Place {
     /// Put an object, try to put it again on the condition that it does not exist, and delete it. A checkpoint is
     /// committed by such a conditional put. With a store that ignores the condition, two saves could replace each
-    /// other.
+    /// other. The condition is not tried if `AWS_CONDITIONAL_PUT` disables it.
     ///
     /// # Errors
-    /// The store refuses a request, does not respond, or replaces the object despite the condition.
+    /// The store refuses a request, does not respond, does not support the condition, or replaces the object
+    /// despite the condition.
     pub fn probe(&self, name: &str) -> Result<()> {
         self.put(name, CONTENT.to_vec())?;
         let checked = if is_conditional() { self.check_condition(name) } else { Ok(()) };
@@ -43,7 +44,7 @@ fn is_conditional() -> bool {
     !env::var(CONDITIONAL).is_ok_and(|value| value.trim().eq_ignore_ascii_case("disabled"))
 }
 
-/// Whether a store responds that it does not support the condition.
+/// Whether a store responds with a status that means that it does not support the condition: 501 or 400.
 fn is_unknown(failure: &Failure) -> bool {
     let text = failure.source.to_string();
     ["the store answered 501", "the store answered 400"].iter().any(|known| text.contains(known))

@@ -20,8 +20,9 @@ const PARTS_IN_FLIGHT: usize = 2;
 /// The time limit for the deletion of parts after a failure.
 const ABORT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A file that is being written to an object store: in one request if it is small, otherwise in parts. It is not
-/// visible before [`Self::finish`]. If it is dropped before that, its parts are deleted.
+/// A file that is being written to an object store: in one request if it fits into one part, otherwise in
+/// several parts. It is not visible before [`Self::finish`]. If it is dropped before that, or `finish` fails,
+/// its parts are deleted.
 pub struct Upload {
     dir: Place,
     name: String,
@@ -34,7 +35,8 @@ pub struct Upload {
 }
 
 impl Upload {
-    /// Begin to write the object `name` below `dir`. No request is sent before a part is complete.
+    /// Begin to write the object `name` below `dir`. No request is sent before more than one part has been
+    /// written, or [`Self::finish`] is called.
     pub fn new(dir: Place, name: &str) -> Self {
         Self {
             dir,
@@ -50,7 +52,7 @@ impl Upload {
     /// Begin to write the object at a URL; None for a file system path.
     ///
     /// # Errors
-    /// The URL cannot be used.
+    /// The URL or the environment cannot be used, or the URL names a bucket.
     pub fn create(path: &Path) -> Result<Option<Self>> {
         let Some(place) = Place::find(path, Patience::Save)? else { return Ok(None) };
         let no_object =
@@ -140,8 +142,8 @@ impl Drop for Upload {
     fn drop(&mut self) {
         self.in_flight.drain(..).for_each(|part| part.abort());
         if let (Some(mut parts), Ok(runtime)) = (self.parts.take(), runtime()) {
-            // Only the error that ended the upload is reported. A lifecycle rule of the bucket deletes the
-            // remaining parts.
+            // Only the error that ended the upload is reported. Parts that remain are deleted by a lifecycle
+            // rule of the bucket, if it has one.
             let _ = runtime.block_on(async { tokio::time::timeout(ABORT_TIMEOUT, parts.abort()).await });
         }
     }

@@ -1,10 +1,10 @@
 //! Configures the allocator.
 #![allow(unsafe_code)]
 
-/// Let each arena of glibc's allocator keep up to `KEPT_BYTES` of freed memory, and allocate blocks of up to
-/// `ARENA_BYTES` from arenas. Requests are a few megabytes in size and similar to each other. Without this, the same
-/// pages would be returned to the operating system and cleared again for each request. Other C libraries are not
-/// configured.
+/// Let each arena of glibc's allocator keep up to `KEPT_BYTES` of freed memory, and allocate blocks smaller
+/// than `ARENA_BYTES` from arenas. (Only the main arena has space for blocks of more than 64 MiB.) Requests
+/// are a few megabytes in size and similar to each other. Without this, the same pages would be returned to
+/// the operating system and cleared again for each request. Other C libraries are not configured.
 pub(crate) fn keep_freed_memory() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {

@@ -73,10 +73,10 @@ pub struct CommonArgs {
     #[arg(long, env = "PERSIA_RPC_TIMEOUT", value_name = "SECONDS", default_value_t = 60,
           value_parser = clap::value_parser!(u64).range(1..=86_400))]
     pub rpc_timeout: u64,
-    /// error, warn, info, debug, trace, or filters in the syntax of tracing-subscriber
+    /// error, warn, info, debug or trace; TARGET=LEVEL sets it for one module, and commas separate several filters
     #[arg(long, env = "LOG_LEVEL", value_name = "LEVEL", default_value = "info")]
     pub log_level: String,
-    /// Format of log lines
+    /// Format of log lines: json or text
     #[arg(long, env = "LOG_FORMAT", value_name = "FORMAT", default_value = "json")]
     pub log_format: LogFormat,
     /// Check whether the process at --listen serves; the exit code is 0 if it does, and 1 if it does not
@@ -115,7 +115,8 @@ pub struct MiddlewareArgs {
 }
 
 impl MiddlewareArgs {
-    /// The addresses of the servers in the order of their index; empty if they are found through NATS.
+    /// The addresses of the servers in the order of their index; empty if none are listed, so that they are
+    /// found through NATS.
     ///
     /// # Errors
     /// `Usage` for a malformed address, for too many, and for an infer job without one.
@@ -241,7 +242,8 @@ impl CommonArgs {
         }
     }
 
-    /// The address to listen on.
+    /// The address to listen on. The default is `port` on all addresses if there is a token file, and on
+    /// 127.0.0.1 otherwise.
     ///
     /// # Errors
     /// `Usage` for a malformed address.
@@ -250,8 +252,8 @@ impl CommonArgs {
         endpoint(self.listen.as_deref().unwrap_or(&default), "PERSIA_LISTEN")
     }
 
-    /// The address of metrics, unless they are off. Without one it is `port` of all addresses or of loopback, if
-    /// metrics are `enabled`.
+    /// The address of metrics; None if they are off. Without the flag and its variable, it is `port` on the
+    /// addresses of [`Self::listen`]'s default if metrics are `enabled`, and None otherwise.
     ///
     /// # Errors
     /// `Usage` for a malformed address.

@@ -12,7 +12,8 @@ use tonic::{Request, Status};
 
 use crate::metrics;
 
-/// The minimum time between two log lines. Without it, unauthenticated peers could fill the disk.
+/// The minimum time between two log lines about refused calls. Without it, unauthenticated peers could fill
+/// the disk.
 const LOG_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Lets only authenticated calls pass.
@@ -22,7 +23,8 @@ pub(crate) struct AuthInterceptor {
     log: Arc<Mutex<LogLimiter>>,
 }
 
-/// The time of the last logged refusal, and the number of refused calls since.
+/// The time of the last logged refusal, and the number of refused calls since. A log line has this number,
+/// and the reason of the last of these calls.
 #[derive(Default)]
 struct LogLimiter {
     last: Option<Instant>,

@@ -1,18 +1,18 @@
 //! [`Exit`]: why a process ends, and the code it ends with.
 
-/// The reason why a process could not start, or ended. The text is one line that includes the next step.
+/// The reason why a process could not start, or ended. The text includes the next step, if it is known.
 #[derive(Debug, thiserror::Error)]
 pub enum Exit {
-    /// A wrong flag, variable or configuration file.
+    /// A flag, variable, configuration file, folder, address or certificate that cannot be used.
     #[error("{0}")]
     Usage(String),
     /// A peer does not respond.
     #[error("{0}")]
     Unreachable(String),
-    /// A damaged file.
+    /// A damaged file, or a checkpoint that is missing or damaged.
     #[error("{0}")]
     Corrupt(String),
-    /// A token that is missing or refused.
+    /// A token that is missing, cannot be read, or is refused.
     #[error("{0}")]
     Auth(String),
     /// A failure that a restart may resolve.

@@ -11,6 +11,7 @@
 mod allocator;
 pub mod args;
 mod auth;
+mod causes;
 mod connection;
 pub mod exit;
 pub mod kind;

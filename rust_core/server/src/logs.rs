@@ -5,7 +5,8 @@ use tracing_subscriber::EnvFilter;
 
 use crate::exit::Exit;
 
-/// The log levels of libraries. They are low because this crate logs each change of a connection once itself.
+/// The log levels of libraries, unless the level has filters of its own. Fewer events of libraries are
+/// logged, because this crate logs each change of a connection once itself.
 const QUIET: &str = "async_nats=error,h2=warn,hyper=warn,object_store=warn,rustls=warn,tonic=warn,tower=warn";
 
 /// The format of log lines.
@@ -30,17 +31,9 @@ impl LogFormat {
 /// `replica`.
 ///
 /// # Errors
-/// `Usage` for an unknown level.
+/// `Usage` for a filter that cannot be parsed, such as a target with an unknown level.
 pub fn start(format: LogFormat, level: &str, service: &'static str, replica: u32) -> Result<(), Exit> {
-    let ours = !level.contains(['=', ',']);
-    let first = if ours { format!("{level},{QUIET}") } else { level.to_owned() };
-    let own = directives(&std::env::var("PERSIA_LOG").unwrap_or_default());
-    let filters = std::iter::once(first).chain(own).collect::<Vec<_>>().join(",");
-    let filter = EnvFilter::builder().parse(&filters).map_err(|error| {
-        Exit::Usage(format!(
-            "cannot use LOG_LEVEL={level} with PERSIA_LOG: {error} in {filters}; use error, warn, info, debug or trace"
-        ))
-    })?;
+    let filter = filter(level, &std::env::var("PERSIA_LOG").unwrap_or_default())?;
     let logs = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
     // This fails only if a test has already set a subscriber.
     let _ = logs.event_format(format.lines(Origin::here(service, replica, None))).try_init();
@@ -48,6 +41,25 @@ pub fn start(format: LogFormat, level: &str, service: &'static str, replica: u32
         tracing::error!(place = ?panic.location().map(ToString::to_string), "panic: {}", reason(panic));
     }));
     Ok(())
+}
+
+/// The filter for `level`, the value of LOG_LEVEL, and `own`, the value of PERSIA_LOG.
+fn filter(level: &str, own: &str) -> Result<EnvFilter, Exit> {
+    let levels = "use error, warn, info, debug or trace";
+    let parse = |name: &str, value: &str| {
+        directives(value)
+            .map_err(|error| Exit::Usage(format!("cannot use {name}={value}: {error}; {levels}")))
+    };
+    let mut filters = parse("LOG_LEVEL", level)?;
+    match filters.as_slice() {
+        [] => filters.extend(["info".to_owned(), QUIET.to_owned()]),
+        [one] if !one.contains('=') => filters.push(QUIET.to_owned()),
+        _ => {}
+    }
+    filters.extend(parse("PERSIA_LOG", own)?);
+    EnvFilter::builder().parse(filters.join(",")).map_err(|error| {
+        Exit::Usage(format!("cannot use LOG_LEVEL={level} and PERSIA_LOG={own}: {error}; {levels}"))
+    })
 }
 
 fn reason(panic: &std::panic::PanicHookInfo<'_>) -> String {
@@ -105,6 +117,24 @@ mod tests {
         assert_eq!((value["replica"].as_u64(), value["generation"].as_u64()), (Some(3), Some(7)));
         assert_eq!(value["rank"].as_u64(), Some(1), "of the event, because a server is no rank");
         assert!(text("ts").ends_with('Z') && !text("node").is_empty(), "{value}");
+    }
+
+    #[test]
+    fn the_variable_that_cannot_be_used_is_named() {
+        for (level, own) in
+            [("info", ""), ("", ""), ("WARNING", ""), ("warn,persia_wire=trace", "persia.wire=debug")]
+        {
+            filter(level, own).unwrap();
+        }
+        assert!(filter("WARNING", "").unwrap().to_string().contains("warn"));
+        for (level, own, named) in [
+            ("loud", "", "cannot use LOG_LEVEL=loud: "),
+            ("persia_wire=loud", "persia.wire=debug", "cannot use LOG_LEVEL=persia_wire=loud: "),
+            ("info", "persia.wire=loud", "cannot use PERSIA_LOG=persia.wire=loud: "),
+        ] {
+            let text = filter(level, own).unwrap_err().to_string();
+            assert!(text.starts_with(named), "{text}");
+        }
     }
 
     #[test]

@@ -42,7 +42,8 @@ const RECOVERED: &str = "persia_recovered_ratio";
 const START: &str = "persia_start_duration_seconds";
 const INFO: &str = "persia_process_info";
 const RESIDENT: &str = "process_resident_memory_bytes";
-/// The limits of the buckets, from a fraction of a loopback call to the checkpoint of a large table.
+/// The limits of the buckets in seconds, from a fraction of a loopback call to the checkpoint of a large
+/// table.
 const BUCKETS: &[f64] = &[
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
 ];
@@ -77,7 +78,7 @@ pub fn start() -> Result<PrometheusHandle, metrics_exporter_prometheus::BuildErr
     metrics::describe_gauge!(CONNECTIONS, "Open connections");
     metrics::describe_gauge!(REQUEST_MEMORY, metrics::Unit::Bytes, "Memory of requests in flight");
     metrics::describe_counter!(MEMORY_WAITS, "Requests that waited for memory that other requests held");
-    metrics::describe_gauge!(GENERATION, "Generation of the last run");
+    metrics::describe_gauge!(GENERATION, "Newest generation that began on this server");
     metrics::describe_gauge!(ROWS, "Rows, by table");
     metrics::describe_gauge!(PAYLOAD, metrics::Unit::Bytes, "Size of weights and optimizer state");
     metrics::describe_gauge!(
@@ -253,7 +254,7 @@ impl Drop for RequestMemory {
     }
 }
 
-/// Set the gauges of a server.
+/// Set the gauges of a server. Before it has recovered, only the progress of the recovery is set.
 pub fn set_gauges(starting: &StartingNode) {
     let Ok(node) = starting.node() else {
         let (done, total) = starting.progress().bytes();
@@ -281,9 +282,9 @@ pub fn set_gauges(starting: &StartingNode) {
 pub struct Page {
     /// Renders the metrics.
     pub metrics: PrometheusHandle,
-    /// Whether the process serves; `/health` returns 200 or 503.
+    /// Whether the process serves; `/health` then returns 200, otherwise 503.
     pub ready: Arc<AtomicBool>,
-    /// Called before each rendering, on a thread that may block.
+    /// Called before each rendering, to set gauges, on a thread that may block.
     pub refresh: Arc<dyn Fn() + Send + Sync>,
     /// Why the process does not serve yet, if there is a known reason.
     pub waits_for: Arc<dyn Fn() -> Option<String> + Send + Sync>,

@@ -10,15 +10,18 @@ use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 
 use crate::args::CommonArgs;
+use crate::causes::with_causes;
 use crate::exit::Exit;
 use crate::kind::Kind;
 
 const TIMEOUT: Duration = Duration::from_secs(2);
+/// The variable of the authority, as messages name it.
+const AUTHORITY: &str = "PERSIA_TLS_CA";
 
 /// Ask the process. Returns the exit code 0 if it serves, and 1 if it does not.
 ///
 /// # Errors
-/// `Usage` for an address without a port, or certificates that cannot be used.
+/// `Usage` for a malformed address, an address with port 0, or certificates that cannot be used.
 #[allow(clippy::print_stderr, reason = "the answer for a person; the exit code is for the container engine")]
 pub async fn ask(args: &CommonArgs, kind: Kind) -> Result<ExitCode, Exit> {
     let endpoint = match args.listen(kind.port)? {
@@ -32,22 +35,30 @@ pub async fn ask(args: &CommonArgs, kind: Kind) -> Result<ExitCode, Exit> {
         return Err(Exit::Usage("--health needs the port of the process, but --listen has port 0".into()));
     }
     let mut tls = args.tls();
+    let mut authority = AUTHORITY;
     if tls.cert.is_none() {
         tls.ca = None;
     } else if tls.ca.is_none() {
-        // The process's own certificate also serves as the authority, because it is self-signed.
+        // Without an authority, the process's own certificate serves as one. It must then be self-signed.
         tls.ca.clone_from(&tls.cert);
+        authority = "PERSIA_TLS_CERT";
     }
-    let tls = tls.client().map_err(|error| Exit::Usage(error.to_string()))?;
+    let tls = tls.client();
+    let tls = tls.map_err(|error| Exit::Usage(error.to_string().replacen(AUTHORITY, authority, 1)))?;
     let answer = async {
-        let channel =
-            endpoint.channel(tls.as_ref()).map_err(|error| Status::unavailable(error.to_string()))?;
+        let channel = endpoint.channel(tls.as_ref()).map_err(|error| {
+            let why = with_causes(&error);
+            Status::unavailable(format!("cannot use {authority} and PERSIA_TLS_NAME: {why}"))
+        })?;
         let request = HealthCheckRequest { service: kind.grpc.into() };
         HealthClient::new(channel).check(request).await
     };
     let what = match tokio::time::timeout(TIMEOUT, answer).await {
         Ok(Ok(reply)) if reply.get_ref().status() == ServingStatus::Serving => return Ok(ExitCode::SUCCESS),
-        Ok(Ok(reply)) => format!("the process does not serve (status {:?})", reply.get_ref().status()),
+        Ok(Ok(reply)) => {
+            let status = reply.get_ref().status().as_str_name();
+            format!("the process responds, but does not serve: its status is {status}")
+        }
         Ok(Err(status)) => persia_wire::error::describe(&status),
         Err(_) => format!("no response within {} s", TIMEOUT.as_secs()),
     };

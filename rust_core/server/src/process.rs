@@ -33,12 +33,13 @@ use crate::{allocator, logs, metrics, probe, watchdog};
 const METRICS_PORT: u16 = 9464;
 /// The time for which NATS may refuse the token after the start, because it may not have read the current token yet.
 const NATS_AUTH_TIMEOUT: Duration = Duration::from_secs(2);
-/// The interval at which histograms are aggregated. Without this, memory grows if no metrics are read.
+/// The interval at which the values of histograms are aggregated. Without this, memory grows if no metrics
+/// are read.
 const UPKEEP_INTERVAL: Duration = Duration::from_secs(5);
 
 /// The state of both kinds of process before they serve.
 pub struct Process {
-    /// The flags.
+    /// The common flags.
     pub args: CommonArgs,
     /// The kind of the process.
     pub kind: Kind,
@@ -159,7 +160,8 @@ impl Process {
     /// yet. Returns the address; None if metrics are off.
     ///
     /// # Errors
-    /// `Auth` if other hosts can reach the address and there is no token file; `Usage` for an address that is in use.
+    /// `Auth` if other hosts can reach the address and there is no token file; `Usage` for an address that
+    /// cannot be used, such as one that is in use.
     pub async fn serve_metrics(
         &self,
         refresh: impl Fn() + Send + Sync + 'static,
@@ -221,8 +223,9 @@ impl Process {
             .map_err(|error| Exit::Usage(format!("PERSIA_SOCKET_IFNAME: {error}")))
     }
 
-    /// Announce the process to NATS, wait for `others`, and then report that the process serves. Dropping the result
-    /// reverts both.
+    /// Announce the process to NATS, if configured, wait for `others`, and then report that the process
+    /// serves. Dropping the result withdraws the announcement, and `/health` no longer reports that the
+    /// process serves.
     ///
     /// # Errors
     /// `Usage` for a network interface that does not exist.
@@ -270,7 +273,7 @@ impl Process {
         Ok(Announcing { task, ready: Arc::clone(&self.ready) })
     }
 
-    /// The listener for serving, and the host to announce.
+    /// The listener, and the options for [`serve`](crate::serve::serve).
     pub fn into_serving(self) -> (Listener, Host) {
         (self.listener, self.host)
     }
@@ -291,7 +294,7 @@ async fn announce(discovery: &Discovery, announcement: Announcement) -> Option<A
         .ok()
 }
 
-/// The announcement of a serving process.
+/// The announcement of a process, and its report that it serves.
 pub struct Announcing {
     task: tokio::task::JoinHandle<()>,
     ready: Arc<AtomicBool>,
@@ -310,8 +313,8 @@ async fn connect(url: &str, job: &str, secret: Option<&Secret>) -> Result<Discov
     Discovery::connect(options).await.map_err(|error| Exit::Usage(error.to_string()))
 }
 
-/// Wait until NATS refuses the token after the start. A later refusal must not end the process, because a run that has
-/// found its servers no longer needs NATS.
+/// Wait until NATS has refused the token for [`NATS_AUTH_TIMEOUT`] before the first connection. A later
+/// refusal must not end the process, because a run that has found its servers no longer needs NATS.
 async fn refused_by_nats(discovery: Option<Discovery>) -> Exit {
     let Some(discovery) = discovery else { return std::future::pending().await };
     let mut since = None;

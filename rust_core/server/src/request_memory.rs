@@ -19,7 +19,7 @@ pub(crate) struct MemoryBudget {
     /// Allows one request at a time to exceed the budget.
     extra: Arc<Semaphore>,
     mib: u32,
-    /// What to do to get more memory, for messages.
+    /// What to do if the memory does not suffice, for messages.
     advice: &'static str,
 }
 

@@ -1,5 +1,5 @@
-//! [`serve`]: serves a gRPC service with authentication, health checks and reflection, until the last connection is
-//! closed.
+//! [`serve`]: serves a gRPC service and reflection with authentication, and health checks without it, until
+//! the process stops.
 
 use std::convert::Infallible;
 use std::time::Duration;
@@ -19,6 +19,7 @@ use tonic_health::pb::health_server::HealthServer;
 use tonic_health::server::HealthReporter;
 
 use crate::auth::AuthInterceptor;
+use crate::causes::with_causes;
 use crate::connection::{self, Tracked};
 use crate::exit::Exit;
 
@@ -68,7 +69,8 @@ impl Health {
 /// ends, or `hurry` completes.
 ///
 /// # Errors
-/// `Usage` for a certificate that cannot be used.
+/// `Usage` for a certificate that cannot be used; `Again` if connections cannot be accepted any more;
+/// `Corrupt` if the description of the protocol in this build is damaged.
 pub async fn serve<S>(
     listener: Listener,
     service: S,
@@ -87,8 +89,7 @@ where
     S::Future: Send + 'static,
 {
     let unusable = |error: &dyn std::error::Error| {
-        let cause = error.source().map(|cause| format!(": {cause}")).unwrap_or_default();
-        Exit::Usage(format!("cannot use PERSIA_TLS_CERT and PERSIA_TLS_KEY: {error}{cause}"))
+        Exit::Usage(format!("cannot use PERSIA_TLS_CERT and PERSIA_TLS_KEY: {}", with_causes(error)))
     };
     let tls = host.tls.filter(|_| matches!(listener.endpoint(), Endpoint::Tcp { .. }));
     let reflection = tonic_reflection::server::Builder::configure()
@@ -108,10 +109,9 @@ where
         .connections()
         .map(move |connection| connection.map(|connection| Tracked::new(connection, tracker.token())))
         .take_until(shutdown);
-    router
-        .serve_with_incoming(connections)
-        .await
-        .map_err(|error| Exit::Again(format!("cannot accept connections any more: {error}")))?;
+    router.serve_with_incoming(connections).await.map_err(|error| {
+        Exit::Again(format!("cannot accept connections any more: {}", with_causes(&error)))
+    })?;
     tracing::info!(grace_s = host.grace.as_secs(), "stopping: waiting for open connections to close");
     host.health.set(false).await;
     tokio::select! {

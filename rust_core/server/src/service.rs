@@ -1,4 +1,4 @@
-//! [`EmbeddingService`]: serves a [`Node`] over gRPC, once the node has recovered from its log.
+//! [`EmbeddingService`]: serves a [`Node`] over gRPC, once the node has read its rows.
 
 use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
@@ -29,7 +29,7 @@ const MEMORY_WAIT: &str = "memory wait";
 const RECEIVE: &str = "receive";
 const TURN_WAIT: &str = "turn wait";
 
-/// A node that may not have recovered from its log yet.
+/// A node that may not have read its rows yet, from its log or from the checkpoint that it serves.
 pub struct StartingNode {
     peer: String,
     progress: RecoveryProgress,
@@ -37,17 +37,17 @@ pub struct StartingNode {
 }
 
 impl StartingNode {
-    /// Describe a node with these options, which is about to recover.
+    /// Describe a node with these options, which is about to read its rows.
     pub fn new(options: &NodeOptions) -> Self {
         Self { peer: options.peer(), progress: RecoveryProgress::default(), node: OnceLock::new() }
     }
 
-    /// The progress of the recovery.
+    /// The progress of reading the rows.
     pub fn progress(&self) -> &RecoveryProgress {
         &self.progress
     }
 
-    /// Record that the node has recovered.
+    /// Record that the node has read its rows.
     pub fn resumed(&self, node: Arc<Node>) {
         let _ = self.node.set(node); // once
     }
@@ -55,7 +55,7 @@ impl StartingNode {
     /// The node.
     ///
     /// # Errors
-    /// `Recovering` until the node has recovered.
+    /// `Recovering` until the node has read its rows.
     pub fn node(&self) -> Result<&Arc<Node>, TablesError> {
         let recovering = || {
             let (done, total) = self.progress.bytes();
@@ -75,7 +75,7 @@ pub struct EmbeddingService {
 /// The rows in chunks, followed by the report.
 pub type LookupStream = Pin<Box<dyn Stream<Item = Result<proto::LookupReply, Status>> + Send>>;
 
-/// Refuse a caller of another version, because its messages could be misread.
+/// Refuse a caller of another protocol or version, because its messages could be misread.
 pub(crate) fn check_version(peer: &str, request: &proto::BeginRequest) -> Result<(), Status> {
     let differs = |what: String| Err(to_status(&TablesError::Incompatible { peer: peer.into(), what }));
     if request.protocol != PROTOCOL {
@@ -118,7 +118,7 @@ impl EmbeddingService {
         Self::starting(Arc::new(starting))
     }
 
-    /// Refuse requests with `Recovering` until `node` has recovered, and then serve it.
+    /// Refuse requests with `Recovering` until `node` has read its rows, and then serve it.
     pub fn starting(node: Arc<StartingNode>) -> Self {
         Self { node, memory: MemoryBudget::new(MEMORY_ADVICE) }
     }

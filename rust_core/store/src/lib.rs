@@ -1,4 +1,5 @@
-//! The rows of embedding tables, in memory and on disk. This crate does not depend on Python or the network.
+//! The rows of embedding tables, in memory, on disk and in object stores. This crate does not depend on
+//! Python, and uses the network only for object stores.
 //!
 //! [`Store`] implements [`persia_types::Tables`]. From the outside in:
 //!
@@ -22,4 +23,5 @@ mod store;
 
 use persia_kernels::simd;
 pub use request::threads::default_request_threads;
+pub use run::slot_differences;
 pub use store::{Progress, Store, StoreOptions, TransferStart};

@@ -3,7 +3,8 @@
 use persia_types::limits::{MAX_MIN_COUNT, MAX_POISSON_MEAN, MAX_RANKS};
 use persia_types::tables::Run;
 use persia_types::{
-    Admission, Id, Initializer, InvalidNumber, JobId, Optimizer, Rounding, Schema, Table, TablesError,
+    Admission, Id, Initializer, InvalidNumber, JobId, Optimizer, Pooling, Rounding, Schema, Slot, Table,
+    TablesError,
 };
 
 use crate::math::initial::{InitialWeights, draws_admission};
@@ -72,7 +73,7 @@ impl ActiveRun {
         self.tables.iter().map(|table| table.layout).collect()
     }
 
-    /// The optimizer state of a new row, one value for each table.
+    /// The value of every float of a new row's optimizer state, for each table.
     pub(crate) fn initial_state(&self) -> Vec<f32> {
         self.tables.iter().map(|table| table.initial_state).collect()
     }
@@ -191,15 +192,62 @@ fn describe(table: &Table) -> String {
     text
 }
 
+/// The settings in which two slots differ: the name of the setting, its value in `one`, and its value in `other`. Each
+/// slot comes with its schema.
+pub fn slot_differences(
+    one: (&Schema, &Slot),
+    other: (&Schema, &Slot),
+) -> Vec<(&'static str, String, String)> {
+    let pairs = described(one).into_iter().zip(described(other));
+    pairs
+        .filter(|((_, one), (_, other))| one != other)
+        .map(|((setting, one), (_, other))| (setting, one, other))
+        .collect()
+}
+
+/// All settings of a slot except its name, with their keys in the configuration.
+fn described((schema, slot): (&Schema, &Slot)) -> [(&'static str, String); 5] {
+    let none = || "none".to_owned();
+    let table = schema.tables.get(slot.table).map(|table| table.name.clone());
+    let pooling = match slot.pooling {
+        Pooling::Sum => "sum",
+        Pooling::Mean => "mean",
+    };
+    let hash_stack = slot
+        .hash_stack
+        .map(|stack| format!("with hash_stack_rounds {} and embedding_size {}", stack.rounds, stack.buckets));
+    [
+        ("table", table.unwrap_or_else(none)),
+        ("pooling", pooling.into()),
+        ("sqrt_scaling", slot.sqrt_scaling.to_string()),
+        ("sample_fixed_size", slot.sample_fixed_size.as_ref().map_or_else(none, u32::to_string)),
+        ("hash_stack_config", hash_stack.unwrap_or_else(none)),
+    ]
+}
+
 /// Describe the first difference between two schemas.
 fn difference(held: &Schema, asked: &Schema) -> String {
     let pairs = held.tables.iter().zip(&asked.tables);
     if let Some((held, asked)) = pairs.into_iter().find(|(held, asked)| held != asked) {
         return format!("{} is configured, but the run has {}", describe(held), describe(asked));
     }
-    let slots = held.slots.iter().zip(&asked.slots);
-    if let Some((held, asked)) = slots.into_iter().find(|(held, asked)| held != asked) {
-        return format!("slot {held:?} is configured, but the run has {asked:?}");
+    let mut slots = held.slots.iter().zip(&asked.slots).enumerate();
+    if let Some((at, (own, other))) = slots.find(|(_, (own, other))| own != other) {
+        if own.name != other.name {
+            return format!(
+                "slot number {} is {} in the configuration, but {} in the run",
+                at + 1,
+                own.name,
+                other.name
+            );
+        }
+        let differences: Vec<String> = slot_differences((held, own), (asked, other))
+            .into_iter()
+            .map(|(setting, own, other)| {
+                format!("{setting} {own} in the configuration, but {other} in the run")
+            })
+            .collect();
+        return format!("slot {} has {}", own.name, differences.join("; "));
     }
     format!(
         "the number of configured tables is {}, and of slots {}; in the run, they are {} and {}",
@@ -212,7 +260,7 @@ fn difference(held: &Schema, asked: &Schema) -> String {
 
 #[cfg(test)]
 mod tests {
-    use persia_types::TableSettings;
+    use persia_types::{HashStack, TableSettings};
 
     use super::*;
 
@@ -273,6 +321,31 @@ mod tests {
         assert_eq!(adam(0.9, 0.999, 1e-8), "");
         assert!(adam(1.0, 0.9, 1e-8).contains("beta1") && adam(0.9, bad, 1e-8).contains("beta2"));
         assert!(adam(0.9, 0.9, 0.0).contains("eps"));
+    }
+
+    #[test]
+    fn slots_that_differ_are_described_by_their_settings() {
+        let slot = |name: &str| Slot { name: name.into(), ..Slot::default() };
+        let schema =
+            |slot| Schema { slots: vec![slot], tables: vec![Table::new("user", 4), Table::new("item", 4)] };
+        let said = |asked| difference(&schema(slot("age")), &schema(asked));
+        assert_eq!(said(slot("city")), "slot number 1 is age in the configuration, but city in the run");
+        let asked = Slot {
+            table: 1,
+            pooling: Pooling::Mean,
+            sample_fixed_size: Some(7),
+            hash_stack: Some(HashStack { rounds: 2, buckets: 9 }),
+            ..slot("age")
+        };
+        assert_eq!(
+            said(asked),
+            "slot age has table user in the configuration, but item in the run; pooling sum in the configuration, but \
+             mean in the run; sample_fixed_size none in the configuration, but 7 in the run; hash_stack_config none in \
+             the configuration, but with hash_stack_rounds 2 and embedding_size 9 in the run"
+        );
+        // A schema from elsewhere may name a table that it does not have.
+        let lost = said(Slot { table: 9, ..slot("age") });
+        assert_eq!(lost, "slot age has table user in the configuration, but none in the run");
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::fs;
 use std::path::Path;
 
 use commit_sample::{dense, head, load, names, save, shards, tidy_names};
-use persia_store::checkpoint::{CheckpointError, Manifest, Saver, recover, write_shard};
+use persia_store::checkpoint::{CheckpointError, Manifest, Saver, recover, remove_object, write_shard};
 use persia_types::tables::{FileEntry, Run};
 use serde_json::value::RawValue;
 
@@ -144,6 +144,7 @@ fn an_added_file_needs_a_valid_new_name_and_its_size() {
         refused(saver.add_file(name), "cannot be the name of a checkpoint file");
     }
     refused(saver.add_file("absent.pt"), "absent.pt");
+    refused(remove_object(dir.path()), "cannot delete the checkpoint ");
     fs::write(saver.staging().join("opt.pt"), "1234").unwrap();
     let entry = |bytes, blake3: &str| FileEntry { name: "opt.pt".into(), bytes, blake3: blake3.into() };
     let hash = blake3::hash(b"1234").to_hex().to_string();
@@ -162,6 +163,9 @@ fn a_head_that_cannot_be_read_back_is_refused_before_anything_is_published() {
     bad.run.weight_bound = f32::INFINITY;
     let error = staged_dense(dir.path()).commit(bad).unwrap_err();
     assert!(matches!(error, CheckpointError::BadSave { .. }), "{error}");
+    let text = error.to_string();
+    assert!(text.contains("MANIFEST.json: no reader would accept it: it is not a manifest: "), "{text}");
+    assert!(!text.contains("use another checkpoint"), "{text}");
     assert_eq!(load(dir.path()).unwrap(), 1);
     assert_eq!(names(dir.path()), tidy_names(1));
 }

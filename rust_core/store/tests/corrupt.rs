@@ -185,6 +185,7 @@ fn a_manifest_with_an_invalid_name() {
         refused(dir.path(), &dir.path().join(MANIFEST));
         let error = Saver::begin(dir.path()).err().unwrap();
         assert!(matches!(error, CheckpointError::Corrupt { .. }), "{error}");
+        assert!(error.to_string().ends_with("; save to a different folder"), "{error}");
     }
     for (from, to) in [("\"generation\": 1", "\"generation\": 0"), ("\"blake3\": \"", "\"blake3\": \"X")] {
         let dir = saved();

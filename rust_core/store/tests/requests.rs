@@ -155,7 +155,10 @@ fn malformed_pushes_are_refused_whole_and_the_token_stays_unknown() {
         store.push(&PushRequest { token: token(0, 1), step, lr_factor, tables: &tables })
     };
     assert!(refused(push_of(&[(0, 4), (7, 4)], 1, 1.0)).contains("table index 7: unknown"));
-    assert!(refused(push_of(&[(0, 4), (1, 3)], 1, 1.0)).contains("3 floats of gradients for 2 ids"));
+    assert!(
+        refused(push_of(&[(0, 4), (1, 3)], 1, 1.0))
+            .contains("found 3 floats of gradients, expected 2 ids * 2")
+    );
     assert!(refused(push_of(&[(0, 4), (0, 4)], 1, 1.0)).contains("named twice"));
     assert!(refused(push_of(&[(0, 4)], 0, 1.0)).contains("step is 0"));
     for factor in [f32::NAN, f32::INFINITY, -1.0] {

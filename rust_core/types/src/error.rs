@@ -7,9 +7,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::token::Token;
 
-/// The errors of a request. Each states the problem, its location and the invalid value.
+/// The errors of a request. Each states the problem and, as far as there are any, its location and the
+/// invalid value.
 ///
 /// A server sends the error in serialized form, so its caller gets the same variant with the same fields.
+/// Long texts are truncated.
 #[derive(Debug, thiserror::Error, Serialize, Deserialize)]
 pub enum TablesError {
     /// Another run has begun. A run that begins with an older generation fails with `BadRun`.
@@ -32,7 +34,7 @@ pub enum TablesError {
         /// The problem; with both values, if two values differ.
         what: String,
     },
-    /// Lengths or values are inconsistent.
+    /// Lengths or values are inconsistent, unknown or out of range.
     #[error("malformed request: {what}")]
     BadShape {
         /// The mismatch, and what was expected.
@@ -69,7 +71,7 @@ pub enum TablesError {
         /// The number of additional bytes.
         bytes: u64,
     },
-    /// A file differs from its manifest.
+    /// A file differs from its manifest, or is malformed.
     #[error("{path}: {what}")]
     Corrupt {
         /// The file.
@@ -85,10 +87,10 @@ pub enum TablesError {
         /// The values that differ.
         what: String,
     },
-    /// The operating system returned an error.
+    /// A file or an object cannot be read or written.
     #[error("{path}: {source}")]
     Io {
-        /// The path.
+        /// The path or URL.
         path: PathBuf,
         /// The error.
         #[serde(with = "io_error")]
@@ -107,12 +109,12 @@ pub enum TablesError {
         /// The requested shard, which the peer does not hold.
         shard: usize,
     },
-    /// A peer has a different version, protocol or configuration.
+    /// A peer has a different version, protocol or configuration, or sent an invalid reply.
     #[error("{peer} is incompatible: {what}")]
     Incompatible {
         /// The name of the peer.
         peer: String,
-        /// The values that differ.
+        /// The values that differ, or the problem of the reply.
         what: String,
     },
     /// A peer refuses the credentials of this process, or this process refuses the certificate of a peer.
@@ -150,8 +152,16 @@ pub enum TablesError {
         /// The total number of bytes to read.
         total: u64,
     },
-    /// A peer does not respond.
-    #[error("{peer} cannot be reached: {what}")]
+    /// A peer responds, but cannot serve the request now, for example because its disk is full. It may soon be able to.
+    #[error("{peer} cannot serve the request: {what}")]
+    Unable {
+        /// The name of the peer.
+        peer: String,
+        /// What it cannot do, and why.
+        what: String,
+    },
+    /// A peer is not known, was not reached, or sent no intact reply.
+    #[error("cannot communicate with {peer}: {what}")]
     Unreachable {
         /// The name of the peer.
         peer: String,
@@ -160,7 +170,7 @@ pub enum TablesError {
     },
 }
 
-/// The percentage done, rounded down, so that it is below 100 until the end.
+/// The percentage done, rounded down and at most 99, because a server that is done is not recovering.
 fn percent(done: u64, total: u64) -> u64 {
     (u128::from(done) * 100 / u128::from(total.max(1))).min(99) as u64
 }
@@ -171,7 +181,8 @@ impl From<ShapeError> for TablesError {
     }
 }
 
-/// Serializes an I/O error as its operating system error code or, if it has no code, as its message.
+/// Serializes an I/O error as its message and, if it has one, its operating system error code. With a code,
+/// the error is restored from the code, otherwise from the message.
 mod io_error {
     use std::io;
 

@@ -41,7 +41,8 @@ pub fn server_shards(index: usize, servers: usize) -> std::ops::Range<usize> {
     VIRTUAL_SHARDS * index / servers..VIRTUAL_SHARDS * (index + 1) / servers
 }
 
-/// Unique ids in ascending order of their virtual shard, with the offset of each shard.
+/// Ids in ascending order of their virtual shard, with the offset of each shard. The ids of a request must be
+/// unique, which this type does not check.
 ///
 /// Within a shard, the caller's order is kept; the engine orders ids by their first occurrence in the batch. Row `i` of
 /// a look-up and gradient `i` of a push belong to `ids()[i]`.
@@ -86,8 +87,9 @@ impl ShardedIds {
     /// Build from ids that are already grouped, and check the grouping.
     ///
     /// # Errors
-    /// [`TablesError::BadShape`] if the offsets do not ascend from 0 to the number of ids, or an id is in the wrong
-    /// shard; [`TablesError::TooManyIds`] for more than [`MAX_IDS_PER_REQUEST`] ids.
+    /// [`TablesError::BadShape`] if the offsets are not `VIRTUAL_SHARDS + 1` numbers that ascend from 0 to
+    /// the number of ids, or an id is in the wrong shard; [`TablesError::TooManyIds`] for more than
+    /// [`MAX_IDS_PER_REQUEST`] ids.
     pub fn from_parts(ids: Vec<Id>, offsets: Vec<u32>) -> Result<Self, TablesError> {
         if ids.len() > MAX_IDS_PER_REQUEST {
             return Err(TablesError::TooManyIds { ids: ids.len(), max: MAX_IDS_PER_REQUEST });

@@ -5,7 +5,7 @@
 //!   is applied once
 //! * [`schema`]: slots, tables, optimizers and initializers, as the engine and the store use them
 //! * [`tables`]: [`Tables`], the one interface between the engine and the rows
-//! * [`limits`]: all limits
+//! * [`limits`]: the limits of configurations, requests, connections and rows
 //! * [`config`]: parses and validates the YAML files
 //! * [`trace`]: the times of traced steps
 

@@ -1,4 +1,4 @@
-//! All limits, in one place.
+//! The limits of configurations, requests, connections and rows.
 
 /// The maximum number of slots in one configuration.
 pub const MAX_SLOTS: usize = 4096;
@@ -14,7 +14,8 @@ pub const MAX_SERVERS: usize = crate::id::VIRTUAL_SHARDS;
 pub const MAX_RANKS: u32 = 4096;
 /// The maximum size of the data in one chunk of a stream, in bytes.
 pub const MAX_CHUNK_BYTES: usize = 1 << 20;
-/// The maximum size of the ids, rows or gradients in one request or reply, in bytes.
+/// The maximum size of the rows or gradients of one request or reply, as f32, in bytes. It is also the
+/// maximum size of its samples with their lists.
 pub const MAX_REQUEST_BYTES: u64 = 1 << 30;
 /// The maximum memory for requests in flight over all connections, in bytes: on a server for all their data, on a
 /// middleware for their samples.
@@ -30,7 +31,8 @@ pub const MAX_IDS_PER_REQUEST: usize = 2_000_000;
 pub const MAX_OCCURRENCES: usize = u32::MAX as usize - 1;
 /// The maximum number of samples in one batch.
 pub const MAX_BATCH_SIZE: usize = 1 << 24;
-/// The maximum length of a slot, group or job name, in bytes.
+/// The maximum length of a name in a configuration or a batch, in bytes. A job whose processes discover each
+/// other needs a shorter name.
 pub const MAX_NAME_BYTES: usize = 128;
 /// The maximum staleness K. The window of recorded tokens has room for K steps and their retries.
 pub const MAX_STALENESS: usize = 64;

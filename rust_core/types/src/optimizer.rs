@@ -26,9 +26,9 @@ pub struct InvalidNumber {
 impl Optimizer {
     /// Check that all parameters are finite and in range.
     ///
-    /// Momentum and betas must be at least 0 and below 1, `g_square_momentum` must be from 0 to 1, `eps` must be above
-    /// 0 and at most 1e30, and all others must be at least 0. Within these ranges, an update never makes a finite row
-    /// infinite or NaN.
+    /// Momentum and betas must be at least 0 and below 1, `g_square_momentum` must be from 0 to 1, `eps` must
+    /// be from [`f32::MIN_POSITIVE`] to 1e30, and all others must be at least 0. Within these ranges, an
+    /// update never makes a finite row infinite or NaN.
     ///
     /// # Errors
     /// All parameters that are out of range, in the order of the fields. NaN is out of every range.

@@ -65,8 +65,9 @@ pub struct Slot {
 }
 
 impl Slot {
-    /// The divisor of each sample's sum, at least 1: its number of ids for a mean, and the square root of its
-    /// number of rows (ids × rounds of a hash stack) for sqrt scaling. None if it is 1 for all samples.
+    /// The divisor of each sample's sum, at least 1: its number of ids for a mean, the square root of its
+    /// number of rows (ids × rounds of a hash stack) for sqrt scaling, or the product for both. None if the
+    /// slot has neither, or if every sample has one row (`offsets` is None).
     ///
     /// `offsets` are the offsets of the samples after ids have been replaced by buckets.
     pub fn divisors<'a>(
@@ -95,7 +96,7 @@ pub struct Table {
     pub name: String,
     /// The number of weights in a row.
     pub dim: usize,
-    /// The table's settings that differ from those of the run.
+    /// The row format of the table, and its settings that differ from those of the run.
     #[serde(default)]
     pub settings: TableSettings,
 }
@@ -127,8 +128,8 @@ pub struct TableSettings {
 
 /// The stored type of a weight. Optimizer state is f32, look-ups return f32, and updates are computed in f32.
 ///
-/// A number beyond the largest finite number of a type (65504 for f16, 3.39e38 for bf16), including infinity, is stored
-/// as that largest number, so rounding never produces an infinity.
+/// A number beyond the largest finite number of a 16-bit type (65504 for f16, 3.39e38 for bf16), including
+/// infinity, is stored as that largest number, so rounding never produces an infinity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Dtype {

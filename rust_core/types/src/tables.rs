@@ -179,7 +179,7 @@ pub struct TableGradients<'a> {
     pub table: usize,
     /// The ids: those of the look-up, or some of them.
     pub ids: &'a ShardedIds,
-    /// The gradients, one per id in the same order.
+    /// The gradients of the ids, in the same order: one for each id, or to be summed from those of samples.
     pub gradients: Gradients<'a>,
 }
 
@@ -205,8 +205,9 @@ pub struct PushReport {
     pub rows_applied: u64,
     /// The number of rows that were skipped because their id has no row and was not admitted.
     pub rows_missing: u64,
-    /// The number of rows that were skipped because an element of their gradient is NaN, infinite, or at least
-    /// 2^50 in magnitude ([`MAX_GRADIENT_EXPONENT`](crate::limits::MAX_GRADIENT_EXPONENT)).
+    /// The number of rows that were skipped because an element of their gradient, including weight decay, is
+    /// NaN, infinite, or at least 2^50 in magnitude
+    /// ([`MAX_GRADIENT_EXPONENT`](crate::limits::MAX_GRADIENT_EXPONENT)).
     pub rows_nonfinite: u64,
     /// The number of rows that were skipped because the push had been applied before.
     pub rows_duplicate: u64,
@@ -279,7 +280,12 @@ pub struct Snapshot {
 
 /// The rows: the in-process store, or the network client.
 ///
-/// Every method may be called from any thread. A failed call changes nothing, unless its documentation says otherwise.
+/// Every method may be called from any thread, except that a thread that runs a tokio runtime must not call
+/// the network client, which blocks. A failed call changes nothing, unless its documentation says otherwise.
+/// The network client also returns errors of the connection, from every method: `Unreachable`, `Unable`,
+/// `Recovering`, `Timeout`, `Lost`, `Refused`, `Incompatible` and `WrongShard`. After such an error, the call
+/// may have taken effect. Once another run has begun, the client returns `StaleGeneration` from every method
+/// that needs a run.
 pub trait Tables: Send + Sync {
     /// Begin a run: drop older tokens, accept only the run's generation, and use its optimizer and
     /// initializer. Rows are kept unless [`Run::fresh`] is set.
@@ -311,13 +317,13 @@ pub trait Tables: Send + Sync {
         rows: &mut [&mut [f32]],
     ) -> Result<LookupReport, TablesError>;
 
-    /// Apply gradients exactly once. The whole request is checked before the first row changes; after that,
-    /// it cannot fail. A push whose token was applied before changes nothing, and its rows count as
-    /// `rows_duplicate`.
+    /// Apply gradients exactly once. The whole request is checked before the first row changes. A push whose
+    /// token was applied before changes nothing, and its rows count as `rows_duplicate`.
     ///
     /// # Errors
     /// `NotBegun`, `StaleGeneration`, `BadTable`, `BadShape`, `NoOptimizer`. After these, the token stays
-    /// unknown, so the push can be retried.
+    /// unknown, so the push can be retried. `OutOfMemory`, after which some rows may have changed, so the
+    /// push must not be retried.
     fn push(&self, request: &PushRequest<'_>) -> Result<PushReport, TablesError>;
 
     /// Hold the current rows for [`write_snapshot`](Self::write_snapshot). The numbers of a generation ascend; a
@@ -326,8 +332,9 @@ pub trait Tables: Send + Sync {
     /// releases it.
     ///
     /// # Errors
-    /// `BadShape` for a number that is not above that of the last released snapshot; `Io` while a snapshot is
-    /// being written; `Unreachable`.
+    /// `BadShape` for a number below that of the last prepared snapshot, or equal to it if its rows are no
+    /// longer held; `Io` from a server that is still writing another snapshot. The in-process store waits for
+    /// it.
     fn prepare_snapshot(&self, number: u64) -> Result<(), TablesError>;
 
     /// Release the rows that are held for this snapshot.
@@ -357,7 +364,7 @@ pub trait Tables: Send + Sync {
     /// Replace all rows by those in `files` in `dir`. All files are read and checked before any row changes.
     ///
     /// # Errors
-    /// `Corrupt`, `Foreign`, `Io`.
+    /// `NotBegun`, `Corrupt`, `Foreign`, `Io`, `OutOfMemory`.
     fn restore(&self, dir: &Path, files: &[FileEntry]) -> Result<(), TablesError>;
 
     /// Return the counters and gauges.

@@ -71,7 +71,7 @@ impl SeenTokens {
         self.generation
     }
 
-    /// Whether `token` has been inserted.
+    /// Whether `token` has been inserted, or is older than the window and therefore counts as inserted.
     ///
     /// # Errors
     /// [`TablesError::StaleGeneration`] for a job or generation that is not the current one, [`TablesError::BadShape`]

@@ -1,4 +1,4 @@
-//! Converts tokens, modes, reports and files to messages and back.
+//! Converts tokens, modes, reports, snapshots and files to messages and back, and runs to JSON.
 
 use persia_types::tables::{FileEntry, LookupReport, PushReport, Run, Snapshot};
 use persia_types::{Id, JobId, Mode, TablesError, Token};
@@ -38,7 +38,7 @@ impl From<Mode> for proto::Mode {
 /// The mode in the head of a look-up.
 ///
 /// # Errors
-/// `BadShape` for a mode that does not exist.
+/// `BadShape` for an unspecified or unknown mode.
 pub fn mode(number: i32) -> Result<Mode, TablesError> {
     match proto::Mode::try_from(number) {
         Ok(proto::Mode::Train) => Ok(Mode::Train),
@@ -48,8 +48,8 @@ pub fn mode(number: i32) -> Result<Mode, TablesError> {
     }
 }
 
-/// Implements the conversions between a type and a message with the same fields. Optional fields follow the
-/// semicolon.
+/// Implements the conversions between a type and a message with the same fields. An optional field
+/// follows the semicolon.
 macro_rules! same_fields {
     ($type:ident as $message:ident { $($field:ident),+ $(; $optional:ident)? }) => {
         impl From<$type> for proto::$message {

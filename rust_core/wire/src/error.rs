@@ -9,7 +9,7 @@ use tonic::{Code, Status};
 
 use crate::proto::Failure;
 
-/// The maximum size of a text in a status, which is sent in HTTP headers of limited size.
+/// The maximum size of a text in a status, in bytes. A status is sent in HTTP headers of limited size.
 const MAX_TEXT: usize = 2048;
 
 /// The text with which a middleware reports a server without a run, because [`TablesError::NotBegun`] names no
@@ -50,12 +50,15 @@ pub fn to_failure(error: &TablesError) -> Failure {
     Failure { kind, message: short(&error.to_string()), fields: fields.to_string() }
 }
 
-/// The error from which [`to_failure`] created the message. A kind that this version does not know becomes
-/// `Incompatible`.
+/// The error from which [`to_failure`] created the message, in which long texts are truncated. An error that
+/// this version cannot decode, such as one of an unknown kind, becomes `Incompatible`.
 pub fn from_failure(peer: &str, failure: &Failure) -> TablesError {
     serde_json::from_str(&failure.fields).unwrap_or_else(|_| TablesError::Incompatible {
         peer: peer.to_owned(),
-        what: format!("it sent an error of unknown kind {:?}: {}", failure.kind, failure.message),
+        what: format!(
+            "it sent an error that this version cannot decode, {:?}: {}",
+            failure.kind, failure.message
+        ),
     })
 }
 
@@ -74,7 +77,7 @@ pub fn to_status(error: &TablesError) -> Status {
         E::Refused { .. } => Code::Unauthenticated,
         E::Lost { .. } => Code::Aborted,
         E::Timeout { .. } => Code::DeadlineExceeded,
-        E::Unreachable { .. } | E::Recovering { .. } => Code::Unavailable,
+        E::Unable { .. } | E::Unreachable { .. } | E::Recovering { .. } => Code::Unavailable,
     };
     let failure = to_failure(error);
     let details = failure.encode_to_vec();
@@ -86,18 +89,32 @@ fn failure_of(status: &Status) -> Option<Failure> {
     if details.is_empty() { None } else { Failure::decode(details).ok() }
 }
 
-/// The messages of the status and of its causes.
+/// The messages of the status and of its causes. If there are none, it is the description of the code.
 pub fn describe(status: &Status) -> String {
     let mut text = status.message().to_owned();
-    let mut cause = status.source();
+    add_causes(&mut text, status.source());
+    if text.is_empty() { status.code().description().to_owned() } else { text }
+}
+
+/// The messages of the error and of its causes, without a period at the end.
+pub(crate) fn with_causes(error: &dyn Error) -> String {
+    let mut text = error.to_string();
+    add_causes(&mut text, error.source());
+    text.trim_end_matches('.').to_owned()
+}
+
+/// Append the messages of a cause and of its causes, unless the text contains them.
+fn add_causes(text: &mut String, mut cause: Option<&(dyn Error + 'static)>) {
     while let Some(error) = cause {
         let more = error.to_string();
         if !text.contains(&more) {
-            text = if text.is_empty() { more } else { format!("{text}: {more}") };
+            if !text.is_empty() {
+                text.push_str(": ");
+            }
+            text.push_str(&more);
         }
         cause = error.source();
     }
-    if text.is_empty() { status.code().description().to_owned() } else { text }
 }
 
 /// The error in a status from `peer`.
@@ -115,12 +132,16 @@ pub fn from_status(peer: &str, status: &Status) -> TablesError {
         Code::Unimplemented => {
             TablesError::Incompatible { peer, what: format!("it does not have this method ({what})") }
         }
-        Code::InvalidArgument | Code::OutOfRange | Code::ResourceExhausted => TablesError::BadShape { what },
+        Code::InvalidArgument => TablesError::BadShape { what },
+        // Only statistics of tens of thousands of tables (of all servers), or a peer of another build, exceed the limit.
+        Code::OutOfRange => {
+            TablesError::Incompatible { peer, what: format!("a message exceeds a limit: {what}") }
+        }
         _ => TablesError::Unreachable { peer, what },
     }
 }
 
-/// Whether the peer did not process the request, so that a retry or another peer may succeed.
+/// Whether a retry, or another peer, may succeed. The peer may have processed the request nevertheless.
 pub fn is_transient(status: &Status) -> bool {
     match failure_of(status) {
         Some(failure) => is_transient_failure(&failure),
@@ -138,7 +159,7 @@ pub fn is_transient_failure(failure: &Failure) -> bool {
 
 fn is_curable(error: &TablesError) -> bool {
     use TablesError as E;
-    matches!(error, E::Unreachable { .. } | E::Timeout { .. } | E::Recovering { .. })
+    matches!(error, E::Unable { .. } | E::Unreachable { .. } | E::Timeout { .. } | E::Recovering { .. })
 }
 
 /// Whether a certificate is invalid or a peer does not use TLS. Only the text shows this, because tonic wraps
@@ -178,6 +199,7 @@ mod tests {
             E::Refused { peer: peer(), what: what() },
             E::Lost { peer: peer(), what: what() },
             E::Timeout { peer: peer(), what: what() },
+            E::Unable { peer: peer(), what: what() },
             E::Unreachable { peer: peer(), what: what() },
             E::Recovering { peer: peer(), done: 43, total: 100 },
         ]
@@ -218,9 +240,38 @@ mod tests {
     }
 
     #[test]
+    fn each_cause_is_told_once() {
+        let refused = || io::Error::from(io::ErrorKind::ConnectionRefused);
+        let inner = io::Error::other(Outer("cannot connect", refused()));
+        let outer = Outer("transport error", inner);
+        let said = format!("transport error: cannot connect: {}", refused());
+        assert_eq!(with_causes(&outer), said);
+        assert_eq!(with_causes(&refused()), refused().to_string());
+    }
+
+    /// An error whose message does not contain its cause.
+    #[derive(Debug)]
+    struct Outer(&'static str, io::Error);
+
+    impl std::fmt::Display for Outer {
+        fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            f.write_str(self.0)
+        }
+    }
+
+    impl Error for Outer {
+        fn source(&self) -> Option<&(dyn Error + 'static)> {
+            Some(&self.1)
+        }
+    }
+
+    #[test]
     fn a_status_without_details_is_read_by_its_code() {
         let error = from_status("server 0", &Status::permission_denied("role data may not call Push"));
         assert_eq!(error.to_string(), "access to server 0 was refused: role data may not call Push");
+        let error = from_status("server 0", &Status::out_of_range("decoded message length too large"));
+        let said = "server 0 is incompatible: a message exceeds a limit: decoded message length too large";
+        assert_eq!(error.to_string(), said, "the reply may be what is too large");
         let unknown = Failure { kind: "New".into(), message: "text".into(), fields: "{\"New\":{}}".into() };
         assert!(matches!(from_failure("server 0", &unknown), TablesError::Incompatible { .. }));
     }

@@ -14,11 +14,12 @@
 //!
 //! * [`proto`]: messages and services, generated from `proto/persia/v1/`
 //! * [`convert`], [`error`]: convert types and [`persia_types::TablesError`] to messages and back
-//! * [`settings`], [`listen`], [`tls`], [`auth`], [`backoff`]: connections, their limits and their authentication
+//! * [`settings`], [`listen`], [`peer`], [`tls`], [`auth`], [`backoff`]: connections, their limits and their
+//!   authentication
 //! * [`discovery`]: discovery of a job's processes, through NATS
 //! * [`rpc`]: the methods that both servers and middlewares have
 //! * [`client`]: [`client::WireTables`], which accesses rows on embedding servers
-//! * [`logs`]: the grammar of `PERSIA_LOG`
+//! * [`logs`]: the grammar of `PERSIA_LOG`, and the format of log lines
 //! * [`trace`]: the spans of traced steps
 
 #[cfg(target_endian = "big")]
@@ -37,7 +38,7 @@ mod transport;
 pub use codec::{chunk, collect, csr, floats, parts, receive, samples, scatter, send};
 pub use transport::{auth, backoff, listen, peer, settings, tls};
 
-/// Generated messages, clients and servers of `persia.v1`; `tests/generated.rs` describes how.
+/// Generated messages, clients and servers of `persia.v1`; `tests/generated.rs` generates them.
 #[allow(missing_docs, unreachable_pub, clippy::all, reason = "generated code")]
 pub mod proto {
     include!("generated/persia.v1.rs");

@@ -1,4 +1,4 @@
-//! The grammar of `PERSIA_LOG`, and the format of log lines. A line has the same keys as a line of
+//! The grammar of `PERSIA_LOG`, and the format of log lines. A JSON line has the same keys as a line of
 //! `persia.runtime.logging` in Python.
 
 use std::fmt::{self, Write as _};
@@ -15,12 +15,13 @@ use tracing_subscriber::registry::LookupSpan;
 /// The job of this process.
 static RUN: OnceLock<String> = OnceLock::new();
 
-/// Set the name of this process's job, which later lines contain as `run_id`. Only the first call has an effect.
+/// Set the name of this process's job, which later JSON lines contain as `run_id`. Only the first call
+/// has an effect.
 pub fn name_run(job: &str) {
     RUN.get_or_init(|| job.to_owned());
 }
 
-/// The name of this host.
+/// The name of this host; empty if it cannot be read.
 pub(crate) fn node() -> String {
     std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned()
 }
@@ -44,9 +45,9 @@ impl Origin {
         Self { service, replica, rank, node: node() }
     }
 
-    /// Format an event as a JSON object with `ts`, `level`, `event`, `run_id`, `service`, `replica`, `rank`, `node`,
-    /// `target`, and the fields of the event, such as `step` and `token`. A field of the event replaces a field of the
-    /// process with the same name.
+    /// Format an event as a JSON object with `ts`, `level`, `event`, `run_id`, `service`, `replica`, `rank`,
+    /// `node`, `target`, and the fields of the event, such as `step` and `token`. `run_id` and `rank` are
+    /// absent if they are unknown. A field of the event replaces a field of the process with the same name.
     fn json(&self, time: String, event: &Event<'_>) -> String {
         let (message, fields) = fields_of(event);
         let mut line = Map::new();
@@ -158,31 +159,50 @@ impl Visit for Fields {
 ///
 /// For example, `persia.wire=debug,warning` becomes `persia_wire=debug` and `warn`. `persia.server` stands for the
 /// library of servers and middlewares and for their binaries.
-pub fn directives(text: &str) -> Vec<String> {
-    text.split(',').map(str::trim).filter(|part| !part.is_empty()).flat_map(directive).collect()
+///
+/// # Errors
+/// [`UnknownLevel`] for a part that is not a level, or whose level is unknown. `tracing-subscriber` would take a
+/// single word for a target, and log nothing else.
+pub fn directives(text: &str) -> Result<Vec<String>, UnknownLevel> {
+    let parts = text.split(',').map(str::trim).filter(|part| !part.is_empty());
+    let directives: Result<Vec<_>, _> = parts.map(directive).collect();
+    Ok(directives?.concat())
 }
 
-fn directive(part: &str) -> Vec<String> {
-    let Some((target, level)) = part.split_once('=') else { return vec![level_of(part)] };
-    let level = level_of(level);
+/// A text that is not a log level.
+#[derive(Debug, thiserror::Error)]
+#[error("{0:?} is not a level")]
+pub struct UnknownLevel(String);
+
+fn directive(part: &str) -> Result<Vec<String>, UnknownLevel> {
+    if part.contains('[') {
+        return Ok(vec![part.to_owned()]); // a filter of spans or fields, which tracing-subscriber checks
+    }
+    let Some((target, level)) = part.rsplit_once('=') else { return Ok(vec![level_of(part)?]) };
+    let level = level_of(level)?;
     let target = match target.trim().split_once('.') {
         Some(("persia", "server")) => {
             let binaries = ["server", "middleware"].map(|name| format!("persia_embedding_sharded_{name}"));
             let targets = std::iter::once("persia_server".to_owned()).chain(binaries);
-            return targets.map(|target| format!("{target}={level}")).collect();
+            return Ok(targets.map(|target| format!("{target}={level}")).collect());
         }
         Some(("persia", rest)) => format!("persia_{}", rest.replace('.', "::")),
         _ => target.trim().to_owned(),
     };
-    vec![format!("{target}={level}")]
+    Ok(vec![format!("{target}={level}")])
 }
 
-fn level_of(level: &str) -> String {
-    match level.trim().to_lowercase().as_str() {
-        "warning" => "warn".to_owned(),
-        "critical" | "fatal" => "error".to_owned(),
-        other => other.to_owned(),
-    }
+/// The level with this name, which may be one of Python's.
+fn level_of(name: &str) -> Result<String, UnknownLevel> {
+    let name = name.trim();
+    let level = match name.to_lowercase().as_str() {
+        "warning" => "warn",
+        "critical" | "fatal" => "error",
+        "notset" => "info",
+        known @ ("error" | "warn" | "info" | "debug" | "trace" | "off") => return Ok(known.to_owned()),
+        _ => return Err(UnknownLevel(name.to_owned())),
+    };
+    Ok(level.to_owned())
 }
 
 #[cfg(test)]
@@ -201,7 +221,20 @@ mod tests {
             "persia=info",
             "error",
         ];
-        assert_eq!(directives(text), wanted);
-        assert!(directives(" ").is_empty());
+        assert_eq!(directives(text).unwrap(), wanted);
+        assert!(directives(" ").unwrap().is_empty());
+    }
+
+    #[test]
+    fn what_is_no_level_is_refused() {
+        for text in ["loud", "persia.wire=debug,loud", "persia.wire=loud", "persia.wire"] {
+            let error = directives(text).unwrap_err().to_string();
+            assert!(error.ends_with("is not a level"), "{text}: {error}");
+        }
+        assert_eq!(directives("WARNING,NOTSET").unwrap(), ["warn", "info"]);
+        assert_eq!(
+            directives("persia_wire[call{step=1}]=debug").unwrap(),
+            ["persia_wire[call{step=1}]=debug"]
+        );
     }
 }

@@ -10,6 +10,7 @@ use tonic_prost::ProstCodec;
 
 use crate::auth::Credentials;
 use crate::discovery::Service;
+use crate::error::with_causes;
 use crate::proto;
 use crate::settings::MAX_MESSAGE_BYTES;
 
@@ -68,7 +69,7 @@ impl Rpc {
     /// Call the method of `request`.
     ///
     /// # Errors
-    /// The status that the peer returns, or one that says why the peer was not reached.
+    /// The status that the peer returns, or one that says why the call failed.
     pub async fn unary<R: Unary>(&mut self, request: Request<R>) -> Result<R::Reply, Status> {
         let path = self.ready(R::METHOD).await?;
         self.grpc.unary(request, path, ProstCodec::default()).await.map(Response::into_inner)
@@ -100,7 +101,9 @@ impl Rpc {
 
     /// Wait until the channel accepts a request for `method`.
     async fn ready(&mut self, method: &str) -> Result<PathAndQuery, Status> {
-        let unknown = |error: &dyn std::fmt::Display| Status::unknown(format!("cannot connect: {error}"));
+        let unknown = |error: &dyn std::error::Error| {
+            Status::unknown(format!("cannot connect: {}", with_causes(error)))
+        };
         self.grpc.ready().await.map_err(|error| unknown(&error))?;
         PathAndQuery::from_maybe_shared(format!("/{}/{method}", self.service))
             .map_err(|error| unknown(&error))

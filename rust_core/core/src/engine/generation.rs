@@ -39,7 +39,7 @@ impl Engine {
     }
 
     /// Wait for pushes in flight. Raises an error within a training loop, because the caller is about to change the
-    /// generation.
+    /// generation or all rows.
     pub(crate) fn settle(&self, py: Python<'_>) -> PyResult<()> {
         if self.iterating() {
             let text = "a data loader is being iterated for training: leave its loop first";

@@ -44,7 +44,7 @@ pub(crate) struct Engine {
     wire: Dtype,
     /// The device that pools; None means the CPU.
     device: Mutex<Option<Arc<dyn Device>>>,
-    /// The checkpoint of an infer job.
+    /// The checkpoint of an infer job; None for any other job.
     served: Option<ServedCheckpoint>,
 }
 
@@ -132,7 +132,7 @@ impl Engine {
     }
 
     /// Return the path of the checkpoint that an infer job serves, its step, and the names of the model's inputs as
-    /// JSON.
+    /// JSON, if it contains them. Returns None for any other job.
     #[getter]
     fn served(&self) -> Option<(String, u64, Option<String>)> {
         self.served.as_ref().map(|served| (served.path.clone(), served.step, served.inputs.clone()))
@@ -214,7 +214,8 @@ impl Engine {
         self.adopt(py, generation, None, EngineOptions { first_seq: step + 1, ..EngineOptions::default() })
     }
 
-    /// Wait at most `timeout_s` until every server of the job responds. The error lists the servers that do not.
+    /// Wait at most `timeout_s` until every server of the job responds. The error lists the servers that do
+    /// not. The time limit starts again whenever a server has read more of its rows from disk.
     fn wait_ready(&self, py: Python<'_>, timeout_s: f64) -> PyResult<()> {
         self.backend.wait_ready(py, timeout_s)
     }
@@ -248,8 +249,8 @@ impl Engine {
         self.current.lock().as_ref().map_or(0, |current| current.engine.step())
     }
 
-    /// Open the pipeline of the current generation, which looks up batches in advance and keeps at most `buffer` of
-    /// them. Every summed gradient is multiplied by `gradient_scale`.
+    /// Open the pipeline of the current generation, which looks up batches in advance. At most `buffer`
+    /// batches wait for their look-up. Every summed gradient is multiplied by `gradient_scale`.
     fn open(
         &self,
         py: Python<'_>,
@@ -354,8 +355,8 @@ impl Engine {
         self.backend.server_rows(py)
     }
 
-    /// End the engine's threads and, in embedded mode, free the rows. With `abandon`, this does not wait, and
-    /// gradients in flight may be lost.
+    /// End the engine's threads and, in embedded mode, free the rows. With `abandon`, this does not wait,
+    /// frees no rows, and may lose gradients in flight.
     #[pyo3(signature = (abandon=false))]
     fn close(&self, py: Python<'_>, abandon: bool) -> PyResult<()> {
         let current = self.current.lock().take();

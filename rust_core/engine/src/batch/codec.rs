@@ -58,7 +58,8 @@ impl Batch {
     /// Decode the result of [`Self::to_bytes`]. Allocates no more than a small multiple of `bytes.len()`.
     ///
     /// # Errors
-    /// [`Error::BadBytes`] for a wrong checksum, version or length; those of [`Batch::new`].
+    /// [`Error::BadBytes`] for a wrong checksum, version or length, and for unknown flags or types;
+    /// [`Error::BadFeature`], [`Error::BadTensor`]; those of [`Batch::new`].
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, Error> {
         let mut reader = Reader { bytes: checked_body(bytes)?, at: MAGIC.len() };
         let version = reader.u16()?;

@@ -1,7 +1,7 @@
 //! Deduplication: turns occurrences of ids into unique ids, in the order of (shard, first occurrence).
 //!
 //! Occurrences are first partitioned by virtual shard. The hash table is then small enough for the first-level cache at
-//! any batch size, and the result is in the order that the store uses.
+//! usual batch sizes, and the result is in the order that the store uses.
 
 use std::cell::RefCell;
 use std::sync::{Arc, Weak};
@@ -41,7 +41,7 @@ pub(crate) struct Deduplicator {
     table: Vec<Bucket>,
     generation: u32,
     partition: Vec<Occurrence>,
-    /// The unique ids; the first `count` are those of the current batch.
+    /// The unique ids; the first `count` are those of the current feature or merge.
     unique: Vec<Id>,
     count: usize,
     /// The unique id of each occurrence, in the order of the partition.
@@ -52,8 +52,8 @@ pub(crate) struct Deduplicator {
     memory: Arc<FeatureMemory>,
 }
 
-/// The number of occurrences that are deduplicated together: enough for long loops, but few enough for the first-level
-/// cache.
+/// The number of occurrences up to which shards are deduplicated together: enough for long loops, but few
+/// enough for the first-level cache. A larger shard is deduplicated alone.
 const CLUSTER: u32 = 512;
 
 thread_local! {
@@ -218,7 +218,7 @@ impl Deduplicator {
     }
 }
 
-/// Find the number of `id`, or give a new id the next number. The hash table is never more than half full.
+/// Find the number of `id`, or give a new id the next number. The hash table is at most a quarter full.
 ///
 /// A branch on whether an id is new would be mispredicted half the time, so both outcomes write the same memory. There
 /// is a branch only for collisions.

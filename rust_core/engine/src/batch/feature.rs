@@ -51,7 +51,7 @@ impl IdFeature {
         Self::build(name, ids, Some(offsets))
     }
 
-    /// Like [`Self::lists`], but does not copy the offsets.
+    /// Like [`Self::lists`], but takes the offsets in the form in which they are kept.
     ///
     /// # Errors
     /// Those of [`Self::lists`].

@@ -106,7 +106,7 @@ impl Batch {
         self.parts.requires_grad
     }
 
-    /// The user's metadata.
+    /// The user's metadata, if any.
     pub fn meta(&self) -> Option<&[u8]> {
         self.parts.meta.as_deref()
     }

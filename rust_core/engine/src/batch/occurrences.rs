@@ -8,7 +8,7 @@ pub(crate) struct Occurrences {
 }
 
 impl Occurrences {
-    /// Create occurrences from the lists that [`group`] returns.
+    /// Create occurrences from the lists that [`group`] has filled.
     pub(crate) fn new(starts: Vec<u32>, samples: Vec<u32>) -> Self {
         Self { starts, samples }
     }

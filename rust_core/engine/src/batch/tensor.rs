@@ -63,6 +63,22 @@ impl Dtype {
     }
 }
 
+impl std::fmt::Display for Dtype {
+    /// The name of the type in NumPy and PyTorch.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Bool => "bool",
+            Self::I8 => "int8",
+            Self::I16 => "int16",
+            Self::I32 => "int32",
+            Self::I64 => "int64",
+            Self::U8 => "uint8",
+            Self::F32 => "float32",
+            Self::F64 => "float64",
+        })
+    }
+}
+
 /// The maximum number of axes of a tensor.
 pub(crate) const MAX_AXES: usize = 8;
 
@@ -79,8 +95,8 @@ impl Tensor {
     /// Create a tensor from row-major, little-endian `bytes`.
     ///
     /// # Errors
-    /// [`Error::BadTensor`] if the bytes do not fill the shape exactly, there is no axis, a bool is neither 0
-    /// nor 1, or the name is too long.
+    /// [`Error::BadTensor`] if the bytes do not fill the shape exactly, there is no axis or more than 8, a
+    /// bool is neither 0 nor 1, or the name is too long.
     pub fn new(name: Option<String>, dtype: Dtype, shape: Vec<usize>, bytes: Vec<u8>) -> Result<Self, Error> {
         let tensor = Self { name, dtype, shape, bytes };
         let label = || match &tensor.name {
@@ -97,7 +113,7 @@ impl Tensor {
         let expected = tensor.shape.iter().try_fold(dtype.size(), |product, axis| product.checked_mul(*axis));
         if expected != Some(tensor.bytes.len()) {
             let (found, shape) = (tensor.bytes.len(), &tensor.shape);
-            return bad(format!("{found} bytes do not match dtype {dtype:?} and shape {shape:?}"));
+            return bad(format!("{found} bytes do not match dtype {dtype} and shape {shape:?}"));
         }
         if dtype == Dtype::Bool && tensor.bytes.iter().any(|byte| *byte > 1) {
             return bad("found a bool that is neither 0 nor 1".into());
@@ -172,7 +188,8 @@ mod tests {
     #[test]
     fn the_bytes_must_fill_the_shape() {
         let error = Tensor::new(Some("x".into()), Dtype::F32, vec![2, 3], vec![0; 20]).unwrap_err();
-        assert!(error.to_string().contains("\"x\""), "{error}");
+        let text = error.to_string();
+        assert_eq!(text, "tensor \"x\": 20 bytes do not match dtype float32 and shape [2, 3]");
         assert!(Tensor::new(None, Dtype::F64, vec![usize::MAX, 2], vec![]).is_err());
         assert!(Tensor::new(None, Dtype::U8, vec![], vec![]).is_err());
         assert!(Tensor::new(None, Dtype::Bool, vec![2], vec![0, 2]).is_err());

@@ -119,7 +119,8 @@ fn report(token: Token, started: Instant, before: &Before, looked: &Result<Forwa
     }
 }
 
-/// Wait until the staleness window has space. Returns the number of the next step; None as for [`take`].
+/// Wait until the staleness window has space and look-ups are not paused. Returns the number of the next
+/// step; None as for [`take`].
 ///
 /// A batch that is not for training needs no space in the window, but in a reproducible run it waits until no push
 /// is in flight.

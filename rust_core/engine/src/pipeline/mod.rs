@@ -79,7 +79,8 @@ impl Pipeline {
     /// Queue a batch. Waits while the queue is full.
     ///
     /// # Errors
-    /// [`Error::Closed`] after the end of the data; the failure that stopped the pipeline or the engine.
+    /// [`Error::Closed`] after the end of the data or [`Self::close`]; the failure that stopped the pipeline
+    /// or the engine.
     pub fn feed(&self, batch: impl Into<Arc<Batch>>, timeout: Duration) -> Result<FeedOutcome, Error> {
         let batch = batch.into();
         let scheduler = self.scheduler();
@@ -115,7 +116,8 @@ impl Pipeline {
     /// now.
     ///
     /// # Errors
-    /// [`Error::Closed`]; the failure that stopped the source, the pipeline or the engine.
+    /// [`Error::Closed`] after [`Self::close`]; the failure that stopped the source, the pipeline or the
+    /// engine.
     pub fn next(&self, timeout: Duration) -> Result<Next, Error> {
         let scheduler = self.scheduler();
         let deadline = deadline(timeout);

@@ -38,7 +38,7 @@ pub(crate) struct State {
     pub(crate) window: StalenessWindow,
     /// The sequence number of the next training look-up.
     pub(crate) next_seq: u64,
-    /// The latest step that was returned to the caller.
+    /// The latest training step that was returned to the caller.
     pub(crate) step: u64,
     pub(crate) pushes: VecDeque<PushJob>,
     pub(crate) queues: BTreeMap<u64, BatchQueue>,
@@ -61,7 +61,7 @@ pub(crate) struct BatchQueue {
     pub(crate) end: Option<StreamEnd>,
     /// Whether no more batches are accepted.
     pub(crate) closed: bool,
-    /// Whether `next` was called and has not returned yet.
+    /// Whether `next` was called since it last returned a batch.
     pub(crate) demand: bool,
     pub(crate) worker: WorkerState,
 }

@@ -24,7 +24,7 @@ pub struct PooledBatch {
     pub batch: Arc<Batch>,
     /// The outputs, one for each id feature in the batch's order.
     pub outputs: Vec<Output>,
-    /// The vectors, if the engine has a device. The vectors of `outputs` are then empty.
+    /// The tensors on the device, if the look-up used one. The vectors of `outputs` are then empty.
     pub on_device: Option<OnDevice>,
     /// The report of the look-up.
     pub report: LookupReport,
@@ -74,7 +74,7 @@ impl PushTicket {
     /// A feature without a gradient is not updated. The step leaves the staleness window when the push is acknowledged.
     ///
     /// # Errors
-    /// [`Error::BadGradient`] and [`Error::BadOption`], after which nothing is pushed and the step leaves the window;
+    /// [`Error::BadGradient`] and [`Error::BadOption`], after which the ticket is dropped unused;
     /// [`Error::Closed`] if the engine was dropped; the failure that stopped the engine.
     pub fn push(self, gradients: Vec<Option<Gradient>>, options: PushOptions) -> Result<(), Error> {
         self.check(&gradients, options)?;

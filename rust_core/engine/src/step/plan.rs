@@ -154,7 +154,8 @@ impl Plan {
         &self.tables
     }
 
-    /// The tables of the features that have a gradient. The result must not be used for look-ups.
+    /// The tables of these features. Where rows are pooled is not decided: a look-up of the result returns
+    /// rows of unique ids.
     pub(crate) fn tables_of(
         &self,
         batch: &Batch,
@@ -205,7 +206,7 @@ impl TablePlan {
         self.merged.as_ref().unwrap_or_else(|| plan.feature(batch, self.members[0].feature).unique())
     }
 
-    /// The request of a look-up for rows.
+    /// The request of a look-up for rows or, with `per_sample`, for vectors of samples.
     pub(crate) fn request<'a>(
         &'a self,
         plan: &'a Plan,
@@ -220,7 +221,7 @@ impl TablePlan {
         self.answer == Answer::Pooled
     }
 
-    /// The request of a look-up for vectors instead of rows.
+    /// The samples whose vectors the look-up returns; None if it returns rows of unique ids.
     pub(crate) fn per_sample<'a>(&self, plan: &'a Plan, batch: &'a Batch) -> Option<PerSample<'a>> {
         match self.answer {
             Answer::Rows => None,
@@ -229,7 +230,7 @@ impl TablePlan {
         }
     }
 
-    /// The request of a look-up for a device, for vectors instead of rows.
+    /// Like [`Self::per_sample`] for a device, which gathers rows itself: the samples that the tables pool.
     pub(crate) fn pooled<'a>(&self, plan: &'a Plan, batch: &'a Batch) -> Option<PerSample<'a>> {
         self.is_pooled().then(|| PerSample::Pooled(plan.bags(batch, self.members[0].feature)))
     }

@@ -9,7 +9,8 @@ use persia_types::{Mode, Tables};
 
 use crate::plain::PlainTables;
 use crate::support::{
-    LONG, Rigged, SHORT, batch, engine, feed, one_slot, plain, push, ready, reproducible, run, with_staleness,
+    LONG, Rigged, SHORT, batch, engine, feed, one_slot, plain, push, ready, reproducible, run, waits_for,
+    with_staleness,
 };
 
 #[test]
@@ -41,8 +42,7 @@ fn reproducible_evaluation_waits_for_pushes_in_flight() {
     feed(&pipeline, batch(&[7], true));
     feed(&pipeline, batch(&[7], false));
     push(ready(&pipeline), 1.0);
-    let next = pipeline.next(SHORT).unwrap();
-    assert!(matches!(next, Next::Pending(Wait::Push { step: 1 })), "{next:?}");
+    waits_for(&pipeline, Wait::Push { step: 1 });
     tables.open();
     assert_eq!(ready(&pipeline).outputs[0].as_ref(), [-1.0; 2]);
 }

@@ -1,10 +1,13 @@
 //! Tests of the staleness K: at most K - 1 of the rank's pushes are unacknowledged when a look-up is served.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use persia_engine::{DrainOutcome, FeedOutcome, Next, Wait};
 
-use crate::support::{LONG, Rigged, SHORT, batch, engine, feed, one_slot, push, ready, with_staleness};
+use crate::support::{
+    LONG, Rigged, SHORT, batch, engine, feed, one_slot, push, ready, waits_for, with_staleness,
+};
 
 #[test]
 fn look_ups_wait_at_k_while_no_push_is_acknowledged() {
@@ -20,8 +23,7 @@ fn look_ups_wait_at_k_while_no_push_is_acknowledged() {
             push(ready(&pipeline), 1.0);
         }
         tables.wait_for_push(1);
-        let next = pipeline.next(SHORT).unwrap();
-        assert!(matches!(next, Next::Pending(Wait::Push { step: 1 })), "K={k}: {next:?}");
+        waits_for(&pipeline, Wait::Push { step: 1 });
         assert_eq!(tables.looked_up(), (1..=k as u64).collect::<Vec<_>>());
         assert_eq!(engine.stats().staleness, k as u64);
 
@@ -71,8 +73,7 @@ fn without_backward_the_wait_names_the_caller() {
         feed(&pipeline, batch(&[step], true));
     }
     let (first, second) = (ready(&pipeline), ready(&pipeline));
-    let next = pipeline.next(SHORT).unwrap();
-    assert!(matches!(next, Next::Pending(Wait::Gradients { step: 1 })), "{next:?}");
+    waits_for(&pipeline, Wait::Gradients { step: 1 });
     drop(first); // the step of a dropped ticket leaves the window
     assert_eq!(ready(&pipeline).step, 3);
     drop(second);
@@ -89,19 +90,25 @@ fn a_full_queue_gives_the_batch_back_and_says_why() {
         persia_engine::EngineOptions { forward_buffer: 1, ..with_staleness(1) },
     );
     let pipeline = engine.pipeline().unwrap();
-    let mut offered = batch(&[0], true);
+    let start = Instant::now();
+    let mut offered = Arc::new(batch(&[0], true));
     let mut accepted = 0;
-    let wait = loop {
+    loop {
         match pipeline.feed(offered, SHORT).unwrap() {
-            FeedOutcome::Accepted => accepted += 1,
-            FeedOutcome::Pending { batch, wait } => {
-                assert_eq!(batch.id_features()[0].unique().ids(), [accepted]);
-                break wait;
+            FeedOutcome::Accepted => {
+                accepted += 1;
+                offered = Arc::new(batch(&[accepted], true));
+            }
+            FeedOutcome::Pending { batch: returned, wait } => {
+                assert_eq!(returned.id_features()[0].unique().ids(), [accepted]);
+                if wait == (Wait::Taking { step: 1 }) {
+                    break;
+                }
+                assert!(start.elapsed() < LONG, "{wait:?}"); // the look-up thread is not that far yet
+                offered = returned;
             }
         }
-        offered = batch(&[accepted], true);
-    };
-    assert_eq!(wait, Wait::Taking { step: 1 });
+    }
     // One batch is looked up, one is in the look-up thread, and one is queued.
     assert!((2..=3).contains(&accepted), "{accepted}");
     assert!(matches!(pipeline.next(LONG).unwrap(), Next::Ready(_)));

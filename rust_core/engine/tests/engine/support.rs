@@ -1,12 +1,12 @@
 //! Schemas, batches, and tables that block or fail on request.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 use persia_engine::{
     Batch, BatchParts, Engine, EngineOptions, FeedOutcome, Gradient, IdFeature, Next, Pipeline, PooledBatch,
-    PushOptions,
+    PushOptions, Wait,
 };
 use persia_types::schema::{Initializer, Optimizer, Pooling, Schema, Slot, Table};
 use persia_types::tables::{LookupReport, LookupRequest, PushReport, PushRequest, Run, Tables, TablesError};
@@ -90,6 +90,18 @@ pub(crate) fn ready(pipeline: &Pipeline) -> PooledBatch {
     match pipeline.next(LONG).unwrap() {
         Next::Ready(looked) => *looked,
         other => panic!("{other:?}"),
+    }
+}
+
+/// Call `next` until it waits for this, because the look-up thread may first have to get there.
+pub(crate) fn waits_for(pipeline: &Pipeline, expected: Wait) {
+    let start = Instant::now();
+    loop {
+        match pipeline.next(SHORT).unwrap() {
+            Next::Pending(wait) if wait == expected => return,
+            Next::Pending(wait) => assert!(start.elapsed() < LONG, "{wait:?}, expected {expected:?}"),
+            other => panic!("{other:?}, expected {expected:?}"),
+        }
     }
 }
 

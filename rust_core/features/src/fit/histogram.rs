@@ -1,8 +1,9 @@
 //! [`Histogram`]: computes quantiles from counts.
 
-/// Counts of numbers by sign, exponent and the first bits of the mantissa, as in an HDR histogram. Counts are integers,
-/// so quantiles do not depend on how the rows are split. Numbers with up to 12 significant bits, such as integers up to
-/// 4096, are exact. Other numbers are rounded towards 0 by less than 2^-11 of their value.
+/// Counts of numbers by sign, exponent and the first bits of the mantissa, as in an HDR histogram. Counts are
+/// integers, so quantiles do not depend on how the rows are split. Numbers with up to 12 significant bits,
+/// such as integers up to 4096, are exact. Other numbers are rounded towards 0 by less than 2^-11 of their
+/// value, except for subnormal numbers.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Histogram {
     /// The groups by sign and exponent, in ascending order of their numbers. A group is empty until its first number is

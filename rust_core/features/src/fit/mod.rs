@@ -63,7 +63,8 @@ impl Fitter {
     /// Add rows of the training data.
     ///
     /// # Errors
-    /// All errors in the columns or, if there are none, all features that have a wrong value in a row.
+    /// All errors in the columns or, if there are none, all features with fitted numbers that have a wrong
+    /// value in a row.
     pub fn update(&mut self, batch: &RecordBatch) -> Result<(), DataErrors> {
         self.bind(batch.schema_ref())?;
         let mut mistakes = Vec::new();
@@ -136,7 +137,8 @@ impl Fitter {
     /// Create the transform with the fitted values.
     ///
     /// # Errors
-    /// [`TransformError::NothingToFit`], with all features whose column has no number or no value.
+    /// [`TransformError::NothingToFit`], with all features whose column has no number or no value; those of
+    /// [`Features::transform`].
     pub fn finish(self) -> Result<Transform, TransformError> {
         let config = self.features.config();
         let mut fitted = Fitted::default();

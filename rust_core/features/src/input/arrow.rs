@@ -134,7 +134,8 @@ fn plain<R: ReadCells>(array: &ArrayRef, reader: R) -> R::Out {
         DataType::Float32 => numbers::<Float32Type, R>(array, reader, |value| Cell::Float(value.into())),
         DataType::Float64 => numbers::<Float64Type, R>(array, reader, Cell::Float),
         DataType::Decimal128(_, scale) => {
-            // This is exact for numbers that an f64 can represent, because both are integers.
+            // The result is rounded only once if the integer is below 2^53 and the scale at most 22, because
+            // then both operands are exact.
             let unit = 10f64.powi(i32::from(scale.unsigned_abs()));
             let divides = *scale >= 0;
             numbers::<Decimal128Type, R>(array, reader, move |value| {

@@ -5,7 +5,7 @@ use crate::rules::time::Moment;
 /// One value.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Cell<'a> {
-    /// The column does not exist.
+    /// The column, or the key of a record, does not exist.
     Missing,
     Null,
     Bool(bool),

@@ -18,7 +18,7 @@ pub(crate) struct Exceptions {
 }
 
 impl Exceptions {
-    /// Whether every row has an id.
+    /// Whether every null and every missing value has an id.
     pub(crate) fn give_ids(&self) -> bool {
         self.if_null == IfNull::Id && self.if_missing == IfMissing::Null
     }
@@ -154,7 +154,7 @@ impl ReadCells for ReadIds<'_> {
         }
     }
 
-    /// Hash each value of the dictionary only once.
+    /// Hash each value of the dictionary only once, unless the dictionary has more values than rows.
     fn read_coded<'a>(
         self,
         rows: usize,

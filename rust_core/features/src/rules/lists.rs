@@ -34,7 +34,7 @@ impl ReadLists for ReadIdLists<'_> {
             let start = self.out.ids.len();
             match (item(row), &self.rule.separator) {
                 (Item::List(cells), _) => self.values(row, cells, &mut scratch),
-                // An empty string is an empty list.
+                // An empty string is not split: `if_empty` applies to it.
                 (Item::One(Cell::Text([])), Some(_)) => {
                     let id = self.rule.ids.empty(self.tally, &mut scratch);
                     self.alone(id);
@@ -64,7 +64,8 @@ impl ReadLists for ReadIdLists<'_> {
 }
 
 impl ReadIdLists<'_> {
-    /// Add the ids of the values of one row.
+    /// Add the ids of the values of one row. With weights, a value without a finite weight is skipped, and so
+    /// are all values if there are more or fewer weights than values.
     #[inline]
     fn values<'a>(&mut self, row: usize, cells: impl Iterator<Item = Cell<'a>>, scratch: &mut Vec<u8>) {
         let Some(weights) = self.weights.and_then(|weights| weights.of(row)) else {

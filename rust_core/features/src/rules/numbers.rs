@@ -56,8 +56,8 @@ pub(crate) struct DenseRule {
 }
 
 impl DenseRule {
-    /// Create a rule. `clip` and `scaling` are declared or fitted. `missing` is the number that replaces a missing
-    /// number; None means that the output is 0.
+    /// Create a rule. `clip`, and `pair` for the scaling, are declared or fitted. `missing` is the number
+    /// that replaces a missing number; None means that the output is 0.
     pub(crate) fn new(
         dense: &Dense,
         clip: Option<(f32, f32)>,

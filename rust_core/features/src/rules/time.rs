@@ -43,10 +43,7 @@ pub(crate) fn parse(text: &[u8]) -> Option<Moment> {
 }
 
 fn days(date: Date) -> i64 {
-    let midnight = date.to_datetime(jiff::civil::Time::midnight());
-    let instant = TimeZone::UTC.to_timestamp(midnight);
-    // All times in the years -9999 to 9999 have a timestamp, except for a few hours at both ends.
-    instant.map_or(0, |instant| instant.as_second().div_euclid(DAY))
+    date.duration_since(EPOCH).as_hours() / 24
 }
 
 /// The time zone with this name in the compiled-in database.
@@ -96,6 +93,22 @@ mod tests {
         assert_eq!(parse(b"1970-01-02"), Some(Moment::Day(1)));
         for text in ["", "yesterday", "2024-13-01", "2024-02-30", "12:30", "1709209800", "2024-01-01T25:00"] {
             assert_eq!(parse(text.as_bytes()), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn the_first_and_the_last_day_of_the_calendar_have_their_years() {
+        for (text, year) in [
+            ("9999-12-31", 9999),
+            ("9999-12-01T00:00:00Z", 9999),
+            ("0001-01-01", 1),
+            ("-009999-01-01", -9999),
+        ] {
+            assert_eq!(
+                part_of(parse(text.as_bytes()).unwrap(), DatePart::Year, &TimeZone::UTC),
+                Some(year),
+                "{text}"
+            );
         }
     }
 

@@ -27,8 +27,9 @@ const FORMAT: u32 = 1;
 /// Options for reading rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Options {
-    /// Whether missing columns and values of wrong types are refused, as in training, evaluation and prediction. If
-    /// not, they are counted and the feature's rule for missing values is applied, as in serving.
+    /// Whether missing columns of record batches, and values of wrong types, are refused, as in training,
+    /// evaluation and prediction. If not, they are counted, and the feature's rule for missing columns or for
+    /// nulls is applied, as in serving.
     pub strict: bool,
     /// Whether labels are read. A value that is not a label is refused, even if `strict` is false.
     pub labels: bool,
@@ -82,20 +83,30 @@ impl Transform {
     /// Parse the result of [`Self::to_json`].
     ///
     /// # Errors
-    /// [`TransformError::Invalid`] if the text is not a transform, was changed, or has another version.
+    /// [`TransformError::Invalid`] if the text is not a transform, was changed, has another version, or needs something
+    /// that this build lacks.
     pub fn from_json(json: &str) -> Result<Self, TransformError> {
         let invalid = |what: String| TransformError::Invalid { what };
         let stored: Stored = serde_json::from_str(json).map_err(|error| invalid(error.to_string()))?;
         if stored.persia_features != FORMAT {
             return Err(invalid(format!(
-                "it has version {}, this build reads version {FORMAT}: export it again",
+                "it has version {}, but this build reads version {FORMAT}; use the version of Persia that wrote it",
                 stored.persia_features
             )));
         }
-        let transform = Self::new(Features(Arc::new(stored.declared)), stored.fitted)?;
+        // A transform that was written is complete and has no contradiction.
+        let transform = Self::new(Features(Arc::new(stored.declared)), stored.fitted);
+        let transform = transform.map_err(|error| match error {
+            TransformError::Unfitted { missing } => {
+                invalid(format!("it lacks fitted values: {}; use an unchanged copy", missing.join("; ")))
+            }
+            TransformError::Contradiction { what } => invalid(what),
+            other => other,
+        })?;
         if transform.digest != stored.digest {
             let message = format!(
-                "its digest is {}, but its content has the digest {}: it was changed; export it again",
+                "its digest is {}, but its content has the digest {}: it was changed after it was written; use an \
+                 unchanged copy",
                 stored.digest, transform.digest
             );
             return Err(invalid(message));
@@ -118,7 +129,7 @@ impl Transform {
             .map_err(|error| TransformError::Invalid { what: error.to_string() })
     }
 
-    /// The digest. It is equal for transforms that compute equal ids, floats and labels, and does not cover
+    /// The digest. Transforms with equal digests compute equal ids, floats and labels. It does not cover
     /// dimensions, tables and optimizers.
     pub fn digest(&self) -> &str {
         &self.digest
@@ -159,7 +170,7 @@ impl Transform {
     /// Transform JSON records.
     ///
     /// # Errors
-    /// All columns with a label of a wrong type and, with strict `options`, with a feature value of a wrong type.
+    /// All labels with a wrong value and, with strict `options`, all features with a wrong value.
     pub fn records(&self, records: &Records, options: Options) -> Result<Samples, DataErrors> {
         let mut work = Work::new(self, options);
         work.add(records)?;

@@ -207,7 +207,8 @@ fn values(feature: &Feature, fitted: &FittedFeature) -> ValueType {
     declared.or(fitted.values).unwrap_or(ValueType::String)
 }
 
-/// Check that features that share a table have values of one type. Otherwise they would share no rows.
+/// Check that features that share a table and have the same prefix have values of one type. Otherwise they
+/// would share no rows.
 fn check_tables(config: &FeaturesConfig, fitted: &Fitted) -> Result<(), TransformError> {
     let none = FittedFeature::default();
     let mut all: Vec<(&str, &str, &Feature, ValueType)> = Vec::new();

@@ -119,6 +119,11 @@ fn json_keeps_every_bit_and_the_digest_guards_it() {
     assert_eq!(Transform::from_json(&changed).unwrap().digest(), transform.digest());
     let changed = json.replacen("\"quantiles\": 4", "\"quantiles\": 5", 1);
     assert!(Transform::from_json(&changed).unwrap_err().to_string().contains("it was changed"));
+    let mut incomplete: serde_json::Value = serde_json::from_str(&json).unwrap();
+    incomplete["fitted"] = serde_json::json!({});
+    let error = Transform::from_json(&incomplete.to_string()).unwrap_err();
+    assert!(matches!(error, TransformError::Invalid { .. }), "{error}");
+    assert!(error.to_string().contains("it lacks fitted values: u has no `values`"), "{error}");
     assert!(Transform::from_json("{}").is_err());
     assert!(
         Transform::from_json(&json.replace("\"persia_features\": 1", "\"persia_features\": 2"))
@@ -141,6 +146,20 @@ fn a_file_whose_features_changed_is_refused_by_name() {
     let error = other.load(&json).unwrap_err().to_string();
     for part in ["`u` has changed", "`w` is new", "`v` is gone"] {
         assert!(error.contains(part), "{error}");
+    }
+    let pair = ", c: {type: cross, features: [u, v], dim: 2}";
+    let [with, without] = [2, 0].map(|dim| {
+        features(&format!(
+            "u: {{type: id, values: integer, dim: 2}}, v: {{type: id, values: integer, dim: {dim}}}{pair}"
+        ))
+    });
+    for (one, other, said) in [
+        (&with, &without, "`v` has no embedding, but had one"),
+        (&without, &with, "`v` has an embedding, but had none"),
+    ] {
+        let json = one.transform(Fitted::default()).unwrap().to_json().unwrap();
+        let error = other.load(&json).unwrap_err().to_string();
+        assert!(error.contains(said), "{error}");
     }
     assert!(
         features("v: {type: id, dim: 2}, u: {type: id, dim: 2}")

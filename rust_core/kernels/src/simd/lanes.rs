@@ -1,4 +1,5 @@
-//! [`Lanes`]: the few operations on sixteen floats, or on a bucket, that the compiler does not vectorize.
+//! [`Lanes`]: the few operations on sixteen floats, or on the eight words of an index bucket, that the
+//! compiler does not vectorize.
 
 #![allow(unsafe_code)]
 
@@ -13,14 +14,15 @@ pub trait Lanes {
     fn add_squares(sums: &mut [f32; LANES], weights: &[f32; LANES], gradient: &[f32; LANES], decay: f32);
     /// The sum of all lanes: the upper half is added to the lower half, first eight lanes, then four, two and one.
     fn fold(sums: &[f32; LANES]) -> f32;
-    /// Whether every magnitude is below 2^`exponent`, where `exponent` is at most 128. NaN and infinity are not
-    /// below any limit.
+    /// Whether every magnitude is below 2^`exponent`, where `exponent` is from -126 to 128. NaN and infinity
+    /// are not below any limit.
     fn all_below(values: &[f32; LANES], exponent: i32) -> bool;
     /// A mask whose bit `i` is set if `words[i]` is `key`.
     fn equal(words: &[u64; 8], key: u64) -> u32;
     /// Convert binary16 to f32, which is exact.
     fn widen_f16(from: &[u16; LANES]) -> [f32; LANES];
-    /// Convert f32 to the nearest binary16, ties to even. A larger magnitude becomes the largest finite one.
+    /// Convert f32 to the nearest binary16, ties to even. A magnitude above the largest finite number becomes
+    /// that number. A NaN stays NaN.
     fn narrow_f16(from: &[f32; LANES]) -> [u16; LANES];
 }
 
@@ -89,15 +91,15 @@ mod x86 {
     /// The largest finite binary16.
     const F16_MAX: f32 = 65_504.0;
 
-    /// Two registers of eight lanes. Only [`crate::simd::InstructionSet::run`] may name this type.
+    /// Two registers of eight lanes. Only `avx2` of the parent module may name this type.
     pub(crate) struct Avx2;
 
     impl Lanes for Avx2 {
         #[inline(always)]
         fn add_squares(sums: &mut [f32; LANES], weights: &[f32; LANES], gradient: &[f32; LANES], decay: f32) {
             for half in [0, 8] {
-                // SAFETY: only code for processors with AVX2 names this type; there are eight lanes from `half`
-                // on.
+                // SAFETY: only code for processors with AVX2 and F16C names this type; there are eight lanes
+                // from `half` on.
                 unsafe {
                     let decayed =
                         _mm256_mul_ps(_mm256_set1_ps(decay), _mm256_loadu_ps(weights.as_ptr().add(half)));
@@ -186,7 +188,7 @@ mod x86 {
         }
     }
 
-    /// One register of sixteen lanes. Only [`crate::simd::InstructionSet::run`] may name this type.
+    /// One register of sixteen lanes. Only `avx512` of the parent module may name this type.
     pub(crate) struct Avx512;
 
     impl Lanes for Avx512 {

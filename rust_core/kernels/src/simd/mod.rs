@@ -1,7 +1,8 @@
-//! Compiles loops for three instruction sets, of which one is chosen at run time; and prefetches memory.
+//! Compiles loops for three instruction sets on x86-64, of which one is chosen at run time, and for one on
+//! other architectures; and prefetches memory.
 //!
 //! Whole loops are compiled this way, because a call per row costs more than it saves. A loop is ordinary code over
-//! blocks of [`LANES`] floats, which is the same for all three sets except for the operations of [`Lanes`].
+//! blocks of [`LANES`] floats, which is the same for all sets except for the operations of [`Lanes`].
 //! Multiply-adds are not fused, and reductions add fixed lanes in a fixed order, so all sets give bit-identical
 //! results.
 
@@ -28,7 +29,7 @@ pub trait SimdLoop {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct InstructionSet(Width);
 
-/// The enum is private, so that a value can only be obtained by querying the processor.
+/// The enum is private, so that AVX2 and AVX-512 can only be obtained by querying the processor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Width {
     Portable,
@@ -49,7 +50,7 @@ impl InstructionSet {
     /// The instruction set that every processor of this architecture supports.
     pub const PORTABLE: Self = Self(Width::Portable);
 
-    /// The widest instruction set of this processor.
+    /// The widest of these instruction sets that this processor supports.
     pub fn detect() -> Self {
         #[cfg(target_arch = "x86_64")]
         if has!("avx2", "f16c", "bmi1", "bmi2", "lzcnt", "popcnt") {
@@ -59,7 +60,7 @@ impl InstructionSet {
         Self::PORTABLE
     }
 
-    /// All instruction sets of this processor, the widest last.
+    /// All of these instruction sets that this processor supports, the widest last.
     pub fn supported() -> Vec<Self> {
         let all = [
             Width::Portable,
@@ -77,11 +78,11 @@ impl InstructionSet {
     pub fn run<W: SimdLoop>(self, work: W) -> W::Output {
         match self.0 {
             Width::Portable => portable(work),
-            // SAFETY: only `detect` and `supported` create this value, and only if the processor supports the
-            // instruction set.
+            // SAFETY: only `detect` and `supported` create this value, and only if the processor supports
+            // AVX2 and the other features of `avx2`.
             #[cfg(target_arch = "x86_64")]
             Width::Avx2 => unsafe { avx2(work) },
-            // SAFETY: as above.
+            // SAFETY: as above, for AVX-512 and `avx512`.
             #[cfg(target_arch = "x86_64")]
             Width::Avx512 => unsafe { avx512(work) },
         }
@@ -116,13 +117,15 @@ const SECOND_LEVEL: bool = false;
 /// level.
 const LARGE_ROW: usize = 256;
 
-/// Prefetch the cache lines of `values[from..from + len]`. The range may extend beyond the end of the slice.
+/// Prefetch the cache lines of `values[from..from + len]` into the first-level cache. The range may extend
+/// beyond the end of the slice.
 #[inline(always)]
 pub fn prefetch<T>(values: &[T], from: usize, len: usize) {
     prefetch_lines::<FIRST_LEVEL>(values.as_ptr().wrapping_add(from).cast(), len * size_of::<T>());
 }
 
-/// Prefetch the `len` values of one row, at any address.
+/// Prefetch the `len` values of one row, at any address: a large row into the second-level cache, any other
+/// into the first-level cache.
 #[inline(always)]
 pub fn prefetch_row<T>(row: *const T, len: usize) {
     let bytes = len * size_of::<T>();

@@ -7,7 +7,7 @@ use futures_util::future::{join_all, try_join_all};
 use persia_types::TablesError;
 use persia_types::tables::Snapshot;
 use persia_wire::auth::{Role, require};
-use persia_wire::error::to_status;
+use persia_wire::error::{describe, to_status};
 use persia_wire::proto;
 use persia_wire::rpc::Unary;
 use tokio::time::{Instant, timeout_at};
@@ -38,7 +38,8 @@ async fn everywhere<R: Unary + Clone>(
     join_all(calls).await.into_iter().collect()
 }
 
-/// Let every server check a request before the first server executes it.
+/// Let every server check a request before the first server executes it. With `check_only`, no server
+/// executes it. A single server checks it when it executes it.
 async fn check_everywhere_first<R: Unary + Clone>(
     servers: &[Arc<ServerClient>],
     deadline: Instant,
@@ -54,7 +55,8 @@ async fn check_everywhere_first<R: Unary + Clone>(
     Ok(())
 }
 
-/// Check that the server at `index` in a list of `count` servers has this index itself. Returns its response.
+/// Check that the server at `index` in a list of `count` servers has this index and this number of servers
+/// itself. Returns its response.
 fn check_place(
     server: &ServerClient,
     index: usize,
@@ -129,19 +131,17 @@ impl MiddlewareService {
         Ok(proto::RestoreReply {})
     }
 
-    /// Return the statistics of the servers that respond.
+    /// Return the statistics of the servers that respond. A server that refuses the credentials, is
+    /// recovering, or is not at its place in the list is an error.
     pub(super) async fn serve_stats(
         &self,
         request: Request<proto::StatsRequest>,
     ) -> Result<proto::StatsReply, Status> {
         let deadline = deadline(request.metadata(), STATS_TIMEOUT).min(Instant::now() + STATS_TIMEOUT);
-        let known = self.servers.known();
+        let mut known = self.servers.known();
         if known.is_empty() {
-            let error = self.servers.all().await.err().unwrap_or(TablesError::Unreachable {
-                peer: self.peer.clone(),
-                what: "it found its servers only after this request had arrived; retry".into(),
-            });
-            return Err(to_status(&error));
+            let found = self.servers.all().await.map_err(|error| to_status(&error))?;
+            known = found.into_iter().map(Some).collect();
         }
         let (listed, count) = (self.servers.is_listed(), known.len());
         let found = known.iter().enumerate().filter_map(|(index, server)| Some((index, server.as_ref()?)));
@@ -158,7 +158,7 @@ impl MiddlewareService {
                     Err(named(server, &status))
                 }
                 Ok(Err(status)) => {
-                    tracing::warn!("cannot read the statistics of {}: {}", server.peer, status.message());
+                    tracing::warn!("cannot read the statistics of {}: {}", server.peer, describe(&status));
                     Ok(Vec::new())
                 }
                 Err(_) => {

@@ -61,13 +61,13 @@ impl<T> Fanout<T> {
         self.queues.iter().flatten().any(mpsc::Sender::is_closed)
     }
 
-    /// Whether all called servers have closed their queues, so that the request is over.
+    /// Whether all called servers have closed their queues, so that they need no more messages.
     pub(super) fn all_closed(&self) -> bool {
         self.queues.iter().flatten().all(mpsc::Sender::is_closed)
     }
 }
 
-/// The server that currently blocks the request.
+/// The server, if any, that blocks the messages of the request to the other servers.
 #[derive(Clone)]
 pub(super) struct SlowestServer(Arc<AtomicUsize>);
 

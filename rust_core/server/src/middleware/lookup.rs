@@ -19,7 +19,7 @@ use tonic::Status;
 
 use super::fanout::{Fanout, SlowestServer};
 use super::pooled::{AllCsr, CollectedRows, of_samples};
-use super::{SERVER_QUEUE, ServerClient, late, named, until};
+use super::{SERVER_QUEUE, ServerClient, bad_reply, late, named, until};
 
 type Out = mpsc::Sender<Result<proto::LookupReply, Status>>;
 type ToServers = Fanout<proto::LookupRequest>;
@@ -135,7 +135,9 @@ impl Call {
             while let Some(reply) = replies.message().await.map_err(|status| named(server, &status))? {
                 match reply.part {
                     Some(lookup_reply::Part::Rows(chunk)) => {
-                        sink.send(&split, split.rows(index, chunk)?).await?;
+                        let rows =
+                            split.rows(index, chunk).map_err(|error| bad_reply(&server.peer, error))?;
+                        sink.send(&split, rows).await?;
                     }
                     Some(lookup_reply::Part::Report(sent)) => report = Some(sent.into()),
                     None => {}

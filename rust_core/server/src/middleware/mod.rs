@@ -2,9 +2,9 @@
 //!
 //! If the caller asks for pooled samples, the middleware pools them, with the same kernels as the caller.
 //!
-//! A middleware keeps no state between calls and tries each call once, because only the caller knows whether a retry
-//! makes sense. Every server gets every request, even if it has none of the ids, so that each server sees all requests
-//! of the job.
+//! A middleware keeps no state of the job between calls and tries each call once, because only the caller
+//! knows whether a retry makes sense. Every server gets every request, even if it has none of the ids, so
+//! that each server sees all requests of the job. Only a push may name the servers that get it.
 //!
 //! * [`lookup`], [`push`], [`admin`]: requests
 //! * [`pooled`]: pools rows, and sums gradients, of samples
@@ -23,6 +23,7 @@ use std::time::Duration;
 
 use persia_types::{TablesError, Token};
 use persia_wire::auth::{Role, require};
+use persia_wire::chunk::ChunkError;
 use persia_wire::csr::receive_csr;
 use persia_wire::error::{FORGOTTEN, from_status, to_status};
 use persia_wire::parts::Split;
@@ -172,6 +173,17 @@ fn error_of(server: &ServerClient, status: &Status) -> TablesError {
     }
 }
 
+/// The error for a chunk in the reply of a server.
+fn bad_reply(peer: &str, error: ChunkError) -> Status {
+    let what = match error {
+        // The message of `BadShape` speaks of a request.
+        ChunkError::Malformed(TablesError::BadShape { what }) => what,
+        ChunkError::Malformed(error) => error.to_string(),
+        damaged => return damaged.into(),
+    };
+    to_status(&TablesError::Incompatible { peer: peer.into(), what: format!("its reply is invalid: {what}") })
+}
+
 /// The error for a server that did not respond to a call before the deadline.
 fn late(server: &ServerClient, what: &str) -> TablesError {
     TablesError::Unreachable {
@@ -180,7 +192,7 @@ fn late(server: &ServerClient, what: &str) -> TablesError {
     }
 }
 
-/// Create a request with a timeout, so that a server serves it before `deadline` or cancels it.
+/// Create a request with a timeout, so that a server serves it until about `deadline` or cancels it.
 fn until<T>(deadline: Instant, message: T) -> Request<T> {
     let left = deadline.saturating_duration_since(Instant::now());
     let mut request = Request::new(message);
@@ -196,7 +208,7 @@ pub(crate) fn deadline(metadata: &MetadataMap, default: Duration) -> Instant {
     Instant::now() + grpc_timeout(metadata).map_or(default, |left| left.mul_f32(0.8))
 }
 
-/// The timeout of the caller in the gRPC header: up to eight digits and a unit.
+/// The timeout of the caller in the gRPC header, up to eight digits and a unit; None without a valid one.
 fn grpc_timeout(metadata: &MetadataMap) -> Option<Duration> {
     let text = metadata.get("grpc-timeout")?.to_str().ok()?;
     let (number, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;

@@ -16,8 +16,8 @@ use persia_wire::send::{gradient_chunks, pooled_chunks};
 use tokio::sync::mpsc;
 use tonic::Status;
 
-use super::SERVER_QUEUE;
 use super::fanout::Fanout;
+use super::{SERVER_QUEUE, bad_reply};
 
 /// The lists of samples of each part of a request; None for parts whose rows are not pooled.
 pub(super) type AllCsr = Vec<Option<ReceivedCsr>>;
@@ -66,7 +66,7 @@ impl CollectedRows {
         let mut buffers: Vec<&mut [f32]> = rows.iter_mut().map(Vec::as_mut_slice).collect();
         let mut scatter = Scatter::new(&parts, &csr, &mut buffers).map_err(|error| to_status(&error))?;
         while let Some(chunk) = next {
-            scatter.take(&chunk)?;
+            scatter.take(&chunk).map_err(|error| bad_reply("a server", error))?;
             next = chunks.recv().await;
         }
         let whole = scatter.finish();
@@ -108,8 +108,8 @@ impl CollectedRows {
     }
 }
 
-/// Sum the gradients of samples for each id and send the sums to the servers. `gradients` are those of all parts
-/// with samples.
+/// Sum the gradients of samples for each id and send the sums to the servers. `gradients` has those of each
+/// part with samples.
 pub(super) async fn send_sums(
     split: &Split,
     csr: AllCsr,

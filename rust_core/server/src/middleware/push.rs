@@ -34,8 +34,8 @@ pub(super) struct Push {
 }
 
 impl Push {
-    /// Run the push. If one server fails, the others still apply their parts. If the caller disconnects, no server
-    /// applies its part.
+    /// Run the push. If one server fails, the others still apply their parts. If the caller disconnects
+    /// before it has sent everything, no server applies its part.
     pub(super) async fn run(
         mut self,
         incoming: impl Stream<Item = Result<proto::PushRequest, Status>> + Unpin,
@@ -43,8 +43,8 @@ impl Push {
     ) -> Result<proto::PushReply, Status> {
         let csr = std::mem::take(&mut self.csr);
         let called = |server: usize| self.head.only.is_empty() || self.head.only.contains(&(server as u32));
-        // The calls are dropped together with the future. This cancels calls that have not ended, and these apply
-        // nothing.
+        // The calls are dropped together with the future. This cancels calls that have not ended. A server
+        // whose messages are incomplete applies nothing.
         let mut calls = JoinSet::new();
         let mut fanout = ToServers::new(self.deadline);
         for server in 0..self.servers.len() {
@@ -87,7 +87,7 @@ impl Push {
         Ok(proto::PushReply { servers })
     }
 
-    /// Forward messages to the servers. Returns the gradients of samples.
+    /// Forward messages to the servers. Returns the gradients of samples, or nothing if the push ended early.
     async fn feed(
         &self,
         mut incoming: impl Stream<Item = Result<proto::PushRequest, Status>> + Unpin,
@@ -136,7 +136,7 @@ pub(super) fn late_caller(_: Elapsed) -> Status {
     Status::deadline_exceeded("the push was not complete before its deadline")
 }
 
-/// The error of the first server that did not apply its part.
+/// The error of the first server that did not apply its part, if any.
 pub(super) fn first_failure(reply: &proto::PushReply) -> Option<TablesError> {
     reply.servers.iter().find_map(|server| match &server.outcome {
         Some(server_push::Outcome::Failed(failure)) => Some(from_failure("a server", failure)),

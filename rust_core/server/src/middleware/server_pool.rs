@@ -14,9 +14,10 @@ use tokio::sync::{Notify, watch};
 use tokio::task::AbortHandle;
 use tonic::transport::ClientTlsConfig;
 
+use crate::causes::with_causes;
 use crate::exit::Exit;
 
-/// The timeout of a search through NATS.
+/// How long a search through NATS waits for responses.
 const FIND_TIMEOUT: Duration = Duration::from_secs(2);
 /// The interval at which announcements are read: while all servers are known, and while some are missing.
 const REFRESH_INTERVAL: Duration = Duration::from_secs(5);
@@ -46,8 +47,12 @@ pub struct ServerClient {
 }
 
 impl ServerClient {
-    fn new(peer: String, endpoint: Endpoint, link: &Link) -> Result<Self, tonic::transport::Error> {
-        let channel = endpoint.channel(link.tls.as_ref())?;
+    /// # Errors
+    /// Why TLS cannot be used for calls to this server.
+    fn new(peer: String, endpoint: Endpoint, link: &Link) -> Result<Self, String> {
+        let channel = endpoint.channel(link.tls.as_ref()).map_err(|error| {
+            format!("cannot call {peer} with PERSIA_TLS_CA and PERSIA_TLS_NAME: {}", with_causes(&error))
+        })?;
         let rpc = |role| {
             let credentials = Credentials::new(role, link.secret.as_ref());
             Rpc::new(Service::Server, channel.clone(), credentials)
@@ -66,7 +71,8 @@ impl ServerClient {
     }
 }
 
-/// The known servers, with one entry for each index, and the reason why servers are refused.
+/// The known servers, with one entry for each index, and the last server that is incompatible, with the
+/// reason.
 #[derive(Debug, Clone, Default)]
 struct ServerTable {
     servers: Vec<Option<Arc<ServerClient>>>,
@@ -111,7 +117,7 @@ impl ServerPool {
     /// Create a pool of the servers at `endpoints`, in the order of their index.
     ///
     /// # Errors
-    /// `Usage` for a certificate that cannot be used.
+    /// `Usage` for TLS settings that cannot be used.
     pub fn fixed(endpoints: &[Endpoint], link: &Link) -> Result<Self, Exit> {
         let count = endpoints.len();
         let servers = endpoints.iter().enumerate().map(|(index, endpoint)| {
@@ -119,7 +125,7 @@ impl ServerPool {
             ServerClient::new(peer, endpoint.clone(), link).map(|server| Some(Arc::new(server)))
         });
         let servers = servers.collect::<Result<_, _>>();
-        let servers = servers.map_err(|error| Exit::Usage(format!("cannot use PERSIA_TLS_CA: {error}")))?;
+        let servers = servers.map_err(Exit::Usage)?;
         let (_, known) = watch::channel(ServerTable { servers, disagreement: None });
         Ok(Self { known, refresh: Arc::default(), searched: "--servers".into(), search: None })
     }
@@ -200,8 +206,8 @@ struct Incumbent {
 /// The number of unanswered searches after which a process counts as ended, so that another one can take its index.
 const MISSED_WHEN_GONE: u32 = 3;
 
-/// Decide whether `peer` gets its index. Of two live processes, the newer one gets it, because the older one is about
-/// to end.
+/// Decide whether `peer` gets its index, and record it if so. Of two live processes, the newer one gets it,
+/// because the older one is about to end.
 fn succeeds(incumbents: &mut BTreeMap<usize, Incumbent>, peer: &Peer) -> bool {
     let started = peer.metadata.get("started").and_then(|text| text.parse().ok()).unwrap_or(0);
     let age = (started, peer.id.clone());
@@ -286,13 +292,14 @@ impl Search {
                     tracing::info!("found {}", server.peer);
                     known.servers[index] = Some(Arc::new(server));
                 }
-                Err(error) => tracing::error!("cannot call {}: {error}", peer.describe()),
+                Err(why) => tracing::error!("{why}"),
             }
         }
     }
 }
 
-/// Find a server that is incompatible with the others. Returns the server and the reason.
+/// Find a server that is incompatible with this middleware or with the first server, or that cannot be
+/// called. Returns the server and the reason.
 fn disagreement(peers: &[Peer]) -> Option<(String, String)> {
     let first = peers.first()?;
     peers.iter().find_map(|peer| {
@@ -355,6 +362,15 @@ mod tests {
         let taken: Vec<bool> = (0..4).map(|_| look(std::slice::from_ref(&second))[0]).collect();
         assert_eq!(taken, [false, false, true, true]);
         assert_eq!(look(&[second, first]), [true, true]);
+    }
+
+    #[test]
+    fn tls_that_cannot_be_used_is_reported_with_its_cause() {
+        let tls = Some(ClientTlsConfig::new().domain_name("not a name"));
+        let pool = ServerPool::fixed(&["host:1".parse().unwrap()], &Link { secret: None, tls });
+        let Err(Exit::Usage(text)) = pool else { panic!("accepted") };
+        assert!(text.starts_with("cannot call server 0 of 1 at host:1 with PERSIA_TLS_CA and "), "{text}");
+        assert!(text.ends_with(": invalid dns name"), "{text}");
     }
 
     #[test]

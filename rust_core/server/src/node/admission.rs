@@ -1,7 +1,7 @@
 //! The path of a training request through a server: throttle → generation → turn → log → token → apply.
 //!
 //! 1. *Throttle*: a push waits while a snapshot in progress has used up its copy budget.
-//! 2. *Generation*: a request of another generation is refused.
+//! 2. *Generation*: a request of another job or generation is refused, and so is any request of an infer job.
 //! 3. *Turn*: in a reproducible run with several ranks, the request waits for the requests before it.
 //! 4. *Log*: with `durability: log`, a push, or the turn of a look-up, is appended to the log for a replay.
 //! 5. *Token*: a push whose token was applied before changes nothing.
@@ -10,12 +10,13 @@
 //! This is the admission of requests. The admission of ids, which decides whether an id gets a row, is up to the
 //! store.
 //!
-//! [`Node::admit`] does the first three steps and needs no separate thread. [`Node::lookup`] and [`Node::push`] do the
-//! other steps, which compute and may wait for a disk. A failed request leaves neither a record nor a token, and keeps
-//! its turn, so that its retry takes the same path.
+//! [`Node::admit`] does the first three steps, asynchronously. [`Node::lookup`] and [`Node::push`] do the
+//! other steps, which compute and may wait for a disk. A request that fails before it is applied leaves
+//! neither a record nor a token, and keeps its turn, so that its retry takes the same path.
 
 use std::io;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use persia_types::tables::{LookupReport, LookupRequest, PushReport, PushRequest};
 use persia_types::{Tables, TablesError, Token};
@@ -23,12 +24,16 @@ use persia_types::{Tables, TablesError, Token};
 use super::{Fence, Node, Phase, Turn};
 use crate::wal::WalRecord;
 
+/// The minimum time between two log lines about a log that cannot be written.
+const WARN_INTERVAL: Duration = Duration::from_secs(30);
+
 impl Node {
-    /// Wait until a training request may be applied. It waits for the copy budget and, if the requests of the run have
-    /// an order, for its turn.
+    /// Wait until a training request may be applied. A push waits for the copy budget. If the requests of the
+    /// run have an order, every request waits for its turn.
     ///
     /// # Errors
-    /// `NotBegun`; `StaleGeneration`; `BadShape` for a rank that the run does not have; `Timeout`, with the missing
+    /// `NotBegun`; `StaleGeneration`; `Incompatible` in an infer job; if requests have an order, `BadShape`
+    /// for a rank that the run does not have or a step before its first one, and `Timeout`, with the missing
     /// requests.
     pub async fn admit(&self, token: Token, phase: Phase) -> Result<Option<Turn>, TablesError> {
         if phase == Phase::Push {
@@ -48,8 +53,8 @@ impl Node {
     /// logged.
     ///
     /// # Errors
-    /// Those of [`Tables::lookup`]; `Unreachable` if the log cannot be written; `Incompatible` if an infer job serves
-    /// a checkpoint that the caller does not expect.
+    /// Those of [`Tables::lookup`]; `Unable` if the log cannot be written; `Incompatible` if an infer job serves a
+    /// checkpoint that the caller does not expect.
     pub fn lookup(
         &self,
         turn: Option<Turn>,
@@ -69,7 +74,7 @@ impl Node {
     /// Apply the gradients of a push that was [admitted](Self::admit).
     ///
     /// # Errors
-    /// Those of [`Tables::push`]; `Unreachable` if the log cannot be written.
+    /// Those of [`Tables::push`]; `Unable` if the log cannot be written.
     pub fn push(&self, turn: Option<Turn>, request: &PushRequest<'_>) -> Result<PushReport, TablesError> {
         self.log_and_apply(turn, || WalRecord::push(request), || self.store.push(request))
     }
@@ -88,12 +93,12 @@ impl Node {
         })
     }
 
-    /// Whether training requests are throttled now.
+    /// Whether pushes are throttled now.
     pub fn is_full(&self) -> bool {
         self.store.is_full()
     }
 
-    /// Refuse a training request of another job or generation.
+    /// Refuse a request of another job or generation, and any request in an infer job.
     pub(super) fn check_fence_of(&self, token: Token) -> Result<(), TablesError> {
         self.refuse_change()?;
         let Fence { job, generation } = self.current()?;
@@ -121,18 +126,29 @@ impl Node {
         }
     }
 
-    /// Convert an error of the log. A full log may have space again soon, and callers retry an `Unreachable` request.
+    /// Convert an error of the log. A full disk may have space again soon, and callers retry an `Unable`
+    /// request.
     fn not_logged(&self, error: TablesError) -> TablesError {
-        match error {
-            TablesError::Io { path, source } => TablesError::Unreachable {
-                peer: self.peer.clone(),
-                what: format!("it cannot write its log in {}: {source}", path.display()),
-            },
-            other => other,
+        let TablesError::Io { path, source } = error else { return error };
+        let why = format!("{}: {source}", path.display());
+        let warns = {
+            let mut warned = self.warned.lock();
+            let is_due = warned.is_none_or(|at| at.elapsed() >= WARN_INTERVAL);
+            if is_due {
+                *warned = Some(Instant::now());
+            }
+            is_due
+        };
+        if warns {
+            tracing::error!(
+                "a training request failed, because the log cannot be written; its caller retries it: {why}"
+            );
         }
+        TablesError::Unable { peer: self.peer.clone(), what: format!("it cannot write its log: {why}") }
     }
 
-    /// Add the name of this server to an error, because the store does not know it.
+    /// Add the name of this server to the error for ids of other shards, because the store does not know the
+    /// name.
     fn named(&self, error: TablesError) -> TablesError {
         match error {
             TablesError::WrongShard { held, shard, .. } => {

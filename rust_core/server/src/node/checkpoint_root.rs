@@ -1,5 +1,6 @@
 //! [`CheckpointRoot`]: the directory or URL below which a server writes and reads checkpoints.
 
+use std::io;
 use std::path::{Path, PathBuf};
 
 use persia_types::limits::MAX_NAME_BYTES;
@@ -10,16 +11,18 @@ use persia_types::{TablesError, is_url};
 pub struct CheckpointRoot(Option<PathBuf>);
 
 impl CheckpointRoot {
-    /// Allow the directories below `root`. With None, every snapshot and restore is refused.
+    /// Allow the directories or URLs below `root`. If it is a directory or None, all URLs are allowed too.
     pub fn new(root: Option<PathBuf>) -> Self {
         Self(root)
     }
 
-    /// The directory `relative` below the root. Requests are not trusted: each component must match
-    /// `[A-Za-z0-9._-]{1,128}` and must not be `.`, `..` or a symbolic link.
+    /// The directory `relative` below the root, or the URL `relative`. Requests are not trusted: each
+    /// component of a directory must match `[A-Za-z0-9._-]{1,128}` and must not be `.`, `..` or a symbolic
+    /// link.
     ///
     /// # Errors
-    /// `BadShape` for a name that is not allowed, or if there is no root; `Io` if the directory does not exist.
+    /// `BadShape` for a name or URL that is not allowed, or for a directory if the root is not one; `Io` if
+    /// the directory does not exist or is not a directory.
     pub fn resolve(&self, relative: &str) -> Result<PathBuf, TablesError> {
         let bad = |what: String| Err(TablesError::BadShape { what });
         if is_url(Path::new(relative)) {
@@ -50,13 +53,15 @@ impl CheckpointRoot {
                 ));
             }
         }
-        if path.is_dir() {
-            return Ok(path);
-        }
-        let source = std::io::Error::new(
-            std::io::ErrorKind::NotFound,
-            "no such folder on the server: PERSIA_CKPT_DIR must be a folder that trainers and servers share",
-        );
+        let source = match path.metadata() {
+            Ok(found) if found.is_dir() => return Ok(path),
+            Ok(_) => io::Error::new(io::ErrorKind::NotADirectory, "it is not a folder on the server"),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => io::Error::new(
+                io::ErrorKind::NotFound,
+                "no such folder on the server: PERSIA_CKPT_DIR must be a folder that trainers and servers share",
+            ),
+            Err(error) => error,
+        };
         Err(TablesError::Io { path, source })
     }
 
@@ -88,7 +93,7 @@ fn is_name(name: &str) -> bool {
 fn is_link(path: &Path) -> Result<bool, TablesError> {
     match path.symlink_metadata() {
         Ok(found) => Ok(found.is_symlink()),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(false),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
         Err(source) => Err(TablesError::Io { path: path.to_owned(), source }),
     }
 }
@@ -111,6 +116,9 @@ mod tests {
             let error = root.resolve(name).unwrap_err();
             assert!(matches!(error, TablesError::BadShape { .. }), "{name}: {error}");
         }
+        std::fs::write(dir.path().join("run/file"), "").unwrap();
+        let error = root.resolve("run/file").unwrap_err().to_string();
+        assert!(error.ends_with("run/file: it is not a folder on the server"), "{error}");
         let error = root.resolve("run/other").unwrap_err();
         assert!(matches!(error, TablesError::Io { .. }) && error.to_string().contains("PERSIA_CKPT_DIR"));
         assert!(CheckpointRoot::new(None).resolve("run").is_err());

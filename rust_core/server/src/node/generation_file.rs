@@ -1,4 +1,4 @@
-//! [`GenerationFile`]: the highest generation that a server has accepted, in a directory that one process owns.
+//! [`GenerationFile`]: the highest generation that began on a server, in a directory that one process owns.
 //!
 //! `admission.rs` refuses requests of an older generation.
 
@@ -29,21 +29,22 @@ pub struct GenerationFile {
 
 impl GenerationFile {
     /// Lock the directory, which is created if it does not exist, and read the generation, which is 0 if there
-    /// is no file.
+    /// is no file. Without a directory, the generation is kept in memory only.
     ///
     /// # Errors
     /// `Again` if another process uses the directory; `Corrupt` if a file does not contain a generation;
-    /// `Usage` if the directory cannot be used.
+    /// `Usage` if the directory or a file cannot be used.
     pub fn open(dir: Option<&Path>) -> Result<Self, Exit> {
         let Some(dir) = dir else {
             return Ok(Self { dir: None, generation: Mutex::new(0), _lock: None });
         };
         let unusable = |error: io::Error| {
-            let uid = rustix::process::getuid().as_raw();
-            Exit::Usage(format!(
-                "cannot use PERSIA_DATA_DIR={}: {error}; user {uid} must be able to write there",
-                dir.display()
-            ))
+            let mut text = format!("cannot use PERSIA_DATA_DIR={}: {error}", dir.display());
+            if error.kind() == io::ErrorKind::PermissionDenied {
+                let uid = rustix::process::getuid().as_raw();
+                text += &format!("; user {uid} must be able to write there");
+            }
+            Exit::Usage(text)
         };
         fs::create_dir_all(dir).map_err(unusable)?;
         let lock = File::options().create(true).truncate(false).write(true).open(dir.join(LOCK));
@@ -60,7 +61,7 @@ impl GenerationFile {
         for path in [FILE, FIRST_FILE].map(|name| dir.join(name)) {
             match fs::read_to_string(&path) {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                Err(error) => return Err(unusable(error)),
+                Err(error) => return Err(Exit::Usage(format!("cannot read {}: {error}", path.display()))),
                 Ok(text) => {
                     let generation: u64 = text.trim().parse().map_err(|_| damaged(&path, &text))?;
                     highest = highest.max(generation);
@@ -79,7 +80,7 @@ impl GenerationFile {
         *self.generation.lock()
     }
 
-    /// Make `generation` the highest, durably.
+    /// Make `generation` the highest, durably if there is a directory.
     ///
     /// # Errors
     /// `Io`, after which the generation is unchanged.

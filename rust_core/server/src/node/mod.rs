@@ -21,7 +21,7 @@ mod snapshot;
 use std::io;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, MutexGuard, RwLock};
 use persia_store::{Store, StoreOptions};
@@ -60,7 +60,7 @@ pub struct NodeOptions {
     pub snapshot_threads: usize,
     /// See [`StoreOptions::max_copy_bytes`].
     pub max_copy_bytes: u64,
-    /// The root directory of checkpoints.
+    /// The directory or URL below which checkpoints are.
     pub checkpoints: CheckpointRoot,
     /// The maximum time that a request of a reproducible run waits for its turn.
     pub turn_timeout: Duration,
@@ -89,13 +89,15 @@ pub struct Node {
     begun: RwLock<Option<Run>>,
     /// The oldest generation that had the same rows as the run in progress had when it began.
     oldest: Mutex<u64>,
-    /// Locked by an administrative request, so that its checks stay valid until it ends.
+    /// Locked by an administrative request while its checks must stay valid, but not while files are written.
     admin: Mutex<()>,
     /// Locked while the files of a snapshot are written, and by requests that must wait until they are written. Lock
     /// it before `admin`.
     writing: Mutex<()>,
     /// The checkpoint of an infer job.
     served: Option<ServedCheckpoint>,
+    /// The time of the last message that the log cannot be written.
+    warned: Mutex<Option<Instant>>,
 }
 
 /// The interval at which a begin cancels the transfers of the previous run, until it has locked `admin`.
@@ -122,7 +124,11 @@ fn empty_store(options: &NodeOptions, serves: bool) -> Result<Arc<Store>, Exit> 
         serves,
     };
     let store = Store::new(options.schema.clone(), store_options);
-    store.map(Arc::new).map_err(|error| Exit::Usage(error.to_string()))
+    store.map(Arc::new).map_err(|error| match error {
+        TablesError::BadRun { what } => Exit::Usage(format!("cannot start the server: {what}")),
+        // The system refuses a thread.
+        other => Exit::Again(format!("cannot start the server: {other}")),
+    })
 }
 
 impl Node {
@@ -130,8 +136,8 @@ impl Node {
     ///
     /// # Errors
     /// `Usage` for an index that is not below the number of servers, for options that [`Store::new`] refuses, and for a
-    /// log directory that cannot be used. `Again` if the checkpoint on which the log is based cannot be read from an
-    /// object store.
+    /// log directory that cannot be used. `Again` if the system refuses a thread, and if the checkpoint on which the log
+    /// is based cannot be read from an object store.
     pub fn new(options: NodeOptions, generation: GenerationFile) -> Result<Self, Exit> {
         Self::recovering(options, generation, &RecoveryProgress::default())
     }
@@ -196,6 +202,7 @@ impl Node {
             admin: Mutex::new(()),
             writing: Mutex::new(()),
             served: None,
+            warned: Mutex::default(),
         })
     }
 
@@ -209,15 +216,15 @@ impl Node {
         &self.peer
     }
 
-    /// Begin a run or, with `check_only`, only check whether it can begin. The generation is durable before this
-    /// returns.
+    /// Begin a run or, with `check_only`, only check whether it can begin. The generation of a run that began
+    /// is durable before this returns, if there is a data directory.
     ///
     /// A rank that saved or restored in an earlier run has ended, otherwise no new run would begin. Files that are
     /// still written or read for that rank are of no use, so a begin does not wait for them.
     ///
     /// # Errors
-    /// `Incompatible` if the job or the number of servers differs; `Io` if the generation cannot be written; `Lost` if
-    /// the rows are not those that the run continues to train; those of [`Tables::begin`].
+    /// `Incompatible` for another job or number of servers, or in an infer job; `Io` if the generation or the
+    /// log cannot be written; `Lost` if the run does not continue these rows; those of [`Tables::begin`].
     pub fn begin(&self, servers: u32, run: &Run, check_only: bool) -> Result<(), TablesError> {
         self.refuse_change()?;
         self.check_newer(servers, run)?;
@@ -232,14 +239,14 @@ impl Node {
         let continues_log = !run.fresh && self.log.as_ref().is_some_and(RequestLog::has_base);
         if !continues_log {
             // Write the generation first, because a begin that fails here has dropped no row.
-            self.generation.set(run.generation)?;
+            self.set_generation(run.generation)?;
         }
         match &self.log {
             None => self.start(run)?,
             Some(log) if continues_log => {
                 // Write to the log first, so that a server that is killed in between recovers the run.
-                log.begin(run, || self.start(run))?;
-                self.generation.set(run.generation)?;
+                log.begin(run, || self.start(run)).map_err(|error| self.on_this_host(error))?;
+                self.set_generation(run.generation)?;
             }
             // The log does not contain these rows and would lose them, so it stays closed until a restore or a fresh
             // run.
@@ -258,12 +265,17 @@ impl Node {
                 if restarted.is_err() {
                     *self.begun.write() = None;
                 }
-                restarted?;
+                restarted.map_err(|error| self.on_this_host(error))?;
             }
         }
         let Run { generation, world_size: ranks, reproducible, .. } = run;
         tracing::info!(generation, ranks, reproducible, "run begun");
         Ok(())
+    }
+
+    /// Make `generation` the highest, durably if there is a data directory.
+    fn set_generation(&self, generation: u64) -> Result<(), TablesError> {
+        self.generation.set(generation).map_err(|error| self.on_this_host(error))
     }
 
     /// Lock `admin`, and cancel all transfers that began before.
@@ -345,7 +357,7 @@ impl Node {
         Ok(Stats { generation, begun, served: self.served.clone(), ..stats })
     }
 
-    /// The age of the oldest record that is not durable, zero if all are; None without a log.
+    /// The age of the oldest record of the log that is not durable, zero if all are; None without a log.
     pub fn log_unsynced(&self) -> Option<Duration> {
         self.log.as_ref().map(RequestLog::unsynced)
     }
@@ -373,6 +385,16 @@ impl Node {
 
     fn io(&self, kind: io::ErrorKind, what: &str) -> TablesError {
         TablesError::Io { path: self.peer.clone().into(), source: io::Error::new(kind, what) }
+    }
+
+    /// Add the name of this server to the path of a file, because the caller does not know on which host the file is.
+    fn on_this_host(&self, error: TablesError) -> TablesError {
+        match error {
+            TablesError::Io { path, source } => {
+                TablesError::Io { path: format!("{}: {}", self.peer, path.display()).into(), source }
+            }
+            other => other,
+        }
     }
 }
 

@@ -1,4 +1,4 @@
-//! [`RecoveryProgress`]: how much of its log and checkpoint a server has read.
+//! [`RecoveryProgress`]: how much of its checkpoint and its log a server has read.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

@@ -36,6 +36,7 @@ impl Node {
         let Some(log) = &self.log else { return Ok(()) };
         let started = Instant::now();
         let Some(base) = log.base()? else { return Ok(()) };
+        self.check_job(&base.run)?;
         let files = base.rows.iter().flat_map(|rows| self.store.held_files(&rows.files));
         progress.expect(files.map(|file| file.bytes).sum::<u64>() + log.bytes_after(&base));
         self.resume(&base, progress).map_err(|error| match (&error, &base.rows) {
@@ -45,6 +46,9 @@ impl Node {
             _ => Unresumed::Unusable(error.to_string()),
         })?;
         let replayed = log.replay(&base, |op, bytes| {
+            if let ReplayOp::Begin(run) = &op {
+                self.check_job(run).map_err(ReplayError::Refused)?;
+            }
             let made = self.replay(op).map_err(replay_error)?;
             progress.advance(bytes);
             Ok(made)
@@ -61,7 +65,7 @@ impl Node {
             // The process was killed after it had logged the begin of this generation.
             self.generation.set(generation).map_err(|error| error.to_string())?;
         }
-        if replayed.torn > 0 {
+        if replayed.torn > 0 && replayed.refused.is_none() {
             let bytes = replayed.torn;
             tracing::warn!(
                 bytes,
@@ -79,7 +83,7 @@ impl Node {
     }
 
     fn resume(&self, base: &WalBase, progress: &RecoveryProgress) -> Result<(), TablesError> {
-        self.begin_logged(&base.run)?;
+        self.start(&base.run)?;
         if let Some(Rows { directory, files }) = &base.rows {
             let dir = self.options.checkpoints.resolve(directory)?;
             self.store.restore_rows(&dir, files, &|bytes| progress.advance(bytes))?;
@@ -89,19 +93,19 @@ impl Node {
         Ok(())
     }
 
-    /// Begin a run from the log, after checking its job, because the directory may belong to another job.
-    fn begin_logged(&self, run: &Run) -> Result<(), TablesError> {
-        if run.job == self.options.job {
-            return self.start(run);
+    /// Refuse a run of another job, because the directory of the log may belong to another server.
+    fn check_job(&self, run: &Run) -> Result<(), String> {
+        let (theirs, own) = (&run.job, &self.options.job);
+        if theirs == own {
+            return Ok(());
         }
-        let what = format!("it belongs to job {:?}, but this server serves {:?}", run.job, self.options.job);
-        Err(TablesError::BadRun { what })
+        Err(format!("the log belongs to job {theirs:?}, but this server serves job {own:?}"))
     }
 
     /// Apply a record. If the record is a cut, returns its number and the progress of the run.
     fn replay(&self, op: ReplayOp) -> Result<Option<(u64, WalPosition)>, TablesError> {
         match op {
-            ReplayOp::Begin(run) => self.begin_logged(&run)?,
+            ReplayOp::Begin(run) => self.start(&run)?,
             ReplayOp::PrepareSnapshot(number) => {
                 self.store.prepare_snapshot(number)?;
                 return Ok(Some((number, self.position())));

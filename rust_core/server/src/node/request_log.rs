@@ -32,7 +32,7 @@ pub struct LogOptions {
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct WalPosition {
     pub(super) progress: Progress,
-    /// The position in the order of requests; None if the requests have no order.
+    /// The position in the order of requests; None if the requests have no order, or none has arrived.
     pub(super) reached: Option<Reached>,
 }
 
@@ -46,6 +46,7 @@ pub(super) struct WalBase {
     /// The progress, which is serialized under the name that it had in the first version.
     #[serde(rename = "mark")]
     pub(super) position: WalPosition,
+    /// The first segment with records to apply.
     segment: u64,
 }
 
@@ -61,7 +62,7 @@ pub(super) struct Owner {
 /// The files of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Rows {
-    /// The directory, relative to the checkpoint root.
+    /// The directory, relative to the checkpoint root, or the URL.
     pub(super) directory: String,
     pub(super) files: Vec<FileEntry>,
 }
@@ -178,7 +179,7 @@ impl RequestLog {
     /// Log a training request, and then `apply` it. Before that, wait while the disk is too slow.
     ///
     /// # Errors
-    /// Those of [`Wal::append`].
+    /// Those of [`Wal::wait_for_sync`] and [`Wal::append`].
     pub(super) fn append<T>(
         &self,
         record: &WalRecord,
@@ -191,14 +192,17 @@ impl RequestLog {
     /// Log a run that continues with the current rows, and then `start` it.
     ///
     /// # Errors
-    /// Those of [`Wal::append`].
+    /// `BadRun` if the run cannot be encoded; those of [`Wal::append`].
     pub(super) fn begin(
         &self,
         run: &Run,
         start: impl FnOnce() -> Result<(), TablesError>,
     ) -> Result<(), TablesError> {
         let mut cut = self.cut.lock();
-        self.wal.append(&WalRecord::begin(run).map_err(encoding)?, start)?;
+        let record = WalRecord::begin(run).map_err(|error| TablesError::BadRun {
+            what: format!("it cannot be encoded for the log: {error}"),
+        })?;
+        self.wal.append(&record, start)?;
         // The cut belongs to another run.
         *cut = None;
         Ok(())
@@ -207,7 +211,7 @@ impl RequestLog {
     /// Log the cut of a snapshot, and then make the cut.
     ///
     /// # Errors
-    /// Those of [`Wal::append`].
+    /// Those of [`Wal::append_and_rotate`].
     pub(super) fn prepare_snapshot(
         &self,
         number: u64,
@@ -219,7 +223,8 @@ impl RequestLog {
         Ok(())
     }
 
-    /// Log that a snapshot is aborted, so that a recovery need not preserve its rows.
+    /// Log that a snapshot is aborted, so that a recovery need not preserve its rows. Without a base, nothing
+    /// is logged.
     ///
     /// # Errors
     /// Those of [`Wal::append`].
@@ -263,11 +268,9 @@ impl RequestLog {
     }
 
     fn encode(&self, base: WalBase) -> Result<Vec<u8>, TablesError> {
-        serde_json::to_vec(&base).map_err(|error| encoding(error.into()))
+        serde_json::to_vec(&base).map_err(|error| {
+            let what = format!("cannot encode the base of the log: {error}");
+            self.wal.error(io::Error::other(what))
+        })
     }
-}
-
-/// The error for a run that cannot be serialized.
-fn encoding(error: std::io::Error) -> TablesError {
-    TablesError::BadRun { what: format!("the run cannot be encoded for the log: {error}") }
 }

@@ -26,7 +26,7 @@ pub enum Phase {
 /// The maximum number of requests that a message lists.
 const NAMED: usize = 8;
 
-/// The position of a request in the order.
+/// The position of a request in the order. The order of fields is the order of requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 struct Position {
     seq: u64,
@@ -157,7 +157,7 @@ impl RankSequencer {
     }
 
     /// Wait until it is the turn of a request, or its turn has passed, as for a retry. Never returns if requests have
-    /// no order.
+    /// no order or the request belongs to another run.
     pub async fn comes(&self, token: Token, phase: Phase) {
         let position = Position { seq: token.seq, phase, rank: token.rank };
         loop {

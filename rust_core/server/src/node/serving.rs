@@ -4,13 +4,14 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use persia_store::checkpoint::{CheckpointError, Manifest};
+use persia_store::slot_differences;
 use persia_types::tables::{Run, ServedCheckpoint};
-use persia_types::{Schema, Slot, Table, TablesError, Token};
+use persia_types::{Schema, Table, TablesError, Token};
 
 use super::{Fence, GenerationFile, Node, NodeOptions, RecoveryProgress};
 use crate::exit::Exit;
 
-/// The configuration key of the checkpoint's directory, for messages.
+/// The configuration key of the checkpoint's directory or URL, for messages.
 const KEY: &str = "infer_config.embedding_checkpoint";
 
 /// A checkpoint that is about to be served.
@@ -26,8 +27,9 @@ impl ServableCheckpoint {
     /// the `configured` ones, which must be compatible with its rows.
     ///
     /// # Errors
-    /// `Corrupt` if there is no complete checkpoint; `Again` if it cannot be read at the moment; `Usage` for
-    /// incompatible slots and for a URL that cannot be used.
+    /// `Corrupt` if there is no checkpoint that this version can read; `Again` if it cannot be read at the
+    /// moment; `Usage` for incompatible slots, for a checkpoint without slots if none are configured, and for
+    /// a URL that cannot be used.
     pub fn open(dir: &Path, configured: Option<Schema>) -> Result<Self, Exit> {
         let manifest = Manifest::open(dir).map_err(|error| match &error {
             CheckpointError::Io { source, .. } if source.kind() == io::ErrorKind::InvalidInput => {
@@ -73,22 +75,14 @@ fn cannot_serve(error: &dyn std::fmt::Display) -> String {
     format!("cannot serve the checkpoint of {KEY}: {error}")
 }
 
-/// The differences that would change the meaning of a checkpoint's rows, with one message for each slot or table.
+/// The differences that would change the meaning of a checkpoint's rows, with one message for each.
 fn differences(saved: &Schema, configured: &Schema) -> Vec<String> {
-    let table = |schema: &Schema, slot: &Slot| schema.tables[slot.table].name.clone();
     let mut wrong = Vec::new();
     for slot in &configured.slots {
         let Some((_, before)) = saved.slot(&slot.name) else { continue };
-        let same = Slot { table: before.table, ..slot.clone() };
-        let (own, configured) = (table(saved, before), table(configured, slot));
-        if own != configured {
+        for (setting, before, now) in slot_differences((saved, before), (configured, slot)) {
             wrong.push(format!(
-                "slot {} has table {own} in the checkpoint, but {configured} in the configuration",
-                slot.name
-            ));
-        } else if same != *before {
-            wrong.push(format!(
-                "slot {} is {before:?} in the checkpoint, but {slot:?} in the configuration",
+                "slot {} has {setting} {before} in the checkpoint, but {now} in the configuration",
                 slot.name
             ));
         }
@@ -120,7 +114,8 @@ impl Node {
     /// Create a server that serves its part of a checkpoint's rows. `progress` shows how much has been read.
     ///
     /// # Errors
-    /// `Corrupt` for a damaged checkpoint; `Again` if a disk fails or memory runs out; those of [`Self::new`].
+    /// `Corrupt` for a damaged checkpoint; `Again` if a disk or object store fails or memory runs out;
+    /// `Usage` for settings of the checkpoint's run that are out of range; those of [`Self::new`].
     pub fn serving(
         options: NodeOptions,
         checkpoint: &ServableCheckpoint,
@@ -141,7 +136,7 @@ impl Node {
         };
         let mut node = Self::empty(options, GenerationFile::open(None)?, None, true)?;
         let failed = |error: TablesError| match error {
-            TablesError::BadRun { .. } => Exit::Usage(cannot_serve(&error)),
+            TablesError::BadRun { what } => Exit::Usage(cannot_serve(&what)),
             TablesError::Corrupt { .. } | TablesError::Foreign { .. } => Exit::Corrupt(cannot_serve(&error)),
             other => Exit::Again(cannot_serve(&other)),
         };
@@ -166,7 +161,7 @@ impl Node {
         self.served.is_some()
     }
 
-    /// Refuse a request that would change rows of an infer job.
+    /// Refuse a request that would change or save rows in an infer job.
     pub(super) fn refuse_change(&self) -> Result<(), TablesError> {
         let Some(served) = &self.served else { return Ok(()) };
         let what = format!(
@@ -193,7 +188,7 @@ impl Node {
     }
 }
 
-/// The directory of the checkpoint to serve.
+/// The directory or URL of the checkpoint to serve.
 ///
 /// # Errors
 /// `Usage` if none is given.
@@ -208,7 +203,7 @@ pub fn checkpoint_dir(given: Option<&str>) -> Result<&Path, Exit> {
 
 #[cfg(test)]
 mod tests {
-    use persia_types::{HashStack, Pooling};
+    use persia_types::{HashStack, Pooling, Slot};
 
     use super::*;
 
@@ -239,10 +234,13 @@ mod tests {
         };
         assert_eq!(said(&reversed), "");
         let changes: [(Change<'_>, &str); 5] = [
-            (&|schema| schema.slots[0].pooling = Pooling::Mean, "slot user is"),
+            (
+                &|schema| schema.slots[0].pooling = Pooling::Mean,
+                "slot user has pooling sum in the checkpoint, but mean in the configuration",
+            ),
             (
                 &|schema| schema.slots[1].hash_stack = Some(HashStack { rounds: 2, buckets: 9 }),
-                "slot item is",
+                "slot item has hash_stack_config none in the checkpoint, but with hash_stack_rounds 2",
             ),
             (
                 &|schema| schema.tables[1].dim = 16,

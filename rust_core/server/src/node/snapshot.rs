@@ -18,23 +18,29 @@ impl Node {
     /// Hold the current rows for the snapshot with this number.
     ///
     /// # Errors
-    /// `NotBegun`, `StaleGeneration`; those of [`Tables::prepare_snapshot`].
+    /// `NotBegun`, `StaleGeneration`; those of [`Tables::prepare_snapshot`]; `Io` with the kind `ResourceBusy` while
+    /// another request keeps this one waiting, and `Io` if the log cannot be written.
     pub fn prepare_snapshot(&self, fence: Fence, number: u64) -> Result<(), TablesError> {
         self.check_fence(fence)?;
         // The cut must not wait for a disk, because all ranks wait for the cut.
-        let what = "cannot begin a snapshot: files of an earlier one are still being written, or another \
-                    administrative request is in progress; save again later";
-        let busy = || self.io(io::ErrorKind::ResourceBusy, what);
-        let _writing = self.writing.try_lock_for(CUT_TIMEOUT).ok_or_else(busy)?;
-        let _alone = self.admin.try_lock_for(CUT_TIMEOUT).ok_or_else(busy)?;
+        let busy = |why: &str| {
+            let what = format!("cannot begin a snapshot: {why}; save again later");
+            self.io(io::ErrorKind::ResourceBusy, &what)
+        };
+        let _writing = self.writing.try_lock_for(CUT_TIMEOUT).ok_or_else(|| {
+            busy("files of an earlier one are still being written, or all rows are being replaced or dropped")
+        })?;
+        let _alone = self
+            .admin
+            .try_lock_for(CUT_TIMEOUT)
+            .ok_or_else(|| busy("another administrative request is in progress"))?;
         self.check_fence(fence)?;
-        match &self.log {
-            None => self.store.prepare_snapshot(number),
-            Some(log) => log.prepare_snapshot(number, || {
-                self.store.prepare_snapshot(number)?;
-                Ok(self.position())
-            }),
-        }
+        let Some(log) = &self.log else { return self.store.prepare_snapshot(number) };
+        let cut = log.prepare_snapshot(number, || {
+            self.store.prepare_snapshot(number)?;
+            Ok(self.position())
+        });
+        cut.map_err(|error| self.on_this_host(error))
     }
 
     /// Release the rows of this snapshot, if they are held. If the snapshot is being written, the transfer is
@@ -62,7 +68,8 @@ impl Node {
         Ok(())
     }
 
-    /// Check that a snapshot can be written into `directory`, which is relative to the checkpoint root.
+    /// Check that a snapshot can be written into `directory`, which is relative to the checkpoint root or a
+    /// URL.
     ///
     /// # Errors
     /// Those of [`Self::write_snapshot`].
@@ -79,11 +86,11 @@ impl Node {
     }
 
     /// Write the rows of the snapshot with this number, or the current rows, into `directory`, which is relative to
-    /// the checkpoint root. After an error, the directory contains no file of this call.
+    /// the checkpoint root or a URL. After an error, the directory contains no file of this call.
     ///
     /// # Errors
-    /// `NotBegun`; `StaleGeneration`; `BadShape` for a directory that is not allowed; `Io`, including if another run
-    /// begins during the call.
+    /// `NotBegun`; `StaleGeneration`; `BadShape` for a directory that is not allowed, or if the rows of the
+    /// snapshot are not held; `Io`, including if another run begins during the call.
     pub fn write_snapshot(
         &self,
         fence: Fence,
@@ -109,8 +116,8 @@ impl Node {
         Ok(snapshot)
     }
 
-    /// Truncate the log. The checkpoint that contains this snapshot is visible, and its `files` in `directory` become
-    /// the base of the log, unless there has been a later cut.
+    /// Truncate the log, if there is one. The checkpoint that contains this snapshot is visible, and its
+    /// `files` in `directory` become the base of the log, unless there has been a later cut.
     ///
     /// # Errors
     /// Those of [`Self::write_snapshot`].
@@ -126,14 +133,15 @@ impl Node {
         self.options.checkpoints.resolve(directory)?;
         let Some(log) = &self.log else { return Ok(()) };
         let run = self.begun.read().clone().ok_or(TablesError::NotBegun)?;
-        log.truncate_to_checkpoint(number, run, Rows { directory: directory.into(), files: files.to_vec() })
+        let rows = Rows { directory: directory.into(), files: files.to_vec() };
+        log.truncate_to_checkpoint(number, run, rows).map_err(|error| self.on_this_host(error))
     }
 
     /// Replace all rows by the rows in `files` that belong to this server's shards or, with `check_only`, only check
     /// whether that is possible.
     ///
     /// # Errors
-    /// Those of [`Self::write_snapshot`]; `Corrupt` and `Foreign`, with the name of the file.
+    /// Those of [`Self::write_snapshot`]; `Corrupt` and `Foreign`, with the name of the file; `OutOfMemory`.
     pub fn restore(
         &self,
         fence: Fence,
@@ -157,7 +165,7 @@ impl Node {
     /// Drop all rows.
     ///
     /// # Errors
-    /// `NotBegun`, `StaleGeneration`.
+    /// `NotBegun`, `StaleGeneration`; `Io` if the log cannot be written.
     pub fn clear(&self, fence: Fence) -> Result<(), TablesError> {
         let _writing = self.writing.lock();
         let _alone = self.admin.lock();
@@ -176,9 +184,10 @@ impl Node {
         let run = self.begun.read().clone().ok_or(TablesError::NotBegun)?;
         *self.oldest.lock() = run.generation;
         let Some(log) = &self.log else { return change() };
-        log.restart(|| {
+        let restarted = log.restart(|| {
             change()?;
             Ok((run, rows, self.position()))
-        })
+        });
+        restarted.map_err(|error| self.on_this_host(error))
     }
 }

@@ -82,6 +82,7 @@ fn a_begin_whose_generation_cannot_be_written_changes_nothing() {
     std::fs::remove_dir_all(&data).unwrap();
     let error = node.begin(1, &run(&node, 2), false).unwrap_err();
     assert!(matches!(error, TablesError::Io { .. }), "{error}");
+    assert!(error.to_string().starts_with("server 0 of 1 (here): "), "{error}");
     let stats = node.stats().unwrap();
     assert_eq!((stats.rows, stats.generation), (vec![3], 1));
 }
@@ -95,6 +96,45 @@ fn a_directory_that_this_server_cannot_write_is_reported() {
     let fence = Fence { job: JobId::from_name("job"), generation: 1 };
     let error = node.check_storage(fence, "sys").unwrap_err().to_string();
     assert!(error.contains("/proc/sys: server 0: user ") && error.contains("cannot write here"), "{error}");
+}
+
+#[test]
+fn a_snapshot_that_has_to_wait_says_for_what() {
+    let dir = tempfile::tempdir().unwrap();
+    let node = node(dir.path());
+    node.begin(1, &run(&node, 1), false).unwrap();
+    let said = || {
+        let error = node.prepare_snapshot(fence(1), 1).unwrap_err();
+        let busy = |source: &io::Error| source.kind() == io::ErrorKind::ResourceBusy;
+        assert!(matches!(&error, TablesError::Io { source, .. } if busy(source)), "{error}");
+        error.to_string()
+    };
+    let writing = node.writing.lock();
+    let text = said();
+    assert!(
+        text.contains("server 0 of 1 (here): cannot begin a snapshot: files of an earlier one"),
+        "{text}"
+    );
+    drop(writing);
+    let alone = node.admin.lock();
+    let text = said();
+    assert!(text.contains("another administrative request is in progress; save again later"), "{text}");
+    drop(alone);
+    node.prepare_snapshot(fence(1), 1).unwrap();
+}
+
+#[test]
+fn a_log_of_another_job_is_not_used() {
+    let dir = tempfile::tempdir().unwrap();
+    let first = node_with_log(dir.path());
+    let mut begun = run(&first, 1);
+    begun.job = "other".into();
+    let position = first.position();
+    first.log.as_ref().unwrap().restart(|| Ok((begun, None, position))).unwrap();
+    let Err(Unresumed::Unusable(why)) = first.recover(&RecoveryProgress::default()) else {
+        panic!("the log of another job was used")
+    };
+    assert_eq!(why, r#"the log belongs to job "other", but this server serves job "job""#);
 }
 
 #[test]

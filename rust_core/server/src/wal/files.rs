@@ -52,7 +52,7 @@ impl Files {
         Ok(numbers)
     }
 
-    /// Remove all segments except those with the given numbers, durably, in descending order.
+    /// Remove all segments except those with a number in `kept`, durably, in descending order.
     pub(super) fn keep_segments(&self, kept: RangeInclusive<u64>) -> io::Result<()> {
         let mut numbers = self.segments()?;
         numbers.retain(|number| !kept.contains(number));

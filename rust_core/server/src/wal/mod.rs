@@ -1,8 +1,8 @@
 //! [`Wal`]: a write-ahead log of pushes, in a directory of its own.
 //!
 //! ```text
-//! base      where the log starts: crc32c, then the record of the caller, which names the first segment 7, 8, …
-//! segments: MAGIC, then records in the order in which they were applied
+//! base     where the log starts: crc32c, then the content of the caller, which names the first segment
+//! 7, 8, …  segments: MAGIC, then records in the order in which they were applied
 //! ```
 //!
 //! Requests are processed one at a time: each is logged, applied, and then acknowledged. The record of a refused
@@ -70,7 +70,8 @@ struct Writer {
     segment: Option<Segment>,
     /// The earlier segments that may not be durable yet.
     rotated: Vec<Arc<File>>,
-    /// The number of bytes written since the process started.
+    /// Grows with each byte that is written to a log, so that syncs can be compared. It is not the length of
+    /// the log.
     written: u64,
 }
 
@@ -156,7 +157,12 @@ impl Wal {
         waited.map(drop).map_err(|source| files.error(source))
     }
 
-    /// The age of the oldest record that is not durable.
+    /// Add the path of the log to an error.
+    pub(crate) fn error(&self, source: io::Error) -> TablesError {
+        self.shared.files.error(source)
+    }
+
+    /// The age of the oldest record that is not durable; zero if all are durable.
     pub(crate) fn unsynced(&self) -> Duration {
         self.shared.synced.unsynced()
     }
@@ -272,7 +278,7 @@ impl Shared {
     }
 
     /// Append `record` to the last segment, `apply` it, and continue with the new `segment`. Also returns the
-    /// position.
+    /// position up to which the log must then be durable.
     fn rotate<T>(
         &self,
         record: &WalRecord,
@@ -294,7 +300,7 @@ impl Shared {
         if self.sync == LogSync::Always { self.sync_to(position) } else { Ok(()) }
     }
 
-    /// Wait until everything up to `position` is durable.
+    /// Wait until everything up to `position`, a value of [`Writer::written`], is durable.
     fn sync_to(&self, position: u64) -> Result<(), TablesError> {
         let sync = || {
             let Some(capture) = self.capture() else { return Ok(None) };

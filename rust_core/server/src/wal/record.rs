@@ -1,4 +1,4 @@
-//! [`WalRecord`] and [`ReplayOp`]: a request that changes rows, encoded and decoded.
+//! [`WalRecord`] and [`ReplayOp`]: a request that a recovery repeats, encoded and decoded.
 //!
 //! ```text
 //! record  = length of the payload, u32 | crc32c of that, u32 | crc32c of the payload, u32 | payload
@@ -13,7 +13,8 @@
 //! and a last byte, END
 //! ```
 //!
-//! All numbers are little-endian. Job, generation, seq, step and ids have 8 bytes; all others have 4.
+//! All numbers are little-endian. Where no size is stated, job, generation, seq, step and ids have 8 bytes,
+//! and all others have 4.
 
 use std::io::{self, Read};
 
@@ -36,7 +37,7 @@ const DURABLE: u8 = 7;
 /// completely.
 const END: u8 = 0xE5;
 
-/// A request, encoded for the log.
+/// A request, or information about segments, encoded for the log.
 pub(crate) struct WalRecord(Vec<u8>);
 
 impl WalRecord {
@@ -82,12 +83,12 @@ impl WalRecord {
         Self::framed(ABORT_SNAPSHOT, |out| out.extend_from_slice(&number.to_le_bytes()))
     }
 
-    /// The length of the previous segment.
+    /// The record of the length of the previous segment.
     pub(super) fn follows(bytes: u64) -> Self {
         Self::framed(FOLLOWS, |out| out.extend_from_slice(&bytes.to_le_bytes()))
     }
 
-    /// The segments before this number are durable.
+    /// The record that the segments before this number are durable.
     pub(super) fn durable(number: u64) -> Self {
         Self::framed(DURABLE, |out| out.extend_from_slice(&number.to_le_bytes()))
     }
@@ -141,7 +142,7 @@ fn put_floats(out: &mut Vec<u8>, floats: &[f32]) {
     out.extend_from_slice(bytemuck::cast_slice(floats));
 }
 
-/// A decoded record.
+/// A decoded request.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum ReplayOp {
     Lookup(Token),

@@ -16,8 +16,8 @@ use super::{Wal, Writer};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Replayed {
     pub(crate) records: u64,
-    /// The number of bytes after the last complete record. They belong to requests that were not acknowledged or were
-    /// not durable yet.
+    /// The number of bytes after the last complete record that was not refused. They belong to requests that were not
+    /// acknowledged or were not durable yet.
     pub(crate) torn: u64,
     /// The reason why the last record was refused and dropped, if it was: the process ended before it had removed the
     /// record.

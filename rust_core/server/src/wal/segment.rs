@@ -18,7 +18,7 @@ const SECTOR: u64 = 512;
 /// A segment, open for appending.
 pub(super) struct Segment {
     pub(super) number: u64,
-    /// The length of the complete records, including MAGIC.
+    /// The length of MAGIC and the complete records.
     pub(super) bytes: u64,
     path: PathBuf,
     file: Arc<File>,
@@ -34,7 +34,7 @@ impl Segment {
         Ok(Self { number, bytes: MAGIC.len() as u64, path, file: Arc::new(file), has_rest: false })
     }
 
-    /// Open a segment whose first `bytes` bytes are complete records, and remove the rest.
+    /// Open a segment whose first `bytes` bytes are MAGIC and complete records, and remove the rest.
     pub(super) fn reopen(path: PathBuf, number: u64, bytes: u64) -> io::Result<Self> {
         let file = Arc::new(File::options().write(true).open(&path)?);
         let mut segment = Self { number, bytes, path, file, has_rest: true };
@@ -140,8 +140,8 @@ pub(super) enum Stop {
     Failed(String),
 }
 
-/// Pass every record to `each`, with its length and whether it is the last one in the file. Returns the length of the
-/// complete records, and the number of bytes after them.
+/// Pass every record to `each`, with its length and whether it is the last one in the file. Returns the
+/// length of MAGIC and the complete records, and the number of bytes after them.
 pub(super) fn read(
     path: &Path,
     each: &mut impl FnMut(Entry, u64, bool) -> Result<(), Stop>,

@@ -11,7 +11,7 @@ const SECOND: Duration = Duration::from_secs(1);
 /// The age of a record that is not durable from which requests wait.
 const LONGEST_UNSYNCED: Duration = Duration::from_secs(2);
 
-/// The durable part of the written bytes.
+/// The durable part of the log, as a position in the bytes written.
 #[derive(Default)]
 pub(super) struct SyncState {
     state: Mutex<State>,
@@ -28,7 +28,8 @@ struct State {
     synced_since: Option<Instant>,
     /// The time at which the oldest record that no sync includes yet was written.
     written_since: Option<Instant>,
-    /// The error of a failed `fsync`. After it, the content of the disk is unknown, so nothing more is written.
+    /// The error of a failed sync. After it, the content of the disk is unknown, so nothing more is written
+    /// until a reset.
     failed: Option<String>,
 }
 
@@ -37,7 +38,7 @@ impl State {
         self.failed.as_ref().map_or(Ok(()), |why| Err(io::Error::other(why.clone())))
     }
 
-    /// The age of the oldest record that is not durable.
+    /// The age of the oldest record that is not durable; zero if all are durable.
     fn unsynced(&self) -> Duration {
         self.synced_since.or(self.written_since).map_or(Duration::ZERO, |since| since.elapsed())
     }
@@ -52,13 +53,13 @@ impl SyncState {
         self.state.lock().check()
     }
 
-    /// The age of the oldest record that is not durable.
+    /// The age of the oldest record that is not durable; zero if all are durable.
     pub(super) fn unsynced(&self) -> Duration {
         self.state.lock().unsynced()
     }
 
-    /// Wait while a record older than [`LONGEST_UNSYNCED`] is not durable, but no longer than `timeout`. Returns
-    /// whether it waited.
+    /// Wait while a record older than [`LONGEST_UNSYNCED`] is not durable, but no longer than `timeout`, and
+    /// not after a failed sync. Returns whether it waited.
     ///
     /// # Errors
     /// `TimedOut`.

@@ -137,18 +137,18 @@ fn tls_works_and_refuses_what_it_should() {
     let client = stack.client();
     client.begin(&run_of(&stack.plan)).unwrap();
 
-    let wait = |tls: &TlsFiles| {
+    let wait = |tls: &TlsFiles, seconds: u64| {
         let mut options = stack.options();
         options.tls = tls.client().unwrap();
         let client = WireTables::connect(options).unwrap();
-        client.wait_ready(std::time::Duration::from_secs(3)).map_err(|error| error.to_string())
+        client.wait_ready(std::time::Duration::from_secs(seconds)).map_err(|error| error.to_string())
     };
-    wait(&good).unwrap();
+    wait(&good, 60).unwrap();
     let wrong_name = TlsFiles { name: Some("another".into()), ..good.clone() };
     for wrong in [&other, &wrong_name] {
-        let error = wait(wrong).unwrap_err();
+        let error = wait(wrong, 3).unwrap_err();
         assert!(error.contains("refused") && error.contains("certificate"), "{error}");
     }
-    let plain = wait(&TlsFiles::default()).unwrap_err();
+    let plain = wait(&TlsFiles::default(), 3).unwrap_err();
     assert!(plain.contains(&stack.front.to_string()), "{plain}");
 }

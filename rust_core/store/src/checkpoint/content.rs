@@ -17,8 +17,8 @@ pub(super) fn is_hash(text: &str) -> bool {
     text.len() == HASH_DIGITS && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
 
-/// The path of a checkpoint file. If the name begins with a staging directory that still exists, the file is there;
-/// otherwise it is in the checkpoint's directory.
+/// The path of a checkpoint file: in the staging directory with which the name begins, if the file is still
+/// there; otherwise in the checkpoint's directory.
 pub(super) fn locate(dir: &Path, name: &str) -> Result<PathBuf> {
     let Some((staging, file)) = names::split(name) else {
         return Err(CheckpointError::corrupt(
@@ -46,15 +46,15 @@ pub(super) fn verify(dir: &Path, entry: &FileEntry) -> Result<()> {
     check(&path, &mut input, entry, |_| ())
 }
 
-/// Read a file into `content` and check it against its manifest entry. Returns the file's path. Allocates no more than
-/// the file's actual size.
+/// Read a file into `content` and check it against its manifest entry. Returns the file's path; for a URL,
+/// without the staging directory. Allocates no more than the file's actual size.
 pub(super) fn read(dir: &Path, entry: &FileEntry, content: &mut Vec<u8>) -> Result<PathBuf> {
     content.clear();
     let size = usize::try_from(entry.bytes).unwrap_or(usize::MAX);
     if let Some(place) = object::place(dir)? {
         object::read(&place, entry, |piece| {
             if content.is_empty() && content.try_reserve_exact(size).is_err() {
-                return Err(io::ErrorKind::OutOfMemory.into());
+                return Err(no_memory(entry));
             }
             content.extend_from_slice(piece);
             Ok(())
@@ -63,10 +63,16 @@ pub(super) fn read(dir: &Path, entry: &FileEntry, content: &mut Vec<u8>) -> Resu
     }
     let (path, mut input) = open(dir, entry)?;
     if content.try_reserve_exact(size).is_err() {
-        return Err(CheckpointError::io(&path, io::ErrorKind::OutOfMemory.into()));
+        return Err(CheckpointError::io(&path, no_memory(entry)));
     }
     check(&path, &mut input, entry, |piece| content.extend_from_slice(piece))?;
     Ok(path)
+}
+
+/// The error for a file that does not fit into memory.
+fn no_memory(entry: &FileEntry) -> io::Error {
+    let what = format!("there is no memory for its {} bytes", entry.bytes);
+    io::Error::new(io::ErrorKind::OutOfMemory, what)
 }
 
 /// Compute the size and hash of a file that the caller wrote, and sync it.

@@ -10,7 +10,8 @@ use super::manifest::{Head, Manifest};
 use super::object::ObjectSaver;
 use super::saver::Saver;
 
-/// A save into a directory, or below a URL. If it is dropped before [`Destination::commit`], it leaves no files.
+/// A save into a directory, or below a URL. If it is dropped before [`Destination::commit`], it removes its
+/// files.
 pub enum Destination {
     /// A directory.
     Folder(Saver),
@@ -42,7 +43,7 @@ impl Destination {
     /// Check that a file of this name can be added.
     ///
     /// # Errors
-    /// `BadSave` and `Occupied`, as for [`Self::add`].
+    /// `BadSave`, `Occupied` and `Io`, as for [`Self::add`].
     pub fn check_name(&self, name: &str) -> Result<()> {
         match self {
             Self::Folder(saver) => saver.staged(name).map(drop),

@@ -1,10 +1,11 @@
-//! All file system calls of the checkpoint code. Each error names its path, and tests can make the n-th call fail.
+//! The file system calls of the checkpoint code whose errors are reported. Each error names its path, and
+//! tests can make the n-th call fail.
 //!
 //! Fault points, in builds with the feature `failpoints` only, set by `FAILPOINTS` or `fail::cfg`:
 //! * `ckpt.io=7*off->return`: calls after the seventh fail with EIO
-//! * `ckpt.short=return`: reads and writes transfer a few bytes at a time
+//! * `ckpt.short=return`: reads and writes transfer at most seven bytes at a time
 //! * `ckpt.synced`: passed after each sync, for tests to count
-//! * the names of [`crash_point`]: `return` ends the process there with [`CRASH_EXIT`]
+//! * the name of each [`crash_point`]: `return` ends the process there with [`CRASH_EXIT`]
 
 use std::ffi::OsString;
 use std::fs::{self, File, FileType, OpenOptions, TryLockError};
@@ -115,7 +116,8 @@ pub(super) fn append(path: &Path, content: &[u8]) -> Result<()> {
 /// `Io`. The file then has the old content, or the new one if only the last sync failed.
 pub fn replace_file(path: &Path, content: &[u8]) -> Result<()> {
     let Some(name) = path.file_name() else {
-        return Err(CheckpointError::io(path, io::ErrorKind::InvalidInput.into()));
+        let what = "expected the path of a file, but it ends without a name";
+        return Err(CheckpointError::io(path, io::Error::new(io::ErrorKind::InvalidInput, what)));
     };
     let mut draft = OsString::from(".");
     draft.push(name);
@@ -202,7 +204,8 @@ fn refuse_link(error: CheckpointError) -> CheckpointError {
     }
 }
 
-/// A lock that keeps other savers out of a directory until it is dropped or the process ends.
+/// A lock that keeps other savers out of a directory until it is dropped, or until this process and those
+/// forked from it have ended.
 pub(super) struct Lock(File);
 
 impl Drop for Lock {

@@ -11,6 +11,14 @@ use super::names;
 /// The result type of this module's functions.
 pub(super) type Result<T> = std::result::Result<T, CheckpointError>;
 
+/// The text and the next step of [`CheckpointError::Busy`].
+const BUSY: &str = "another process is saving, or has just saved, here; stop it, wait until it has ended, or save to a \
+                    different folder";
+/// The text and the next step of [`CheckpointError::Occupied`].
+const OCCUPIED: &str = "exists and is not part of a checkpoint; move it, or save to a different folder";
+/// The next step of a reader that found a damaged file.
+const READ_ANOTHER: &str = "use another checkpoint, or a replica of this one";
+
 /// The reason why a checkpoint could not be written, found or used. Each error names the path; the path of a
 /// staged file omits the staging directory.
 #[derive(Debug, thiserror::Error)]
@@ -20,16 +28,18 @@ pub enum CheckpointError {
     Missing {
         /// The directory.
         path: PathBuf,
-        /// What the directory contains.
+        /// What is there instead, or why the directory cannot be listed.
         found: String,
     },
-    /// A file differs from what its writer wrote.
-    #[error("{path}: {what}; use another checkpoint, or a replica of this one")]
+    /// A file is missing, differs from what its writer wrote, or is not allowed in a checkpoint.
+    #[error("{path}: {what}; {next}")]
     Corrupt {
-        /// The file.
+        /// The file or directory.
         path: PathBuf,
         /// The problem.
         what: String,
+        /// The next step of the user.
+        next: &'static str,
     },
     /// The checkpoint was written by a newer version.
     #[error("{path}: has format {found}, but this build reads formats up to {known}; install a newer Persia")]
@@ -42,31 +52,32 @@ pub enum CheckpointError {
         known: u32,
     },
     /// Another process is saving into the same directory, or has saved below the same URL.
-    #[error(
-        "{path}: another process is saving, or has just saved, here; stop it, or save to a different folder"
-    )]
+    #[error("{path}: {}", BUSY)]
     Busy {
         /// The checkpoint's directory.
         path: PathBuf,
     },
-    /// A file that belongs to no checkpoint occupies the name of a file of the new checkpoint.
-    #[error("{path}: exists and is not part of a checkpoint; move it, or save to a different folder")]
+    /// A file that belongs to no checkpoint occupies the name of a file of the new checkpoint, or of
+    /// `LATEST`.
+    #[error("{path}: {}", OCCUPIED)]
     Occupied {
         /// The existing file.
         path: PathBuf,
     },
-    /// The caller requested an invalid save.
-    #[error("cannot save {path}: {what}")]
+    /// The caller requested an invalid save, or another invalid change of a checkpoint.
+    #[error("cannot {action} {path}: {what}")]
     BadSave {
-        /// The path to be written.
+        /// The requested change, such as `save`.
+        action: &'static str,
+        /// The path to be changed.
         path: PathBuf,
         /// What is wrong, and what was expected.
         what: String,
     },
-    /// The operating system returned an error.
+    /// The operating system or the object store returned an error.
     #[error("{path}: {source}")]
     Io {
-        /// The path of the file or directory.
+        /// The path or URL of the file or directory.
         path: PathBuf,
         /// The cause.
         source: io::Error,
@@ -79,11 +90,24 @@ impl CheckpointError {
     }
 
     pub(super) fn corrupt(path: &Path, what: impl Into<String>) -> Self {
-        Self::Corrupt { path: names::without_staging(path), what: what.into() }
+        Self::Corrupt { path: names::without_staging(path), what: what.into(), next: READ_ANOTHER }
     }
 
     pub(super) fn bad_save(path: &Path, what: impl Into<String>) -> Self {
-        Self::BadSave { path: names::without_staging(path), what: what.into() }
+        Self::cannot("save", path, what)
+    }
+
+    /// The error for a change that is not possible. `action` is its verb, such as `save`.
+    pub(super) fn cannot(action: &'static str, path: &Path, what: impl Into<String>) -> Self {
+        Self::BadSave { action, path: names::without_staging(path), what: what.into() }
+    }
+
+    /// Replace the next step of a reader by that of a caller that changes the checkpoint.
+    pub(super) fn with_next(self, next: &'static str) -> Self {
+        match self {
+            Self::Corrupt { path, what, .. } => Self::Corrupt { path, what, next },
+            other => other,
+        }
     }
 }
 
@@ -100,7 +124,7 @@ impl From<CheckpointError> for TablesError {
     fn from(error: CheckpointError) -> Self {
         use CheckpointError as E;
         match error {
-            E::Corrupt { path, what } => Self::Corrupt { path, what },
+            E::Corrupt { path, what, .. } => Self::Corrupt { path, what },
             E::Missing { path, found } => {
                 Self::Corrupt { path, what: format!("no checkpoint here: {found}") }
             }
@@ -110,10 +134,49 @@ impl From<CheckpointError> for TablesError {
                     "has format {found}, but this build reads formats up to {known}; install a newer Persia"
                 ),
             },
-            E::BadSave { path, what } => Self::BadShape { what: format!("{}: {what}", path.display()) },
-            E::Busy { path } => Self::Io { path, source: io::ErrorKind::ResourceBusy.into() },
-            E::Occupied { path } => Self::Io { path, source: io::ErrorKind::AlreadyExists.into() },
+            E::BadSave { action, path, what } => {
+                Self::BadShape { what: format!("cannot {action} {}: {what}", path.display()) }
+            }
+            E::Busy { path } => Self::Io { path, source: io::Error::new(io::ErrorKind::ResourceBusy, BUSY) },
+            E::Occupied { path } => {
+                Self::Io { path, source: io::Error::new(io::ErrorKind::AlreadyExists, OCCUPIED) }
+            }
             E::Io { path, source } => Self::Io { path, source },
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_of_tables_says_what_the_error_of_the_checkpoint_says() {
+        let path = || PathBuf::from("/runs/step-7/dense.pt");
+        let errors = [
+            (CheckpointError::Busy { path: path() }, "another process is saving"),
+            (CheckpointError::Occupied { path: path() }, "exists and is not part of a checkpoint"),
+            (
+                CheckpointError::bad_save(&path(), "it was added before"),
+                "cannot save /runs/step-7/dense.pt: it was",
+            ),
+            (CheckpointError::corrupt(&path(), "is not a regular file"), "dense.pt: is not a regular file"),
+        ];
+        for (error, expected) in errors {
+            let own = error.to_string();
+            let of_tables = TablesError::from(error).to_string();
+            assert!(own.contains(expected), "{own}");
+            assert!(of_tables.contains(expected) && of_tables.contains("dense.pt"), "{of_tables}");
+        }
+    }
+
+    #[test]
+    fn the_next_step_is_that_of_the_caller() {
+        let read = CheckpointError::corrupt(Path::new("/runs/MANIFEST.json"), "has changed");
+        assert_eq!(read.to_string(), format!("/runs/MANIFEST.json: has changed; {READ_ANOTHER}"));
+        let saved = read.with_next("save to a different folder");
+        assert_eq!(saved.to_string(), "/runs/MANIFEST.json: has changed; save to a different folder");
+        let removed = CheckpointError::cannot("delete", Path::new("/runs"), "it is a folder");
+        assert_eq!(removed.to_string(), "cannot delete /runs: it is a folder");
     }
 }

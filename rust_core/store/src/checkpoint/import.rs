@@ -13,21 +13,21 @@ use super::shard_file::write_shard;
 
 /// The size of the rows in memory, in bytes, at which they are moved to files.
 const MAX_BUFFERED: usize = 64 << 20;
-/// The size of a record without its weights: id and row.
+/// The size of a record without its weights: id and row number, in bytes.
 const RECORD_HEAD: usize = 16;
-/// The maximum number of repeated ids that are reported.
+/// The maximum number of rows with a repeated id that are reported for each table.
 const SHOWN: usize = 5;
 /// The last use of an imported row, as if the first step had pushed it.
 const FIRST_STEP: u64 = 1;
 
-/// An id that occurs more than once.
+/// A row with the id of an earlier row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Duplicate {
     /// The id.
     pub id: u64,
     /// The row number of its first occurrence, counted from 0.
     pub first: u64,
-    /// The row number of a later occurrence.
+    /// The number of this row.
     pub again: u64,
 }
 
@@ -36,7 +36,7 @@ pub struct Duplicate {
 pub struct Duplicates {
     /// The number of rows that have the id of an earlier row.
     pub count: u64,
-    /// The first repeated ids, in row order.
+    /// The first of these rows, in row order.
     pub shown: Vec<Duplicate>,
 }
 
@@ -59,10 +59,10 @@ struct Table {
 }
 
 /// A checkpoint that is being written from rows without optimizer state. If it is dropped before [`Import::commit`],
-/// it leaves no files.
+/// it removes its files.
 ///
-/// Rows are divided by shard as they are added, in at most 64 MiB of memory and in files of the staging directory. Then
-/// each shard is sorted by id in memory and written.
+/// Rows are divided by shard as they are added. When the rows in memory exceed 64 MiB, they are moved to
+/// files of the staging directory. At the end, each shard is sorted by id in memory and written.
 pub struct Import {
     saver: Saver,
     tables: Vec<Table>,
@@ -93,7 +93,7 @@ impl Import {
     /// dim]`.
     ///
     /// # Errors
-    /// `BadSave` if the lengths do not match or the table does not exist; `Io`.
+    /// `BadSave` if the lengths do not match or the table does not exist; `Io` if a file cannot be written.
     pub fn add(&mut self, table: usize, row: u64, ids: &[u64], weights: &[f32]) -> Result<()> {
         let Some(Table { name, dim, buffers }) = self.tables.get_mut(table) else {
             return Err(CheckpointError::bad_save(
@@ -134,7 +134,7 @@ impl Import {
     /// caller must not commit.
     ///
     /// # Errors
-    /// `BadShape` if a shard has more rows than allowed; `Io`.
+    /// `BadShape` if a shard has more rows than allowed; `Corrupt` if a file of rows was replaced; `Io`.
     pub fn stage(&mut self) -> std::result::Result<Vec<(u64, Duplicates)>, TablesError> {
         let mut found: Vec<(u64, Duplicates)> = vec![Default::default(); self.tables.len()];
         for shard in 0..VIRTUAL_SHARDS {
@@ -153,7 +153,8 @@ impl Import {
         Ok(found)
     }
 
-    /// The rows of a table in a shard, sorted by id, each id once.
+    /// The rows of a table in a shard, sorted by id. Of several rows with one id, the first is returned, and
+    /// the others are added to `duplicates`.
     fn take(&mut self, number: usize, shard: usize, duplicates: &mut Duplicates) -> Result<TableRows> {
         let path = spilled(self.saver.staging(), number, shard);
         let table = &mut self.tables[number];
@@ -191,7 +192,7 @@ impl Import {
     }
 }
 
-/// The id, row number and weights of a record.
+/// The id, row number and weights of a record; None if it is too short.
 fn split(record: &[u8]) -> Option<(u64, u64, &[u8])> {
     let (id, rest) = record.split_first_chunk()?;
     let (row, weights) = rest.split_first_chunk()?;

@@ -59,15 +59,16 @@ pub struct Head {
 pub struct Manifest {
     /// The format version of the checkpoint, at most [`FORMAT`].
     pub format: u32,
-    /// The number of saves into this directory, including this one; in an object store, a random number. The name of
-    /// the staging directory contains the revision.
+    /// One more than the highest revision that the save found in its directory; in an object store, a random
+    /// number. The name of the staging directory contains the revision.
     #[serde(rename = "generation")]
     pub revision: u64,
     /// The state of the run.
     pub head: Head,
     /// All files, sorted by name. Names omit the staging directory.
     pub files: Vec<FileEntry>,
-    /// Files of the previous checkpoint in the directory that are not part of this one.
+    /// Files of the previous checkpoint in the directory that are not part of this one; empty in an object
+    /// store.
     pub replaces: Vec<String>,
 }
 
@@ -100,7 +101,8 @@ impl Manifest {
         parse(&path, &text).map(Some)
     }
 
-    /// The entry of a file. With it, a reader finds the file even if the save was interrupted.
+    /// The entry of a file; None if the manifest does not list it. With the entry, a reader finds the file
+    /// even if the save was interrupted.
     pub fn entry(&self, name: &str) -> Option<FileEntry> {
         self.files.iter().find(|entry| entry.name == name).map(|entry| self.staged(entry))
     }
@@ -111,8 +113,8 @@ impl Manifest {
         shards.map(|entry| self.staged(entry)).collect()
     }
 
-    /// A hash of the step and the rows: equal for checkpoints of equal rows at the same step, different
-    /// otherwise, and never 0.
+    /// A hash of the step, the names and dimensions of the tables, and the shard files, and never 0.
+    /// Different content has the same hash only by a collision.
     pub fn identity(&self) -> u64 {
         let mut hasher = blake3::Hasher::new();
         hasher.update(&self.head.step.to_le_bytes());
@@ -127,7 +129,8 @@ impl Manifest {
         u64::from_le_bytes(first).max(1)
     }
 
-    /// The current path of a file.
+    /// The current path of a file. At a URL, this is the URL next to the manifest, where only a replica has
+    /// it.
     ///
     /// # Errors
     /// `Corrupt` if the manifest does not list the file; `Io`.
@@ -159,7 +162,7 @@ impl Manifest {
     /// Check the size and hash of every file.
     ///
     /// # Errors
-    /// One error for each file that differs from its entry.
+    /// One error for each file that differs from its entry or cannot be read.
     pub fn verify(&self, dir: &Path) -> std::result::Result<(), Vec<CheckpointError>> {
         let check = |entry: &FileEntry| content::verify(dir, &self.staged(entry)).err();
         let problems: Vec<_> = if is_url(dir) {
@@ -185,11 +188,17 @@ impl Manifest {
     /// The text that [`Self::open`] parses.
     pub(super) fn to_text(&self, path: &Path) -> Result<String> {
         let body = serde_json::to_string_pretty(self)
-            .map_err(|error| CheckpointError::bad_save(path, error.to_string()))?;
+            .map_err(|error| CheckpointError::bad_save(path, format!("it cannot be encoded: {error}")))?;
         let body = body.strip_suffix("\n}").unwrap_or(&body);
         let text = format!("{body}{HASH_KEY}{}{END}", blake3::hash(body.as_bytes()).to_hex());
         // The manifest must be readable again; one with an infinite learning rate would not be.
-        parse(path, text.as_bytes()).map_err(|error| CheckpointError::bad_save(path, error.to_string()))?;
+        parse(path, text.as_bytes()).map_err(|error| {
+            let what = match error {
+                CheckpointError::Corrupt { what, .. } => format!("no reader would accept it: it {what}"),
+                other => other.to_string(),
+            };
+            CheckpointError::bad_save(path, what)
+        })?;
         Ok(text)
     }
 
@@ -216,7 +225,7 @@ impl Manifest {
     }
 }
 
-/// The end of a manifest: the text before and after its hash.
+/// The text before the hash of a manifest, and the text after it, with which the manifest ends.
 const HASH_KEY: &str = ",\n  \"blake3\": \"";
 const END: &str = "\"\n}\n";
 

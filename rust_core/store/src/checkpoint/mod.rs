@@ -1,7 +1,7 @@
 //! Checkpoints on disk: complete and verified, or absent.
 //!
 //! ```text
-//! <dir>/.saving-7/          1 every file is staged here and synced: Saver::begin, add, add_file
+//! <dir>/.saving-7/          1 every file is staged here and synced: Saver::begin, add, add_file, add_content
 //! <dir>/MANIFEST.json       2 the manifest, which names them, is renamed into place: Saver::commit. This is the commit
 //! <dir>/shard-003.arrow     3 the files are moved here, over those of the previous checkpoint, and .saving-7 is removed
 //! <dir>/../LATEST           4 a hint: publish_latest
@@ -14,10 +14,11 @@
 //! A URL such as `s3://bucket/run/step-500` stands for a directory everywhere: see [`object`].
 //!
 //! * [`ShardRows`]: the content of a virtual shard; [`write_shard`] and [`read_shard`]: its file
-//! * [`Destination`]: one save, into a directory ([`Saver`]) or an object store ([`ObjectSaver`]); [`recover`]: finishes or undoes an interrupted one; [`Import`]: a save of rows in any order
+//! * [`Destination`]: one save, into a directory ([`Saver`]) or an object store ([`ObjectSaver`])
+//! * [`recover`]: finishes or undoes an interrupted save; [`Import`]: a save of rows in any order
 //! * [`Manifest`]: the content of a checkpoint
-//! * [`list`], [`latest`], [`publish_latest`], [`prune`]: the checkpoints of a run
-//! * [`probe`], [`probe_file`]: whether a directory is writable
+//! * [`list`], [`latest`], [`publish_latest`], [`prune`], [`remove_object`]: the checkpoints of a run
+//! * [`probe`], [`probe_file`]: whether a directory, or an object store, is writable
 //! * [`replace_file`]: replaces a small file durably
 //!
 //! Manifests and shard files have separate format versions. A change that an older build must not ignore

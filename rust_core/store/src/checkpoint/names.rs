@@ -1,4 +1,5 @@
-//! The file names in a checkpoint. Manifests are not trusted: a name is never used as a path.
+//! The file names in a checkpoint. Manifests are not trusted: a name with a path separator is refused, unless
+//! it begins with a staging directory.
 
 use std::path::{Path, PathBuf};
 
@@ -34,18 +35,19 @@ pub(super) fn refusal(name: &str) -> String {
     )
 }
 
-/// The staging directory of the `revision`-th save into a directory.
+/// The name of the staging directory of the save with this revision.
 pub(super) fn staging(revision: u64) -> String {
     format!("{STAGING_PREFIX}{revision}")
 }
 
-/// The revision in the name of a staging directory.
+/// The revision in the name of a staging directory; None for any other name.
 pub(super) fn revision(name: &str) -> Option<u64> {
     let revision = name.strip_prefix(STAGING_PREFIX)?.parse().ok()?;
     (staging(revision) == name).then_some(revision)
 }
 
-/// The path of a file after the save, when the staging directory has been removed.
+/// The path without staging directories, as messages show it. In a folder, it is that of the file after the
+/// save.
 pub(crate) fn without_staging(path: &Path) -> PathBuf {
     if let Some(url) = path.to_str().filter(|_| is_url(path)) {
         return url.split('/').filter(|part| revision(part).is_none()).collect::<Vec<_>>().join("/").into();
@@ -53,7 +55,8 @@ pub(crate) fn without_staging(path: &Path) -> PathBuf {
     path.iter().filter(|part| part.to_str().and_then(revision).is_none()).collect()
 }
 
-/// Split the name of an entry into the staging directory, if any, and the file name.
+/// Split the name of an entry into the staging directory, if any, and the file name; None for a name that is
+/// not allowed.
 pub(super) fn split(name: &str) -> Option<(Option<&str>, &str)> {
     let (staged, file) = match name.split_once('/') {
         Some((dir, file)) => (Some(dir), file),
@@ -63,7 +66,7 @@ pub(super) fn split(name: &str) -> Option<(Option<&str>, &str)> {
     valid.then_some((staged, file))
 }
 
-/// The file of a virtual shard.
+/// The file name of a virtual shard.
 pub(super) fn shard_file(shard: usize) -> String {
     format!("shard-{shard:03}.arrow")
 }

@@ -1,4 +1,4 @@
-//! Checks that a directory is writable, before hours of training depend on it.
+//! Checks that a directory, or an object store, is writable, before hours of training depend on it.
 
 use std::fs::{self, OpenOptions};
 use std::hash::{BuildHasher, RandomState};
@@ -17,15 +17,15 @@ use super::error::CheckpointError;
 /// object store, each of them puts and deletes an object.
 ///
 /// # Errors
-/// `Io`, with the current user and the directory's owner; the errors of `others`.
+/// `Io`, for a directory with the current user and the directory's owner; the errors of `others`.
 pub fn probe(dir: &Path, others: impl FnOnce(&Path) -> Result<(), TablesError>) -> Result<(), TablesError> {
     if is_url(dir) {
         return probe_file(dir).and_then(|()| others(dir));
     }
     let inside = fresh(dir);
-    fs::create_dir(&inside).map_err(|source| explained(dir, source))?;
+    fs::create_dir(&inside).map_err(|source| explained(dir, WRITE, source))?;
     let found = probe_file(&inside).and_then(|()| others(&inside));
-    let removed = fs::remove_dir(&inside).map_err(|source| explained(&inside, source));
+    let removed = fs::remove_dir(&inside).map_err(|source| explained(dir, &removal(&inside), source));
     found.and(removed)
 }
 
@@ -40,7 +40,16 @@ pub fn probe_file(dir: &Path) -> Result<(), TablesError> {
         return Ok(place.probe(&name).map_err(CheckpointError::from)?);
     }
     let made = OpenOptions::new().write(true).create_new(true).open(&file);
-    made.and_then(|_| fs::remove_file(&file)).map_err(|source| explained(dir, source))
+    made.map_err(|source| explained(dir, WRITE, source))?;
+    fs::remove_file(&file).map_err(|source| explained(dir, &removal(&file), source))
+}
+
+/// What a save does in a folder, for messages.
+const WRITE: &str = "write here";
+
+/// Like [`WRITE`], for the removal of what was written.
+fn removal(path: &Path) -> String {
+    format!("remove {} from here", path.file_name().unwrap_or_default().display())
 }
 
 /// A unique path in `dir`. The process id alone is not unique: several servers may probe concurrently, and in
@@ -51,8 +60,8 @@ fn fresh(dir: &Path) -> PathBuf {
     dir.join(format!(".probe-{}-{number:x}", process::id()))
 }
 
-/// Add the users and permissions to an error, so that the reader can fix it.
-fn explained(dir: &Path, source: io::Error) -> TablesError {
+/// Add the users and permissions to an error, so that the reader can fix it. `what` is what the user cannot do in `dir`.
+fn explained(dir: &Path, what: &str, source: io::Error) -> TablesError {
     let own = fs::metadata("/proc/self").map_or_else(|_| "?".to_owned(), |own| own.uid().to_string());
     let found = match fs::metadata(dir) {
         Ok(found) if found.is_dir() => {
@@ -63,9 +72,17 @@ fn explained(dir: &Path, source: io::Error) -> TablesError {
             )
         }
         Ok(_) => "it is not a folder".into(),
-        Err(_) => "there is no such folder".into(),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => "there is no such folder".into(),
+        Err(error) => format!("its owner is unknown: {error}"),
     };
-    let what = format!("user {own} cannot write here: {source}; {found}");
+    let next = match source.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+            "free space there, or use another folder"
+        }
+        io::ErrorKind::PermissionDenied => "change its owner or its mode, or use another folder",
+        _ => "correct the path, or use another folder",
+    };
+    let what = format!("user {own} cannot {what}: {source}; {found}; {next}");
     TablesError::Io { path: dir.to_owned(), source: io::Error::new(source.kind(), what) }
 }
 

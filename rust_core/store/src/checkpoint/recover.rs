@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use super::disk::{self, crash_point};
-use super::error::{CheckpointError, Result};
+use super::error::Result;
 use super::manifest::Manifest;
 use super::names::{self, MANIFEST, MARKER, REMOVED};
 
@@ -18,7 +18,8 @@ pub fn recover(dir: &Path) -> Result<Option<Manifest>> {
     Ok(recover_locked(dir)?.0)
 }
 
-/// Like [`recover`], for a caller that holds the lock. Also returns the revision of the next save.
+/// Like [`recover`], for a caller that holds the lock. Also returns the highest revision of the manifest and
+/// of the staging directories that were found; 0 if there is none.
 pub(super) fn recover_locked(dir: &Path) -> Result<(Option<Manifest>, u64)> {
     finish_removal(dir)?;
     let manifest = Manifest::find(dir, MANIFEST)?;
@@ -34,16 +35,11 @@ pub(super) fn recover_locked(dir: &Path) -> Result<(Option<Manifest>, u64)> {
         }
         highest = highest.max(revision);
     }
-    let next = highest.checked_add(1).ok_or_else(|| {
-        CheckpointError::bad_save(
-            dir,
-            format!("{} has the highest number; save to a different folder", names::staging(highest)),
-        )
-    })?;
-    Ok((manifest, next))
+    Ok((manifest, highest))
 }
 
-/// Move the files of a committed checkpoint from its staging directory to `dir`, and replace the old files.
+/// Move the files of a committed checkpoint from its staging directory to `dir`, over the old files, and
+/// remove the other files of the previous checkpoint.
 pub(super) fn tidy(dir: &Path, manifest: &Manifest) -> Result<()> {
     let staging = dir.join(names::staging(manifest.revision));
     // The manifest must be durable first: its rename may not be synced yet.
@@ -95,9 +91,13 @@ pub(super) fn remove(dir: &Path) -> Result<()> {
     if disk::remove_empty_dir(dir)? { disk::sync_dir(&disk::parent(dir)) } else { Ok(()) }
 }
 
-/// Delete the files of a checkpoint whose manifest has been renamed.
+/// Delete the files of a checkpoint whose manifest has been renamed, if there is one.
 pub(super) fn finish_removal(dir: &Path) -> Result<()> {
-    let Some(removed) = Manifest::find(dir, REMOVED)? else { return Ok(()) };
+    let removed = Manifest::find(dir, REMOVED);
+    let removed = removed.map_err(|error| {
+        error.with_next("the checkpoint was being deleted: delete its remaining files, and this file last")
+    })?;
+    let Some(removed) = removed else { return Ok(()) };
     // The checkpoint may have been restored from a replica in the meantime.
     let current = Manifest::find(dir, MANIFEST)?;
     for entry in &removed.files {

@@ -39,7 +39,7 @@ pub struct ShardRows {
 }
 
 impl ShardRows {
-    /// Check the content. This is done before it is written and after it is read.
+    /// Check the content, before it is written or after it was read.
     ///
     /// # Errors
     /// A message that says what is wrong, and where.

@@ -14,7 +14,7 @@ use super::manifest::{FORMAT, Head, Manifest};
 use super::names::{self, MANIFEST, MARKER};
 use super::recover;
 
-/// A save into a directory. If it is dropped before [`Saver::commit`], it leaves no files.
+/// A save into a directory. If it is dropped before [`Saver::commit`], it removes its files.
 pub struct Saver {
     dir: PathBuf,
     staging: PathBuf,
@@ -37,7 +37,7 @@ impl Saver {
     ///
     /// # Errors
     /// `Busy` while another process saves into `dir`; `Corrupt` or `Future` if the manifest in `dir` cannot be read,
-    /// because its files are then unknown; `Io`.
+    /// because its files are then unknown; `BadSave` for a URL; `Io`.
     pub fn begin(dir: &Path) -> Result<Self> {
         if is_url(dir) {
             return Err(CheckpointError::bad_save(dir, "expected a folder, not a URL"));
@@ -45,7 +45,13 @@ impl Saver {
         let made = !dir.is_dir();
         disk::create_dirs(dir)?;
         let lock = disk::lock(dir)?;
-        let (manifest, revision) = recover::recover_locked(dir)?;
+        let (manifest, highest) =
+            recover::recover_locked(dir).map_err(|error| error.with_next("save to a different folder"))?;
+        let revision = highest.checked_add(1).ok_or_else(|| {
+            let last = names::staging(highest);
+            let what = format!("{last} is there and has the highest number; save to a different folder");
+            CheckpointError::bad_save(dir, what)
+        })?;
         let previous = manifest.into_iter().flat_map(|old| old.files).map(|entry| entry.name).collect();
         let staging = dir.join(names::staging(revision));
         let saver = Self {
@@ -72,7 +78,7 @@ impl Saver {
     /// The path of a file to add.
     ///
     /// # Errors
-    /// `BadSave` and `Occupied`, as for [`Self::add`].
+    /// `BadSave`, `Occupied` and `Io`, as for [`Self::add`].
     pub fn staged(&self, name: &str) -> Result<PathBuf> {
         self.check_name(name)?;
         Ok(self.staging.join(name))
@@ -81,8 +87,9 @@ impl Saver {
     /// Add a file to the checkpoint. The caller has written it to the staging directory and synced it.
     ///
     /// # Errors
-    /// `BadSave` for an invalid name, a name that was added before, or a file of a different size; `Occupied` if the
-    /// checkpoint's directory contains a file of that name that belongs to no checkpoint; `Io`.
+    /// `BadSave` for an invalid name, a name that was added before, an invalid hash, or a file of a different
+    /// size; `Occupied` if the checkpoint's directory contains a file of that name that belongs to no
+    /// checkpoint; `Corrupt` if the staged file is not a regular file; `Io`.
     pub fn add(&mut self, entry: FileEntry) -> Result<()> {
         let path = self.staging.join(&entry.name);
         self.check_name(&entry.name)?;
@@ -129,8 +136,9 @@ impl Saver {
     /// Publish the checkpoint. After that, the directory contains the complete checkpoint.
     ///
     /// # Errors
-    /// `BadSave` if a staged file was not added; `Io`. After `Io`, the directory contains either the previous
-    /// checkpoint or this one, and the next save removes the remaining files.
+    /// `BadSave` if a staged file was not added, or if no reader would accept the manifest; `Io`. After `Io`,
+    /// the directory contains either the previous checkpoint or this one, and the next save removes the
+    /// remaining files.
     pub fn commit(mut self, head: Head) -> Result<Manifest> {
         self.check_staging()?;
         self.files.sort_by(|a, b| a.name.cmp(&b.name));

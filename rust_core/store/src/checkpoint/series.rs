@@ -11,10 +11,12 @@ use super::manifest::Manifest;
 use super::names::{self, LATEST, MANIFEST, REMOVED};
 use super::{object, recover};
 
+/// The action of [`publish_latest`] in messages.
+pub(super) const PUBLISH: &str = "point LATEST to";
 /// The maximum length of the directory name in [`LATEST`], in bytes.
 pub(super) const MAX_HINT_BYTES: u64 = 255;
 
-/// A subdirectory with a checkpoint or an unfinished save.
+/// A subdirectory with a checkpoint or an unfinished save; at a URL, a name below it with a checkpoint.
 #[derive(Debug)]
 pub struct Listed {
     /// The subdirectory.
@@ -24,13 +26,14 @@ pub struct Listed {
 }
 
 impl Listed {
-    /// The key by which checkpoints are ordered by age: generation, then step.
+    /// The key by which checkpoints are ordered by age: generation, then step; None if the manifest cannot be
+    /// used.
     fn age(&self) -> Option<(u64, u64)> {
         self.manifest.as_ref().ok().map(|manifest| (manifest.head.run.generation, manifest.head.step))
     }
 }
 
-/// The checkpoints below `parent`, newest first. Checkpoints that cannot be used come last.
+/// The checkpoints below `parent`, newest first. Those that cannot be used, and unfinished saves, come last.
 ///
 /// # Errors
 /// `Io` if `parent`, or a directory in it, cannot be listed. Directories without permission are skipped.
@@ -69,7 +72,8 @@ fn fail_on(listed: &mut Vec<Listed>, fatal: impl Fn(&Listed) -> bool) -> Result<
     }
 }
 
-/// The newest checkpoint below `parent`. If several are equally new, it is the one that `LATEST` names.
+/// The newest checkpoint below `parent`. If several are equally new, it is the one that `LATEST` names. If
+/// there is nothing below `parent`, it is the checkpoint in `parent` itself.
 ///
 /// # Errors
 /// If the checkpoint that `LATEST` names, or one that may be newer, cannot be used, its error: an older checkpoint is
@@ -100,18 +104,21 @@ fn is_older(one: &Listed, newest: Option<u64>) -> bool {
     step.zip(newest).is_some_and(|(step, newest)| step < newest)
 }
 
-/// Write the name of `dir` to `LATEST` in its parent directory: a hint for people and for [`latest`]. Call it after the commit.
+/// Write the name of `dir` to `LATEST` in its parent directory: a hint for people and for [`latest`]. Call it
+/// after the commit.
 ///
 /// # Errors
-/// `BadSave` if the name of `dir` does not fit on one line; `Occupied` if `LATEST` exists but was not written
-/// by a save; `Io`.
+/// `BadSave` if `dir` has no name, or its name is not UTF-8 or does not fit on one line; `Occupied` if
+/// `LATEST` exists but was not written by a save; `Io`.
 pub fn publish_latest(dir: &Path) -> Result<()> {
     if let Some(place) = object::place(dir)? {
         return object::series::publish_latest(&place);
     }
     let parent = disk::parent(dir);
     let name = dir.file_name().and_then(|name| name.to_str()).filter(|name| !name.contains('\n'));
-    let bad_name = || CheckpointError::bad_save(dir, "its name is not UTF-8, or contains a line break");
+    let bad_name = || {
+        CheckpointError::cannot(PUBLISH, dir, "its name is not UTF-8, or contains a line break; rename it")
+    };
     let name = name.ok_or_else(bad_name)?;
     let hint = parent.join(LATEST);
     if disk::kind(&hint)?.is_some() && read_hint(&parent)?.is_none() {
@@ -120,13 +127,13 @@ pub fn publish_latest(dir: &Path) -> Result<()> {
     disk::replace_file(&hint, format!("{name}\n").as_bytes())
 }
 
-/// Delete all but the `keep_last` newest checkpoints below `parent`, and the files of abandoned saves. Never deletes
-/// the newest checkpoint that passes verification, a checkpoint that cannot be read, or a file that belongs to no
-/// checkpoint. Returns the deleted checkpoints.
+/// Delete all but the `keep_last` newest checkpoints below `parent`, and the files of abandoned saves. Never
+/// deletes the newest checkpoint that passes verification (at a URL: that has all its files), a checkpoint
+/// that cannot be read, or a file that belongs to no checkpoint. Returns the deleted checkpoints.
 ///
 /// # Errors
-/// `Busy` if another process saves into one of the checkpoints; `Io`. Some checkpoints may already have been
-/// deleted.
+/// `Busy` if another process saves into one of the checkpoints; `Corrupt` or `Future` if the manifest of a
+/// checkpoint that is being deleted cannot be read; `Io`. Some checkpoints may already have been deleted.
 pub fn prune(parent: &Path, keep_last: NonZeroUsize) -> Result<Vec<PathBuf>> {
     if let Some(place) = object::place(parent)? {
         return object::series::prune(&place, keep_last);
@@ -156,11 +163,15 @@ pub fn prune(parent: &Path, keep_last: NonZeroUsize) -> Result<Vec<PathBuf>> {
 pub fn remove_object(dir: &Path) -> Result<()> {
     match object::place(dir)? {
         Some(place) => object::series::remove(&place),
-        None => Err(CheckpointError::bad_save(dir, "expected the URL of an object store")),
+        None => {
+            let what = "expected the URL of an object store, but it is a path of this machine";
+            Err(CheckpointError::cannot("delete the checkpoint", dir, what))
+        }
     }
 }
 
-/// Remove the staged files of directories without a checkpoint, unless a process saves there.
+/// Remove the staged files of directories without a checkpoint, and the directories that are then empty,
+/// unless a process saves there.
 fn sweep_unfinished(listed: &[Listed]) -> Result<()> {
     let unfinished = |one: &&Listed| matches!(one.manifest, Err(CheckpointError::Missing { .. }));
     for Listed { path, .. } in listed.iter().filter(unfinished) {
@@ -180,7 +191,7 @@ fn sweep_one(path: &Path) -> Result<()> {
     disk::remove_empty_dir(path).map(drop)
 }
 
-/// The first checkpoint that passes verification.
+/// The index of the first checkpoint that passes verification, if there is one.
 fn first_whole(listed: &[Listed]) -> Result<Option<usize>> {
     for (index, one) in listed.iter().enumerate() {
         let Ok(manifest) = &one.manifest else { continue };
@@ -227,7 +238,7 @@ fn finish_removals(parent: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The name in `LATEST`; None if `LATEST` does not exist or does not contain the name of a subdirectory.
+/// The name in `LATEST`; None if `LATEST` does not exist or its content cannot be the name of a subdirectory.
 fn read_hint(parent: &Path) -> Result<Option<String>> {
     if let Some(place) = object::place(parent)? {
         return object::series::hint(&place);
@@ -244,7 +255,7 @@ fn read_hint(parent: &Path) -> Result<Option<String>> {
     Ok(hint_of(text))
 }
 
-/// The name of a subdirectory in the content of [`LATEST`].
+/// The name of a subdirectory in the content of [`LATEST`]; None if the content cannot be one.
 pub(super) fn hint_of(text: Vec<u8>) -> Option<String> {
     let name = String::from_utf8(text).ok().and_then(|text| text.strip_suffix('\n').map(str::to_owned));
     name.filter(|name| !name.is_empty() && !name.contains(['/', '\n', '\0']) && name != "." && name != "..")

@@ -17,7 +17,8 @@ pub(super) enum Sink {
 }
 
 impl Sink {
-    /// Create a file at a path or URL. The file must not exist.
+    /// Create a file at a path or URL. At a path, the file must not exist. At a URL, an existing object is
+    /// replaced.
     pub(super) fn create(path: &Path) -> Result<Self> {
         Ok(match Upload::create(path)? {
             Some(upload) => Self::Object(upload),
@@ -53,7 +54,7 @@ pub(crate) fn sync_names(dir: &Path) -> io::Result<()> {
 }
 
 /// Remove the files of a save that failed. The next save removes what remains, so errors do not matter. If the store
-/// does not respond, this gives up after some seconds, because the caller has an error to report.
+/// fails, requests are retried only twice, because the caller has an error to report.
 pub(crate) fn discard(dir: &Path, names: &[String]) {
     match Place::find(dir, Patience::Probe) {
         Ok(Some(place)) => drop(place.delete(names.iter().cloned())),

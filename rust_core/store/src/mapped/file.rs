@@ -62,7 +62,8 @@ impl MappedFile {
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.bytes) }
     }
 
-    /// The [`hash`] of each chunk of `chunk` bytes, computed by `threads` threads.
+    /// The [`hash`] of each chunk of `chunk` bytes, computed by up to `threads` threads, including the
+    /// caller's.
     pub fn hashes(&self, chunk: usize, threads: usize) -> Vec<String> {
         let chunks: Vec<&[u8]> = self.content().chunks(chunk.max(1)).collect();
         let (next, done) = (AtomicUsize::new(0), Mutex::new(vec![String::new(); chunks.len()]));

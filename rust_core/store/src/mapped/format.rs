@@ -15,16 +15,16 @@ const SCALE: usize = size_of::<f32>();
 pub enum RowFormat {
     /// `dim` f32 values: the exact weights.
     F32,
-    /// `dim` IEEE 754 binary16 values, rounded to nearest.
+    /// `dim` IEEE 754 binary16 values, rounded to nearest. A magnitude above 65,504 becomes 65,504.
     F16,
     /// An f32 scale `s`, which is the largest magnitude in the row divided by 127; `dim` int8 values `q`, each a weight
     /// divided by `s` and rounded to nearest; and padding to a multiple of 4 bytes. A weight is read as `s * q`, which
-    /// differs from the exact weight by at most `s / 2`.
+    /// differs from the exact weight by about `s / 2` at most, unless `s` is subnormal.
     Int8,
 }
 
 impl RowFormat {
-    /// The format with this name: `f32`, `f16` or `int8`.
+    /// The format with this name, `f32`, `f16` or `int8`; None for any other name.
     pub fn of_name(name: &str) -> Option<Self> {
         match name {
             "f32" => Some(Self::F32),

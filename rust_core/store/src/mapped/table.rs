@@ -16,7 +16,8 @@ use crate::simd::{Lanes, SimdLoop};
 /// The number of ids that are processed together: enough to hide memory latency, but few enough for the first-level
 /// cache.
 const BLOCK: usize = 32;
-/// The average number of rows in a bucket, whose ids share the first bits of their hash.
+/// The minimum average number of rows in a bucket, whose ids share the first bits of their hash. The average
+/// is less than twice this number. A table of fewer rows has one bucket.
 const PER_BUCKET: usize = 4;
 /// The position that stands for an id without a row.
 const NO_ROW: u32 = u32::MAX;
@@ -38,7 +39,8 @@ impl MappedTable {
     /// Create a table whose rows have `dim` weights. Reads all ids and checks their order.
     ///
     /// # Errors
-    /// `Corrupt`, with the file's path, if the file sizes do not match or the ids are not in ascending order.
+    /// `Corrupt`, with the file's path, if the file sizes do not match, there are too many ids, or the ids
+    /// are not in ascending order of (hash, id).
     pub fn new(
         dim: usize,
         format: RowFormat,
@@ -123,8 +125,8 @@ fn starts(ids: &[Id], bits: u32) -> Option<Vec<u32>> {
     Some(starts)
 }
 
-/// Reads the rows for the ids of a part into `out`: one row for each id, or one for each sample. An id without a row
-/// reads as zeros. Returns the number of ids that have a row.
+/// Reads the rows for the ids of a part into `out`: one row for each id or, if samples are gathered, one for
+/// each sample. An id without a row reads as zeros. Returns the number of ids that have a row.
 pub(super) struct ReadRows<'a> {
     pub(super) table: &'a MappedTable,
     pub(super) part: &'a TableIds<'a>,

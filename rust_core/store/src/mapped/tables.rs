@@ -11,8 +11,8 @@ use super::table::{MappedTable, ReadRows};
 use crate::request::check::{check_buffer, check_tables, malformed};
 use crate::simd::InstructionSet;
 
-/// Tables in memory-mapped files. Look-ups in [`Mode::Eval`] and [`Mode::Infer`] are served; all other requests
-/// are refused.
+/// Tables in memory-mapped files. Look-ups in [`Mode::Eval`] and [`Mode::Infer`], and statistics, are served.
+/// Training look-ups, and requests that would change or write rows, are refused.
 #[derive(Debug)]
 pub struct MappedTables {
     schema: Schema,

@@ -32,8 +32,8 @@ pub struct Target {
     pub rows: PathBuf,
 }
 
-/// Write the rows of a checkpoint, shard by shard, and sync the files. Returns the number of rows of each table. Memory
-/// use is bounded by the size of the largest shard.
+/// Write the rows of a checkpoint, shard by shard, and sync the files. Tables without a target are skipped.
+/// Returns the number of rows of each target. Memory use is bounded by the size of the largest shard.
 ///
 /// # Errors
 /// `Corrupt` for a damaged checkpoint file or a weight that is not finite; `Foreign` for a table of a different

@@ -1,4 +1,5 @@
-//! Weights of new rows, and admission by probability: pure functions of (seed, table, id, step), equal on every server.
+//! Weights of new rows, a pure function of (seed, table, id), and admission by probability, a pure function
+//! of (seed, id, step). Both are equal on every server.
 
 use persia_types::{Id, Initializer};
 

@@ -76,7 +76,7 @@ impl Rule {
         }
     }
 
-    /// The optimizer state of a new row.
+    /// The value of every float of a new row's optimizer state.
     pub(crate) fn initial_state(optimizer: &Optimizer) -> f32 {
         match optimizer {
             Optimizer::Adagrad { initial_accumulator_value, .. } => *initial_accumulator_value,

@@ -50,7 +50,8 @@ fn all(weight_decay: f32) -> [Optimizer; 6] {
     ]
 }
 
-/// The documented formula, computed in f32, element by element, with the mean of a row in f64.
+/// The documented formula, computed in f32, element by element, with the mean of a row and Adam's bias
+/// correction in f64.
 fn reference(optimizer: &Optimizer, step: u32, weights: &mut [f32], state: &mut [f32], gradient: &[f32]) {
     let dim = weights.len();
     let old = weights.to_vec();

@@ -38,7 +38,8 @@ pub(crate) fn check_tables(
     Ok(())
 }
 
-/// Check that a buffer of `floats` has the size of the part's vectors.
+/// Check that a buffer of `floats` has the size of the part's vectors, and that its lists of samples are
+/// valid. Refuse to pool.
 pub(crate) fn check_buffer(table: &Table, part: &TableIds<'_>, floats: usize) -> Result<(), TablesError> {
     let Table { name, dim, .. } = table;
     let ids = part.ids.len();

@@ -21,7 +21,7 @@ pub(crate) struct CheckedLookup<'a> {
     pub(crate) schema: &'a Schema,
     pub(crate) run: &'a ActiveRun,
     pub(crate) level: InstructionSet,
-    /// The step that determines whether rows are expired.
+    /// The step that determines whether rows are expired and which ids would be admitted.
     pub(crate) step: u32,
     /// Whether a missing id that a push of this step would admit reads as its new row. Otherwise it reads as zeros.
     pub(crate) trains: bool,
@@ -132,7 +132,7 @@ impl ShardsLookup<'_> {
         hits
     }
 
-    /// Read every id of one table in which the first pass found no row.
+    /// Read every id of one table for which the first pass found no row.
     #[cold]
     fn second_pass(&self, number: usize, report: &mut LookupReport) {
         let Self { lookup, rows, .. } = self;
@@ -189,7 +189,7 @@ impl Output for BySample<'_> {
     #[allow(unsafe_code)]
     fn write<L: Lanes>(&self, at: usize, row: impl StoredRow) {
         for sample in self.csr.of(at) {
-            // SAFETY: as above; and every sample has one id.
+            // SAFETY: as above; and if several threads write, no sample occurs twice.
             row.write::<L>(unsafe { self.out.row(*sample as usize) });
         }
     }

@@ -130,15 +130,16 @@ impl CheckedPush<'_> {
     }
 
     /// Remove the expired rows of the shard whose sweep is due at this step, if the request has ids in that
-    /// shard.
+    /// shard. Returns their number.
     fn sweep(&self, shards: &[Mutex<Shard>]) -> u64 {
         let due = self.step as usize % shards.len();
         let asked = self.tables.iter().any(|part| !part.ids.range(due).is_empty());
         if asked { shards[due].lock().sweep_once(self.step) } else { 0 }
     }
 
-    /// Insert the row of an id that the first pass did not find, if the id is admitted. Returns the row index; None if
-    /// the id is not admitted. `scratch` has `2 * dim` floats.
+    /// Insert the row of an id that the first pass did not find, if the id is admitted and still has no row.
+    /// Returns the row index; None if the id is not admitted. `row_index` is the current one, or [`NO_ROW`].
+    /// `scratch` has `2 * dim` floats.
     fn admit(
         &self,
         shard: &mut Shard,
@@ -206,8 +207,8 @@ impl PartPush<'_> {
 /// Applies the gradients of one batch to existing rows. As in a look-up, each loop prefetches what the next one
 /// needs.
 ///
-/// `DECAYS` is true if there is weight decay. It is a type parameter because a test in the loop would slow down
-/// updates without weight decay by up to a fifth.
+/// `DECAYS` is true if there is weight decay. It is a constant parameter because a test in the loop would
+/// slow down updates without weight decay by up to a fifth.
 struct ApplyBatch<'a, 'b, 's, 'p, R, const DECAYS: bool> {
     batch: ShardBatch<'b, 's>,
     part: &'a mut PartPush<'p>,
@@ -296,7 +297,7 @@ impl<R: RowRule, const DECAYS: bool> SimdLoop for AdmitBatch<'_, '_, '_, '_, R, 
     }
 }
 
-/// The update of one row. Rows are changed only here.
+/// The update of one row. Pushes change existing rows only here.
 struct RowPush<'a> {
     table: &'a mut ShardTable,
     row_index: u32,
@@ -352,7 +353,7 @@ impl RowPush<'_> {
     }
 }
 
-/// Update a row, unless the weight decay exceeds the limit for gradients. Returns whether the row was
+/// Update a row, unless the weight decay reaches the limit for gradients. Returns whether the row was
 /// updated.
 #[inline(always)]
 fn update_floats<L: Lanes, R: RowRule, const DECAYS: bool>(

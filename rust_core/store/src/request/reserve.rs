@@ -15,8 +15,9 @@ use crate::shard::{NO_ROW, Shard, no_memory};
 use crate::simd::{Lanes, SimdLoop};
 
 impl CheckedPush<'_> {
-    /// Find the row indices of all ids and reserve memory for the missing rows, so that [`Self::apply`] needs no
-    /// memory. No row changes. `found` contains the row indices of the look-up, or is empty.
+    /// Find the row indices of all ids and reserve memory for the missing rows, so that [`Self::apply`] needs
+    /// no memory, unless another push uses it before. No row changes. `found` contains the row indices of the
+    /// look-up, or is empty.
     ///
     /// # Errors
     /// `OutOfMemory`.
@@ -85,7 +86,7 @@ impl CheckedPush<'_> {
     }
 }
 
-/// The part of the look-up that contains the row indices for a part of a push.
+/// The part of the look-up that contains the row indices for a part of a push, if there is one.
 pub(super) fn part_of(found: &LookupRows, part: &TableGradients<'_>) -> Option<usize> {
     found.part_of(part.table, part.ids.len())
 }
@@ -94,7 +95,7 @@ pub(super) fn part_of(found: &LookupRows, part: &TableGradients<'_>) -> Option<u
 struct SearchBatch<'a, 'b, 's> {
     batch: ShardBatch<'b, 's>,
     table: usize,
-    /// All ids of the table.
+    /// All ids of the table in the request.
     ids: &'a [Id],
     oldest: u32,
     found: TableRows<'a>,

@@ -23,7 +23,7 @@ const MAX_SPARE: usize = 8;
 /// wrote. So every access is [`Ordering::Relaxed`].
 #[derive(Debug, Default)]
 pub(crate) struct LookupRows {
-    /// The step that determines whether rows are expired; 0 if no row index was found.
+    /// The step that determines whether rows are expired; 0 in a new buffer.
     step: u32,
     row_indices: Vec<AtomicU32>,
     /// `(table, row_indices)` for each table of the request.
@@ -79,7 +79,7 @@ impl TableRows<'_> {
         }
     }
 
-    /// Whether a row that was found in a shard may have left it since.
+    /// Whether a row that was found in a shard may have left it since, or none was looked for there.
     #[inline(always)]
     pub(super) fn is_stale(&self, shard: usize, eviction_count: u64) -> bool {
         self.eviction_counts[shard].load(Ordering::Relaxed) != eviction_count
@@ -87,7 +87,7 @@ impl TableRows<'_> {
 }
 
 impl LookupRows {
-    /// Prepare for parts with these `(table, ids)`. Row indices are unspecified until written.
+    /// Prepare for parts with these `(table, number of ids)`. Row indices are unspecified until written.
     pub(super) fn reset(&mut self, step: u32, parts: impl Iterator<Item = (usize, usize)>) {
         self.step = step;
         self.parts.clear();
@@ -104,7 +104,7 @@ impl LookupRows {
         self.eviction_counts.resize_with(VIRTUAL_SHARDS, || AtomicU64::new(NEVER));
     }
 
-    /// The step of the request.
+    /// The step of the request; 0 in a new buffer.
     pub(super) fn step(&self) -> u32 {
         self.step
     }
@@ -151,7 +151,7 @@ impl RowIndexCache {
         is_new
     }
 
-    /// Remove and return the row indices of a look-up.
+    /// Remove and return the row indices of a look-up, if they are kept.
     pub(crate) fn take(&self, token: Token) -> Option<LookupRows> {
         self.0.lock().by_rank.get_mut(&token.rank)?.remove(&token.seq)
     }
@@ -164,7 +164,7 @@ impl RowIndexCache {
         }
     }
 
-    /// Drop all row indices, because all rows changed.
+    /// Drop all row indices, because all rows were replaced or dropped, or another run began.
     pub(crate) fn clear(&self) {
         *self.0.lock() = State::default();
     }

@@ -15,7 +15,7 @@ use crate::request::row_index_cache::TableRows;
 use crate::shard::{NO_ROW, Shard};
 use crate::simd::{Lanes, prefetch, prefetch_row};
 
-/// The number of ids of a batch. Their buckets stay in the first-level cache from prefetch to use.
+/// The maximum number of ids of a batch. Their buckets stay in the first-level cache from prefetch to use.
 pub(super) const BATCH_IDS: usize = 256;
 
 /// The ids of a batch of one table, whose shards are locked.
@@ -56,8 +56,9 @@ impl<'s> ShardBatch<'_, 's> {
         }
     }
 
-    /// A prefetcher for the rows that were found. Prefetches their `recency` and, in shards for which `is_stale` is
-    /// true, their ids. `is_stale` takes an index into [`Self::shards`].
+    /// A prefetcher for the rows that were found. Prefetches their recency if `recency` is set. In shards for
+    /// which `is_stale` is true, prefetches their recency and ids. `is_stale` takes an index into
+    /// [`Self::shards`].
     #[inline(always)]
     pub(super) fn prefetcher(
         &self,
@@ -113,13 +114,13 @@ impl Prefetcher {
     }
 }
 
-/// The positions of the ids of some shards, at least one.
+/// The positions of the ids of the shards `within`, which are at least one.
 pub(super) fn positions(ids: &ShardedIds, within: &Range<usize>) -> Range<usize> {
     ids.range(within.start).start..ids.range(within.end - 1).end
 }
 
-/// Call `work` with every batch of `table` in the shards `within`, in the order of `ids`. Each batch has [`BATCH_IDS`] ids,
-/// except that the last one has the remaining ids.
+/// Call `work` with every batch of `table` in the shards `within`, in the order of `ids`, until it returns an
+/// error. Each batch has [`BATCH_IDS`] ids, except that the last one has the remaining ids.
 ///
 /// Shards are always locked in ascending order, so two requests cannot deadlock. A shard without ids is not locked.
 pub(super) fn for_each_batch<E>(

@@ -4,7 +4,7 @@
 
 use std::marker::PhantomData;
 
-/// A buffer of `[rows, dim]` floats. Each row may be written by another thread.
+/// A buffer of `[rows, dim]` floats. Different threads may write different rows.
 pub(super) struct SharedRows<'a> {
     start: *mut f32,
     rows: usize,

@@ -4,18 +4,19 @@
 //! shard's own, and the ids of a request are in the order of shards. So the result has the same bits for every number
 //! of threads.
 
+use std::io;
 use std::num::NonZeroUsize;
 use std::ops::Range;
 
 use persia_types::TablesError;
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
-use rayon::{ThreadPool, ThreadPoolBuilder};
+use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder};
 
-use crate::run::bad;
-
-/// The minimum number of ids of a part. To wake a thread for fewer ids takes longer than to process them.
+/// The minimum average number of ids of the parts of a request. To wake a thread for fewer ids takes longer
+/// than to process them.
 const MIN_IDS: usize = 2_048;
-/// The number of parts for each thread, so that no thread waits long for another one that was interrupted.
+/// The maximum number of parts for each thread. There are several, so that no thread waits long for another
+/// one that was interrupted.
 const PARTS_PER_THREAD: usize = 4;
 
 /// The number of threads that execute a request unless the configuration says otherwise: a quarter of the processors,
@@ -36,14 +37,14 @@ impl RequestThreads {
     /// Start the threads; with 1, callers execute their requests alone.
     ///
     /// # Errors
-    /// `BadRun` if the operating system refuses a thread.
+    /// `Io` if the operating system refuses a thread.
     pub(crate) fn start(threads: usize, shards: Range<usize>) -> Result<Self, TablesError> {
         let builder = ThreadPoolBuilder::new().num_threads(threads);
         let pool = match threads {
             1 => None,
             _ => match builder.thread_name(|number| format!("persia-store-{number}")).build() {
                 Ok(pool) => Some(pool),
-                Err(error) => return bad(format!("cannot start {threads} threads for requests: {error}")),
+                Err(error) => return Err(refused(threads, &error)),
             },
         };
         Ok(Self { pool, shards })
@@ -68,6 +69,16 @@ impl RequestThreads {
             _ => (0..parts).map(work).collect(),
         }
     }
+}
+
+/// The error for threads that the operating system does not start.
+fn refused(threads: usize, error: &ThreadPoolBuildError) -> TablesError {
+    let what = format!(
+        "cannot start {threads} threads for requests: {error}; set \
+         embedding_parameter_server_config.request_threads to a lower number, or raise the limit on threads of this \
+         user and container"
+    );
+    TablesError::Io { path: "embedding store".into(), source: io::Error::other(what) }
 }
 
 #[cfg(test)]

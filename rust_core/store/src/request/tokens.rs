@@ -1,5 +1,5 @@
-//! [`Claims`]: records which pushes were applied and which are in flight. [`SeenTokens`] refuses tokens of another
-//! generation or of a rank that the run does not have.
+//! [`Claims`]: records which pushes were applied and which are in flight. [`SeenTokens`] refuses tokens of
+//! another job or generation, or of a rank that the run does not have.
 
 use std::collections::BTreeMap;
 
@@ -29,13 +29,13 @@ impl Claims {
         state.applied = SeenTokens::begin(job, generation, world_size);
     }
 
-    /// Refuse a look-up of another job, generation or rank.
+    /// Refuse a look-up of another job or generation, or of a rank that the run does not have.
     pub(crate) fn check(&self, token: Token) -> Result<(), TablesError> {
         self.state.lock().applied.contains(token).map(drop)
     }
 
-    /// Claim the right to apply `token`; None if it was already applied. A duplicate of a request in flight waits
-    /// until that request ends.
+    /// Claim the right to apply `token`; None if it was already applied, or is too old to tell. A duplicate
+    /// of a request in flight waits until that request ends.
     pub(crate) fn claim(&self, token: Token) -> Result<Option<Claim<'_>>, TablesError> {
         let mut state = self.state.lock();
         loop {

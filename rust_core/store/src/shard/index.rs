@@ -1,9 +1,9 @@
 //! [`Index`]: a hash table from ids to row indices, in buckets of one cache line.
 //!
-//! A bucket holds five ids with their row indices. An id is in its home bucket or, if that was full, in one of the
-//! following buckets. Each bucket counts the ids that *passed* it because it was full; a search ends at the first
-//! bucket with a count of 0. Insertions increment the counts and removals decrement them, so searches do not slow
-//! down as rows are evicted.
+//! A bucket holds up to five ids with their row indices. An id is in its home bucket or, if that was full, in
+//! one of the following buckets. Each bucket counts the ids that *passed* it because it was full; a search
+//! ends at the first bucket with a count of 0. Insertions increment the counts and removals decrement them,
+//! so searches do not slow down as rows are evicted.
 
 use persia_types::id::hash_id;
 
@@ -32,7 +32,7 @@ pub(crate) struct Bucket([u64; 8]);
 unsafe impl Plain for Bucket {}
 
 impl Bucket {
-    /// The position of `id` among the bucket's ids.
+    /// The position of `id` among the bucket's ids, if it is one of them.
     #[inline(always)]
     fn lane<L: Lanes>(&self, id: u64) -> Option<usize> {
         let equal = L::equal(&self.0, id) & ((1 << self.count()) - 1);
@@ -107,7 +107,7 @@ impl Index {
         })
     }
 
-    /// Bytes allocated.
+    /// The number of bytes allocated.
     pub(crate) fn memory_bytes(&self) -> usize {
         self.buckets.resident_bytes(self.buckets.len())
     }

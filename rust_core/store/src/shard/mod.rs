@@ -30,8 +30,8 @@ pub(crate) use region::refusal;
 pub(crate) use row::Layout;
 pub(crate) use table::{RowChanges, ShardTable};
 
-/// An eviction removes as many rows as the budget divided by this value, so that many insertions share the cost
-/// of its scan.
+/// An insertion into a full shard removes at least the budget divided by this value, so that many insertions
+/// share the cost of its scan.
 const EVICTED_PART: usize = 16;
 
 /// One virtual shard: the unit of locking, of the row budget and of checkpoint files. The alignment keeps its lock and
@@ -97,7 +97,7 @@ impl Shard {
         Self { tables, rows: 0, budget, counted: 0, swept: 0, eviction_count: 0 }
     }
 
-    /// Drop all rows and free their memory.
+    /// Drop all rows and admission counts, and free their memory.
     pub(crate) fn clear(&mut self) {
         let layouts: Vec<Layout> = self.tables.iter().map(ShardTable::layout).collect();
         *self = Self::new(&layouts, self.budget);
@@ -117,8 +117,8 @@ impl Shard {
         }
     }
 
-    /// Insert the row of an id that has none. If the shard is full, rows are removed first. Returns `(row_index,
-    /// removed rows)`.
+    /// Insert the row of an id that has none. If the shard is full, rows are removed first. Returns the row
+    /// index and the numbers of removed rows.
     pub(crate) fn insert(
         &mut self,
         table: usize,
@@ -210,7 +210,8 @@ impl Shard {
         table.reserve_rows(ids, budget)
     }
 
-    /// Count a push of an id without a row. Returns whether this was at least the `min_count`-th push.
+    /// Count a push of an id without a row, unless `min_count` is 1. Returns whether the count has reached
+    /// `min_count`.
     pub(crate) fn count(&mut self, table: usize, id: u64, min_count: u32) -> Result<bool, OutOfMemory> {
         let hash = hash_id(id);
         let before = self.tables[table].admission_counts.find::<Portable>(id, hash);
@@ -260,8 +261,8 @@ impl Shard {
         self.budget.saturating_mul(2).clamp(least, most)
     }
 
-    /// Halve all counts until at most `most` ids have a count. This is done in place, so that it needs no
-    /// memory.
+    /// Halve all counts until at most `most` ids have a count. The index is changed in place, so that it
+    /// cannot run out of memory.
     fn halve_counts_to(&mut self, most: usize) {
         while self.counted > most {
             for table in &mut self.tables {
@@ -282,7 +283,8 @@ impl Shard {
         }
     }
 
-    /// Evict rows until the budget is met, because a checkpoint may come from a job with a larger capacity.
+    /// Evict rows until the budget is met, and halve counts until their limit is met, because a checkpoint
+    /// may come from a job with a larger capacity.
     pub(crate) fn fit_budget(&mut self) {
         if self.rows > self.budget {
             self.evict(self.rows - self.budget);

@@ -1,4 +1,4 @@
-//! [`Region`]: a growable array of zeros, which uses physical memory only where it has been written.
+//! [`Region`]: a growable array of zeros. A large one uses physical memory only where it has been written.
 //!
 //! Each table has regions for rows, ids, recency and its indexes in every shard, so hundreds of thousands of regions
 //! may exist. Small regions are blocks of one [`BuddyAllocator`] on huge pages, so that the translation look-aside
@@ -46,7 +46,8 @@ unsafe impl Plain for u64 {}
 // SAFETY: every bit pattern is a valid integer.
 unsafe impl Plain for u32 {}
 
-/// The error that the operating system refused memory. The region is unchanged.
+/// The error that the operating system refused memory, or that a size or number of rows exceeds its limit.
+/// The region is unchanged.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct OutOfMemory {
     /// The requested size, in bytes.
@@ -72,8 +73,8 @@ impl<T: Plain> Region<T> {
         Self { start: NOWHERE, bytes: 0, elements: PhantomData }
     }
 
-    /// Create a region of exactly `len` zeros, all of which will be written. Whole huge pages are allocated
-    /// immediately.
+    /// Create a region of `len` zeros, rounded up to a whole grain or page, all of which will be written. The
+    /// first write to a huge page therefore allocates all of it.
     pub(crate) fn zeroed(len: usize) -> Result<Self, OutOfMemory> {
         let need = len * size_of::<T>();
         let bytes = need.next_multiple_of(if need > BLOCK_MAX { PAGE } else { GRAIN });
@@ -84,8 +85,8 @@ impl<T: Plain> Region<T> {
         Ok(Self { start, bytes, elements: PhantomData })
     }
 
-    /// Grow to at least `len` elements; new elements are zero. A block is resident as a whole, so it grows by about a
-    /// quarter. Only the written pages of a mapping are resident, so it doubles.
+    /// Grow to at least `len` elements; new elements are zero. A block is resident as a whole, so it grows by
+    /// an eighth to a quarter. Only the written pages of a mapping are resident, so it doubles.
     pub(crate) fn grow(&mut self, len: usize) -> Result<(), OutOfMemory> {
         let need = len.checked_mul(size_of::<T>()).ok_or(OutOfMemory { bytes: usize::MAX })?;
         if need <= self.bytes {
@@ -130,7 +131,8 @@ impl<T: Plain> Region<T> {
         if self.bytes <= BLOCK_MAX { self.bytes } else { (len * size_of::<T>()).next_multiple_of(PAGE) }
     }
 
-    /// Record that elements `from..to` were written for the first time, and collapse the huge pages that they fill.
+    /// Collapse the huge pages that are full now, because elements `from..to` were written for the first
+    /// time.
     #[inline]
     pub(crate) fn collapse_huge_pages(&self, from: usize, to: usize) {
         let (first, end) = (from * size_of::<T>() / HUGE_PAGE, to * size_of::<T>() / HUGE_PAGE);

@@ -54,7 +54,7 @@ impl Layout {
         self.dim * weight + self.state_len * 4
     }
 
-    /// The earliest last use of a row that is not expired at `step`; 0 if rows never expire.
+    /// The earliest last use of a row that is not expired at `step`; 0 if no row can be expired.
     #[inline(always)]
     pub(crate) fn oldest_alive(self, step: u32) -> u32 {
         self.ttl.map_or(0, |ttl| step.saturating_sub(ttl))

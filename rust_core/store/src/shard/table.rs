@@ -279,7 +279,7 @@ impl ShardTable {
             .then(|| Box::new(CowSnapshot::begin(self.layout, self.len, last_used, budget)));
     }
 
-    /// Release the snapshot. Drop the result outside the lock: it may be large.
+    /// Release the snapshot, if any. Drop the result outside the lock: it may be large.
     pub(crate) fn end_snapshot(&mut self) -> Option<Box<CowSnapshot>> {
         self.snapshot.take()
     }
@@ -308,7 +308,7 @@ impl ShardTable {
         }
     }
 
-    /// The rows and counts of the snapshot; None if it is empty.
+    /// The rows and counts of the snapshot; None if it is empty or none is held.
     pub(crate) fn list_snapshot(&self) -> Option<RowList> {
         let snapshot = self.snapshot.as_deref()?;
         Some(snapshot.list(&self.ids, &self.admission_counts))

@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-/// While training makes progress, each writing thread pauses after its work for a multiple of the processor time
-/// that the work took. The multiple is chosen such that all writing threads together use half a processor for every
-/// four processors. A snapshot takes memory bandwidth from training in proportion to the processor time that it
-/// uses, not to the time that it waits for a disk.
+/// While training makes progress, each writing thread pauses after its work for a multiple of the processor
+/// time that the work took. The multiple is chosen such that all writing threads together use about half a
+/// processor for every four processors. A snapshot takes memory bandwidth from training in proportion to the
+/// processor time that it uses, not to the time that it waits for a disk.
 pub(super) struct WriteThrottle<T> {
     trained: T,
     pauses_per_work: u32,
@@ -24,7 +24,8 @@ struct State {
 }
 
 impl<T: Fn() -> Option<u64>> WriteThrottle<T> {
-    /// Create a throttle. `trained` returns a number that grows with training; None lifts the throttle.
+    /// Create a throttle. `trained` returns a number that grows with training; while it returns None, there
+    /// are no pauses.
     pub(super) fn new(threads: usize, trained: T) -> Self {
         let state = State { trained: trained(), progress: None, is_lifted: false };
         Self {
@@ -49,7 +50,8 @@ impl<T: Fn() -> Option<u64>> WriteThrottle<T> {
         result
     }
 
-    /// Wait until `longest` has passed, training makes no progress, or the throttle is lifted.
+    /// Wait until `longest` has passed, training makes no progress, `trained` returns None, or the throttle
+    /// is lifted.
     fn pause(&self, longest: Duration) {
         /// The time without progress after which training counts as idle. It is longer than a request takes.
         const IDLE: Duration = Duration::from_millis(100);

@@ -49,7 +49,7 @@ fn number(of: u64) -> f32 {
     (persia_types::id::hash_id(of) >> 40) as f32 / 1e5 - 80.0
 }
 
-/// The ids of a step, a quarter of which occur more than once, and the samples that use each id.
+/// The ids of a step, a third of which occur more than once, and the samples that use each id.
 fn used(step: u64) -> (ShardedIds, Vec<u32>, Vec<u32>) {
     let of_samples: Vec<Id> = (0..SAMPLES as u64).map(|i| i * 3 % 1_499 + step * 400).collect();
     let mut unique = of_samples.clone();

@@ -43,7 +43,8 @@ pub use transfer::TransferStart;
 /// Limits of a [`Store`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StoreOptions {
-    /// The maximum number of rows over all tables, at least 1. Memory is allocated as rows are inserted.
+    /// The maximum number of rows over all tables and all [`VIRTUAL_SHARDS`] shards, at least 1. Each shard
+    /// holds an equal part, rounded up. Memory is allocated as rows are inserted.
     pub capacity: u64,
     /// The number of threads that execute a look-up or push with many ids, at least 1. Its results are the same for
     /// every number. With 1, the caller's thread executes them.
@@ -53,11 +54,11 @@ pub struct StoreOptions {
     /// The virtual shards that the store holds. Requests with ids of other shards are refused; files of other
     /// shards are skipped.
     pub shards: Range<usize>,
-    /// The limit, in bytes, for copies of rows that change before the snapshot is written. Above it, training
-    /// requests wait. One request may exceed it.
+    /// The limit, in bytes, for copies of rows that change before the snapshot is written. Pushes wait once
+    /// it is reached. A push that has begun may exceed it.
     pub max_copy_bytes: u64,
-    /// How long a training request waits for the copy budget. It is zero if the caller waits before the
-    /// request, with [`Store::wait_for_room`].
+    /// How long a push waits for the copy budget. It is zero if the caller waits before the push, with
+    /// [`Store::wait_for_room`].
     pub throttle: Duration,
     /// Whether the store serves a trained model. It then counts all look-ups, not only those of training.
     pub serves: bool,
@@ -79,17 +80,20 @@ impl Default for StoreOptions {
 
 /// Embedding tables in memory, in [`VIRTUAL_SHARDS`] shards.
 ///
-/// * A *look-up* changes nothing. It makes a pass over its tables, with some neighbouring shards locked at a time, and
-///   a second pass if ids had no row. Several threads divide a large request by shards. In training, an id that a push of the same step would admit reads as its new
-///   row. A batch that is looked up but not trained on has no effect.
-/// * A *push* is checked as a whole and then applied, once per token. It records the use of rows, admits ids without a
-///   row, and updates rows. An id that is not admitted, or whose gradient is not finite, is skipped without an effect
-///   on other rows. If there is no memory for a new row, the rest of the push is applied, the token counts as applied,
-///   and the error names the table.
-/// * Beginning a run or a snapshot, restoring and clearing wait for the requests in flight and block new ones; reading
-///   statistics does not. Requests continue while a snapshot is written; rows are copied before they change. An
-///   operation that replaces or drops all rows waits for the end of a snapshot, unless the snapshot's [transfer is
-///   cancelled](Self::cancel_transfers).
+/// * A *look-up* changes no row. It makes a pass over its tables, with some neighbouring shards locked at a
+///   time, and a second pass if ids had no row. Several threads divide a large request by shards. In
+///   training, an id that a push of the same step would admit reads as its new row. A batch that is looked up
+///   but not trained on has no effect.
+/// * A *push* is checked as a whole and then applied, once per token. It records the use of rows, admits ids
+///   without a row, and updates rows. An id that is not admitted, or whose gradient is not finite or too
+///   large, is skipped without an effect on other rows. If there is no memory for new rows, nothing changes.
+///   If another push takes the memory in between, the rest of the push is applied, and the token counts as
+///   applied. In both cases the error names the table.
+/// * Beginning a run or a snapshot, restoring and clearing wait for the requests in flight and block new
+///   ones; reading statistics does not. Requests continue while a snapshot is written; rows are copied before
+///   they change. An operation that replaces or drops all rows waits for the end of a snapshot. If the
+///   snapshot's [transfer is cancelled](Self::cancel_transfers), the snapshot ends soon, and a fresh run does
+///   not wait for it.
 pub struct Store {
     schema: Schema,
     options: StoreOptions,
@@ -116,7 +120,7 @@ impl Store {
     ///
     /// # Errors
     /// `BadRun` for an option of 0, a dimension out of range, an invalid range of shards, or two tables with the
-    /// same name.
+    /// same name; `Io` if the operating system refuses a thread.
     pub fn new(schema: Schema, options: StoreOptions) -> Result<Self, TablesError> {
         if options.capacity == 0 || options.snapshot_threads == 0 || options.request_threads == 0 {
             return bad(format!(
@@ -170,7 +174,7 @@ impl Store {
         snapshot::export(shard, &self.shards[shard].lock(), &self.schema)
     }
 
-    /// Remove all rows. The caller holds the lock of `run`.
+    /// Remove all rows and admission counts. The caller holds the lock of `run`.
     fn drop_rows(&self) {
         self.row_index_cache.clear();
         self.shards.iter().for_each(|shard| shard.lock().clear());

@@ -17,14 +17,22 @@ impl PreparedSnapshot {
     /// Record that this snapshot is prepared. Returns false if it was already prepared and its rows are held.
     ///
     /// # Errors
-    /// `BadShape` if the snapshot is not newer than the last one that was released.
+    /// `BadShape` if a newer snapshot has been prepared, or if the rows of this one have been written or
+    /// released.
     pub(super) fn prepare(&mut self, generation: u64, number: u64) -> Result<bool, TablesError> {
         if self.generation != generation {
             *self = Self { generation, number: 0, held: false };
         }
         let last = self.number;
-        if number < last || number == last && !self.held {
-            return malformed(format!("snapshot {number} is too late: the last one was {last}; save again"));
+        if number < last {
+            return malformed(format!(
+                "snapshot {number} is too late: snapshot {last} has been prepared since; save again"
+            ));
+        }
+        if number == last && !self.held {
+            return malformed(format!(
+                "snapshot {number} cannot be prepared again: its rows have been written or released; save again"
+            ));
         }
         let is_new = number > last;
         (self.number, self.held) = (number, true);
@@ -41,7 +49,7 @@ impl PreparedSnapshot {
         self.number == number && self.release()
     }
 
-    /// Call [`Self::release`] for this snapshot, or return an error.
+    /// Call [`Self::release`], for the writer of this snapshot. After an error, no rows are held either.
     ///
     /// # Errors
     /// `BadShape` if the rows of this snapshot are not held.
@@ -50,6 +58,13 @@ impl PreparedSnapshot {
         if held && (self.generation, last) == (generation, number) {
             return Ok(());
         }
-        malformed(format!("snapshot {number} is not prepared: the last one was {last}; save again"))
+        malformed(if held {
+            format!("snapshot {number} is not prepared, but snapshot {last} was; save again")
+        } else {
+            format!(
+                "the rows of snapshot {number} are not held: it was not prepared, or they have been written \
+                 or released; save again"
+            )
+        })
     }
 }

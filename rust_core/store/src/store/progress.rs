@@ -4,7 +4,8 @@ use persia_types::tables::{LookupReport, PushReport, TableIds};
 use persia_types::token::SeenTokens;
 use serde::{Deserialize, Serialize};
 
-/// The totals of all training look-ups and pushes.
+/// The totals of look-ups and pushes since the run began. Of look-ups, only those of training are counted,
+/// unless the store serves a trained model.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Counters {
     pub(super) lookups: LookupReport,
@@ -25,7 +26,7 @@ impl Counters {
         }
     }
 
-    /// The number of rows that were looked up and pushed.
+    /// The number of counted rows that were looked up or pushed.
     pub(super) fn rows(&self) -> u64 {
         let Self { lookups, pushes, .. } = self;
         lookups.hits + lookups.initial + lookups.missing + pushes.rows_pushed

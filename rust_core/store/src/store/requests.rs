@@ -19,7 +19,7 @@ impl Store {
         self.copy_budget.is_full()
     }
 
-    /// Wait until the copy budget has space, but no longer than `timeout`. Call this before a training request takes
+    /// Wait until the copy budget has space, but no longer than `timeout`. Call this before a push takes
     /// anything that other requests wait for.
     pub fn wait_for_room(&self, timeout: Duration) {
         self.copy_budget.wait(timeout);
@@ -94,7 +94,7 @@ impl Store {
         Ok(report)
     }
 
-    /// Check everything that can fail, before anything changes.
+    /// Check the whole request, before anything changes.
     fn check_push<'a>(
         &'a self,
         run: &'a ActiveRun,

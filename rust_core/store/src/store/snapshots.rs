@@ -30,7 +30,8 @@ impl Store {
         Ok(())
     }
 
-    /// Release the rows of this snapshot, if they are held. If it is being written, its writer releases them soon.
+    /// Release the rows of this snapshot, if they are held. If it is being written, all transfers are
+    /// cancelled, and its writer releases them soon.
     pub(super) fn abort(&self, number: u64) {
         loop {
             if self.writing.lock().is_some_and(|(of, _)| of == Some(number)) {

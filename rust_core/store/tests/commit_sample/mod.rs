@@ -90,8 +90,11 @@ pub(crate) fn head(step: u64) -> Head {
 pub(crate) fn save(dir: &Path, step: u64) -> Result<Manifest, CheckpointError> {
     let mut saver = Saver::begin(dir)?;
     for rows in shards(step) {
-        let entry = write_shard(saver.staging(), &rows)
-            .map_err(|error| CheckpointError::BadSave { path: dir.into(), what: error.to_string() })?;
+        let entry = write_shard(saver.staging(), &rows).map_err(|error| CheckpointError::BadSave {
+            action: "save",
+            path: dir.into(),
+            what: error.to_string(),
+        })?;
         saver.add(entry)?;
     }
     fs::write(saver.staging().join("dense.pt"), dense(step)).unwrap();

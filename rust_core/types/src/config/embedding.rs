@@ -39,8 +39,8 @@ const POOLINGS: &[(&str, Pooling)] = &[("sum", Pooling::Sum), ("mean", Pooling::
 /// A valid `embedding_config.yml`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct EmbeddingConfig {
-    /// The number of bits that PersiaML uses for the index of a group. Persia keeps all bits of an id, and only
-    /// checks that the number of groups fits.
+    /// The number of bits that PersiaML uses for the index of a table: that of a group, or of a slot without
+    /// a group. Persia keeps all bits of an id, and only checks that the number of tables fits.
     pub feature_index_prefix_bit: u32,
     /// The slots, in the order of the file, and their tables.
     pub schema: Schema,
@@ -59,15 +59,16 @@ impl EmbeddingConfig {
 fn read(reader: &mut Reader, root: &Node) -> EmbeddingConfig {
     let whole = root.is_mapping();
     let root = reader.section(root, "", ROOT_KEYS);
-    let bits =
-        reader.integer(&root, "feature_index_prefix_bit", 0..=MAX_PREFIX_BITS).unwrap_or(DEFAULT_PREFIX_BITS);
+    let given = root.get("feature_index_prefix_bit");
+    let found = reader.integer(&root, "feature_index_prefix_bit", 0..=MAX_PREFIX_BITS);
+    // A wrong number is reported already, so the number of tables is not compared with it.
+    let bits = found.unwrap_or(if given.is_some() { 0 } else { DEFAULT_PREFIX_BITS });
     let slots = if whole { read_slots(reader, &root) } else { Vec::new() };
     let mut groups = GroupReader::new(reader, &slots);
     if let Some(node) = root.get("feature_groups") {
         groups.read(node);
     }
-    let schema =
-        groups.finish(bits, root.get("feature_index_prefix_bit").map_or(root.place, |node| node.place));
+    let schema = groups.finish(bits, given.map(|node| node.place), root.place);
     EmbeddingConfig { feature_index_prefix_bit: bits as u32, schema }
 }
 

@@ -9,9 +9,11 @@ pub struct Finding {
     pub line: usize,
     /// The column, counted from 1.
     pub column: usize,
-    /// The path of the key, such as `slots_config.age.dim`; empty if the text is not YAML.
+    /// The path of the key, such as `slots_config.age.dim`; empty for an error of the whole file or
+    /// of its syntax.
     pub path: String,
-    /// The value that was found, the allowed values, and what to do next.
+    /// The problem. As far as they apply, it includes the value that was found, the allowed values, and what
+    /// to do next.
     pub message: String,
 }
 
@@ -26,7 +28,7 @@ impl fmt::Display for Finding {
     }
 }
 
-/// All errors of one file, in the order of its lines. The list is never empty.
+/// All errors of one file, in the order of its lines, or the first syntax error. The list is never empty.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub struct ConfigErrors {
     /// The file's name, as the caller gave it.

@@ -11,7 +11,7 @@ use crate::id::VIRTUAL_SHARDS;
 use crate::limits::MAX_ROWS_PER_SLAB;
 use crate::schema::Dtype;
 
-/// The largest number of threads; more would only wait for the disk.
+/// The largest number of threads that write and read a checkpoint; more would only wait for the disk.
 const MAX_WORKERS: u64 = 256;
 /// The largest number of threads that execute a request; a shard is locked by one of them.
 const MAX_REQUEST_THREADS: u64 = 64;

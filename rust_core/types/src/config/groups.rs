@@ -13,11 +13,11 @@ const PATH: &str = "feature_groups";
 #[derive(Debug)]
 pub(super) struct SlotEntry<'a> {
     pub(super) name: &'a str,
-    /// None if it is missing from the file; that error has been reported.
+    /// None if it is missing from the file or wrong; that error has been recorded.
     pub(super) dim: Option<usize>,
     pub(super) pooling: Pooling,
     pub(super) sqrt_scaling: bool,
-    /// None if they could not be read; the error has been reported.
+    /// None if one of them is wrong; that error has been recorded.
     pub(super) settings: Option<TableSettings>,
     pub(super) sample_fixed_size: Option<u32>,
     pub(super) hash_stack: Option<HashStack>,
@@ -70,7 +70,8 @@ impl<'a> GroupReader<'a> {
         }
     }
 
-    /// Assign the slot that `node` names to `group`.
+    /// Assign the slot that `node` names to `group`. Returns the slot; None if it does not exist, which is
+    /// recorded as an error.
     fn member(&mut self, node: &Node, path: &str, group: usize) -> Option<usize> {
         let Value::Scalar { text, .. } = &node.value else {
             let message = format!("found {}, allowed: names of slots", node.found());
@@ -143,8 +144,9 @@ impl<'a> GroupReader<'a> {
         }
     }
 
-    /// Build the schema. Tables are in the order of their first slots.
-    pub(super) fn finish(mut self, bits: u64, bits_place: Place) -> Schema {
+    /// Build the schema. Tables are in the order of their first slots. `bits` is the number of prefix bits, at the
+    /// position `given`. If `given` is None, they are the default.
+    pub(super) fn finish(mut self, bits: u64, given: Option<Place>, root: Place) -> Schema {
         self.check_names();
         let mut schema = Schema::default();
         let mut table_of_group = vec![None; self.names.len()];
@@ -170,7 +172,7 @@ impl<'a> GroupReader<'a> {
                 hash_stack: slot.hash_stack,
             });
         }
-        self.check_prefix(bits, bits_place, schema.tables.len());
+        self.check_prefix(bits, given, root, schema.tables.len());
         schema
     }
 
@@ -192,19 +194,20 @@ impl<'a> GroupReader<'a> {
 
     /// Check the number of tables. PersiaML numbers tables from 1 in the prefix bits, and silently wraps
     /// around if there are more tables than numbers.
-    fn check_prefix(&mut self, bits: u64, place: Place, tables: usize) {
+    fn check_prefix(&mut self, bits: u64, given: Option<Place>, root: Place, tables: usize) {
         let most = (1u64 << bits) - 1;
         if bits == 0 || tables as u64 <= most {
             return;
         }
         let alone = self.group_of.iter().filter(|group| group.is_none()).count();
         let needed = usize::BITS - tables.leading_zeros();
+        let found = if given.is_some() { "found" } else { "missing, the default is" };
         let message = format!(
-            "found {bits}, which distinguishes {most} tables, but there are {tables} (groups: {}, slots without a \
+            "{found} {bits}, which distinguishes {most} tables, but there are {tables} (groups: {}, slots without a \
              group: {alone}); allowed: {needed} or more, or 0 for no prefix",
             tables - alone
         );
-        self.reader.error(place, "feature_index_prefix_bit", message);
+        self.reader.error(given.unwrap_or(root), "feature_index_prefix_bit", message);
     }
 }
 

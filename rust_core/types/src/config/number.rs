@@ -35,7 +35,7 @@ pub(super) fn number(text: &str) -> Option<f32> {
     digits.parse().ok().filter(|number: &f32| number.is_finite())
 }
 
-/// Remove every `_` from the text. Each must be between two digits.
+/// Remove every `_` from the text. None unless each is between two digits, which may be hexadecimal.
 fn separated(text: &str) -> Option<String> {
     let bytes = text.as_bytes();
     let digit = |place: Option<&u8>| place.is_some_and(u8::is_ascii_hexdigit);

@@ -71,7 +71,8 @@ impl Reader {
         self.errors.len()
     }
 
-    /// Read `node` as a mapping with any keys. The result is empty if it is not a mapping.
+    /// Read `node` as a mapping with any keys. The result is empty for null, and for any other value that is
+    /// not a mapping, which is recorded as an error.
     pub(super) fn mapping<'a>(&mut self, node: &'a Node, path: &str) -> Section<'a> {
         let Value::Mapping(entries) = &node.value else {
             if !node.is_mapping() {
@@ -110,7 +111,8 @@ impl Reader {
         section
     }
 
-    /// The section under `key`; empty when the key is missing.
+    /// The section under the last key of `path`; empty if the key is missing, or its value is not a mapping,
+    /// which is recorded as an error.
     pub(super) fn child<'a>(&mut self, parent: &Section<'a>, path: &str, known: &[&str]) -> Section<'a> {
         match parent.get(last(path)) {
             Some(node) => self.section(node, path, known),
@@ -118,7 +120,8 @@ impl Reader {
         }
     }
 
-    /// The integer under the last key of `path`; None when the key is missing or the number is not in `range`.
+    /// The integer under the last key of `path`. None if the key is missing, or its value is not such a
+    /// number in `range`, which is recorded as an error.
     pub(super) fn integer(
         &mut self,
         section: &Section<'_>,
@@ -143,7 +146,8 @@ impl Reader {
         allowed
     }
 
-    /// The number under the last key of `path`; None when the key is missing or the number is not in `range`.
+    /// The number under the last key of `path`. None if the key is missing, or its value is not such a number
+    /// in `range`, which is recorded as an error.
     pub(super) fn number(
         &mut self,
         section: &Section<'_>,
@@ -161,7 +165,7 @@ impl Reader {
     }
 
     /// Read the mapping `node`. Its key `name` selects one of `kinds`, which lists the other keys of each kind.
-    /// Returns the kind and the section.
+    /// Returns the kind and the section; None if there is no such kind, which is recorded as an error.
     pub(super) fn named<'a, T: Copy>(
         &mut self,
         node: &'a Node,
@@ -172,7 +176,7 @@ impl Reader {
     }
 
     /// Read the mapping `node`. Its key `tag` selects one of `kinds`, which lists the other keys of each kind. Returns
-    /// the kind and the section.
+    /// the kind and the section; None if there is no such kind, which is recorded as an error.
     pub(super) fn tagged<'a, T: Copy>(
         &mut self,
         node: &'a Node,
@@ -204,7 +208,8 @@ impl Reader {
         Some((*kind, self.section(node, path, &[&[tag][..], keys].concat())))
     }
 
-    /// The boolean under the last key of `path`; None when the key is missing.
+    /// The boolean under the last key of `path`. None if the key is missing, or its value is wrong, which is
+    /// recorded as an error.
     pub(super) fn boolean(&mut self, section: &Section<'_>, path: &str) -> Option<bool> {
         let node = section.get(last(path))?;
         match &node.value {
@@ -217,7 +222,8 @@ impl Reader {
         }
     }
 
-    /// One of the words in `choices`, under the last key of `path`; None when the key is missing.
+    /// One of the words in `choices`, under the last key of `path`. None if the key is missing, or its value
+    /// is wrong, which is recorded as an error.
     pub(super) fn choice<T: Copy>(
         &mut self,
         section: &Section<'_>,
@@ -235,7 +241,9 @@ impl Reader {
         None
     }
 
-    /// A name under the last key of `path`; None when the key is missing.
+    /// A name under the last key of `path`. None if the key is missing, or its value is not a string, which
+    /// is recorded as an error. A name that [`Self::check_name`] does not allow is recorded as an error, and
+    /// returned.
     pub(super) fn name<'a>(&mut self, section: &Section<'a>, path: &str) -> Option<&'a str> {
         let node = section.get(last(path))?;
         match &node.value {
@@ -250,7 +258,8 @@ impl Reader {
         }
     }
 
-    /// A string of any characters under the last key of `path`; None when the key is missing. Quotes are not needed.
+    /// A string of at least one character, of any kind, under the last key of `path`. Quotes are not needed.
+    /// None if the key is missing, or its value is wrong, which is recorded as an error.
     pub(super) fn text<'a>(&mut self, section: &Section<'a>, path: &str) -> Option<&'a str> {
         let node = section.get(last(path))?;
         match &node.value {
@@ -262,8 +271,8 @@ impl Reader {
         }
     }
 
-    /// A list of strings under the last key of `path`; None when the key is missing or its value is not such
-    /// a list.
+    /// A list of strings under the last key of `path`. None if the key is missing, or its value is not such a
+    /// list, which is recorded as an error.
     pub(super) fn texts(&mut self, section: &Section<'_>, path: &str) -> Option<Vec<String>> {
         let node = section.get(last(path))?;
         let texts: Option<Vec<String>> = match &node.value {
@@ -291,8 +300,7 @@ impl Reader {
         self.error(place, path, message);
     }
 
-    /// Warn about each of `keys` that is set but has no effect, because PersiaML reads it but Persia does
-    /// not.
+    /// Warn about each of `keys` that is set. Each has no effect, for the given reason.
     pub(super) fn without_effect(&mut self, section: &Section<'_>, path: &str, keys: &[(&str, &str)]) {
         for (key, why) in keys {
             if let Some(node) = section.get(key) {
@@ -323,13 +331,13 @@ pub(super) fn join(path: &str, key: &str) -> String {
     if path.is_empty() { key } else { format!("{path}.{key}") }
 }
 
-/// The last key of a path of known keys, none of which contains a dot.
+/// The last key of a path. It is a known key, which contains no dot.
 fn last(path: &str) -> &str {
     path.rsplit('.').next().unwrap_or(path)
 }
 
 /// The most similar word in `known`: the one that takes the fewest edits. At most one edit is allowed for every three
-/// letters of `word`, and one edit for a shorter word.
+/// letters of `word`, and one edit for a shorter word. None if no word is that similar.
 pub fn nearest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     // The comparison takes quadratic time, and a longer word is not a typing error.
     if word.len() > MAX_NAME_BYTES {

@@ -102,15 +102,55 @@ fn described(settings: &TableSettings) -> [(&'static str, String); 6] {
     [
         ("dtype", word(format!("{:?}", settings.dtype))),
         ("rounding", word(format!("{:?}", settings.rounding))),
-        ("optimizer", or_none(settings.optimizer, |value| format!("{value:?}"))),
-        ("init", or_none(settings.initializer, |value| format!("{value:?}"))),
-        ("admission", or_none(settings.admission, |value| format!("{value:?}"))),
+        ("optimizer", or_none(settings.optimizer, optimizer_text)),
+        ("init", or_none(settings.initializer, initializer_text)),
+        ("admission", or_none(settings.admission, admission_text)),
         ("ttl", or_none(settings.ttl, u32::to_string)),
     ]
 }
 
+/// An optimizer with all its parameters, as in the file.
+fn optimizer_text(optimizer: &Optimizer) -> String {
+    match optimizer {
+        Optimizer::Sgd { lr, momentum, weight_decay } => {
+            format!("{{name: sgd, lr: {lr:?}, momentum: {momentum:?}, weight_decay: {weight_decay:?}}}")
+        }
+        Optimizer::Adagrad {
+            lr,
+            weight_decay,
+            initial_accumulator_value,
+            g_square_momentum,
+            eps,
+            vectorwise_shared,
+        } => format!(
+            "{{name: adagrad, lr: {lr:?}, initial_accumulator_value: {initial_accumulator_value:?}, weight_decay: \
+             {weight_decay:?}, g_square_momentum: {g_square_momentum:?}, eps: {eps:?}, vectorwise_shared: \
+             {vectorwise_shared}}}"
+        ),
+        Optimizer::Adam { lr, beta1, beta2, weight_decay, eps } => format!(
+            "{{name: adam, lr: {lr:?}, betas: [{beta1:?}, {beta2:?}], weight_decay: {weight_decay:?}, eps: {eps:?}}}"
+        ),
+    }
+}
+
+/// An initializer with all its parameters, as in the file.
+fn initializer_text(initializer: &Initializer) -> String {
+    match initializer {
+        Initializer::Zero => "{name: zero}".into(),
+        Initializer::Uniform { low, high } => format!("{{name: uniform, low: {low:?}, high: {high:?}}}"),
+        Initializer::Normal { mean, std } => format!("{{name: normal, mean: {mean:?}, std: {std:?}}}"),
+        Initializer::Gamma { shape, scale } => format!("{{name: gamma, shape: {shape:?}, scale: {scale:?}}}"),
+        Initializer::Poisson { lam } => format!("{{name: poisson, lam: {lam:?}}}"),
+        Initializer::InverseSqrtDim => "{name: inverse_sqrt_dim}".into(),
+    }
+}
+
+fn admission_text(Admission { probability, min_count }: &Admission) -> String {
+    format!("{{probability: {probability:?}, min_count: {min_count}}}")
+}
+
 impl TableSettings {
-    /// The settings that differ from those of the run, as readable `key value` entries.
+    /// The settings that differ from the defaults, as readable `key value` entries.
     pub fn describe(&self) -> Vec<String> {
         let defaults = described(&Self::default());
         let own = described(self).into_iter().zip(defaults).filter(|(own, default)| own != default);
@@ -118,7 +158,7 @@ impl TableSettings {
     }
 }
 
-/// A key of a slot whose value is a mapping to numbers.
+/// A key of a slot whose value is a mapping, such as `optimizer`.
 struct Entry<'r> {
     reader: &'r mut Reader,
     path: String,
@@ -225,7 +265,8 @@ impl Entry<'_> {
         Some(Admission { probability: probability?, min_count: min_count? })
     }
 
-    /// The number under `key`, or `default`.
+    /// The number under `key`, or `default` if the key is missing. None if its value is wrong, which is
+    /// recorded as an error.
     fn number(
         &mut self,
         section: &Section<'_>,
@@ -239,7 +280,8 @@ impl Entry<'_> {
         }
     }
 
-    /// The number under `key`, which has no default.
+    /// The number under `key`, which has no default. None if it is missing or wrong, which is recorded as an
+    /// error.
     fn required(&mut self, section: &Section<'_>, key: &str, range: RangeInclusive<f32>) -> Option<f32> {
         let path = format!("{}.{key}", self.path);
         if section.get(key).is_none() {
@@ -259,7 +301,8 @@ fn key_and_range(invalid: &InvalidNumber) -> (&'static str, String) {
     }
 }
 
-/// Read `[beta1, beta2]`. Both are NaN if the value is anything else.
+/// Read `[beta1, beta2]`, or return the defaults if the key is missing. Both are NaN if the value is anything
+/// else.
 fn betas(section: &Section<'_>) -> (f32, f32) {
     let Some(node) = section.get("betas") else { return (0.9, 0.999) };
     let numbers = match &node.value {

@@ -14,7 +14,8 @@ use super::number::number;
 pub const MAX_CONFIG_BYTES: usize = 4 << 20;
 /// The maximum number of nested levels in a configuration file.
 pub const MAX_CONFIG_DEPTH: usize = 32;
-/// The maximum number of keys and values in a configuration file. An alias counts as many nodes as it repeats.
+/// The maximum number of keys and values in a configuration file. An alias counts as many nodes as it
+/// repeats, and a value with an anchor counts twice.
 pub const MAX_CONFIG_NODES: usize = 500_000;
 
 /// A line and a column, both counted from 1.
@@ -82,7 +83,7 @@ impl Node {
         }
     }
 
-    /// The value, if it is a string.
+    /// The text, if this is a scalar other than null. A number is also returned as text.
     pub(super) fn as_text(&self) -> Option<String> {
         match &self.value {
             Value::Scalar { text, .. } if !self.is_null() => Some(text.clone()),
@@ -118,7 +119,7 @@ impl Node {
     }
 }
 
-/// Shorten `text` to at most 60 characters.
+/// Shorten `text` to its first 60 characters, followed by `...`, if it is longer.
 pub(super) fn shorten(text: &str) -> String {
     match text.char_indices().nth(60) {
         Some((end, _)) => format!("{}...", &text[..end]),

@@ -21,7 +21,8 @@ use crate::rpc::Unary;
 /// The failure of an attempt.
 #[derive(Debug)]
 pub(super) enum CallError {
-    /// A retry may succeed: the peer was not reached, or did not reach a server.
+    /// A retry may succeed. For example, the peer was not reached, did not reach a server, or sent a damaged
+    /// reply.
     Transient(TablesError),
     /// A retry would fail as well.
     Permanent(TablesError),
@@ -41,6 +42,10 @@ impl CallError {
     /// The error of a chunk in a reply.
     pub(super) fn of_chunk(remote: &Remote, error: ChunkError) -> Self {
         match error {
+            // The message of `BadShape` speaks of a request.
+            ChunkError::Malformed(TablesError::BadShape { what }) => {
+                Self::incompatible(remote, format!("its reply is invalid: {what}"))
+            }
             ChunkError::Malformed(error) => {
                 Self::incompatible(remote, format!("its reply is invalid: {error}"))
             }
@@ -93,7 +98,7 @@ pub(super) struct Caller {
     /// The number of servers; 0 until it is known.
     pub(super) servers: AtomicU32,
     pool: Pool,
-    /// The run in progress.
+    /// The run in progress, if any.
     fence: Mutex<Option<Fence>>,
     /// Whether this process only reads rows of that run, so that an outage loses nothing.
     observes: AtomicBool,
@@ -128,7 +133,7 @@ impl Caller {
         *self.fence.lock()
     }
 
-    /// The time limits of look-ups, pushes and statistics.
+    /// The time limits of look-ups, pushes, statistics and other short calls.
     pub(super) fn timeouts(&self) -> CallTimeouts {
         CallTimeouts {
             total: self.options.rpc_timeout,
@@ -137,12 +142,13 @@ impl Caller {
         }
     }
 
-    /// The time limits of long operations, which are retried only if the previous attempt did not start.
+    /// The time limits of long operations. Only attempts that start within `rpc_timeout` are made, but each
+    /// of them may take up to `admin_timeout`.
     pub(super) fn admin_timeouts(&self) -> CallTimeouts {
         CallTimeouts { total: self.options.rpc_timeout, attempt: self.options.admin_timeout, patient: true }
     }
 
-    /// The time limits of calls that need not succeed.
+    /// The time limits of calls that get one attempt, because they need not succeed.
     pub(super) fn one_attempt(&self) -> CallTimeouts {
         CallTimeouts { total: Duration::ZERO, patient: false, ..self.timeouts() }
     }
@@ -185,7 +191,7 @@ impl Caller {
         let mut start = Instant::now();
         let mut attempts = 0;
         let mut recovered = BTreeMap::new();
-        // The last error that a middleware reported about a server.
+        // The error of the previous attempt, if it is about a server.
         let mut of_server = None;
         loop {
             let error = match self.pool.pick(&self.options).await {
@@ -196,7 +202,7 @@ impl Caller {
                             remote.note_success();
                             return Ok(value);
                         }
-                        Err(CallError::Permanent(error)) => return Err(self.judge(error)),
+                        Err(CallError::Permanent(error)) => return Err(self.judge(error, false)),
                         Err(CallError::Transient(error)) => {
                             if let TablesError::Recovering { peer, done, .. } = &error {
                                 self.remind(&error);
@@ -226,7 +232,9 @@ impl Caller {
             attempts += 1;
             let pause = backoff::pause(attempts);
             if start.elapsed() + pause >= timeouts.total {
-                return Err(self.judge(given_up(error, what, attempts, start.elapsed())));
+                // Progress resets the number of attempts.
+                let stalled = timeouts.patient && attempts > 1;
+                return Err(self.judge(given_up(error, what, attempts, start.elapsed()), stalled));
             }
             of_server = Some(error).filter(is_of_server);
             sleep(pause).await;
@@ -242,23 +250,26 @@ impl Caller {
         }
     }
 
-    /// Translate an error: to [`TablesError::Lost`] once a run has begun, and [`FORGOTTEN`] to
-    /// [`TablesError::NotBegun`] before.
-    fn judge(&self, error: TablesError) -> TablesError {
+    /// Translate an error. Before a run, [`FORGOTTEN`] becomes [`TablesError::NotBegun`]. Once a run has
+    /// begun, `NotBegun` becomes [`TablesError::Lost`], and so does an outage, unless this process only
+    /// observes the run. `stalled` is whether a server that recovers made no progress between two attempts.
+    fn judge(&self, error: TablesError, stalled: bool) -> TablesError {
         if self.fence.lock().is_none() {
             let forgotten = matches!(&error, TablesError::Lost { what, .. } if what == FORGOTTEN);
             return if forgotten { TablesError::NotBegun } else { error };
         }
         match error {
             TablesError::NotBegun => TablesError::Lost { peer: "the server".into(), what: FORGOTTEN.into() },
-            TablesError::Unreachable { peer, what } if !self.observes.load(Ordering::Relaxed) => {
+            TablesError::Unable { peer, what } | TablesError::Unreachable { peer, what }
+                if !self.observes.load(Ordering::Relaxed) =>
+            {
                 TablesError::Lost { peer, what }
             }
             error @ TablesError::Recovering { .. } if !self.observes.load(Ordering::Relaxed) => {
                 let TablesError::Recovering { peer, done, total } = error else { return error };
-                let what = format!(
-                    "it is still reading its rows from disk, but makes no progress ({done} of {total} bytes)"
-                );
+                let progress = if stalled { ", but makes no progress" } else { "" };
+                let what =
+                    format!("it is still reading its rows from disk{progress} ({done} of {total} bytes)");
                 TablesError::Lost { peer, what }
             }
             other => other,
@@ -266,7 +277,7 @@ impl Caller {
     }
 }
 
-/// A message whose receiver gives up after `limit`.
+/// A message whose receiver gives up slightly after `limit`.
 pub(super) fn with_deadline<T>(limit: Duration, message: T) -> Request<T> {
     let mut request = Request::new(message);
     // The timeout is slightly longer than the wait of `within`, because tonic's timeout error does not state
@@ -299,10 +310,10 @@ async fn within<T>(
     }
 }
 
-/// Whether the error says that a middleware could not reach a server. The middleware names the server as
+/// Whether the error is about a server, not about a middleware. A middleware names a server as
 /// [`crate::discovery::Peer::describe`] does: "server 1 of 2 at host:8888".
 fn is_of_server(error: &TablesError) -> bool {
-    matches!(error, TablesError::Recovering { .. })
+    matches!(error, TablesError::Recovering { .. } | TablesError::Unable { .. })
         || matches!(error, TablesError::Unreachable { peer, .. } if peer.starts_with("server"))
 }
 
@@ -310,6 +321,7 @@ fn given_up(error: TablesError, what: &str, attempts: u32, time: Duration) -> Ta
     let times = if attempts == 1 { "once".to_owned() } else { format!("{attempts} times") };
     let say = |why: String| format!("{what} failed {times} in {:.1} s: {why}", time.as_secs_f32());
     match error {
+        TablesError::Unable { peer, what } => TablesError::Unable { peer, what: say(what) },
         TablesError::Unreachable { peer, what } => TablesError::Unreachable { peer, what: say(what) },
         TablesError::Timeout { peer, what } => TablesError::Timeout { peer, what: say(what) },
         other => other,

@@ -48,12 +48,14 @@ pub struct ClientOptions {
     /// TLS for TCP connections.
     pub tls: Option<ClientTlsConfig>,
     /// The time limit for a look-up, a push or reading statistics, including retries (`PERSIA_RPC_TIMEOUT`).
+    /// Time in which a server recovers from its log and makes progress is not counted.
     pub rpc_timeout: Duration,
     /// The time limit for the servers to begin, save, restore or clear.
     pub admin_timeout: Duration,
     /// The format of rows and gradients on the wire.
     pub wire_dtype: Dtype,
-    /// The servers' `PERSIA_CKPT_DIR`. Checkpoints are below this directory, or at a URL.
+    /// The servers' `PERSIA_CKPT_DIR`: a directory or a URL. Checkpoints are below it. Unless it is a URL,
+    /// they may also be at any URL.
     pub checkpoint_root: Option<PathBuf>,
 }
 
@@ -93,9 +95,10 @@ impl ClientOptions {
         if is_url(dir) {
             let url = dir.to_str().ok_or_else(|| bad("its name is not UTF-8".into()))?;
             return match self.checkpoint_root.as_deref().filter(|root| is_url(root)) {
-                Some(root) if !dir.starts_with(root) => {
-                    Err(bad(format!("it is not below PERSIA_CKPT_DIR={}", root.display())))
-                }
+                Some(root) if !dir.starts_with(root) => Err(bad(format!(
+                    "it is not below PERSIA_CKPT_DIR={}; use a URL below it",
+                    root.display()
+                ))),
                 _ => Ok(url.to_owned()),
             };
         }
@@ -110,7 +113,7 @@ impl ClientOptions {
             .map_err(|error| bad(format!("PERSIA_CKPT_DIR={}: {error}", root.display())))?;
         let outside = || {
             bad(format!(
-                "it is not below PERSIA_CKPT_DIR={}, where servers and trainers share checkpoints",
+                "it is not below PERSIA_CKPT_DIR={}, where servers and trainers share checkpoints; use a folder below it",
                 root.display()
             ))
         };

@@ -9,7 +9,8 @@ use tonic::transport::{Channel, ClientTlsConfig};
 
 use super::options::{ClientOptions, Targets};
 use crate::auth::Credentials;
-use crate::discovery::{DiscoveryError, Peer, Service};
+use crate::discovery::{DiscoveryError, Peer, Service, no_connection};
+use crate::error::with_causes;
 use crate::rpc::Rpc;
 use crate::settings::Endpoint;
 use crate::{PROTOCOL, VERSION};
@@ -38,7 +39,7 @@ impl Remote {
         Rpc::new(self.service, self.channel.clone(), credentials.clone())
     }
 
-    /// Record a failure: log it if it is the first, and prefer other peers for a while.
+    /// Record a failure: log it if it is the first since a success, and prefer other peers for a while.
     pub(super) fn note_failure(&self, what: &dyn std::fmt::Display) {
         if self.failed.lock().replace(Instant::now()).is_none() {
             tracing::warn!(peer = self.name, %what, "a call to a peer failed; retrying");
@@ -68,9 +69,9 @@ impl Pool {
         Self { remotes: Arc::default(), rank: options.rank as usize, refreshed: Mutex::default() }
     }
 
-    /// The rank's preferred peer or, if that has failed recently, the next one that has not. If all have failed
-    /// recently, it is the one whose failure is the oldest. If all have failed, or no peer is known, discovery is
-    /// queried first.
+    /// The rank's preferred peer or, if that has failed recently, the next one that has not. If all have
+    /// failed recently, it is the one whose failure is the oldest. If all have failed recently, or no peer is
+    /// known, the peers are discovered again first.
     pub(super) async fn pick(&self, options: &ClientOptions) -> Result<Arc<Remote>, TablesError> {
         let fine = |remote: &Remote| remote.failed_at().is_none_or(|at| at.elapsed() >= PASSED_OVER);
         if !self.remotes.lock().iter().any(|remote| fine(remote)) {
@@ -107,7 +108,8 @@ impl Pool {
     }
 }
 
-/// Replace `remotes` by the announced peers, in their order. If none is announced, `remotes` is kept.
+/// Replace `remotes` by the given or announced peers, in their order. `remotes` is kept if none is announced,
+/// or if discovery fails while peers are known.
 async fn resolve(remotes: &Mutex<Vec<Arc<Remote>>>, options: &ClientOptions) -> Result<(), TablesError> {
     let found = match &options.targets {
         Targets::Fixed(endpoints) => endpoints.clone(),
@@ -136,11 +138,19 @@ async fn resolve(remotes: &Mutex<Vec<Arc<Remote>>>, options: &ClientOptions) -> 
 fn new_remote(options: &ClientOptions, endpoint: Endpoint) -> Result<Remote, TablesError> {
     let name = format!("{} at {endpoint}", options.service_name());
     let tls: Option<&ClientTlsConfig> = options.tls.as_ref();
-    let channel = endpoint.channel(tls).map_err(|error| TablesError::Refused {
-        peer: name.clone(),
-        what: format!("cannot use TLS: {error}: {:?}", std::error::Error::source(&error)),
-    })?;
+    let channel = endpoint.channel(tls).map_err(|error| unusable(&name, &error, tls.is_some()))?;
     Ok(Remote { name, service: options.service, endpoint, channel, failed: Mutex::default() })
+}
+
+/// The error of a channel that cannot be created.
+fn unusable(peer: &str, error: &tonic::transport::Error, tls: bool) -> TablesError {
+    let (peer, why) = (peer.to_owned(), with_causes(error));
+    if tls {
+        let next = "check the authority in PERSIA_TLS_CA and the name in PERSIA_TLS_NAME";
+        TablesError::Refused { peer, what: format!("cannot use TLS: {why}; {next}") }
+    } else {
+        TablesError::Unreachable { peer, what: format!("its address cannot be used: {why}") }
+    }
 }
 
 fn endpoints_of(peers: &[Peer]) -> Result<Vec<Endpoint>, TablesError> {
@@ -164,9 +174,10 @@ fn of_discovery(error: &DiscoveryError) -> TablesError {
             peer: format!("NATS at {url}"),
             what: format!("{what}; NATS and this process need the same token file (PERSIA_TOKEN_FILE)"),
         },
-        DiscoveryError::NotConnected { url, what } => {
-            TablesError::Unreachable { peer: format!("NATS at {url}"), what: what.clone() }
-        }
+        DiscoveryError::NotConnected { url, what, waited } => TablesError::Unreachable {
+            peer: format!("NATS at {url}"),
+            what: no_connection(what.as_deref(), *waited),
+        },
         other => TablesError::Unreachable { peer: "NATS".into(), what: other.to_string() },
     }
 }

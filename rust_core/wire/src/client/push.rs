@@ -22,8 +22,8 @@ use crate::send::{gradient_chunks, id_chunks, word_chunks};
 use crate::trace;
 
 impl Caller {
-    /// The part for a table. It has gradients of samples, which a middleware sums, if these take fewer bytes
-    /// than gradients of ids.
+    /// The part for a table. It has gradients of samples if the peer is a middleware, which sums them, and if
+    /// these take fewer bytes than gradients of ids.
     fn push_part(&self, table: &TableGradients<'_>) -> Result<Part, TablesError> {
         let (ids, dtype) = (table.ids, self.options.wire_dtype);
         let dim = match &table.gradients {
@@ -115,7 +115,7 @@ fn messages<'a>(
         .map(|message| proto::PushRequest { part: Some(message) })
 }
 
-/// The servers that have acknowledged a push.
+/// The servers that have acknowledged a push, and those that have not.
 struct Progress {
     acknowledged: BTreeMap<u32, PushReport>,
     missing: BTreeSet<u32>,
@@ -150,7 +150,11 @@ impl Progress {
         }
         self.only = self.missing.iter().copied().collect();
         Err(last.unwrap_or_else(|| {
-            CallError::unreachable(remote, format!("its reply has no result of servers {:?}", self.missing))
+            let servers: Vec<String> = self.missing.iter().map(u32::to_string).collect();
+            CallError::unreachable(
+                remote,
+                format!("its reply has no result of server {}", servers.join(", ")),
+            )
         }))
     }
 }

@@ -23,7 +23,7 @@ impl Caller {
 
     pub(super) async fn clear(&self) -> Result<(), TablesError> {
         let request = proto::ClearRequest { fence: self.fence() };
-        self.stats_by_server().await?; // as above
+        self.stats_by_server().await?; // all servers have answered, so one attempt is enough
         // Make only one attempt, because a repeated request could arrive after later pushes and drop their rows.
         // Without a reply, the run is lost, and the next generation refuses the late request.
         self.administer("clearing the tables", self.one_admin_attempt(), &request).await.map(drop)

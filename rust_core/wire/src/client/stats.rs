@@ -109,7 +109,8 @@ pub(super) fn served(all: Vec<Stats>) -> Result<(u64, ServedCheckpoint), TablesE
     first.ok_or(TablesError::NotBegun)
 }
 
-/// The statistics of all servers, added up.
+/// The statistics of all servers, added up. Of sequence numbers and generations, it is the highest; `served`
+/// is that of the first server that has one.
 pub(super) fn sum(all: Vec<Stats>) -> Stats {
     let mut sum = Stats::default();
     for stats in all {

@@ -6,7 +6,7 @@ use persia_types::TablesError;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 
-/// The number of messages that are created before the connection accepts them.
+/// The maximum number of messages that are created before the connection accepts them.
 const AHEAD: usize = 8;
 
 /// Send `messages` while `exchange` runs with the stream of these messages. Returns when `exchange` ends.

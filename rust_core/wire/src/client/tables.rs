@@ -21,9 +21,9 @@ const IO_THREADS: usize = 2;
 
 /// The rows on the embedding servers of a job.
 ///
-/// The methods block, so they must not be called on a thread that runs a tokio runtime. A request is retried with the
-/// same token, through another middleware if one failed, until [`ClientOptions::rpc_timeout`] has passed. Dropping the
-/// client closes its connections without waiting.
+/// The methods block, so they must not be called on a thread that runs a tokio runtime. A look-up or push is
+/// retried with the same token, through another middleware if one failed, until
+/// [`ClientOptions::rpc_timeout`] has passed. Dropping the client closes its connections without waiting.
 ///
 /// Before training, call [`Self::wait_ready`]. Then rank 0 calls `begin` with `highest_generation() + 1`, and the other
 /// ranks call [`Self::join`]. From then on, [`TablesError::Lost`] is returned if a server or all middlewares are
@@ -63,8 +63,8 @@ impl WireTables {
     /// Wait until every server of the job has responded.
     ///
     /// # Errors
-    /// `Unreachable` after `limit`, with a message that names the missing processes; `Refused` and
-    /// `Incompatible` without waiting.
+    /// `Unreachable` or `Recovering` after `limit`, with a message that names the missing processes;
+    /// `Refused` and `Incompatible` without waiting.
     pub fn wait_ready(&self, limit: Duration) -> Result<(), TablesError> {
         self.wait(self.caller.wait_ready(limit))
     }
@@ -85,11 +85,11 @@ impl WireTables {
         self.stats().map(|stats| stats.generation)
     }
 
-    /// Check that every server can write files into `dir`, which is below the checkpoint root.
+    /// Check that every server can write files into `dir`, which is below the checkpoint root or a URL.
     ///
     /// # Errors
-    /// `Io` with the error of a server that cannot write; `BadShape`, `NotBegun`, `StaleGeneration`;
-    /// `Unreachable`.
+    /// `Io` with the error of a server that cannot write, or if `dir` is elsewhere; `BadShape`, `NotBegun`,
+    /// `StaleGeneration`; those of the connection, as in [`Tables::stats`].
     pub fn check_storage(&self, dir: &Path) -> Result<(), TablesError> {
         self.wait(self.caller.check_storage(dir))
     }

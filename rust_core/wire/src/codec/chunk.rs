@@ -10,7 +10,8 @@ use tonic::Status;
 
 use crate::proto::Chunk;
 
-/// The size of the chunks that are sent. It is small enough for a chunk to stay in the cache between copies.
+/// The maximum size of the chunks that are sent, in bytes. It is small enough for a chunk to stay in the
+/// cache between copies.
 pub const CHUNK_BYTES: usize = 128 * 1024;
 
 /// The reason why a chunk, or a stream of chunks, is refused.
@@ -25,10 +26,10 @@ pub enum ChunkError {
     /// The stream ended early. A retry may succeed.
     #[error("cut short: {what}")]
     CutShort {
-        /// The amount received and the amount announced.
+        /// What is missing.
         what: String,
     },
-    /// The content differs from what was announced. A retry would fail as well.
+    /// The content is invalid, or differs from what was announced. A retry would fail as well.
     #[error("malformed: {0}")]
     Malformed(#[from] TablesError),
 }
@@ -57,12 +58,12 @@ impl From<ChunkError> for Status {
     }
 }
 
-/// The size of an item: an id, a row or a word.
+/// The size of an item (an id, a row or a word), in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Width(pub(super) usize);
 
 impl Width {
-    /// An id.
+    /// The size of an id.
     pub const ID: Self = Self(size_of::<Id>());
     /// The size of a word in the lists of samples.
     pub const WORD: Self = Self(size_of::<u32>());
@@ -75,7 +76,7 @@ impl Width {
     ///
     /// # Errors
     /// [`ChunkError::Malformed`] for a chunk that has no items, has a partial item, or is larger than
-    /// [`MAX_CHUNK_BYTES`].
+    /// [`MAX_CHUNK_BYTES`], and for items of size 0.
     pub fn items(self, chunk: &Chunk) -> Result<u64, ChunkError> {
         let bytes = chunk.data.len();
         if bytes == 0 || bytes > MAX_CHUNK_BYTES || self.0 == 0 || !bytes.is_multiple_of(self.0) {

@@ -9,10 +9,11 @@ use super::parts::Part;
 use super::samples::RequestKind;
 use crate::proto::Chunk;
 
-/// The maximum number of bytes allocated for values that were announced but have not arrived.
+/// The number of bytes allocated for announced values before they arrive. For a part of which more bytes have
+/// arrived, it is the number of those.
 const ALLOCATE_AHEAD: usize = 4 << 20;
 
-/// A value that is read from chunks: an id, a word, or a gradient.
+/// A value that is read from chunks: an id, a word, or a float of a gradient.
 pub trait Value: Copy {
     /// Append the values of complete items, at any alignment.
     fn extend(values: &mut Vec<Self>, bytes: &[u8], format: RowFormat);

@@ -16,7 +16,7 @@ pub struct RowFormat {
     pub dim: usize,
     /// The format of a float on the wire. 16-bit formats round to nearest, ties to even. A magnitude beyond the largest
     /// finite number becomes that number. An infinity and, in f16, a magnitude of at least [`MAX_GRADIENT`] become NaN,
-    /// so that a server refuses the row, as it would if the floats were sent as f32.
+    /// so that a server skips the gradient, as it would if the floats were sent as f32.
     pub dtype: Dtype,
 }
 
@@ -59,7 +59,7 @@ impl RowFormat {
     }
 }
 
-/// Floats that are owned as bytes.
+/// Floats that [`Bytes`] can own as bytes.
 struct Floats(Vec<f32>);
 
 impl AsRef<[u8]> for Floats {
@@ -132,7 +132,7 @@ impl<H: Half> SimdLoop for Decode<'_, H> {
 
     #[inline(always)]
     fn run<L: Lanes>(self) {
-        // The bytes of a message are not aligned.
+        // The bytes of a message may not be aligned.
         let (blocks, rest) = self.bytes.as_chunks::<{ 2 * LANES }>();
         let (outs, out_rest) = self.floats.as_chunks_mut::<LANES>();
         for (block, out) in blocks.iter().zip(outs) {

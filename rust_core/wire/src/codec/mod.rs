@@ -1,6 +1,6 @@
 //! Look-ups and pushes as streams of checked chunks.
 //!
-//! Each module uses only the modules listed before it.
+//! Each module uses only the modules listed before it, except that `csr` uses `receive`.
 
 pub mod chunk;
 pub mod floats;

@@ -17,7 +17,7 @@ pub struct Part {
     pub table: usize,
     /// The format of rows and gradients. The dimension is 0 only if there are no ids.
     pub format: RowFormat,
-    /// The samples, if vectors of samples are sent instead of rows of ids.
+    /// The samples, if vectors or gradients of samples are sent instead of rows or gradients of ids.
     pub samples: Option<Samples>,
     offsets: Vec<u32>,
 }
@@ -28,7 +28,7 @@ impl Part {
         self.len() as u64 * (8 + 4 * self.format.dim as u64)
     }
 
-    /// A part with rows of `table` for `ids`.
+    /// A part with rows or gradients of `table` for `ids`.
     pub fn new(table: usize, format: RowFormat, ids: &ShardedIds) -> Self {
         Self { table, format, samples: None, offsets: ids.offsets().to_vec() }
     }
@@ -61,7 +61,7 @@ impl Part {
     /// Group the received `ids` by shard.
     ///
     /// # Errors
-    /// `BadShape` for an id in the wrong shard.
+    /// `BadShape` for an id in the wrong shard, or a number of ids other than [`Self::len`].
     pub fn ids(&self, ids: Vec<Id>) -> Result<ShardedIds, TablesError> {
         ShardedIds::from_parts(ids, self.offsets.clone())
     }
@@ -87,10 +87,11 @@ impl Part {
     }
 }
 
-/// Check the parts of a head. This is done before memory is allocated for them.
+/// Check the parts of a head. This is done before memory is allocated for their values.
 ///
 /// # Errors
-/// `TooManyIds`; `BadShape` for a dimension, a number of shards or a size that is out of range.
+/// `TooManyIds`; `BadShape` for a number of tables or shards, a dimension, a type of floats, or a size that
+/// is invalid.
 pub fn check_parts(parts: &[TablePart]) -> Result<Vec<Part>, TablesError> {
     let bad = |what: String| Err(TablesError::BadShape { what });
     if parts.len() > MAX_SLOTS {
@@ -180,7 +181,7 @@ impl Split {
     /// Split `parts` among `servers`.
     ///
     /// # Errors
-    /// Those of [`check_parts`]; `BadShape` for no servers or more servers than shards.
+    /// Those of [`check_parts`]; `BadShape` for no servers or more than [`MAX_SERVERS`].
     pub fn new(parts: &[TablePart], servers: usize) -> Result<Self, TablesError> {
         if servers == 0 || servers > MAX_SERVERS {
             return Err(TablesError::BadShape {

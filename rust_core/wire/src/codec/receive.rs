@@ -42,7 +42,7 @@ impl ReceivedLookup {
             .collect()
     }
 
-    /// The request for the store.
+    /// The request for the holder of the rows.
     pub fn request<'a>(&self, tables: &'a [TableIds<'a>]) -> LookupRequest<'a> {
         LookupRequest { token: self.token, step: self.step, mode: self.mode, tables }
     }
@@ -83,13 +83,13 @@ impl ReceivedPush {
             .collect()
     }
 
-    /// The request for the store.
+    /// The request for the holder of the rows.
     pub fn request<'a>(&self, tables: &'a [TableGradients<'a>]) -> PushRequest<'a> {
         PushRequest { token: self.token, step: self.step, lr_factor: self.lr_factor, tables }
     }
 }
 
-/// The next message of a stream.
+/// The next message of a stream; None at its end.
 ///
 /// # Errors
 /// The error of the stream; `DeadlineExceeded` after a minute of silence.
@@ -116,7 +116,7 @@ fn unexpected() -> Status {
 /// Receive the head of a stream of look-up messages.
 ///
 /// # Errors
-/// `InvalidArgument` if the first message is not a head.
+/// Those of [`next`]; `InvalidArgument` if there is no message, or the first one is not a head.
 pub async fn lookup_head(
     stream: &mut (impl Stream<Item = Result<proto::LookupRequest, Status>> + Unpin),
 ) -> Result<proto::LookupHead, Status> {
@@ -129,7 +129,7 @@ pub async fn lookup_head(
 /// Receive the head of a stream of push messages.
 ///
 /// # Errors
-/// `InvalidArgument` if the first message is not a head.
+/// Those of [`next`]; `InvalidArgument` if there is no message, or the first one is not a head.
 pub async fn push_head(
     stream: &mut (impl Stream<Item = Result<proto::PushRequest, Status>> + Unpin),
 ) -> Result<proto::PushHead, Status> {

@@ -52,8 +52,9 @@ pub struct Scatter<'a, 'b> {
 }
 
 impl<'a, 'b> Scatter<'a, 'b> {
-    /// Create a writer to `rows[p]`, which has the shape `[parts[p].vectors(), parts[p].dim]`, or a row for each
-    /// sample of `csr[p]`.
+    /// Create a writer to `rows[p]`, which has the shape `[n, parts[p].format.dim]`. n is
+    /// `parts[p].vectors()` or, with `csr[p]`, the number of its indices, which are the samples that receive
+    /// the row of each id.
     ///
     /// # Errors
     /// `BadShape` if a buffer has the wrong length, the numbers of buffers and parts differ, or indices are out of

@@ -24,7 +24,8 @@ impl BlockingDiscovery {
     pub fn connect(options: DiscoveryOptions) -> Result<Self, DiscoveryError> {
         let no_thread = |error: std::io::Error| DiscoveryError::NotConnected {
             url: without_password(&options.url),
-            what: format!("cannot start a thread: {error}"),
+            what: Some(format!("cannot start a thread: {error}")),
+            waited: None,
         };
         let mut builder = Builder::new_multi_thread();
         let runtime = builder.worker_threads(1).thread_name("persia-nats").enable_all().build();

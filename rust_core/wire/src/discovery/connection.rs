@@ -14,6 +14,7 @@ use super::error::{DiscoveryError, without_password};
 use super::peer::{Announcement, Peer, Service, check_job_name};
 use crate::auth::RoleToken;
 use crate::backoff;
+use crate::error::with_causes;
 
 /// The time without a further response after which a search ends.
 const QUIET: Duration = Duration::from_millis(150);
@@ -37,7 +38,7 @@ struct Connection {
     client: Client,
     url: String,
     job: String,
-    /// The last error; None while connected.
+    /// The last error, if any, since the connection was last established.
     error: Arc<Mutex<Option<String>>>,
     /// The errors about malformed announcements that have been logged.
     logged: Mutex<HashSet<String>>,
@@ -82,13 +83,10 @@ impl Discovery {
         if let Some(token) = token {
             connect = connect.user_and_password(USER.into(), token.reveal().into());
         }
-        let client = connect.connect(&url).await.map_err(|error| {
-            let source = std::error::Error::source(&error).map(|source| format!(": {source}"));
-            DiscoveryError::BadUrl {
-                url: shown.clone(),
-                what: format!("{error}{}", source.unwrap_or_default()),
-            }
-        })?;
+        let client = connect
+            .connect(&url)
+            .await
+            .map_err(|error| DiscoveryError::BadUrl { url: shown.clone(), what: with_causes(&error) })?;
         let connection = Connection { client, url: shown, job, error, logged: Mutex::default() };
         Ok(Self { connection: Arc::new(connection) })
     }
@@ -120,7 +118,7 @@ impl Discovery {
                     return Err(refused);
                 }
                 if start.elapsed() >= limit {
-                    return Err(self.not_connected(&format!("waited {} s", limit.as_secs_f32())));
+                    return Err(self.not_connected_after(limit));
                 }
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
@@ -128,7 +126,7 @@ impl Discovery {
         Ok(())
     }
 
-    /// The reason why the connection is down; None while it is up.
+    /// The reason why the connection is down; None while it is up, and until an attempt has failed.
     pub fn last_error(&self) -> Option<DiscoveryError> {
         if self.is_connected() {
             return None;
@@ -138,26 +136,38 @@ impl Discovery {
         Some(if what.to_lowercase().contains("authorization") {
             DiscoveryError::Refused { url, what }
         } else {
-            DiscoveryError::NotConnected { url, what }
+            DiscoveryError::NotConnected { url, what: Some(what), waited: None }
         })
     }
 
-    pub(super) fn not_connected(&self, waited: &str) -> DiscoveryError {
+    /// The error of a caller that waited for the connection.
+    fn not_connected_after(&self, waited: Duration) -> DiscoveryError {
+        let (url, waited) = (self.connection.url.clone(), Some(waited));
         match self.last_error() {
-            Some(DiscoveryError::NotConnected { url, what }) => {
-                DiscoveryError::NotConnected { url, what: format!("{what} ({waited})") }
+            Some(DiscoveryError::NotConnected { what, .. }) => {
+                DiscoveryError::NotConnected { url, what, waited }
             }
             Some(other) => other,
-            None => {
-                DiscoveryError::NotConnected { url: self.connection.url.clone(), what: waited.to_owned() }
+            None => DiscoveryError::NotConnected { url, what: None, waited },
+        }
+    }
+
+    /// The error of an operation that needs the connection, and failed for this reason.
+    pub(super) fn not_connected(&self, reason: &str) -> DiscoveryError {
+        let url = self.connection.url.clone();
+        match self.last_error() {
+            Some(DiscoveryError::NotConnected { what: Some(what), waited, .. }) => {
+                DiscoveryError::NotConnected { url, what: Some(format!("{what} ({reason})")), waited }
             }
+            Some(refused @ DiscoveryError::Refused { .. }) => refused,
+            _ => DiscoveryError::NotConnected { url, what: Some(reason.to_owned()), waited: None },
         }
     }
 
     /// Announce this process as soon as NATS is connected, and until the guard is dropped.
     ///
     /// # Errors
-    /// `NotConnected` if the connection is closed.
+    /// `NotConnected` or `Refused` if the connection is closed.
     pub async fn announce(&self, announcement: Announcement) -> Result<Announced, DiscoveryError> {
         let closed = |error: async_nats::Error| self.not_connected(&error.to_string());
         let name = announcement.service.name();
@@ -193,8 +203,9 @@ impl Discovery {
         Ok(Announced { _stop: stop })
     }
 
-    /// Find the job's processes of `service`, sorted by index. The search ends after 150 ms without a response, or
-    /// after `limit`.
+    /// Find the job's processes of `service`, sorted by index. The search ends 150 ms after the last
+    /// response, and at the latest after `limit`, which includes the wait for the connection. It ends at once
+    /// if NATS knows no process of this service.
     ///
     /// # Errors
     /// `NotConnected`, `Refused`.

@@ -1,9 +1,11 @@
 //! Errors of discovery.
 
+use std::time::Duration;
+
 /// The maximum length of a job name, in bytes.
 pub const MAX_JOB_BYTES: usize = 64;
 
-/// The reason why a process is not announced or found.
+/// The reason why a process is not announced or found, or has no address to announce.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum DiscoveryError {
     /// The job name is invalid.
@@ -18,18 +20,20 @@ pub enum DiscoveryError {
     /// The address of NATS is invalid.
     #[error("PERSIA_NATS_URL={url:?}: {what}; expected nats://HOST:PORT")]
     BadUrl {
-        /// The address as given.
+        /// The address, without user and password.
         url: String,
         /// The problem.
         what: String,
     },
-    /// NATS does not respond.
-    #[error("NATS at {url} cannot be reached: {what}")]
+    /// There is no connection to NATS.
+    #[error("NATS at {url} cannot be reached: {}", no_connection(.what.as_deref(), *.waited))]
     NotConnected {
         /// The address of NATS.
         url: String,
-        /// The error of the last attempt, or the time waited.
-        what: String,
+        /// The error of the last attempt; None if no attempt has failed yet.
+        what: Option<String>,
+        /// The time for which the caller waited for the connection; None if it did not wait.
+        waited: Option<Duration>,
     },
     /// NATS refuses the token.
     #[error(
@@ -42,16 +46,24 @@ pub enum DiscoveryError {
         /// The reason that NATS gives.
         what: String,
     },
-    /// The network interface does not exist.
-    #[error(
-        "network interface {name} does not exist or has no IPv4 address; interfaces with one: {}",
-        .there.join(", ")
-    )]
+    /// The network interface does not exist, or has no IPv4 address.
+    #[error("network interface {name} does not exist or has no IPv4 address; {}", choice(.there))]
     NoInterface {
         /// The name of the interface.
         name: String,
         /// The interfaces with an IPv4 address.
         there: Vec<String>,
+    },
+    /// The operating system does not list the network interfaces.
+    #[error(
+        "cannot list the network interfaces to find the address of {name}: {what}; set PERSIA_ADVERTISE to the address \
+         of this host"
+    )]
+    InterfacesUnknown {
+        /// The name of the interface.
+        name: String,
+        /// The error of the operating system.
+        what: String,
     },
     /// The host name of NATS has no IPv4 address, or there is no route to it.
     #[error(
@@ -66,6 +78,26 @@ pub enum DiscoveryError {
     },
 }
 
+/// Why there is no connection: the error of the last attempt, if one has failed, and the time waited.
+pub(crate) fn no_connection(what: Option<&str>, waited: Option<Duration>) -> String {
+    let seconds = waited.map(|waited| format!("{:.1} s", waited.as_secs_f64()));
+    match (what, seconds) {
+        (Some(what), Some(seconds)) => format!("{what} (waited {seconds})"),
+        (Some(what), None) => what.to_owned(),
+        (None, Some(seconds)) => format!("no response within {seconds}"),
+        (None, None) => "no response yet".to_owned(),
+    }
+}
+
+/// What to set instead of an interface without an address.
+fn choice(there: &[String]) -> String {
+    if there.is_empty() {
+        return "no interface of this host has one: set PERSIA_ADVERTISE to the address of this host"
+            .to_owned();
+    }
+    format!("set PERSIA_SOCKET_IFNAME to an interface that has one: {}", there.join(", "))
+}
+
 /// The address for messages, without user and password.
 pub(super) fn without_password(url: &str) -> String {
     let (scheme, rest) = url.split_once("://").map_or(("", url), |(scheme, rest)| (scheme, rest));
@@ -78,7 +110,40 @@ pub(super) fn without_password(url: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::without_password;
+    use super::*;
+
+    #[test]
+    fn what_is_known_about_a_missing_connection_is_told() {
+        let said = |what: Option<&str>, waited: Option<u64>| {
+            let (what, waited) = (what.map(str::to_owned), waited.map(Duration::from_millis));
+            DiscoveryError::NotConnected { url: "nats://host".into(), what, waited }.to_string()
+        };
+        let start = "NATS at nats://host cannot be reached: ";
+        for (what, waited, why) in [
+            (Some("refused"), Some(1500), "refused (waited 1.5 s)"),
+            (Some("refused"), None, "refused"),
+            (None, Some(30_000), "no response within 30.0 s"),
+            (None, None, "no response yet"),
+        ] {
+            assert_eq!(said(what, waited), format!("{start}{why}"));
+        }
+    }
+
+    #[test]
+    fn a_missing_interface_is_named_with_what_to_set() {
+        let said = |there: &[&str]| {
+            let there = there.iter().map(|each| (*each).to_owned()).collect();
+            DiscoveryError::NoInterface { name: "eth9".into(), there }.to_string()
+        };
+        let text = said(&["lo (127.0.0.1)", "eth0 (10.0.0.1)"]);
+        assert!(text.ends_with(
+            "set PERSIA_SOCKET_IFNAME to an interface that has one: lo (127.0.0.1), eth0 (10.0.0.1)"
+        ));
+        let text = said(&[]);
+        assert!(
+            text.contains("eth9") && text.contains("no interface of this host has one: set PERSIA_ADVERTISE")
+        );
+    }
 
     #[test]
     fn passwords_are_not_shown() {

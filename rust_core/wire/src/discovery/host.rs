@@ -6,13 +6,14 @@ use super::error::{DiscoveryError, without_password};
 
 const NATS_PORT: u16 = 4222;
 
-/// The host that this process announces: `advertise` (`PERSIA_ADVERTISE`) if given, otherwise the IPv4 address of
-/// the interface `ifname` (`PERSIA_SOCKET_IFNAME`) if given, otherwise the local address of a connection to NATS.
-/// If this is a loopback address and NATS is on another host, a warning is logged. Blocks while the host name of
-/// NATS is resolved.
+/// The host that this process announces: `advertise` (`PERSIA_ADVERTISE`) if given, otherwise the IPv4
+/// address of the interface `ifname` (`PERSIA_SOCKET_IFNAME`) if given, otherwise the local address of a
+/// connection to NATS. If one of the first two is a loopback address although NATS is on another host, a
+/// warning is logged. Blocks while the host name of NATS is resolved.
 ///
 /// # Errors
-/// `NoInterface`; `NoAddress` if neither is given and the host name of NATS cannot be resolved or has no route.
+/// `NoInterface`, `InterfacesUnknown`; `NoAddress` if neither is given and the host name of NATS cannot be resolved or
+/// has no route.
 pub fn advertised_host(
     nats_url: &str,
     advertise: Option<&str>,
@@ -56,7 +57,10 @@ impl Route {
 }
 
 fn of_interface(name: &str) -> Result<String, DiscoveryError> {
-    let interfaces = if_addrs::get_if_addrs().unwrap_or_default();
+    let interfaces = if_addrs::get_if_addrs().map_err(|error| DiscoveryError::InterfacesUnknown {
+        name: name.to_owned(),
+        what: error.to_string(),
+    })?;
     let ipv4: Vec<(String, IpAddr)> = interfaces
         .into_iter()
         .map(|interface| (interface.name.clone(), interface.ip()))

@@ -77,9 +77,10 @@ pub struct Announcement {
     pub replicas: u32,
     /// The address at which other processes reach it; None if it serves no requests.
     pub address: Option<Endpoint>,
-    /// The `host:port` of its metrics.
+    /// The `host:port` of its metrics; None if it serves none.
     pub metrics: Option<String>,
-    /// Further metadata, such as `store` and `build`. Its names must differ from the fields of [`Peer`].
+    /// Further metadata, such as `store` and `build`. A name of other metadata, such as `job` or `pid`, has
+    /// no effect.
     pub more: BTreeMap<String, String>,
 }
 
@@ -112,7 +113,7 @@ impl Announcement {
 pub struct Peer {
     /// The role of the process in the job.
     pub service: Service,
-    /// The id that NATS assigned to the process. It is different after each start.
+    /// The id of the announcement in NATS. It is different after each start.
     pub id: String,
     /// The job of the process.
     pub job: String,
@@ -120,7 +121,7 @@ pub struct Peer {
     pub index: u32,
     /// The number of replicas.
     pub replicas: u32,
-    /// The address at which to reach the process.
+    /// The address at which to reach the process; None if it serves no requests.
     pub address: Option<Endpoint>,
     /// The protocol number, to be compared with [`PROTOCOL`].
     pub protocol: u32,

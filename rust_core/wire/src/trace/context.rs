@@ -38,7 +38,7 @@ impl Context {
         }
     }
 
-    /// Parse `00-TRACE-SPAN-FLAGS`. Later versions may append fields.
+    /// Parse `00-TRACE-SPAN-FLAGS`. Later versions may append fields. None if the trace is not sampled.
     fn parse(text: &str) -> Option<Self> {
         let known = text.get(..LENGTH)?;
         let rest = &text[LENGTH..];
@@ -83,7 +83,7 @@ impl Ids {
         SpanId::from_bytes(first(&hash.finalize()))
     }
 
-    /// The span of the step of this token. It is equal for equal tokens.
+    /// The span of the step of this token. It is equal for equal tokens, as long as `self` is the same.
     pub(super) fn step(&self, token: Token) -> Context {
         let mut hash = Sha256::new();
         hash.update(self.salt);

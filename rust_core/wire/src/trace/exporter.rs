@@ -38,7 +38,7 @@ const READINGS: usize = 3;
 
 static EXPORTER: RwLock<Option<Arc<Exporter>>> = RwLock::new(None);
 
-/// The process that records spans.
+/// The description of the process that records spans.
 #[derive(Debug, Clone)]
 pub struct Process {
     /// The service, such as `persia-server`.
@@ -51,10 +51,11 @@ pub struct Process {
     pub every: u64,
 }
 
-/// Start the exporter of this process if an endpoint is set. Returns whether it was started.
+/// Start the exporter of this process if an endpoint is set and tracing is not disabled. Returns whether it
+/// was started. A previous exporter is stopped as by [`stop`].
 ///
 /// # Errors
-/// A variable has an invalid value.
+/// A variable has an invalid value, or the exporter cannot be started.
 pub fn start(process: Process) -> Result<bool, BadTraceSettings> {
     let Some(settings) = TraceSettings::from_env()? else { return Ok(false) };
     let (service, every) = (process.service, process.every);
@@ -120,7 +121,9 @@ impl Exporter {
         let failed = |what: String| settings.unusable(what);
         let threads =
             Builder::new_multi_thread().worker_threads(1).thread_name("persia-trace").enable_all().build();
-        let runtime = threads.map_err(|error| failed(format!("cannot start a thread: {error}")))?;
+        let runtime = threads.map_err(|error| {
+            failed(format!("cannot send spans, because no thread can be started: {error}"))
+        })?;
         let sender = {
             let _inside = runtime.enter(); // the connection runs on its thread
             OtlpExporter::builder().with_tonic().with_channel(connection.connect_lazy()).build()
@@ -241,7 +244,7 @@ impl Queue {
             return true;
         }
         self.waiting.fetch_sub(1, Ordering::Relaxed);
-        self.lose(1, &format_args!("{QUEUE} spans wait to be sent"));
+        self.lose(1, &format_args!("it accepts them too slowly, {QUEUE} wait to be sent"));
         false
     }
 
@@ -259,8 +262,8 @@ impl Queue {
         if !self.warned.swap(true, Ordering::Relaxed) {
             let receiver = &self.receiver;
             tracing::warn!(
-                "spans are lost, because they cannot be sent to {receiver}: {why}; check that an OTLP receiver for \
-                 gRPC listens there. Nothing else is affected, and further losses are only counted"
+                "spans are lost on the way to {receiver}: {why}; check that an OTLP receiver for gRPC accepts spans \
+                 there. Nothing else is affected, and further losses are only counted"
             );
         }
     }

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use tonic::codegen::http::Uri;
 use tonic::transport::{Certificate, ClientTlsConfig, Endpoint};
 
+use crate::error::with_causes;
 use crate::settings::CONNECT_TIMEOUT;
 
 const ENDPOINT: [&str; 2] = ["OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"];
@@ -30,7 +31,16 @@ pub struct TraceSettings {
     pub endpoint: String,
     /// The variable that sets the URL.
     pub variable: &'static str,
-    certificate: Option<Certificate>,
+    authority: Option<Authority>,
+}
+
+/// The certificate authority that must have issued the endpoint's certificate, instead of those that this
+/// host trusts.
+#[derive(Debug, Clone)]
+struct Authority {
+    variable: &'static str,
+    path: String,
+    certificate: Certificate,
 }
 
 /// Returns the value of a variable.
@@ -80,14 +90,16 @@ impl TraceSettings {
         if let Some((variable, name)) = first(COMPRESSION).filter(|(_, name)| name != "none") {
             return bad(variable, name, "expected none: spans are sent without compression");
         }
-        let certificate = match first(CERTIFICATE) {
+        let authority = match first(CERTIFICATE) {
             None => None,
             Some((variable, path)) => match std::fs::read(PathBuf::from(&path)) {
-                Ok(content) => Some(Certificate::from_pem(content)),
+                Ok(content) => {
+                    Some(Authority { variable, path, certificate: Certificate::from_pem(content) })
+                }
                 Err(error) => return bad(variable, path, &error.to_string()),
             },
         };
-        Ok(Some(Self { endpoint, variable: set_by, certificate }))
+        Ok(Some(Self { endpoint, variable: set_by, authority }))
     }
 
     pub(super) fn unusable(&self, what: String) -> BadTraceSettings {
@@ -96,21 +108,32 @@ impl TraceSettings {
 
     /// The connection, which is opened when it is first used.
     pub(super) fn connection(&self) -> Result<Endpoint, BadTraceSettings> {
-        let bad = |error: tonic::transport::Error| {
-            let why = std::error::Error::source(&error).map(|cause| format!(": {cause}")).unwrap_or_default();
-            let next = "set OTEL_EXPORTER_OTLP_CERTIFICATE to a file with the authority of its certificate";
-            self.unusable(format!("cannot be used: {error}{why}; for https, {next}"))
-        };
-        let endpoint =
-            Endpoint::from_shared(self.endpoint.clone()).map_err(bad)?.connect_timeout(CONNECT_TIMEOUT);
+        let endpoint = Endpoint::from_shared(self.endpoint.clone())
+            .map_err(|error| self.unusable(format!("the address cannot be used: {}", with_causes(&error))))?
+            .connect_timeout(CONNECT_TIMEOUT);
         if !self.endpoint.starts_with("https:") {
             return Ok(endpoint);
         }
-        let tls = match &self.certificate {
-            Some(certificate) => ClientTlsConfig::new().ca_certificate(certificate.clone()),
+        let tls = match &self.authority {
+            Some(authority) => ClientTlsConfig::new().ca_certificate(authority.certificate.clone()),
             None => ClientTlsConfig::new().with_enabled_roots(),
         };
-        endpoint.tls_config(tls).map_err(bad)
+        endpoint.tls_config(tls).map_err(|error| self.without_tls(&with_causes(&error)))
+    }
+
+    /// The error of an endpoint whose TLS cannot be configured: its host name or the certificate authority is invalid,
+    /// or this host trusts no authority.
+    fn without_tls(&self, why: &str) -> BadTraceSettings {
+        let next = match &self.authority {
+            Some(Authority { variable, path, .. }) => {
+                format!("check the host name, and that {variable}={path} is a certificate in PEM format")
+            }
+            None => format!(
+                "check the host name, or set {} to a file with the authority of the certificate",
+                CERTIFICATE[1]
+            ),
+        };
+        self.unusable(format!("cannot use TLS: {why}; {next}"))
     }
 }
 
@@ -148,6 +171,25 @@ mod tests {
         let both = read(&[URL, own, ("OTEL_TRACES_EXPORTER", "otlp")]).unwrap().unwrap();
         assert_eq!((both.endpoint.as_str(), both.variable), (own.1, own.0));
         read(&[URL]).unwrap().unwrap().connection().unwrap();
+    }
+
+    #[test]
+    fn an_authority_that_is_no_certificate_is_named_with_the_cause() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), "-----BEGIN CERTIFICATE-----\n!\n-----END CERTIFICATE-----\n").unwrap();
+        let path = file.path().display().to_string();
+        let https = (URL.0, "https://collector:4317");
+        let settings = read(&[https, ("OTEL_EXPORTER_OTLP_CERTIFICATE", path.as_str())]).unwrap().unwrap();
+        let text = settings.connection().unwrap_err().to_string();
+        assert!(
+            text.starts_with("OTEL_EXPORTER_OTLP_ENDPOINT=https://collector:4317: cannot use TLS: "),
+            "{text}"
+        );
+        assert!(text.contains("parsing TLS certificate"), "{text}");
+        assert!(text.contains(&format!("OTEL_EXPORTER_OTLP_CERTIFICATE={path}")), "{text}");
+        // Without an authority, it is the next step to set one.
+        let text = read(&[https]).unwrap().unwrap().without_tls("no native certs found").to_string();
+        assert!(text.contains("set OTEL_EXPORTER_OTLP_CERTIFICATE to a file"), "{text}");
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Authentication: the cluster has one secret, from which a token for each role is derived.
 //!
 //! A token is `sha256("persia role <role> " || secret)` in lower-case hex. Every call carries a role and its token.
-//! Without a secret, a process serves only its own host (*protected mode*) and does not check roles.
+//! Without a secret, a process serves only its own host (*protected mode*) and does not check tokens.
 
 use std::fmt;
 use std::io;
@@ -86,7 +86,7 @@ pub enum AuthError {
     BadLength {
         /// The file.
         path: PathBuf,
-        /// The size of the secret without trailing white space.
+        /// The size of the secret without trailing white space or, if the file is too large, of the file.
         found: u64,
     },
     /// There is no secret, but other hosts can reach the address.
@@ -202,7 +202,7 @@ pub struct Guard {
 }
 
 impl Guard {
-    /// Create a guard with `secret`. Without a secret, it accepts every role, but only on this host.
+    /// Create a guard with `secret`. Without a secret, it does not check tokens, so `listen` must be local.
     ///
     /// # Errors
     /// [`AuthError::Unprotected`] if there is no secret and other hosts can reach `listen`.
@@ -213,7 +213,8 @@ impl Guard {
         Ok(Self { secret })
     }
 
-    /// Check the token in the metadata of a call. Returns the authenticated role.
+    /// Check the token in the metadata of a call. Returns the authenticated role. Without a secret, this is
+    /// the role that the caller claims, by default `Admin`.
     ///
     /// # Errors
     /// `Unauthenticated`, with a message that says what is missing or wrong.
@@ -258,7 +259,7 @@ impl Interceptor for Guard {
 /// Check that the caller has one of the `allowed` roles, or is an administrator. Pass `request.extensions()`.
 ///
 /// # Errors
-/// `PermissionDenied`, with the role and the method.
+/// `PermissionDenied`, with the role and the method; `Unauthenticated` if the call was not authenticated.
 pub fn require(extensions: &Extensions, method: &str, allowed: &[Role]) -> Result<(), Status> {
     match extensions.get::<Role>() {
         Some(role) if *role == Role::Admin || allowed.contains(role) => Ok(()),

@@ -99,7 +99,7 @@ impl Listener {
                     Ok((stream, address)) => match unauthenticated.admit(address) {
                         Some(peer) => break (stream, peer),
                         None => tracing::debug!(
-                            ?address,
+                            address = address.map(|address| address.to_string()),
                             "closed a connection: its address has too many that are not authenticated"
                         ),
                     },

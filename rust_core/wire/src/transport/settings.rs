@@ -9,8 +9,11 @@ use persia_types::limits::{MAX_CHUNK_BYTES, MAX_STREAMS_PER_CONNECTION};
 use serde::{Deserialize, Serialize};
 use tonic::transport::{Channel, ClientTlsConfig, Server, ServerTlsConfig};
 
-/// The maximum size of a message, in bytes: a chunk, or a head with the counts of all shards of 4,096 tables.
-pub const MAX_MESSAGE_BYTES: usize = MAX_CHUNK_BYTES + (256 << 10);
+/// The maximum size of a message, in bytes. Chunks are smaller, and so are heads with the counts of all shards of 4,096
+/// tables. The largest messages are the settings of 4,096 slots (about 1.5 MB) and the statistics of all tables of all
+/// servers (about 260 bytes each).
+pub const MAX_MESSAGE_BYTES: usize = 8 << 20;
+const _: () = assert!(MAX_MESSAGE_BYTES > 2 * MAX_CHUNK_BYTES);
 /// The HTTP/2 flow-control window of a request, in bytes.
 const WINDOW_BYTES: u32 = 64 << 20;
 /// The HTTP/2 flow-control window of a connection, in bytes. A request whose receiver does not read leaves space
@@ -107,7 +110,7 @@ impl Endpoint {
     /// Requires a tokio runtime.
     ///
     /// # Errors
-    /// Invalid certificates.
+    /// An address that cannot be used, or an invalid certificate.
     pub fn channel(&self, tls: Option<&ClientTlsConfig>) -> Result<Channel, tonic::transport::Error> {
         let builder = match (self, tls) {
             (Self::Tcp { .. }, Some(tls)) => {

@@ -91,6 +91,19 @@ fn a_clear_or_a_restore_whose_reply_was_lost_is_not_repeated() {
     assert_eq!(running.calls(), ["begin", "clear", "restore"]);
 }
 
+/// A server that restarted before the only attempt may make progress.
+#[test]
+fn one_attempt_does_not_show_that_a_server_makes_no_progress() {
+    let reads = || TablesError::Recovering { peer: "server 0 of 2".into(), done: 43, total: 100 };
+    let running = start(&[Fault::Nothing, Fault::Fail(reads)]);
+    let client = running.client();
+    client.begin(&run(GENERATION)).unwrap();
+    let error = client.clear().unwrap_err();
+    assert!(matches!(error, TablesError::Lost { .. }), "{error}");
+    let text = error.to_string();
+    assert!(text.contains("it is still reading its rows from disk (43 of 100 bytes)"), "{text}");
+}
+
 #[test]
 fn a_begin_that_reached_some_servers_only_is_lost() {
     let running = start(&[Fault::BeginOnly(0)]);

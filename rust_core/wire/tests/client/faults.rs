@@ -33,6 +33,7 @@ fn a_malformed_reply_is_not_retried() {
     let running = start(&[Fault::Twice]);
     let error = lookup(&running.client(), &ids(100)).unwrap_err();
     assert!(matches!(error, TablesError::Incompatible { .. }), "{error}");
+    assert!(error.to_string().contains("its reply is invalid: part 0: rows"), "{error}");
     assert!(error.to_string().contains("arrived before"), "{error}");
     assert_eq!(running.calls(), ["lookup"]);
 }

@@ -91,6 +91,17 @@ fn a_certificate_that_is_not_accepted_is_refused_at_once() {
 }
 
 #[test]
+fn an_authority_that_is_no_certificate_is_named_with_the_cause() {
+    let (authority, running) = (Authority::new(), start(&[]));
+    authority.file("ca.pem", "-----BEGIN CERTIFICATE-----\n!\n-----END CERTIFICATE-----\n");
+    let error = lookup(&authority.client(&running, None), &ids(10)).unwrap_err();
+    assert!(matches!(error, TablesError::Refused { .. }), "{error}");
+    let text = error.to_string();
+    assert!(text.contains("parsing TLS certificate") && text.contains("PERSIA_TLS_CA"), "{text}");
+    assert!(!text.contains("Some("), "{text}");
+}
+
+#[test]
 fn a_client_without_tls_does_not_get_through() {
     let running = Authority::new().server("persia", false);
     let options = ClientOptions { rpc_timeout: Duration::from_secs(1), ..running.options() };

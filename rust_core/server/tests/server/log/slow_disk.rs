@@ -181,7 +181,7 @@ fn requests_wait_while_the_log_is_not_durable() {
                         seq += 1;
                     }
                     // The caller retries.
-                    Err(error @ TablesError::Unreachable { .. }) => *refused.lock().unwrap() = Some(error),
+                    Err(error @ TablesError::Unable { .. }) => *refused.lock().unwrap() = Some(error),
                     Err(error) => panic!("{error}"),
                 }
             }

@@ -9,7 +9,7 @@ use persia_types::tables::FileEntry;
 use crate::checkpoint::error::{CheckpointError, Result};
 use crate::checkpoint::names;
 
-/// The number of bytes per request. A response that breaks off is requested again from its start.
+/// The maximum number of bytes per request. The client requests the rest of a response that breaks off again.
 const PIECE_BYTES: u64 = 16 << 20;
 
 /// Read the file of an entry, pass its pieces to `each`, and check the hash. The size is compared with the entry before

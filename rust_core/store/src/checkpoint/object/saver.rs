@@ -27,7 +27,7 @@ pub struct ObjectSaver {
     files: Vec<FileEntry>,
     /// The checkpoint to be replaced, and the version of its object.
     previous: Option<(Manifest, Version)>,
-    /// Whether the manifest may have been put. If so, the files belong to the checkpoint.
+    /// Whether the manifest may have been put. If so, the files may belong to the checkpoint.
     published: bool,
     /// Whether the files are kept when this is dropped.
     abandoned: bool,
@@ -37,8 +37,8 @@ impl ObjectSaver {
     /// Begin a save below the URL `dir`.
     ///
     /// # Errors
-    /// `Corrupt` or `Future` if the manifest at `dir` cannot be read, because its files are then unknown;
-    /// `Io`.
+    /// `BadSave` if `dir` is not a URL; `Corrupt` or `Future` if the manifest at `dir` cannot be read,
+    /// because its files are then unknown; `Io`.
     pub fn begin(dir: &Path) -> Result<Self> {
         let wrong = || CheckpointError::bad_save(dir, "expected a URL");
         let place = place(dir)?.ok_or_else(wrong)?;
@@ -46,7 +46,11 @@ impl ObjectSaver {
         let hurried = Place::find(dir, Patience::Probe)?.ok_or_else(wrong)?;
         let previous = match hurried.get(MANIFEST, manifest::MAX_BYTES)? {
             None => None,
-            Some(found) => Some((manifest::parse(&place.url_of(MANIFEST), &found.content)?, found.version)),
+            Some(found) => {
+                let manifest = manifest::parse(&place.url_of(MANIFEST), &found.content)
+                    .map_err(|error| error.with_next("save to a different URL"))?;
+                Some((manifest, found.version))
+            }
         };
         let revision = random();
         let staging = place.url_of(&names::staging(revision));
@@ -97,9 +101,10 @@ impl ObjectSaver {
     /// Put the manifest. After that, the URL has the complete checkpoint.
     ///
     /// # Errors
-    /// `BadSave` if an added file is missing, because its server writes to another store. `Busy` if another save has
-    /// put its manifest since this one began. `Io`: the URL has either the previous checkpoint or this one, and a later
-    /// save there or [`prune`](crate::checkpoint::prune) deletes the remaining files.
+    /// `BadSave` if an added file is missing or has another size, for example because its server writes to
+    /// another store, or if no reader would accept the manifest. `Busy` if another save has put its manifest
+    /// since this one began. `Io`: the URL has either the previous checkpoint or this one, and a later save
+    /// there or [`prune`](crate::checkpoint::prune) deletes the remaining files.
     pub fn commit(mut self, head: Head) -> Result<Manifest> {
         self.files.sort_by(|a, b| a.name.cmp(&b.name));
         let files = std::mem::take(&mut self.files);
@@ -139,14 +144,14 @@ impl ObjectSaver {
         self.abandoned = true;
     }
 
-    /// Check that every file exists. Servers put their files themselves, possibly into another store, and the
-    /// manifest must not name a missing file.
+    /// Check that every file exists, with its size. Servers put their files themselves, possibly into another
+    /// store, and the manifest must not name a missing file.
     fn check_files(&self, manifest: &Manifest) -> Result<()> {
         let Some(problem) = check_sizes(&self.dir, &manifest.all())?.into_iter().next() else {
             return Ok(());
         };
         let what = match problem {
-            CheckpointError::Corrupt { path, what } => format!("{} {what}", path.display()),
+            CheckpointError::Corrupt { path, what, .. } => format!("{} {what}", path.display()),
             other => other.to_string(),
         };
         let what = format!(

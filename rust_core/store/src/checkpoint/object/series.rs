@@ -9,7 +9,7 @@ use super::check_sizes;
 use crate::checkpoint::error::{CheckpointError, Result};
 use crate::checkpoint::manifest::{self, Manifest};
 use crate::checkpoint::names::{self, LATEST, MANIFEST};
-use crate::checkpoint::series::{Listed, MAX_HINT_BYTES, hint_of};
+use crate::checkpoint::series::{Listed, MAX_HINT_BYTES, PUBLISH, hint_of};
 
 /// A manifest and the time at which it was put; None if there is no manifest.
 type Found = Result<Option<(Manifest, i64)>>;
@@ -40,7 +40,7 @@ fn manifests(parent: &Place, names: &[String]) -> Result<Vec<(String, Found)>> {
     Ok(names.iter().cloned().zip(parsed).collect())
 }
 
-/// The name in `LATEST`; None if `LATEST` does not exist or does not contain the name of a checkpoint.
+/// The name in `LATEST`; None if `LATEST` does not exist or its content cannot be the name of a checkpoint.
 pub(in crate::checkpoint) fn hint(parent: &Place) -> Result<Option<String>> {
     match parent.get(LATEST, MAX_HINT_BYTES + 1).map_err(CheckpointError::from) {
         Ok(found) => Ok(found.and_then(|found| hint_of(found.content.to_vec()))),
@@ -52,10 +52,11 @@ pub(in crate::checkpoint) fn hint(parent: &Place) -> Result<Option<String>> {
 /// Write the name of `dir` to `LATEST` next to it.
 ///
 /// # Errors
-/// `Occupied` if `LATEST` exists but was not written by a save; `Io`.
+/// `BadSave` if `dir` is a whole bucket; `Occupied` if `LATEST` exists but was not written by a save; `Io`.
 pub(in crate::checkpoint) fn publish_latest(dir: &Place) -> Result<()> {
     let Some((parent, name)) = dir.parent() else {
-        return Err(CheckpointError::bad_save(Path::new(dir.url()), "a bucket has no LATEST next to it"));
+        let what = "it is a whole bucket, next to which nothing can be put; use a prefix in the bucket";
+        return Err(CheckpointError::cannot(PUBLISH, Path::new(dir.url()), what));
     };
     if hint(&parent)?.is_none() && parent.sizes(&[LATEST.to_owned()])?.iter().any(Option::is_some) {
         return Err(CheckpointError::Occupied { path: parent.url_of(LATEST) });
@@ -65,7 +66,7 @@ pub(in crate::checkpoint) fn publish_latest(dir: &Place) -> Result<()> {
 
 /// Delete all but the `keep_last` newest checkpoints below `parent`, and the files of saves that were killed. Never
 /// deletes the newest complete checkpoint, a checkpoint whose manifest cannot be read, or an object that no save has
-/// put. Returns the deleted checkpoints.
+/// put. If no checkpoint has all its files, nothing is deleted. Returns the deleted checkpoints.
 ///
 /// # Errors
 /// `Io`. Some checkpoints may already have been deleted.
@@ -99,7 +100,8 @@ pub(in crate::checkpoint) fn prune(parent: &Place, keep_last: NonZeroUsize) -> R
     Ok(removed)
 }
 
-/// The first checkpoint that has all its files. Their content is not read, because the store keeps it intact.
+/// The index of the first checkpoint that has all its files, if there is one. Their content is not read,
+/// because the store keeps it intact.
 fn first_whole(parent: &Place, found: &[(String, Manifest, i64)]) -> Result<Option<usize>> {
     for (index, (name, manifest, _)) in found.iter().enumerate() {
         if check_sizes(&parent.child(name), &manifest.all())?.is_empty() {
@@ -113,7 +115,12 @@ fn first_whole(parent: &Place, found: &[(String, Manifest, i64)]) -> Result<Opti
 pub(in crate::checkpoint) fn remove(dir: &Place) -> Result<()> {
     match dir.get(MANIFEST, manifest::MAX_BYTES)? {
         None => Ok(()),
-        Some(found) => remove_files(dir, &manifest::parse(&dir.url_of(MANIFEST), &found.content)?),
+        Some(found) => {
+            let manifest = manifest::parse(&dir.url_of(MANIFEST), &found.content).map_err(|error| {
+                error.with_next("its files are unknown: delete the objects with the tools of the store")
+            })?;
+            remove_files(dir, &manifest)
+        }
     }
 }
 

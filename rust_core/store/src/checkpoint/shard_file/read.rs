@@ -132,13 +132,7 @@ fn head(schema: Schema<'_>) -> std::result::Result<(usize, Vec<TableHead>), Stri
     }
     let schema = try_fb_to_schema(schema).map_err(|error| format!("has a damaged schema: {error}"))?;
     let text = |key| schema.metadata().get(key).ok_or(format!("has no {key} in its metadata"));
-    let format = text(FORMAT_KEY)?;
-    if !FORMATS.map(|known| known.to_string()).any(|known| known == *format) {
-        let newest = FORMATS.end();
-        return Err(format!(
-            "has format {format}, but this build reads formats up to {newest}; install a newer Persia"
-        ));
-    }
+    check_format(text(FORMAT_KEY)?)?;
     if !schema.fields().iter().map(AsRef::as_ref).eq(&fields()) {
         return Err(format!("does not have the columns of a shard: {:?}", schema.fields()));
     }
@@ -147,6 +141,21 @@ fn head(schema: Schema<'_>) -> std::result::Result<(usize, Vec<TableHead>), Stri
     let tables = serde_json::from_str(text(TABLES_KEY)?)
         .map_err(|error| format!("has a damaged {TABLES_KEY} in its metadata: {error}"))?;
     Ok((shard, tables))
+}
+
+/// Check the format version of a file. A build reads all versions up to its own.
+fn check_format(text: &str) -> std::result::Result<(), String> {
+    let (first, newest) = (FORMATS.start(), FORMATS.end());
+    match text.parse::<u32>() {
+        Ok(format) if FORMATS.contains(&format) => Ok(()),
+        Ok(format) if format > *newest => Err(format!(
+            "has format {format}, but this build reads formats up to {newest}; install a newer Persia"
+        )),
+        Ok(format) => {
+            Err(format!("has format {format}, which no version has written: the first one is {first}"))
+        }
+        Err(_) => Err(format!("has no number as {FORMAT_KEY} in its metadata")),
+    }
 }
 
 /// Check the sizes in the metadata against the limits and the size of the file.
@@ -159,7 +168,10 @@ fn check_heads(heads: &[TableHead], file_len: usize) -> std::result::Result<(), 
             .checked_mul(ROW_OVERHEAD + 4 * (dim + state_len))
             .and_then(|more| bytes.checked_add(more)?.checked_add(counted * ROW_OVERHEAD))
             .filter(|sum| *sum <= file_len)
-            .ok_or(format!("claims {rows} rows of table {name:?}, more than its size allows"))?;
+            .ok_or(format!(
+                "claims {rows} rows and {counted} admission counts of table {name:?}, more than its size \
+                 allows"
+            ))?;
     }
     Ok(())
 }
@@ -237,7 +249,7 @@ impl<'a> Columns<'a> {
         Ok(Self { rows, keys, ids, last_used, weights: (w_offsets, weights), state: (s_offsets, state) })
     }
 
-    /// The table to which all rows belong.
+    /// The index of the table to which all rows belong.
     fn table(&self) -> std::result::Result<usize, String> {
         let mut keys = numbers(self.keys, self.rows, i16::from_le_bytes)?;
         let first = keys.next().ok_or("has an empty record batch")?;

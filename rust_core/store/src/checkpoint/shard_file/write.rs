@@ -24,15 +24,18 @@ use crate::checkpoint::rows::ShardRows;
 use crate::checkpoint::sink::Sink;
 
 const MAX_BATCH_ROWS: usize = 1 << 16;
-/// The maximum size of a batch. It is small enough for a batch to be copied, framed, hashed and written while it is
-/// in the processor's cache, because passes over memory would slow down training.
+/// The maximum size of the weights and state of a batch of more than one row. It is small enough for a batch
+/// to be copied, framed, hashed and written while it is in the processor's cache, because passes over memory
+/// would slow down training.
 const MAX_BATCH_BYTES: usize = 1 << 20;
 const WRITE_BUFFER: usize = 1 << 16;
 
-/// Write the rows of a shard to a new file in `dir` and sync it. The caller syncs `dir`.
+/// Write the rows of a shard to a new file in `dir`, a directory or a URL, and sync it. The caller syncs a
+/// directory.
 ///
 /// # Errors
-/// `BadShape` if [`ShardRows::check`] refuses the rows; `Io`, including if the file exists.
+/// `BadShape` if [`ShardRows::check`] refuses the rows; `Io`, including if the file exists in a directory. At
+/// a URL, an existing object is replaced.
 pub fn write_shard(dir: &Path, rows: &ShardRows) -> std::result::Result<FileEntry, TablesError> {
     let path = dir.join(names::shard_file(rows.shard));
     rows.check().map_err(|what| CheckpointError::bad_save(&path, what))?;

@@ -8,7 +8,8 @@ use crate::config::reader::{Reader, nearest};
 use crate::config::settings::first_difference;
 use crate::limits::MAX_DIM;
 
-/// Check that the parts of crosses exist and have ids, and that a feature without an embedding is a part of a cross.
+/// Check that the parts of crosses exist and can be combined, and that a feature with `dim: 0` is a part of a
+/// cross.
 pub(super) fn check_crosses(reader: &mut Reader, entries: &[Entry<'_>], names: &[&str]) {
     let by_name: HashMap<&str, &Entry<'_>> =
         entries.iter().map(|entry| (entry.feature.name.as_str(), entry)).collect();

@@ -68,7 +68,7 @@ pub struct FeatureSlot {
     pub dim: usize,
     /// The name of the table. Features with equal names share rows.
     pub table: String,
-    /// The pooling of a bag.
+    /// The pooling of a bag, or of a cross with a bag.
     pub pooling: Pooling,
     /// The settings of the table.
     pub settings: TableSettings,

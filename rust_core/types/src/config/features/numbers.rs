@@ -59,7 +59,7 @@ fn given_boundaries(one: &mut FeatureReader<'_, '_>, node: &Node) -> Option<Boun
     ascending.map(Boundaries::Given)
 }
 
-/// A list as text for an error message.
+/// A list, shortened to six items, or another value as text for an error message.
 fn found_numbers(node: &Node) -> String {
     let Value::Sequence(items) = &node.value else { return node.found() };
     let first: Vec<String> = items.iter().take(6).map(Node::found).collect();
@@ -82,7 +82,8 @@ pub(super) fn read_dense(one: &mut FeatureReader<'_, '_>) -> Dense {
     Dense { column: one.column(), missing: missing(one), clip: clip(one), log1p, scaling }
 }
 
-/// Read `true` (fitted: `Some(None)`), a mapping with both numbers, or `false` or no value (None).
+/// Read `true` (fitted: `Some(None)`), a mapping with both numbers, or `false` or no value (None). None also
+/// if the value is anything else, which is recorded as an error.
 fn pair_or_fitted(one: &mut FeatureReader<'_, '_>, key: &str, keys: [&str; 2]) -> Option<Option<(f32, f32)>> {
     let node = one.section.get(key)?;
     match &node.value {

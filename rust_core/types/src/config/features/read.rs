@@ -71,7 +71,7 @@ pub(super) struct Entry<'a> {
     pub(super) path: String,
 }
 
-/// The block `name`, which must exist.
+/// The block `name`. If it is missing or empty, this is recorded as an error.
 pub(super) fn block<'a>(reader: &mut Reader, root: &'a Node, name: &str, example: &str) -> Option<&'a Node> {
     let whole = root.is_mapping();
     let root = reader.mapping(root, "");
@@ -122,7 +122,7 @@ fn read_features(reader: &mut Reader, node: &Node, is_time_zone: &dyn Fn(&str) -
     entries.into_iter().map(|entry| entry.feature).collect()
 }
 
-/// Read one feature. Returns None if its type is unknown; that error has been reported.
+/// Read one feature. Returns None if its type is missing or unknown; that error has been recorded.
 fn read_feature<'a>(
     reader: &mut Reader,
     key: &'a Key,

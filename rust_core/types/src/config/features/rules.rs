@@ -2,8 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-/// How the column of a feature becomes ids or floats. Numbers are converted to f32 first, so that f64, f32 and JSON
-/// columns give equal results.
+/// How the column of a feature becomes ids or floats. The numbers of bucket and dense features are converted
+/// to f32 first, so that f64, f32 and JSON columns give equal results.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum Rule {
@@ -76,7 +76,7 @@ pub struct IdColumn {
     pub prefix: String,
     /// Whether ASCII letters are changed to lower case before hashing.
     pub lower: bool,
-    /// The rule for a null or a value of a wrong type.
+    /// The rule for a null, NaN, or a value of a wrong type.
     pub if_null: IfNull,
     /// The rule for an empty string.
     pub if_empty: IfEmpty,
@@ -160,7 +160,7 @@ pub struct Bucket {
     pub boundaries: Boundaries,
     /// The prefix, if any. With a prefix, the id is the hash of the prefix followed by the interval's number.
     pub prefix: String,
-    /// The rule for a null, NaN, or a value of a wrong type.
+    /// The rule for a null, NaN, an infinity, or a value of a wrong type.
     pub if_null: IfNull,
     /// The rule for a missing column.
     pub if_missing: IfMissing,
@@ -191,7 +191,7 @@ pub struct Cross {
 pub struct Dense {
     /// The column's name.
     pub column: String,
-    /// The replacement of a null, NaN, infinity, or a missing column.
+    /// The replacement of a null, NaN, an infinity, a value of a wrong type, or a missing column.
     pub missing: Missing,
     /// The limits to which numbers are clipped.
     pub clip: Clip,
@@ -254,7 +254,7 @@ pub struct Date {
     pub unit: Option<Epoch>,
     /// The prefix, if any. With a prefix, the id is the hash of the prefix followed by the part's number.
     pub prefix: String,
-    /// The rule for a null or a value of a wrong type.
+    /// The rule for a null, an empty string, NaN, or a value that is no timestamp.
     pub if_null: IfNull,
     /// The rule for a missing column.
     pub if_missing: IfMissing,

@@ -317,11 +317,16 @@ fn more_tables_than_prefix_bits_hold_are_refused_with_both_numbers() {
           (groups: 1, slots without a group: 299); allowed: 9 or more, or 0 for no prefix"
         ]
     );
-    assert_eq!(parse(&file(257, "")).len(), 1);
-    assert_eq!(
-        parse("feature_index_prefix_bit: 64\nslots_config: {a: {dim: 1}}"),
-        ["line 1, column 27: feature_index_prefix_bit: found `64`, allowed: a whole number from 0 to 63"]
-    );
+    let said = parse(&file(257, ""));
+    assert_eq!(said.len(), 1, "{said:?}");
+    let default = "feature_index_prefix_bit: missing, the default is 8, which distinguishes 255 tables";
+    assert!(said[0].contains(default), "{said:?}");
+    for slots in [2, 300] {
+        assert_eq!(
+            parse(&file(slots, "feature_index_prefix_bit: 64")),
+            ["line 1, column 27: feature_index_prefix_bit: found `64`, allowed: a whole number from 0 to 63"]
+        );
+    }
 }
 
 #[test]

@@ -77,6 +77,25 @@ fn initialisers_are_read() {
 }
 
 #[test]
+fn settings_are_described_as_in_the_file() {
+    for text in [
+        "optimizer {name: sgd, lr: 0.5, momentum: 0.9, weight_decay: 1e-6}",
+        "optimizer {name: adagrad, lr: 0.01, initial_accumulator_value: 0.1, weight_decay: 0.0, g_square_momentum: \
+         1.0, eps: 1e-10, vectorwise_shared: true}",
+        "optimizer {name: adam, lr: 0.001, betas: [0.9, 0.999], weight_decay: 0.0, eps: 1e-8}",
+        "init {name: zero}",
+        "init {name: uniform, low: -0.05, high: 0.05}",
+        "init {name: normal, mean: 0.0, std: 0.1}",
+        "init {name: gamma, shape: 2.0, scale: 1.0}",
+        "init {name: poisson, lam: 0.5}",
+        "init {name: inverse_sqrt_dim}",
+        "admission {probability: 0.5, min_count: 3}",
+    ] {
+        assert_eq!(settings(&text.replacen(' ', ": ", 1)).describe(), [text]);
+    }
+}
+
+#[test]
 fn each_mistake_is_named_with_what_is_allowed() {
     for (keys, expected) in [
         ("dtype: f8", "dtype: found `f8`, allowed: f32, f16, bf16"),
@@ -147,7 +166,12 @@ fn slots_of_one_group_must_agree() {
     for (one, other, expected) in [
         (", dtype: f16", "", "the slot `b` has dtype f32 and `a` has dtype f16"),
         (", ttl: 5", ", ttl: 6", "the slot `b` has ttl 6 and `a` has ttl 5"),
-        ("", ", init: {name: zero}", "the slot `b` has init Zero and `a` has init none"),
+        ("", ", init: {name: zero}", "the slot `b` has init {name: zero} and `a` has init none"),
+        (
+            ", optimizer: {name: sgd, lr: 1}",
+            "",
+            "the slot `b` has optimizer none and `a` has optimizer {name: sgd, lr: 1.0, momentum: 0.0, weight_decay: 0.0}",
+        ),
     ] {
         let said = said(EmbeddingConfig::parse(&text(one, other), "f"));
         let tail = "; slots of one group share a table: set both to the same value";
