@@ -43,7 +43,7 @@ case $slot in
 *)
     if [ "$slot" -gt "${REPLICA_SIZE:-1}" ] && [ "$command" != launch_middleware.sh ]; then
         fail 2 "this is replica $slot, but there are ${REPLICA_SIZE:-1} (REPLICA_SIZE)" \
-            "change the count in .env; only middleware can be scaled with --scale"
+            "change the count in .env, or in persia-size on Kubernetes; only middleware can be scaled with --scale"
     fi
     export REPLICA_INDEX=$((slot - 1))
     ;;

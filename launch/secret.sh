@@ -2,7 +2,7 @@
 # Several containers may do this at the same time: `ln` creates the complete file, or fails because it exists.
 token=${PERSIA_TOKEN_FILE:-}
 if [ -n "$token" ] && [ ! -s "$token" ]; then
-    new=$(mktemp "$token.XXXXXX") || fail 5 "$token is missing, and user $(id -u):$(id -g) cannot create it" \
+    new=$(mktemp "$token.XXXXXX") || fail 5 "$token is missing or empty, and user $(id -u):$(id -g) cannot create it" \
         "mount a folder that this user may write to, or a secret of 32 bytes or more"
     od -A n -N 32 -t x1 /dev/urandom | tr -d ' \n' >"$new"
     chmod 0444 "$new"

@@ -5,7 +5,7 @@ if [ -f startup-hook.sh ]; then
     echo "running $PWD/startup-hook.sh" >&2
     sh -eu startup-hook.sh || {
         code=$?
-        printf 'error: %s/startup-hook.sh ended with exit code %s\n  next: correct it, then run it alone: docker compose run --rm --no-deps trainer sh -eu startup-hook.sh\n' "$PWD" "$code" >&2
+        printf 'error: %s/startup-hook.sh ended with exit code %s\n  next: correct it; to run it alone with compose: docker compose run --rm --no-deps trainer sh -eu startup-hook.sh\n' "$PWD" "$code" >&2
         exit "$code"
     }
 fi

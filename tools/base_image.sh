@@ -9,19 +9,20 @@ if [ -n "${SSL_CERT_FILE:-}" ] && [ -f "$SSL_CERT_FILE" ] && ! cmp -s "$SSL_CERT
     cp "$SSL_CERT_FILE" "$here/services/ca/host.crt"
 fi
 
-if docker image inspect "$base" >/dev/null 2>&1 || docker pull --quiet "$base" >/dev/null 2>&1; then
+if docker image inspect "$base" >/dev/null 2>&1 || said=$(docker pull --quiet "$base" 2>&1); then
     exit 0
 fi
+why=$(printf '%s\n' "$said" | tail -n 1)
 if [ "$base" != debian:trixie-slim ]; then
-    echo "$base cannot be pulled, and only debian:trixie-slim can be created here" >&2
+    echo "$base cannot be pulled ($why), and only debian:trixie-slim can be created here" >&2
     exit 3
 fi
 if ! command -v debootstrap >/dev/null || [ "$(id -u)" != 0 ]; then
-    echo "$base cannot be pulled; creating it requires root and debootstrap (Debian: apt-get install debootstrap)" >&2
+    echo "$base cannot be pulled ($why); creating it requires root and debootstrap (Debian: apt-get install debootstrap)" >&2
     exit 3
 fi
 
-echo "$base cannot be pulled; creating it with debootstrap (half a minute, once)"
+echo "$base cannot be pulled ($why); creating it with debootstrap (half a minute, once)"
 root=$(mktemp -d)
 trap 'rm -rf "$root" "$root.log"' EXIT
 debootstrap --variant=minbase trixie "$root" >"$root.log" 2>&1 || { tail -n 20 "$root.log" >&2; exit 3; }

@@ -38,7 +38,8 @@ def main(sources: list[str]) -> int:
     wanted = {row: tier for row, tier in rows if not sources or row.split("-")[0] in sources}
     found = ROOT / "runs" / "checklist.json"
     if not wanted or not found.exists():
-        print(f"no rows of {sources}" if not wanted else f"{found} is missing: run the tests", file=sys.stderr)
+        problem = f"{found} is missing: run the tests (make test-all)" if wanted else f"no rows of {', '.join(sources)}"
+        print(problem, file=sys.stderr)
         return 1
     lines, complete = report(wanted, json.loads(found.read_text(encoding="utf-8")))
     print("\n".join(lines))

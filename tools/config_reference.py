@@ -54,14 +54,16 @@ is_valid, errors = persia.config.validate_config("persia.yml")
 * **`persia config check`** accepts `persia.yml`, `embedding_config.yml` and `global_config.yml` together, in any
   order, and recognizes each by its blocks. It compares the slots of the first two files. Without arguments, it checks
   the files that a job in this folder would read. It also checks that the data of `persia.yml` has the columns that
-  are read, with suitable types. It reads no rows. `--no-data` omits this check.
+  are read, with suitable types. It reads no rows. A data file that does not exist causes only a warning. `--no-data`
+  omits this check.
 * **Slots.** A script takes its slots from `PERSIA_CONFIG=persia.yml` or from
-  `PERSIA_EMBEDDING_CONFIG=embedding_config.yml`. Setting both variables is an error. Capacity and other limits of a
+  `PERSIA_EMBEDDING_CONFIG=embedding_config.yml`. Setting both variables is an error. If neither is set, the slots are
+  those of `config/embedding_config.yml` next to the script or in the working directory. Capacity and other limits of a
   job are in [`global_config.yml`](running.md).
 * **Values.** A number may be written as `1000000`, `1_000_000` or `1e6`. Booleans are `true` and `false`; `yes` and
-  `on` are strings. A string needs quotes only if it looks like a number, `true`, `false` or `null`. `null`, or no
-  value, means "not set". An alias (`*name`) repeats the value of its anchor (`&name`); merge keys (`<<`) and tags
-  (`!name`) are refused.
+  `on` are strings. A string that looks like a number, `true`, `false` or `null` needs quotes, as do the strings that
+  YAML itself requires them for, such as one with `: ` or ` #`. `null`, or no value, means "not set". An alias (`*name`)
+  repeats the value of its anchor (`&name`); merge keys (`<<`) and tags (`!name`) are refused.
 * **Features and labels.** `config show` prints them as they are in the file, without defaults.
   [transforms.md](transforms.md) describes their keys and defaults.
 * **The column of a label** cannot be the column of a feature, a weight, a group or a split, because the model would

@@ -54,7 +54,7 @@ def render(dashboard: dict[str, Any]) -> str:
 def _panel(panel: dict[str, Any]) -> dict[str, Any]:
     custom = {"fillOpacity": 30, "stacking": {"mode": "normal"}} if panel.get("stack") else {"fillOpacity": 5}
     least = {} if panel["unit"] == "none" else {"min": 0}
-    notes = [panel.get("help", ""), f"Without data, it needs {panel['needs']}" if "needs" in panel else ""]
+    notes = [panel.get("help", ""), f"It has no data without {panel['needs']}" if "needs" in panel else ""]
     return {
         "type": "timeseries",
         "title": panel["title"],

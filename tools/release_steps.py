@@ -164,7 +164,8 @@ def check_wheels(release: Release) -> list[Path]:
     archives = sorted(release.folder.glob("*.tar.gz"))
     for kind, found in (("wheels", wheels), ("source archives", archives)):
         if len(found) != len(WHEELS):
-            raise ReleaseError(f"expected {len(WHEELS)} {kind}, found {[path.name for path in found]}", again(release))
+            names = ", ".join(path.name for path in found) or "none"
+            raise ReleaseError(f"expected {len(WHEELS)} {kind}, found {names}", again(release))
     folders = [ROOT, Path(os.environ.get("CARGO_HOME") or Path.home() / ".cargo")]
     wrong = [
         problem

@@ -93,7 +93,7 @@ class Run:
         mark = STATE / "sources"
         said = f"{tree} {self.shard}"
         if self.resume and (not tree or not mark.exists() or mark.read_text() != said):
-            tell("nothing to resume: the last run was of other sources, or of another shard; everything runs")
+            tell("nothing to resume: there is no earlier run of these sources and this shard; everything runs")
             self.resume = False
         STATE.mkdir(parents=True, exist_ok=True)
         for folder in (STATE, JUNIT):

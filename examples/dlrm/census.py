@@ -28,7 +28,8 @@ DATA = Path(__file__).parent / "data"
 VALIDATION_SHARE = 0.05
 """The share of the training file for validation; every choice of the recipe was made on such a part."""
 
-# Options of train.py and data_compose.py, which have to agree; the variables set them for both.
+# Options of train.py, data_compose.py and plain.py. Those of train.py and data_compose.py have to agree. The variables
+# set them for all.
 Seed = Annotated[
     int, typer.Option(min=0, envvar="DLRM_SEED", help="Seed of dense weights, new rows and the order of samples.")
 ]

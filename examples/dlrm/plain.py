@@ -103,5 +103,5 @@ if __name__ == "__main__":
     try:
         app()
     except PersiaError as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(f"error: {error}" + (f"\nnext:  {error.hint}" if error.hint else ""), err=True)
         sys.exit(error.exit_code)

@@ -102,11 +102,13 @@ class Backend(ABC):
 
     Attributes:
         engine: The engine that looks up and pushes rows.
-        configuration: Slots and general settings; read from the two files if none is passed.
+        configuration: Slots and general settings; if none is passed, read from the files that
+            :meth:`Configuration.find` finds.
         row_settings: The row settings at the start of the generation.
         device: Where look-ups are pooled; None is the CPU.
         trained_step: The last step whose gradients were pushed, or that was skipped.
-        feed: The feed that a :class:`persia.data.StreamingDataset` reads; None until a dataset is opened.
+        feed: The feed that a :class:`persia.data.StreamingDataset` reads. In the embedded mode it is None until a
+            dataset is opened, with servers if this process takes no batches.
         activity: The number of loops and look-ups for evaluation that have started.
         closed: Whether the outermost context has ended.
         gradient_scale: The factor by which every summed embedding gradient is multiplied.
@@ -191,9 +193,9 @@ class Backend(ABC):
             raise UsageError("a data loader is being iterated for training: leave its loop first")
 
     def drain_all_ranks_between_loops(self) -> None:
-        """Return when all pushes of the last training loop are applied.
+        """On rank 0, wait until all pushes of the last training loop are applied.
 
-        Inside a loop it returns immediately.
+        On the other ranks, and inside a loop, it returns immediately.
 
         Raises:
             UnreachableError: A rank has not left its loop in time; the message names it.
@@ -213,7 +215,7 @@ class Backend(ABC):
         """Wait until no checkpoint is being written in the background.
 
         Raises:
-            StorageError: A checkpoint could not be written, and this was not reported yet.
+            PersiaError: A checkpoint could not be written, and this was not reported yet.
         """
         self.join_checkpoint_thread()
         unwritten, self._unwritten = self._unwritten, None

@@ -1,4 +1,4 @@
-"""The start of a generation while the disk of a server is full."""
+"""The start of a generation while a server cannot write to its disk."""
 
 import time
 from collections.abc import Callable
@@ -10,6 +10,10 @@ from persia.runtime.settings import settings
 
 _logger = get_logger("remote")
 
+_HINT = (
+    "on the host of the server, check the owner of the path that the message names, and the free space and the state "
+    "of its disk"
+)
 _FIRST_S, _LONGEST_S = 0.2, 5.0
 """Seconds before the first retry; each delay is twice the previous one, up to the longest."""
 
@@ -29,13 +33,11 @@ def begin_when_stored(begin: Callable[[], int]) -> int:
             if waited + wait > settings.rpc_timeout:
                 raise RunLostError(
                     f"cannot begin a generation; tried for {waited:.0f} s: {error}",
-                    hint=(
-                        "on the host of the server, check the owner of the path that the message names, and the free "
-                        "space and the state of its disk, then restart the trainers"
-                    ),
+                    hint=f"{_HINT}, then restart the trainers",
                 ) from error
             if not logged:
-                _logger.warning("cannot begin a generation; retrying for %g s: %s", settings.rpc_timeout, error)
+                line = "cannot begin a generation; retrying for %g s: %s; next: %s"
+                _logger.warning(line, settings.rpc_timeout, error, _HINT)
                 logged = True
         preemption.exit_if_requested()
         time.sleep(wait)

@@ -16,7 +16,7 @@ _MANY = 0.5
 _ENOUGH = 100
 """The minimum number of ids of a slot for a warning before the evaluation has ended."""
 _SHOWN = 10
-"""The maximum number of slots in the log line of an evaluation."""
+"""The maximum number of slots that a log line names."""
 
 
 @dataclass
@@ -27,8 +27,8 @@ class EvaluationReport:
         batches: The number of batches.
         ids: The number of ids.
         missing: The number of ids without a row, which read as zeros.
-        slots: For each slot, the number of ids and the number of ids without a row. They are counted in batches 1, 2,
-            4, 8, …, starting with the first batch that has an id without a row.
+        slots: For each slot, the number of ids and the number of ids without a row. They are counted in those of the
+            batches 1, 2, 4, 8, … at which, or before which, an id without a row was found.
         sampled: The number of batches that are counted in ``slots``.
     """
 
@@ -116,7 +116,9 @@ class Evaluation:
             return
         self._is_open = False
         self._warn(1)
-        by_slot = [f"{slot} {share:.1%}" for slot, share in report.slot_shares.items() if share][:_SHOWN]
+        by_slot = [f"{slot} {share:.1%}" for slot, share in report.slot_shares.items() if share]
+        if len(by_slot) > _SHOWN:
+            by_slot[_SHOWN:] = [f"less in {len(by_slot) - _SHOWN} more slots"]
         _logger.log(
             logging.DEBUG if self._ended and report.batches == 1 else logging.INFO,  # may occur in each step
             "evaluation: batches: %d, ids: %d, ids without a row, which read as zeros: %.1f %%%s",
@@ -140,9 +142,11 @@ class Evaluation:
         }
         if most:
             self._warned_slots.update(most)
+            shown = [*most.values()][:_SHOWN]
+            shown += [f"most ids of {len(most) - _SHOWN} more slots"] if len(most) > _SHOWN else []
             _logger.warning(
                 "evaluation: %s have no row and read as zeros. Check that ids are made as in training (hash, type, "
                 "order of columns), and that the rows are from the checkpoint of this model: %s",
-                "; ".join([*most.values()][:_SHOWN]),
+                "; ".join(shown),
                 self._load,
             )

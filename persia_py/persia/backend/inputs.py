@@ -27,7 +27,7 @@ class ModelInputs:
         return self._last if model is None else _of_models.get(unwrap_model(model))
 
     def for_evaluation(self, model: torch.nn.Module | None) -> InputNames | None:
-        """Like :meth:`of`, but a model that was not trained here, gets the inputs of the model trained last."""
+        """Like :meth:`of`, but a model that was not trained here gets the inputs of the model trained last."""
         return self.of(model) or self._last
 
     def set(self, model: torch.nn.Module | None, names: InputNames | None) -> None:

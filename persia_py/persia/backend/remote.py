@@ -21,7 +21,7 @@ from persia.feed import server as feed_server
 from persia.runtime import environment, flight, job, tokens
 from persia.runtime.errors import PersiaError, StaleGenerationError, UnreachableError, UsageError
 from persia.runtime.files import is_url
-from persia.runtime.logging import get_logger
+from persia.runtime.logging import get_logger, next_step
 from persia.runtime.places import Place, Url
 from persia.runtime.settings import settings
 from persia_core.data import Batch
@@ -122,7 +122,7 @@ class RemoteBackend(Backend):
         if self.world_size > 1:
             backend = getattr(self._option, "backend", default_backend(self._device_id))
             private.check(self._host(), rank=self.rank, backend=backend)
-        address = ""  # data-compose waits for one
+        address = ""  # without a feed; data-compose waits until a trainer announces an address
         if self._takes_batches:
             self.feed = feed_server.serve(self._job, host=self._host())
             address = self.feed.address
@@ -158,7 +158,9 @@ class RemoteBackend(Backend):
             if isinstance(error, PersiaError):
                 raise
             raise UnreachableError(
-                f"torch's process group of {self.world_size} ranks did not start: {str(error).splitlines()[0]}"
+                f"torch's process group of {self.world_size} ranks did not start: "
+                f"{''.join(str(error).splitlines()[:1]) or type(error).__name__}",
+                hint=f"to check the network, run on every rank: RANK=R persia doctor --matrix {self.world_size}",
             ) from error
 
     def _begin(self, rows: RowSettings, after_generation: int, step: int, seed: int) -> None:
@@ -254,7 +256,7 @@ class RemoteBackend(Backend):
             wire_dtype = self.configuration.general.wire_dtype
             own = {"staleness": staleness, "reproducible": reproducible, "wire_dtype": wire_dtype, "hooks": hooks}
             if self._begun and self.engine.generation:
-                self.engine.drain()  # the pushes of each rank are acknowledged by then
+                self.engine.drain()  # so that the pushes of every rank are acknowledged before the gather below
             rate = rank_checks.rate(self.row_settings.optimizer, restored=self._restored)
             rank_checks.check_same(self._peers.all_gather("start of a loop", {**own, **rate}))
             generation = begin_when_stored(lambda: self.engine.renew(reproducible)) if self.rank == 0 else 0
@@ -285,8 +287,9 @@ class RemoteBackend(Backend):
             return
         try:
             self._note_loop(self._peers)
-        except PersiaError as error:  # the next use of the engine raises this error
-            _logger.warning("the training loop has ended, but its last pushes were not applied: %s", error)
+        except PersiaError as error:  # not raised here, because the next use of the engine raises it
+            line = "the training loop has ended, but its last pushes were not applied: %s%s"
+            _logger.warning(line, error, next_step(error))
 
     def _note_loop(self, others: control_plane.Peers) -> None:
         """Inform rank 0 that this rank's pushes are applied."""
@@ -365,7 +368,7 @@ class RemoteBackend(Backend):
         """Check that this process trains: a load would replace the rows that trainers use.
 
         Raises:
-            UsageError: This process only evaluates, or its TrainCtx has ended.
+            UsageError: This process only evaluates, for example because its TrainCtx has ended.
         """
         if not self._trains:
             raise UsageError(

@@ -34,7 +34,7 @@ class ServingBackend(Backend):
 
     Raises:
         UnreachableError: A server, or every middleware, does not respond; the message names it.
-        IncompatibleError: The servers serve no checkpoint, or different ones.
+        IncompatibleError: A server serves no checkpoint, or a different one.
         AuthError: The token or a certificate is refused.
     """
 

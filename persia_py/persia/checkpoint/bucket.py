@@ -1,4 +1,4 @@
-"""A bucket of S3 or of a compatible store, by boto3: every error names the missing permission and the next command.
+"""A bucket of S3 or of a compatible store, by boto3: an error names the next command, and a missing permission.
 
 Replicas of checkpoints are uploaded by :mod:`persia.checkpoint.object_store`, which knows other stores too. This
 module is for what that library does not have: uploads in parts that are listed, continued and aborted.
@@ -29,9 +29,9 @@ _PERMISSIONS = {
 _OF_BUCKETS = ("s3:ListBucketMultipartUploads", "s3:ListBucket")
 """Permissions whose resource is the bucket, and not its objects."""
 _READS = ("head_object", "get_object")
-"""Operations that S3 refuses as it refuses a permission, if there is no object and no permission to list objects."""
+"""Operations that get status 403 also for an object that does not exist, without the permission to list objects."""
 _KEYS = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken", "InvalidClientTokenId")
-"""Codes of keys that are wrong: no permission helps."""
+"""Error codes for wrong or expired keys, for which no permission helps."""
 _ATTEMPTS = 5
 """How often a request is sent if the store does not respond, or responds that it failed."""
 
@@ -45,7 +45,7 @@ class Bucket:
         again: The command that repeats the work, for messages.
 
     Raises:
-        ConfigError: The address is not one of S3.
+        ConfigError: The address is not one of S3, or the settings of the store are invalid.
         UsageError: boto3 is not installed.
     """
 
@@ -145,8 +145,8 @@ class Bucket:
             raise StorageError(
                 f"{self.url}: {operation} failed: {error}",
                 hint=(
-                    "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL, then run: "
-                    f"{self.again}"
+                    "check the network, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL, "
+                    f"then run: {self.again}"
                 ),
             ) from error
 
@@ -163,11 +163,13 @@ class Bucket:
                 "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN do not fit the store, or have expired: "
                 f"set them, then run: {self.again}"
             )
+        elif code == "RequestTimeTooSkewed":
+            hint = f"correct the clock of this host, then run: {self.again}"
         elif status == 403:
             lacks = [_PERMISSIONS[operation], *(["s3:ListBucket"] if operation in _READS else [])]
             what = f"{' or '.join(lacks)} is not allowed ({status} {code} in {operation})"
             needed = " and ".join(map(self._resource, lacks))
-            hint = f"allow {needed} for AWS_ACCESS_KEY_ID, then run: {self.again}"
+            hint = f"allow {needed} for the credentials in use (AWS_ACCESS_KEY_ID or a role), then run: {self.again}"
         return StorageError(f"{at}: {what}: {said}", hint=hint)
 
     def _resource(self, permission: str) -> str:
@@ -177,7 +179,7 @@ class Bucket:
 
 
 def code_of(error: PersiaError) -> str:
-    """Return the code of S3 that an error is the report of; empty if it is of another kind."""
+    """Return the error code of the response of S3 that caused an error; empty if no response caused it."""
     from botocore.exceptions import ClientError
 
     cause = error.__cause__

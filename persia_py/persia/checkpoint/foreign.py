@@ -17,6 +17,7 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> _core.Checkpoint:
 
     Raises:
         CheckpointError: The folder has no checkpoint, its manifest is damaged, or it is a PersiaML checkpoint.
+        StorageError: The manifest cannot be read.
     """
     try:
         return _core.Checkpoint(os.fspath(directory))

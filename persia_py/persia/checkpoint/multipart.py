@@ -5,6 +5,7 @@ with a manifest is complete, and ``persia ckpt copy`` and ``persia ckpt list`` r
 """
 
 import base64
+import contextlib
 import hashlib
 import re
 from collections.abc import Callable, Iterator
@@ -23,9 +24,9 @@ from persia_core import checkpoint as _core
 _logger = get_logger("checkpoint")
 
 PART_BYTES = 16 << 20
-"""The size of a part. Files up to this size are uploaded in one request."""
+"""The minimum size of a part. Files up to this size are uploaded in one request."""
 MAX_PARTS = 10_000
-"""The number of parts that S3 accepts for an object."""
+"""The maximum number of parts that S3 accepts for an object."""
 PARTS_AT_A_TIME = 4
 """The number of parts that are uploaded, and held in memory, at the same time."""
 ALGORITHM = "SHA256"
@@ -42,7 +43,7 @@ class Exported:
         files: The number of files of the checkpoint.
         bytes: The bytes of all files.
         files_before: The number of files that an earlier export had completed.
-        parts: The number of parts that this export has sent.
+        parts: The number of parts that this export has sent; a file without parts counts as one.
         parts_before: The number of parts that an interrupted export had sent.
     """
 
@@ -83,15 +84,16 @@ def export(folder: str, url: str, again: str, *, force: bool = False) -> Exporte
         ConfigError: The address is not an S3 URL, or lacks the name of the checkpoint.
         UsageError: boto3 is not installed.
         CheckpointError: The folder has no checkpoint, the checkpoint is damaged, or another one is at the address.
-        StorageError: The store refuses a request, or received other data than was sent. The parts sent so far stay in
-            the store.
+        StorageError: A file of the checkpoint cannot be read, the store refuses a request, or it received other data
+            than was sent. The parts sent so far stay in the store.
     """
     bucket = Bucket(url, again)
     if not bucket.prefix:
         raise ConfigError(f"{url}: lacks the name of the checkpoint; expected a URL such as s3://bucket/run/step-100")
     opened = _core.Checkpoint(folder)
     opened.verify()
-    manifest = Path(folder, MANIFEST).read_bytes()
+    with _reading(Path(folder, MANIFEST)):
+        manifest = Path(folder, MANIFEST).read_bytes()
     done = Exported(len(opened.files), sum(file["bytes"] for file in opened.files))
     before = bucket.read(bucket.key(MANIFEST))
     if before == manifest:
@@ -110,6 +112,16 @@ def export(folder: str, url: str, again: str, *, force: bool = False) -> Exporte
         _Object(bucket, bucket.key(path.name), path, file["bytes"]).upload(done)
     _Object(bucket, bucket.key(MANIFEST), Path(folder, MANIFEST), len(manifest)).send("put_object", manifest)
     return done
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"cannot read {path}: {error.strerror or error}", hint="check that the file exists, its owner and its disk"
+        ) from error
 
 
 def part_bytes(size: int) -> int:
@@ -169,7 +181,7 @@ class _Object:
 
     def _part(self, number: int) -> bytes:
         size = part_bytes(self.size)
-        with self.path.open("rb") as file:
+        with _reading(self.path), self.path.open("rb") as file:
             file.seek((number - 1) * size)
             return file.read(size)
 
@@ -183,7 +195,7 @@ class _Object:
             return False
         etag, checksum = str(head["ETag"]).strip('"'), str(head.get("ChecksumSHA256") or "")
         sha, md5, ending = parts[0].sha256, parts[0].md5, ""
-        if "-" in etag or checksum.endswith(f"-{len(parts)}"):  # of the hashes of its parts
+        if "-" in etag or checksum.endswith(f"-{len(parts)}"):  # a hash of the hashes of its parts
             sha, md5 = _sha(*(part.sha256 for part in parts)), _md5(*(part.md5 for part in parts))
             ending = f"-{len(parts)}"
         if checksum:
@@ -219,11 +231,13 @@ class _Object:
         head = self._head()
         if head is None or self._is_same(head, [digest for _, digest, _ in sent]) is False:
             self.bucket.call("delete_object", Key=self.key)
-            raise StorageError(
-                f"s3://{self.bucket.name}/{self.key}: the uploaded object differs from {self.path} ({self.size:,} "
-                f"bytes), and was deleted: the store has {_described(head)}",
-                hint=f"run again: {self.bucket.again}",
+            what = (
+                f"the store has no such object after the upload of {self.path}"
+                if head is None
+                else f"the uploaded object differs from {self.path} ({self.size:,} bytes), and was deleted: the store "
+                f"has {_described(head)}"
             )
+            raise StorageError(f"s3://{self.bucket.name}/{self.key}: {what}", hint=f"run again: {self.bucket.again}")
         kept = sum(has for _, _, has in sent)
         done.parts, done.parts_before = done.parts + len(sent) - kept, done.parts_before + kept
 
@@ -299,10 +313,8 @@ def _is_same_part(part: dict[str, Any], size: int, digest: _Digest) -> bool:
     return bool(part["ETag"].strip('"') == digest.md5.hex())
 
 
-def _described(head: dict[str, Any] | None) -> str:
+def _described(head: dict[str, Any]) -> str:
     """Return the size and the checksums of an object, as part of a message."""
-    if head is None:
-        return "no such object"
     checksum = head.get("ChecksumSHA256") or "none"
     return f"{head['ContentLength']:,} bytes, SHA256 {checksum}, ETag {head['ETag']}"
 

@@ -35,7 +35,7 @@ FILES_AT_A_TIME = 8
 """The maximum number of files that are transferred concurrently."""
 
 RETRY_S = 60
-"""Seconds for which a request is retried if the server cannot be reached, or cannot respond."""
+"""Seconds for which a request to S3 is retried if the server cannot be reached, or cannot respond."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class ObjectStore:
             endpoint that begins with ``http://`` is used without TLS.
 
     Raises:
-        ConfigError: The argument is not the URL of an object store.
+        ConfigError: The argument is not the URL of an object store, or the environment lacks settings of the store.
     """
 
     def __init__(self, url: str) -> None:
@@ -89,19 +89,25 @@ class ObjectStore:
         try:
             return from_url(self.url, **options)
         except (exceptions.BaseError, ValueError) as error:
-            raise ConfigError(f"{self.url}: {_message(error)}; expected a URL such as s3://bucket/prefix") from error
+            raise ConfigError(
+                f"{self.url} cannot be used as a URL such as s3://bucket/prefix: {_message(error)}",
+                hint="correct the URL, or set the variables of the environment that this store needs",
+            ) from error
 
     def put(self, directory: Path, name: str, *, replace: bool = True) -> None:
-        """Upload the checkpoint in ``directory``; another one of that name is deleted first.
+        """Upload the checkpoint in ``directory``.
+
+        It replaces another checkpoint of that name, whose manifest is deleted first.
 
         Args:
             directory: The checkpoint.
             name: Its name below the URL.
-            replace: Whether another one may be deleted, such as one that a run wrote before it resumed.
+            replace: Whether another one may be replaced, such as one that a run wrote before it resumed.
 
         Raises:
-            CheckpointError: There is no checkpoint, or there is another one that may not be deleted.
-            StorageError: The checkpoint cannot be uploaded; the next upload of that name or :meth:`prune` removes it.
+            CheckpointError: There is no checkpoint, or there is another one that may not be replaced.
+            StorageError: The checkpoint cannot be uploaded. The next upload of that name replaces its incomplete files,
+                or :meth:`prune` deletes them.
         """
         import obstore
 
@@ -130,7 +136,7 @@ class ObjectStore:
 
         Raises:
             CheckpointError: No checkpoint has that name, or it is damaged; the message names the file.
-            StorageError: The checkpoint cannot be fetched.
+            StorageError: The checkpoint cannot be fetched, or ``directory`` exists.
         """
         what = f"cannot download {self.url}/{name} to {directory}"
         if directory.exists():
@@ -193,21 +199,34 @@ class ObjectStore:
             StorageError: The replicas cannot be listed.
         """
         found: list[Replica] = []
+        for each in self.listing().values():
+            if isinstance(each, CheckpointError):
+                raise each
+            found.append(each)
+        return sorted(found, key=lambda one: one.age, reverse=True)
+
+    def listing(self) -> dict[str, "Replica | CheckpointError"]:
+        """Return the replicas that have a manifest, by name; for one whose manifest is damaged, the error.
+
+        Raises:
+            StorageError: The replicas cannot be listed.
+        """
+        found: dict[str, Replica | CheckpointError] = {}
         with self._reporting(f"cannot list the checkpoints below {self.url}"), tempfile.TemporaryDirectory() as folder:
             for name in self._names():
                 manifest = self._read(f"{name}/{MANIFEST}")
                 if manifest is not None:
                     Path(folder, MANIFEST).write_bytes(manifest)
-                    found.append(self._describe(name, folder))
-        return sorted(found, key=lambda one: one.age, reverse=True)
+                    found[name] = self._describe(name, folder)
+        return found
 
-    def _describe(self, name: str, folder: str) -> Replica:
+    def _describe(self, name: str, folder: str) -> "Replica | CheckpointError":
         try:
             opened = _core.Checkpoint(folder)
         except CheckpointError as error:
             replica = f"{self.url}/{name}"
             hint = f"to leave this checkpoint out, move the objects below {replica} to another URL"
-            raise CheckpointError(str(error).replace(folder, replica), hint=hint) from error
+            return CheckpointError(str(error).replace(folder, replica), hint=hint)
         head = json.loads(opened.manifest)["head"]
         size = sum(file["bytes"] for file in opened.files)
         return Replica(name, (opened.generation, opened.step), sum(head["rows"].values()), size, head["created_at"])
@@ -233,15 +252,32 @@ class ObjectStore:
                     self._delete(name)
         return old
 
+    def remove(self, name: str) -> None:
+        """Delete everything below ``name``, such as the run of a test, manifests first.
+
+        Raises:
+            StorageError: The objects cannot be listed or deleted.
+        """
+        import obstore
+
+        with self._reporting(f"cannot delete {self.url}/{name}"):
+            paths = [each["path"] for each in obstore.list(self._store, f"{name}/").collect()]
+            manifests = [path for path in paths if Path(path).name == MANIFEST]
+            for some in (manifests, [path for path in paths if path not in manifests]):
+                if some:
+                    obstore.delete(self._store, some)
+
     def _delete(self, name: str) -> None:
-        """The manifest first: a folder with a manifest counts as complete."""
+        """Delete a checkpoint. Its manifest is deleted first, because a folder with a manifest counts as complete."""
         import obstore
 
         obstore.delete(self._store, f"{name}/{MANIFEST}")
         obstore.delete(self._store, [each["path"] for each in obstore.list(self._store, f"{name}/").collect()])
 
     def interrupted_run(self, of: str) -> str | None:
-        """Return the newest run of job ``of`` with a replica below the URL that is not finished, if any.
+        """Return the newest run of job ``of`` that has a replica below the URL.
+
+        None if there is no such run, or if it is finished.
 
         Raises:
             StorageError: The runs cannot be listed.

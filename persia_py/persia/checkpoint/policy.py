@@ -12,7 +12,7 @@ from persia.distributed import run
 from persia.runtime import job
 from persia.runtime.errors import ConfigError, ForeignCheckpointError, StorageError, UsageError
 from persia.runtime.files import is_url
-from persia.runtime.logging import get_logger
+from persia.runtime.logging import get_logger, next_step
 from persia.runtime.places import Place, Url, below, check_scheme, check_slashes
 from persia.runtime.settings import settings
 from persia.runtime.stateful import Stateful
@@ -77,8 +77,9 @@ class Checkpoints:
 
     Raises:
         UsageError: An argument is out of range, an object in ``state`` lacks one of the two methods,
-            ``failing_batches`` has another value, ``upload_to`` and ``copy_to`` are both given, ``folder`` is a URL
-            that cannot be used, or ``folder`` is a URL and ``upload_to`` is given.
+            ``failing_batches`` has another value, ``upload_to`` and ``copy_to`` are both given, or ``folder`` is None
+            outside a job. For a ``folder`` that is a URL: it cannot be used, ``upload_to`` is given, or
+            ``failing_batches`` is ``skip`` and ``PERSIA_RUN_DIR`` is not set.
         ConfigError: ``upload_to`` is not the URL of an object store.
     """
 
@@ -115,7 +116,7 @@ class Checkpoints:
             raise UsageError("Checkpoints(upload_to=..., copy_to=...): two names of one argument; pass upload_to")
         self._upload_to = copy_to if upload_to is None else upload_to
         if self._upload_to is not None:
-            ObjectStore(self._upload_to)  # raises for other URLs
+            ObjectStore(self._upload_to)  # raises if this is not the URL of an object store
         if folder is not None:
             check_slashes(folder)
         if folder is not None and is_url(folder):
@@ -182,6 +183,7 @@ class Checkpoints:
 
         Raises:
             ConfigError: The folder cannot be created.
+            UsageError: The folder or the URL is not one in which the servers of the job can save.
         """
         folder = backend.checkpoint_dir(self.name())
         if isinstance(folder, Url):
@@ -260,12 +262,13 @@ class Checkpoints:
             raise ForeignCheckpointError(
                 f"the checkpoint has the states {', '.join(state) or 'none'}, but Checkpoints(state=...) has "
                 f"{', '.join(self.state) or 'none'}",
-                hint="pass the states of the checkpoint to Checkpoints(state=...), or load a checkpoint of this script",
+                hint="pass objects with the names of these states to Checkpoints(state=...), or load a checkpoint of "
+                "this script",
             )
 
 
 def _newest_interrupted(store: ObjectStore) -> str | None:
-    """Return the job's newest unfinished run, according to the checkpoints on the disk and the replicas.
+    """Return the job's newest interrupted run, according to the checkpoints on the disk and the replicas.
 
     Run names end with the start time, so they sort by time.
     """
@@ -275,6 +278,7 @@ def _newest_interrupted(store: ObjectStore) -> str | None:
     except StorageError as error:
         if local is None:
             raise
-        _logger.warning("continuing run %s from the disk, without looking for a newer run: %s", local, error)
+        line = "continuing run %s from the disk, without looking for a newer run: %s%s"
+        _logger.warning(line, local, error, next_step(error))
         return local
     return max((name for name in (local, replicated) if name is not None), default=None)

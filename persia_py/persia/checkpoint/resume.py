@@ -9,7 +9,7 @@ from persia.checkpoint.object_store import ObjectStore
 from persia.checkpoint.policy import Checkpoints
 from persia.checkpoint.run_state import RunState
 from persia.runtime.errors import CheckpointError, StorageError
-from persia.runtime.logging import get_logger
+from persia.runtime.logging import get_logger, next_step
 from persia.runtime.places import Place, Url
 from persia_core import checkpoint as _core
 
@@ -24,7 +24,8 @@ def resume(checkpoints: Checkpoints, state: RunState) -> bool:
 
     Raises:
         CheckpointError: The newest checkpoint is damaged, or belongs to another configuration.
-        StorageError: This process or a server cannot write to the folder of checkpoints.
+        StorageError: This process or a server cannot write to the folder of checkpoints, or the replicas cannot be
+            listed and the folder has no checkpoint.
     """
     folder = checkpoints.folder(state.backend)
     try:
@@ -59,7 +60,8 @@ def _newer_replica(store: ObjectStore, folder: Place, newest: str | None) -> str
     except StorageError as error:
         if newest is None:
             raise
-        _logger.warning("resuming from %s without looking for a newer replica: %s", newest, error)
+        line = "resuming from %s without looking for a newer replica: %s%s"
+        _logger.warning(line, newest, error, next_step(error))
         return newest
     if newest is not None:
         opened = _core.Checkpoint(newest)
@@ -68,18 +70,22 @@ def _newer_replica(store: ObjectStore, folder: Place, newest: str | None) -> str
     elif newer is None:
         return None
     _logger.warning("%s is newer than the checkpoints in %s: downloading it", f"{store.url}/{newer.name}", folder)
-    store.get(newer.name, Path(folder, newer.name))  # replicas exist only for a folder
+    store.get(newer.name, Path(folder, newer.name))  # upload_to is only allowed with a folder
     return os.fspath(folder / newer.name)
 
 
 def _previous(folder: Place, error: CheckpointError, *, allowed: bool) -> snapshot.Load:
-    """Return the newest intact checkpoint if the newest of all is damaged."""
+    """Return the newest intact checkpoint if the newest of all cannot be used.
+
+    Raises:
+        CheckpointError: This is not ``allowed``, or no checkpoint is intact.
+    """
     found = _core.listing(folder)
     whole = next((each["path"] for each in found if each["problem"] is None), None)
     if whole is None:
         raise error
     if not allowed:
-        # A checkpoint that cannot be read at the moment may be intact.
+        # Do not advise to delete a checkpoint that cannot be read at the moment, because it may be intact.
         broken = shlex.join(str(each["path"]) for each in found if each["problem"] is not None and not each["unread"])
         hint = (
             f"to resume from {whole}, use --set checkpoint.allow_previous=true (in a script "
@@ -89,5 +95,6 @@ def _previous(folder: Place, error: CheckpointError, *, allowed: bool) -> snapsh
             remove = f"delete the objects below {broken}" if isinstance(folder, Url) else f"rm -r {broken}"
             hint += f"; or remove the damaged checkpoints: {remove}"
         raise CheckpointError(f"{error}\n{whole} is intact", hint=hint)
-    _logger.warning("resuming from %s, because the newer one is damaged: %s", whole, error)
+    line = "resuming from %s, because the newest checkpoint cannot be used: %s%s"
+    _logger.warning(line, whole, error, next_step(error))
     return snapshot.Load(whole)

@@ -77,7 +77,7 @@ def checkpoints_in(folder: Place) -> list[Saved]:
 def _has_manifest(path: Path) -> bool:
     try:
         (path / _MANIFEST).lstat()
-    except OSError:  # a folder that cannot be read, such as lost+found, contains no checkpoint
+    except OSError:  # a folder that cannot be read, such as lost+found, does not count as a checkpoint
         return False
     return True
 
@@ -159,7 +159,7 @@ def remove(path: Place) -> None:
 
 
 def with_space(error: Exception, folder: Place) -> str:
-    """Return the text of an error. For a full disk, add the required and the available space.
+    """Return the text of an error. For a full disk, add the required and the available space, and the next step.
 
     Args:
         error: The error.

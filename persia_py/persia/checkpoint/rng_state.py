@@ -50,7 +50,7 @@ def check_random_state(state: dict[str, Any], optimizer: Optimizer, path: Place)
         hint = "use the versions of Python, numpy and torch that saved the checkpoint, or load another checkpoint"
         raise CheckpointError(
             f"{path}: the random state or the learning rate cannot be restored: {type(error).__name__}: {error}",
-            hint="" if isinstance(error, ConfigError) else hint,  # that error has the next step
+            hint="" if isinstance(error, ConfigError) else hint,  # a ConfigError names the allowed rates
         ) from error
 
 
@@ -60,7 +60,10 @@ def _of_numpy(state: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def restore_random_state(state: dict[str, Any], optimizer: Optimizer) -> None:
-    """Restore a state that :func:`random_state` returned."""
+    """Restore a state that :func:`random_state` returned.
+
+    The generators of CUDA are restored only if this process has as many devices as the one that saved them.
+    """
     random.setstate(state["python"])
     np.random.set_state(_of_numpy(state))
     torch.set_rng_state(state["torch"].cpu())

@@ -195,10 +195,10 @@ class _Reader:
     def rows(self) -> Iterator[tuple[int, npt.NDArray[np.uint64], npt.NDArray[np.float32]]]:
         """Yield the row number of the first row (counted from 1), ids, and vectors ``[rows, dim]``.
 
-        After an error only check rows.
+        After an error, the remaining rows are only checked.
 
         Raises:
-            DataError: The file has errors; the message lists all of them.
+            DataError: The file has errors; the message has the number and the first rows of each kind of error.
         """
         id_column, weights_column = self._columns.id, self._columns.weights
         no_id = _Mistakes(f"column {id_column!r} is null")

@@ -129,7 +129,10 @@ class RunState:
             self._cursor, self._replay_digests, self.passes = now
 
     def take_position(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        """Take the position and the digests of a loaded checkpoint; None if a loop continues."""
+        """Take the position and the digests of a loaded checkpoint.
+
+        Both are None if no checkpoint was loaded since the last call.
+        """
         loaded, self._loaded = self._loaded, False
         return (self._cursor, self._replay_digests) if loaded else (None, None)
 
@@ -303,7 +306,7 @@ def _warn_of_missing(model: torch.nn.Module | None, ranks: dict[str, dict[str, A
 
 
 def saved_inputs(loaded: snapshot.Load) -> inputs.InputNames | None:
-    """Return the names of the model's inputs in a checkpoint; None if an older version wrote the checkpoint."""
+    """Return the names of the model's inputs in a checkpoint; None if it has none, as one of an older version."""
     return inputs.InputNames.from_state(loaded.state(inputs.FILE)) if inputs.FILE in loaded.names else None
 
 

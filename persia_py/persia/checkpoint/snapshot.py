@@ -27,7 +27,7 @@ from persia.checkpoint.state_keys import fitted
 from persia.embedding import inputs
 from persia.runtime import files, flight
 from persia.runtime.errors import CheckpointError, PersiaError, StorageError, UsageError
-from persia.runtime.logging import get_logger
+from persia.runtime.logging import get_logger, next_step
 from persia.runtime.places import Place, Url, place
 from persia.runtime.settings import settings
 from persia.runtime.waits import REMIND_S
@@ -40,6 +40,8 @@ COLLECTION_MODEL = "model.pt"
 """The file name of the model in a checkpoint of ``EmbeddingCollection.save(directory, model=...)``."""
 DENSE_MODEL = "dense.pt"
 """The file name of the model in a checkpoint of a context."""
+_SHOWN = 10
+"""The maximum number of files or differences that a message lists."""
 
 
 class Save:
@@ -84,7 +86,7 @@ class Save:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[Self]:
-        """Commit the checkpoint at the end of the block; abort it if the block raises."""
+        """Keep the save open after the block; abort it if the block raises."""
         try:
             yield self
         except BaseException:
@@ -101,6 +103,7 @@ class Save:
 
         Raises:
             UsageError: The name is taken or invalid, or the state cannot be pickled.
+            StorageError: A tensor cannot be copied from its device.
         """
         self._add(name, lambda file: torch.save(state, file))
         if name == inputs.FILE:  # the manifest gets them too, because servers of an infer job cannot unpickle the file
@@ -183,7 +186,8 @@ class Writing:
             self._work()
         except BaseException as error:
             self.error = error
-            _logger.error("%s failed: %s", self.what, error, exc_info=not isinstance(error, PersiaError))
+            whole = not isinstance(error, PersiaError)
+            _logger.error("%s failed: %s%s", self.what, error, next_step(error), exc_info=whole)
 
     def wait(self, seconds: float = math.inf) -> bool:
         """Wait at most this many seconds, and return whether the write has ended. A long wait is logged every 30 s."""
@@ -201,7 +205,7 @@ class Writing:
 
 
 class Load:
-    """A checkpoint, opened after all its files were verified.
+    """A checkpoint whose files have all been verified.
 
     Args:
         directory: The directory or the URL of the checkpoint. Files of an object store are read into memory, not copied
@@ -220,6 +224,7 @@ class Load:
 
     Raises:
         CheckpointError: The directory has no checkpoint, or a damaged one; the message names the file.
+        StorageError: A file cannot be read.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -244,7 +249,8 @@ class Load:
             CheckpointError: The checkpoint has no such file, or the file has no state dict.
         """
         if name not in self.names:
-            others = ", ".join(other for other in self.names if not other.endswith(".arrow")) or "nothing"
+            named = [other for other in self.names if not other.endswith(".arrow")]
+            others = _few(named, ", ") or "nothing"
             raise CheckpointError(
                 f"{self.path}: the checkpoint has no {name}; apart from rows it has {others}",
                 hint="read a file that the checkpoint has, or load another checkpoint",
@@ -277,8 +283,8 @@ class Load:
             _logger.warning(
                 "%s lacks some tables of this run, which start without rows: %s; the checkpoint has %s",
                 self.path,
-                ", ".join(absent),
-                ", ".join(sorted(self.tables)),
+                _few(absent, ", "),
+                _few(sorted(self.tables), ", ") or "none",
             )
 
 
@@ -323,6 +329,10 @@ def _read_state(
         state = torch.load(content or path, map_location=map_location or "cpu", weights_only=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file", hint="correct the path of the state dict") from error
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be read: {error.strerror or error}", hint="check the path of the state dict and its owner"
+        ) from error
     except Exception as error:  # the exceptions for damaged pickles are not documented
         hint = _STATE_DICT if map_location is None else f"check map_location; {_STATE_DICT}"
         raise CheckpointError(f"{path}: not a state dict that torch can load: {error}", hint=hint) from error
@@ -337,7 +347,7 @@ def check_module(module: torch.nn.Module, state: dict[str, Any], path: Place) ->
     The prefixes of wrappers, such as ``module.`` of DistributedDataParallel, are ignored.
 
     Raises:
-        CheckpointError: Keys or shapes differ; the message lists all differences.
+        CheckpointError: Keys or shapes differ; the message lists the first differences, and their number.
     """
     own, state = module.state_dict(), fitted(module, state)
     # The module itself handles extra state that an older version did not save.
@@ -350,10 +360,16 @@ def check_module(module: torch.nn.Module, state: dict[str, Any], path: Place) ->
     ]
     if wrong:
         raise CheckpointError(
-            f"{path}: the model differs from the one that was saved: {'; '.join(wrong)}",
+            f"{path}: the model differs from the one that was saved: {_few(wrong, '; ')}",
             hint="create the model with the class and the sizes of the saved one, or load a checkpoint of this model",
         )
     return state
+
+
+def _few(found: list[str], separator: str) -> str:
+    """Return the first entries of a list for a message, and the number of the others."""
+    more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+    return separator.join([*found[:_SHOWN], *more])
 
 
 def _shape(value: object) -> tuple[int, ...] | None:
@@ -385,9 +401,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], pat
             hint=_OPTIMIZER,
         )
     if own != saved:
+        before, now = (", ".join(map(str, counts)) or "no group" for counts in (saved, own))
         raise CheckpointError(
-            f"{path}: the dense optimizer differs from the one that was saved: parameters per group {saved} in the "
-            f"checkpoint, {own} here",
+            f"{path}: the dense optimizer differs from the one that was saved: the numbers of parameters by group are "
+            f"{before} in the checkpoint, {now} here",
             hint=_OPTIMIZER,
         )
 
@@ -399,7 +416,12 @@ def dump_state(
     is_jit: bool,
     names: inputs.InputNames | None = None,
 ) -> None:
-    """Write a state dict with the model's inputs, or with ``is_jit`` the scripted module, durably and atomically."""
+    """Write a state dict with the model's inputs, or with ``is_jit`` the scripted module, durably and atomically.
+
+    Raises:
+        UsageError: The name has folders, the state cannot be pickled, or the module cannot be scripted.
+        StorageError: The file cannot be written.
+    """
     if Path(file_name).name != file_name:
         raise UsageError(f"file_name={file_name!r}: expected a name without folders")
     temporary = directory / f".{file_name}.tmp"
@@ -426,7 +448,7 @@ def load_state(
     """Load what :func:`dump_state` wrote, and return the model's inputs.
 
     Raises:
-        CheckpointError: The file is missing, is not a state dict, or does not fit.
+        CheckpointError: The file is missing, cannot be read, is not a state dict, or does not fit.
     """
     state = _read_state(path, map_location)
     if isinstance(instance, torch.nn.Module):

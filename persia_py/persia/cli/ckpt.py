@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from persia.runtime.errors import UsageError
+from persia.runtime.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,18 +28,22 @@ app = typer.Typer(no_args_is_help=True, help="List, show, verify, prune, copy, e
 def ckpt_list(
     parent: Annotated[str, typer.Argument(help="A run, a folder of checkpoints, a checkpoint, or s3://bucket/prefix.")],
 ) -> None:
-    """List the checkpoints of a run, in a folder or an object store. Broken ones are listed with the reason."""
+    """List the checkpoints of a run, in a folder or an object store; broken ones are listed with the reason."""
     from persia.checkpoint.object_store import ObjectStore
     from persia.runtime.files import is_url
 
     if is_url(parent):
         copies = ObjectStore(parent)
-        whole = copies.whole()
-        if not whole:
+        listing = copies.listing()
+        if not listing:
             typer.echo(f"{parent}: no checkpoints")
-        for each in whole:
+        whole = [each for each in listing.values() if not isinstance(each, CheckpointError)]
+        for each in sorted(whole, key=lambda one: one.age, reverse=True):
             size = f"{each.rows:,} rows  {each.size:,} bytes"
             typer.echo(f"{copies.url}/{each.name}  step {each.age[1]}  {size}  {each.created_at}")
+        for name, broken in listing.items():
+            if isinstance(broken, CheckpointError):
+                typer.echo(f"{copies.url}/{name}  BROKEN: {broken}")
         return
     found = _listing(parent)
     if not found:
@@ -140,7 +144,7 @@ def _show_tables(head: dict[str, Any]) -> None:
 
 @app.command("prune")
 def ckpt_prune(
-    parent: Annotated[str, typer.Argument(help="A run, or a folder of checkpoints.")],
+    parent: Annotated[str, typer.Argument(help="A run, a folder of checkpoints, or s3://bucket/prefix.")],
     older: Annotated[str | None, typer.Option(metavar="AGE", help="Delete those that are older: 7d, 12h, 30m.")] = None,
     keep_last: Annotated[int | None, typer.Option(min=1, metavar="N", help="Keep the newest N in any case.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be deleted.")] = False,
@@ -271,7 +275,10 @@ def ckpt_copy(
     destination: Annotated[str, typer.Argument(help="The new checkpoint: a URL if SOURCE is a folder, else a folder.")],
     force: Annotated[bool, typer.Option(help="Replace another checkpoint at the URL.")] = False,
 ) -> None:
-    """Copy a checkpoint to or from an object store, and verify the copy. A failed copy leaves no checkpoint."""
+    """Copy a checkpoint to or from an object store.
+
+    Its files in the folder are verified. A failed copy leaves no checkpoint.
+    """
     from persia.checkpoint.object_store import copy
     from persia.runtime.files import is_url
 
@@ -287,7 +294,7 @@ def ckpt_copy(
 @app.command("export")
 def ckpt_export(
     source: Annotated[
-        str, typer.Argument(help="A checkpoint, or a run; with --list-uploads or --abort-uploads s3://bucket/prefix.")
+        str, typer.Argument(help="A checkpoint, or a run; with --list-uploads or --abort-uploads: s3://bucket/prefix.")
     ],
     destination: Annotated[
         str | None, typer.Argument(help="The new checkpoint: s3://bucket/prefix/NAME.", show_default=False)

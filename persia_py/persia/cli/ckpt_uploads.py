@@ -17,7 +17,8 @@ def export(folder: str, url: str, *, force: bool) -> None:
     again = f"persia ckpt export {shlex.quote(folder)} {shlex.quote(url)}{' --force' if force else ''}"
     done = multipart.export(folder, url, again, force=force)
     if done.files_before == done.files:
-        typer.echo(f"ok: {url} already has this checkpoint: {done.files} files, {done.bytes:,} bytes; nothing was sent")
+        said = f"{done.files} files, {done.bytes:,} bytes; all were there already, no file was sent"
+        typer.echo(f"ok: {folder} is at {url}: {said}")
         return
     typer.echo(f"ok: {folder} is at {url}: {done.files} files, {done.bytes:,} bytes, {done.parts} parts sent")
     if done.files_before or done.parts_before:

@@ -1,4 +1,4 @@
-"""``persia config``: check configuration files, and show a whole configuration."""
+"""``persia config``: check configuration files, show a whole configuration, and estimate the memory of its pods."""
 
 import shlex
 from collections.abc import Sequence
@@ -146,7 +146,7 @@ def config_sizing(
     document = open_document(_path(file, "sizing"), overrides or ())
     document.findings.raise_if_any()
     if document.config is None:
-        return  # findings are errors here
+        return  # not reached: raise_if_any raises if there is no config
     found, pods = pod_memory.pods_of(document.config, servers, trainers, ranks)
     rows = sum(table.rows for table in found.tables)
     summary = (

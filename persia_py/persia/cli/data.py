@@ -1,4 +1,4 @@
-"""``persia data``: inspect tables, and generate synthetic data."""
+"""``persia data``: inspect tables, measure how fast they are read, and generate synthetic data."""
 
 import shlex
 from pathlib import Path
@@ -13,7 +13,7 @@ app = typer.Typer(no_args_is_help=True, help="Inspect tables, measure how fast t
 
 @app.callback()
 def _group() -> None:
-    """Inspect tables, measure reading speed, generate synthetic data."""
+    """Inspect tables, measure how fast they are read, generate synthetic data."""
 
 
 @app.command("inspect")
@@ -92,7 +92,7 @@ def data_synth(
 ) -> None:
     """Write synthetic clicks of a known model, and print the best AUC that a model can reach on them.
 
-    Compare a model that is evaluated on this file with the AUC on the drawn labels.
+    The last line has the AUC of the known model (the teacher) on the labels of this file: compare other models with it.
     """
     from persia.data import synth
     from persia.runtime.errors import UsageError

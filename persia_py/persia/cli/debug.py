@@ -22,7 +22,7 @@ _Nproc = Annotated[int | None, typer.Option("--nproc", help="Ranks. Default: tor
 
 @app.callback()
 def _group() -> None:
-    """Stop one of several ranks at breakpoints; print stacks; compare tensors; work in the trainer's image."""
+    """Stop at breakpoints on one of several ranks; print stacks; compare tensors; work in the trainer's image."""
 
 
 def _rank(given: int | None) -> int:

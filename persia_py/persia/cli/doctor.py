@@ -29,7 +29,11 @@ def doctor(
     ] = False,
     matrix: Annotated[
         int | None,
-        typer.Option(min=2, metavar="N", help="Connect N ranks to each other: run it on every rank, with RANK set."),
+        typer.Option(
+            min=2,
+            metavar="N",
+            help="Connect N ranks to each other. Run it on every rank, with RANK set; without it, all are here.",
+        ),
     ] = None,
     prometheus: Annotated[
         str | None, typer.Option(metavar="URL", help="Check what this Prometheus scrapes, and which series are absent.")

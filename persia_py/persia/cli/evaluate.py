@@ -9,7 +9,8 @@ import typer
 def evaluate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, runs/LATEST, or a checkpoint in a run.")],
     files: Annotated[
-        list[str] | None, typer.Argument(metavar="[FILE]...", help="Files with labels; by default the test set.")
+        list[str] | None,
+        typer.Argument(metavar="[FILE]...", help="Files with labels. Default: the test set, else the validation set."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:

@@ -28,7 +28,11 @@ def export(
     ] = False,
     held_out: Annotated[
         list[str] | None,
-        typer.Option("--held-out", metavar="FILE", help="Compare scores on these rows. By default: the test rows."),
+        typer.Option(
+            "--held-out",
+            metavar="FILE",
+            help="Compare scores on these rows. Default: the test set, else the validation set, else training rows.",
+        ),
     ] = None,
     checkpoint: Annotated[
         Path | None,

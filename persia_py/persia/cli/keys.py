@@ -33,7 +33,7 @@ def _refuse(command: str, option: str, value: str) -> None:
 
     keys = keys_like(option)
     if not keys:
-        return  # the command names it, and similar options
+        return  # no key of persia.yml: the parser of the command reports the option, with similar options
     raise UsageError(
         f"{command}: there is no option {option}; --set changes {' or '.join(keys)} of persia.yml",
         hint=" or ".join(f"--set {key}={value}" for key in keys),

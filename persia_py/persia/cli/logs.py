@@ -56,9 +56,9 @@ def logs(
                 for line in found if limit is None else deque(found, maxlen=limit):
                     sys.stdout.write(f"{line.as_json() if as_json else line.as_text()}\n")
                 sys.stdout.flush()
-                limit = None  # of the lines that existed at the start
+                limit = None  # --tail limits only the lines that existed at the start
     except BrokenPipeError:  # the reader has ended: `persia logs | head`
-        with Path(os.devnull).open("wb") as nowhere:  # Python flushes it again at its end
+        with Path(os.devnull).open("wb") as nowhere:  # at its end, Python flushes standard output again
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
         return
     for text in failed.lines():

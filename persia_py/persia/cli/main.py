@@ -101,7 +101,7 @@ def _main(
 
 
 def main() -> None:
-    """Run the command. Print an error as one message with the next step, and return the exit code of its class.
+    """Run the command. Print an error as one message with the next step, and exit with the code of its class.
 
     An error of another class often comes from the user's model: print its cause and the user's stack frames.
     """

@@ -32,7 +32,7 @@ def config_pick(
 ) -> None:
     """Pick the cheapest instance on which a run fits. Exit with 75 if no price saves at least --min-saving.
 
-    The required memory is that of a run in one process, as the run estimates it at its start, and a tenth more.
+    The required memory is that of a run in one process, as the run estimates it at its start, with a tenth left free.
     """
     from persia.trainer import instances
 

@@ -39,7 +39,7 @@ def serve(
         int, typer.Option(min=1, envvar="PERSIA_SERVE_MAX_ROWS", help="Maximum number of rows of a request.")
     ] = 10_000,
     max_body_mb: Annotated[
-        int, typer.Option(min=1, max=1024, envvar="PERSIA_SERVE_MAX_BODY_MB", help="Largest request in MB.")
+        int, typer.Option(min=1, max=1024, envvar="PERSIA_SERVE_MAX_BODY_MB", help="Largest request in MiB.")
     ] = 8,
     timeout_s: Annotated[
         float,

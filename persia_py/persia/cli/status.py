@@ -24,7 +24,10 @@ def status(
         float | None, typer.Option("-n", min=0.1, help="With --watch: seconds between samples. Default: 2.")
     ] = None,
 ) -> None:
-    """Show the processes of a job. Exit with 1 if one is missing or unhealthy, but always with 0 with --watch."""
+    """Show the processes of a job. Exit with 1 if there is a problem, such as a missing process.
+
+    With --watch or --targets, a problem does not change the exit code.
+    """
     from persia.runtime.errors import UsageError
 
     if not watch:

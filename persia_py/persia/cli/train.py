@@ -40,7 +40,7 @@ def _again(file: Path, overrides: list[str], folder: "RunFolder") -> str:
 def train(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A persia.yml.")],
     run: Annotated[
-        Path | None, typer.Argument(metavar="[RUN]", help="With --resume: the run; by default the newest one.")
+        Path | None, typer.Argument(metavar="[RUN]", help="With --resume: the run. Default: run.name, or runs/LATEST.")
     ] = None,
     set_: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue a run after its newest checkpoint.")] = False,
@@ -67,7 +67,11 @@ def train(
     verbose: Annotated[bool, typer.Option("--verbose", help="Show whole tracebacks, and log all.")] = False,
     follow: Annotated[
         bool,
-        typer.Option("--follow", "-f", help="Train in the background, and show the output. Ctrl-C leaves it running."),
+        typer.Option(
+            "--follow",
+            "-f",
+            help="Train in the background, and show the output. On a terminal, Ctrl-C asks whether to end it.",
+        ),
     ] = False,
     profile: Annotated[
         bool, typer.Option("--profile", help="Record some steps, and show their times and what limits them.")

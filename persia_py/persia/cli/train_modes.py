@@ -73,6 +73,7 @@ def follow(file: Path, overrides: Sequence[str]) -> int:
     Raises:
         ConfigError: The configuration has errors.
         StorageError: ``run.dir`` cannot be written.
+        PersiaError: The operating system refuses to start a process.
     """
     from persia.launch import background
 
@@ -132,20 +133,20 @@ def test(config: Config, file: Path, nproc: int | None, *, replace_rows: bool) -
     from persia.trainer import one_batch
 
     began = time.monotonic()
-    where = "in this process"
+    where, left = "in this process", "no file is left"
     code = 0
     if nproc is not None:
         where = f"on {nproc} ranks"
         code = ranks.test(config, file, nproc)
     elif settings.nats_url is not None:
-        where = "on the servers of the job"
+        where, left = "on the servers of the job", "the servers now hold the rows of the test"
         _check_servers(replace_rows=replace_rows)
         one_batch.check_storage(config)
         code = ranks.test_on_servers(config, file)
     else:
         one_batch.run_here(config, str(file))
     if code == 0:
-        typer.echo(f"ok: one batch passed {where}, in {time.monotonic() - began:.1f} s; no file is left")
+        typer.echo(f"ok: one batch passed {where}, in {time.monotonic() - began:.1f} s; {left}")
     return code
 
 
@@ -226,7 +227,7 @@ def _outcome(trial: "Trial", metric: str) -> str:
     from persia.trainer.reports import title
 
     if trial.error:
-        return f"failed: {trial.error}"
+        return f"failed: {trial.error}" + (f"\n  next:  {trial.hint}" if trial.hint else "")
     value = "-" if trial.value is None else f"{trial.value:.4f}"
     return f"{title(metric)} {value}, {trial.folder.shown}" + (" (finished before)" if trial.reused else "")
 

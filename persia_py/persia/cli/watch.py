@@ -21,6 +21,7 @@ from rich.text import Text
 from persia.discovery import nats
 from persia.monitor import gpus
 from persia.monitor.gpus import Gpu
+from persia.runtime import job
 from persia.runtime.errors import UsageError
 
 METRICS, SUMMARY, LATEST = "metrics.jsonl", "summary.json", "LATEST"
@@ -116,7 +117,7 @@ class Watch:
         self.sample()  # rates require an earlier sample
 
     def sample(self) -> list[Row]:
-        """Return a row for each process, with rates since the previous call."""
+        """Return a row for each process and each GPU, with rates since the previous call."""
         now, network = time.monotonic(), _network()
         spent = max(now - self._at, 1e-6)
         rates = [(after - before) / spent for after, before in zip(network, self._network, strict=True)]
@@ -205,10 +206,11 @@ def run_folder(given: Path) -> Path:
 
     Raises:
         UsageError: The run does not exist.
+        StorageError: ``LATEST`` cannot be read.
     """
     folder = given
     if given.name == LATEST and given.is_file():
-        folder = given.parent / given.read_text(encoding="utf-8").strip()
+        folder = job.target_of(given)
     if not (folder / METRICS).is_file():
         raise UsageError(
             f"{given}: no run; expected the folder of a run, such as runs/LATEST",

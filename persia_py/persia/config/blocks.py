@@ -45,15 +45,19 @@ class DataBlock(Block):
     train: Paths
     """Files, folders, globs or ``s3://`` addresses; relative paths are relative to the folder of ``persia.yml``."""
     valid: Paths | None = None
-    """Files of the validation set. None: ``split`` takes its rows from ``train``."""
+    """Files of the validation set. None: ``split`` takes its rows from ``train``; with ``by: file`` there is no such
+    set."""
     test: Paths | None = None
-    """Files of the test set. None: ``split`` takes its rows from ``train``."""
+    """Files of the test set. None: ``split`` takes its rows from ``train``; with ``by: file`` there is no such
+    set."""
     format: Literal["parquet", "csv", "tsv", "ipc"] | None = None
-    """The format of the files. None: the extension of the first file determines it."""
+    """The format of the files. None: the extension of the first file determines it. A file with the extension of
+    another format is refused."""
     preset: Literal["criteo"] | None = None
     """``criteo``: tab-separated files without a header, with the columns label, I1 to I13, C1 to C26."""
     columns: dict[str, ColumnType] = Field(default_factory=dict)
-    """The types of the columns of text files. Columns that are not listed are strings."""
+    """The types of the columns of text files. Columns that are not listed are strings, unless ``preset`` gives their
+    types."""
     header: list[str] | None = None
     """The names of the columns, for text files whose first line is not a header."""
     split: SplitBlock = SplitBlock()
@@ -70,8 +74,8 @@ class DataBlock(Block):
     """The number of threads that convert training rows to ids and floats, in the trainer, or in a job in each
     data-compose. Arrow uses separate threads to read and decode files. Batches and their order do not depend on it."""
     prefetch: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """The number of batches that are prepared ahead of training; in a job, by each data-compose. Each worker prepares
-    one more. None: 4, in a job 10."""
+    """The number of batches that are prepared ahead of training. In a job: the number of batches from each data-compose
+    that wait at each rank. Each worker prepares one more. None: 4, in a job 10."""
     persistent: bool = True
     """Keep the threads of ``workers`` for the whole run. With ``false`` they end with each epoch: the last batch of an
     epoch is ready before the first row of the next is converted."""
@@ -105,7 +109,8 @@ class ModelBlock(BaseModel):
     name: str | None = None
     """``dlrm``, ``dcnv2``, ``autoint``, or ``tiny`` for tests: one linear layer."""
     class_: Annotated[str | None, Field(alias="class")] = None
-    """Your own model as ``module:Class``. The module is imported from the folder of ``persia.yml``."""
+    """Your own model as ``module:Class``. The module is searched for in the folder of ``persia.yml``, then in those of
+    ``sys.path``."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -119,9 +124,9 @@ class EarlyStopBlock(Block):
     metric: Literal["auc", "log_loss", "ne", "gauc", "loss"] = "auc"
     """The metric that must improve: a metric of the first label, or ``loss``, the loss of all labels together."""
     patience: Annotated[int, Field(ge=1)] = 3
-    """The number of evaluations without an improvement after which training stops."""
+    """The number of evaluations in a row without an improvement after which training stops."""
     min_delta: Annotated[float, Field(ge=0)] = 0.0
-    """The minimum difference that counts as an improvement."""
+    """The difference that an improvement must exceed."""
 
 
 class TrainBlock(Block):
@@ -142,10 +147,12 @@ class TrainBlock(Block):
     batch of ``accumulate * data.batch_size`` rows, except for rounding. The model runs on one batch at a time."""
     micro_batch: Annotated[int, Field(ge=1)] | None = None
     """The number of rows on which the model runs at a time on a rank, to save memory; gradients are added up over the
-    batch. None: the whole batch. If memory runs out, all ranks halve it together."""
+    batch. None: the whole batch. If memory runs out, all ranks halve it together; ``docs/training.md`` lists the
+    exceptions."""
     nonfinite: Literal["raise", "skip"] = "raise"
     """What happens if the loss or a gradient is NaN or infinite: training ends, or all ranks skip the step. Model and
-    rows do not change. With ``precision: fp16``, gradients that overflow always skip the step."""
+    rows do not change. With ``precision: fp16``, gradients that overflow because of the loss scale skip the step in
+    both cases. The 25th skipped step in a row ends training."""
     detect_anomaly: bool = False
     """Let torch find the operation whose gradient has NaN. Training is several times slower."""
     staleness: Annotated[int, Field(ge=1, le=MAX_STALENESS)] = 4
@@ -157,16 +164,19 @@ class TrainBlock(Block):
     threads: Annotated[int, Field(ge=1)] = 1
     """The number of threads that torch uses for the model."""
     start_from: str | None = None
-    """A checkpoint written by ``persia ckpt import``. A new run starts from its rows. In a job, it must be below
-    ``PERSIA_CKPT_DIR``. None: new rows."""
+    """A checkpoint written by ``persia ckpt import``. A new run starts from its rows. A relative path is relative to
+    the folder of ``persia.yml``; in a job, it is below ``PERSIA_CKPT_DIR``, as an absolute path must be. None: new
+    rows."""
     evaluate_every: Annotated[int, Field(ge=1)] | None = None
-    """Steps between evaluations on the validation set. None: ten evaluations in a run, at least one in each epoch."""
+    """Steps between evaluations on the validation set. None: at most ten evaluations in a run, at equal distances; with
+    more than ten epochs, one at the end of each epoch."""
     early_stop: EarlyStopBlock | None = None
     """The condition for stopping early. None: training ends after all epochs."""
     metrics: list[Literal["auc", "log_loss", "ne", "calibration", "gauc"]] = Field(
         default_factory=lambda: ["auc", "log_loss", "ne", "calibration"]  # type: ignore[arg-type]
     )
-    """The metrics that an evaluation reports."""
+    """The metrics that an evaluation reports. For a label with ``loss: mse``, these are ``mse`` and ``mae``, and
+    ``calibration`` if it is listed."""
     gauc_group: str | None = None
     """The column whose values are the groups of ``gauc``, such as the user."""
     weight: str | None = None
@@ -177,8 +187,9 @@ class CheckpointBlock(Block):
     """The checkpoints of a run."""
 
     dir: str | None = None
-    """The folder of the checkpoints, or an address such as ``s3://bucket/prefix``, to which the trainer and every
-    server write. None: ``checkpoints`` in the run's folder. In a job only an address has an effect."""
+    """The folder, or an address such as ``s3://bucket/prefix``, below which each run has its checkpoints, under its
+    name. A relative path is relative to the working directory. Rank 0 and every server write to an address. None:
+    ``checkpoints`` in the run's folder. In a job only an address has an effect."""
     every: Annotated[int, Field(ge=1)] = 1000
     """Steps between checkpoints. A checkpoint is always written at the end of training."""
     keep: Annotated[int, Field(ge=1)] = 3
@@ -190,7 +201,7 @@ class CheckpointBlock(Block):
     """Read each checkpoint after it is written, and compare every hash. A checkpoint whose hashes differ counts as
     failed."""
     upload_to: str | None = None
-    """An address such as ``s3://bucket/prefix`` to which each checkpoint is uploaded."""
+    """An address such as ``s3://bucket/prefix`` below which each checkpoint is uploaded, under the name of the run."""
     allow_previous: bool = False
     """If the newest checkpoint is damaged, resume after the newest intact one, with a warning. Otherwise a resume is
     refused."""
@@ -235,7 +246,8 @@ class RunBlock(Block):
     """The folder of a run, and its output."""
 
     dir: str = "runs"
-    """The folder of all runs. A relative path is relative to the working directory."""
+    """The folder of all runs. A relative path is relative to the working directory. In containers and on Kubernetes,
+    ``PERSIA_RUN_DIR`` is the folder of the run, and ``dir`` and ``name`` have no effect."""
     name: str | None = None
     """The name of the run's folder. None: the time of the start."""
     log_every: Annotated[int, Field(ge=1)] = 50

@@ -54,7 +54,7 @@ def kind_of(text: str, path: Path) -> str:
     if path.name in _KEYS:
         return path.name
     if root is None:
-        return PERSIA  # which reports the error in the text
+        return PERSIA  # reading it as a persia.yml reports why the text is not a mapping
     kinds = "; ".join(f"{kind} has {', '.join(known)}" for kind, known in _KEYS.items())
     raise ConfigError(
         f"{path}: not a known configuration file: {kinds}", hint="specify a file of one of these three kinds"

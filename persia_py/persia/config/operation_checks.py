@@ -87,8 +87,8 @@ class Operations(Checker):
         for block, key in (("spot", "url"), ("spot", "token_url"), ("price", "url")):
             given = (self._values.get(block) or {}).get(key)
             if given is not None and not _is_address(given):
-                message = f"found `{shown_url(given)}`, allowed: an address such as http://169.254.169.254/path"
-                self._error(f"{block}.{key}", message)
+                allowed = "a complete http:// or https:// address, without spaces, such as http://169.254.169.254/path"
+                self._error(f"{block}.{key}", f"found `{shown_url(given)}`, allowed: {allowed}")
         every = (self._values.get("checkpoint") or {}).get("every")
         often = (self._values.get("price") or {}).get("checkpoint_every")
         if every is not None and often is not None and often >= every:

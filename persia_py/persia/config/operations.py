@@ -15,9 +15,9 @@ class CompressionBlock(Block):
     """
 
     name: Literal["fp16", "bf16", "powersgd"]
-    """``fp16``, ``bf16``: gradients are sent in that type; with ``fp16``, a gradient beyond 65504 skips the step.
-    ``powersgd``: matrices are sent as products of two thin matrices (Vogels, Karimireddy and Jaggi 2019). The error on
-    each rank is added to its next gradient, and is saved in checkpoints."""
+    """``fp16``, ``bf16``: gradients are sent in that type; with ``fp16``, a gradient beyond 65504 becomes infinite, and
+    ``train.nonfinite`` applies. ``powersgd``: matrices are sent as products of two thin matrices (Vogels, Karimireddy
+    and Jaggi 2019). The error on each rank is added to its next gradient, and is saved in checkpoints."""
     rank: Annotated[int, Field(ge=1)] = 1
     """With ``powersgd``: the number of columns of the thin matrices. More columns lose less and send more data."""
     start_iter: Annotated[int, Field(ge=2)] = 1000
@@ -34,7 +34,8 @@ class DistBlock(Block):
     and the run ends with 70. Time in which all ranks compute, and time at a breakpoint, does not count. None: a day,
     because ``PERSIA_HANG_TIMEOUT`` detects a hang sooner."""
     interface: str | None = None
-    """The network interface of each host, such as ``eth0``. None: the interface of the host's address."""
+    """The network interface of each host, such as ``eth0``. None: the interface through which the host reaches NATS, or
+    that of ``PERSIA_ADVERTISE``."""
     regions: dict[str, list[int]] | None = None
     """The ranks of each region, such as ``{east: [0, 1], west: [2, 3]}``: gradients are added up in each region, and
     one rank of each region sends the sum to the other regions. Each rank is in one region. The result equals that of
@@ -56,7 +57,8 @@ class FsdpBlock(Block):
 class SpotBlock(Block):
     """Polls for the termination notice of a spot (preemptible) instance, and saves the run before the instance ends.
 
-    After a notice, all ranks finish the step, save the run and exit with 75. One rank on each host polls.
+    After a notice, all ranks finish the step, save the run and exit with 75. One rank of each trainer (a launcher or a
+    container) polls.
     """
 
     url: str
@@ -70,14 +72,14 @@ class SpotBlock(Block):
     """The address from which a token is fetched for each request, which Amazon's metadata service (IMDSv2) may require:
     ``http://169.254.169.254/latest/api/token``."""
     resource: str | None = None
-    """On Azure: the name of this virtual machine. Events whose ``Resources`` do not list it are ignored. None: all
+    """On Azure: the name of this virtual machine. Events whose ``Resources`` list only others are ignored. None: all
     events count, including those of other machines in the availability set or scale set."""
 
 
 class PriceBlock(Block):
     """Makes checkpoints more frequent while the price of the instances is volatile.
 
-    Rank 0 polls. The price is volatile if the range of the last ten prices exceeds the share ``volatile`` of their
+    Rank 0 polls. The price is volatile if the range of the last ten prices is at least the share ``volatile`` of their
     mean.
     """
 

@@ -18,11 +18,12 @@ class RowSgd(Block):
     momentum: Beta = 0.0
     """The share of the previous update that is kept."""
     weight_decay: NotNegative = 0.0
-    """The weight decay: this factor times the weight is added to its gradient."""
+    """The weight decay: this factor times the learning rate times the weight is subtracted from the weight in each
+    push. It does not enter the momentum."""
 
 
 class RowAdagrad(Block):
-    """:class:`persia.embedding.optim.Adagrad`, row-wise, as in :func:`persia.nn.default_optimizer`."""
+    """:class:`persia.embedding.optim.Adagrad`, by default row-wise, as in :func:`persia.nn.default_optimizer`."""
 
     lr: NotNegative = 0.1
     """The learning rate."""
@@ -94,7 +95,7 @@ class DenseAdam(Block):
     weight_decay: NotNegative = 0.0
     """The weight decay: this factor times the weight is added to its gradient."""
     amsgrad: bool = False
-    """Divide by the largest mean square so far."""
+    """Divide by the root of the largest mean square so far."""
 
 
 class DenseAdamW(DenseAdam):

@@ -50,7 +50,7 @@ def to_yaml(config: Config) -> str:
     if saves is not None and not saves.is_null:
         tree.at("checkpoint").put("dir", _absolute(saves, Path.cwd()))
     start = tree.at("train").get("start_from")
-    # in a job, the folder is below PERSIA_CKPT_DIR
+    # in a job, a relative start_from is a folder below PERSIA_CKPT_DIR
     if start is not None and not start.is_null and settings.nats_url is None:
         tree.at("train").put("start_from", _absolute(start, config.folder))
     return Rendered(tree).text

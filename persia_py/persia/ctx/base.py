@@ -19,7 +19,7 @@ from persia_core import forward as _forward
 from persia_core.engine import Engine
 
 _WRITTEN_S = 15.0
-"""Seconds that the end of a context waits for a save after an error; a launcher gives its ranks 25."""
+"""Seconds that the end of a context waits for a save after an error; a launcher gives its ranks 45."""
 
 
 class PreprocessMode(Enum):
@@ -40,12 +40,13 @@ class BaseCtx:
             device, and gradients are summed on it. The outermost context makes it PyTorch's current device; nested
             contexts use the outermost one's.
         embedding_dtype: The dtype of the embedding tensors on that device: float32, float16 or bfloat16.
-        configuration: The slots, and the limits of the job; None reads them from ``embedding_config.yml`` and
-            ``global_config.yml``. A nested context uses those of the outermost context.
+        configuration: The slots, and the limits of the job; None reads them from the ``persia.yml`` that
+            ``PERSIA_CONFIG`` names, or else from ``embedding_config.yml``, and from ``global_config.yml``. A nested
+            context uses those of the outermost context.
 
     Attributes:
         device_id: The CUDA device; None on the CPU.
-        common_context: The backend that nested contexts share; None before entry.
+        common_context: The backend that nested contexts share; None outside the ``with`` block.
 
     Raises:
         DeviceError: This build or machine has no such device.

@@ -7,6 +7,7 @@ import torch
 from persia.checkpoint.policy import Checkpoints
 from persia.distributed.options import DistributedBaseOption
 from persia.embedding import EmbeddingConfig
+from persia.embedding.listed import listed
 from persia.embedding.optim import Optimizer
 from persia.runtime.errors import FeatureTypeError, UsageError
 from persia.runtime.logging import get_logger
@@ -37,9 +38,9 @@ def named_error(
         embeddings: The embeddings that it was given.
         model: The model.
     """
-    if "device" in str(error) and (listed := _devices(dense, names, embeddings, model)):
+    if "device" in str(error) and (found := _devices(dense, names, embeddings, model)):
         return UsageError(
-            f"the model failed: {str(error).splitlines()[0]}; {listed}",
+            f"the model failed: {str(error).splitlines()[0]}; {found}",
             hint="move the model to the device of the batch: model.to(DEVICE) before the optimizer is created",
         )
     others = [
@@ -51,7 +52,7 @@ def named_error(
     if not others or not any(word in text for word in ("dtype", "scalar type", "expected m1 and m2")):
         return error
     return FeatureTypeError(
-        f"the model failed: {text}; {', '.join(others)}. Give the model float32: "
+        f"the model failed: {text}; {listed(others)}. Give the model float32: "
         "NonIDTypeFeature(data.astype(np.float32)) where the batch is made, or tensor.float() in the model"
     )
 
@@ -67,12 +68,7 @@ def _devices(
         places.setdefault(str(tensor.device), []).append("embeddings")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         places.setdefault(str(tensor.device), []).append(f"the model's {name}")
-    listed = [f"{', '.join(found[:3])}{', …' if len(found) > 3 else ''}" for found in places.values()]
-    return (
-        "; ".join(f"on {place}: {found}" for place, found in zip(places, listed, strict=True))
-        if len(places) > 1
-        else ""
-    )
+    return "; ".join(f"on {place}: {listed(found, 3)}" for place, found in places.items()) if len(places) > 1 else ""
 
 
 class LabelCheck:

@@ -112,11 +112,11 @@ class EmbeddingCtx(BaseCtx):
 
         Returns:
             The model's output, and the labels: a list of tensors, or None where :meth:`prepare_features` returns None.
-            A label of integers or bools that has the shape of a float output is converted to float32. If it has values
-            beyond 2^24 it is not converted, and a warning names it.
+            A label of integers or bools that has the shape of a float output is converted to float32, or to float64 if
+            the output is. If it has values beyond 2^24 it is not converted, and a warning names it.
 
         Raises:
-            DataError: The inputs of the batch differ from those that the model was trained on; the message lists both.
+            DataError: The inputs of the batch differ from those that the model was trained on; the message names them.
             UsageError: The context has no model.
             FeatureTypeError: The model does not accept the dtype of a dense input; the message names the input.
         """
@@ -167,7 +167,7 @@ class EmbeddingCtx(BaseCtx):
             for an id and 0 for padding; :func:`persia.utils.split_mask` splits it off.
 
         Raises:
-            DataError: The inputs of a training batch differ from those of the first one; the message lists both.
+            DataError: The inputs of a training batch differ from those of the first one; the message names them.
         """
         if isinstance(batch, PersiaBatch):
             batch = self.get_embedding_from_data(batch)
@@ -403,7 +403,7 @@ class EmbeddingCtx(BaseCtx):
 def _local(caller: str, path: str | os.PathLike[str]) -> Path:
     if is_url(path):
         raise UsageError(
-            f"{caller}: {os.fspath(path)}: expected a local path; URLs of HDFS and object stores are not supported"
+            f"{caller}: {os.fspath(path)}: expected a local path; URLs of HDFS and object stores are not supported here"
         )
     return Path(path)
 

@@ -40,7 +40,7 @@ def check_splits(model: torch.nn.Module | None) -> None:
     """Check that a model computes each row separately, so that micro-batches give the gradients of the whole batch.
 
     Raises:
-        UsageError: The model has a batch-normalization layer.
+        UsageError: The model has a batch-normalization layer in training mode.
     """
     names = batch_normalisations(model)
     if names:

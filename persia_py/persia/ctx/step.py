@@ -106,7 +106,7 @@ class StepCtx(EmbeddingCtx):
 
     @property
     def grad_scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler, which also unscales the dense gradients; None without mixed precision or a GPU."""
+        """The loss scaler, which also unscales the dense gradients; None if the loss is not scaled."""
         scale = self._backward.loss_scale
         return None if scale is None else scale.scaler
 
@@ -326,7 +326,7 @@ class StepCtx(EmbeddingCtx):
     def grad_norm(self) -> float | None:
         """The norm of the gradient of the model's weights in the last step, before it is clipped.
 
-        None before the first step. The norm is NaN or infinity if a gradient has NaN or infinity. On a device, reading
-        it waits for the step.
+        None before the first step, and if no weight has a gradient. The norm is NaN or infinity if a gradient has NaN
+        or infinity. On a device, reading it waits for the step.
         """
         return None if self._backward.grad_norm is None else float(self._backward.grad_norm)

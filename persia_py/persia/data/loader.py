@@ -32,12 +32,13 @@ class DataLoader:
         dataset: The source of batches.
         forward_buffer_size: Accepted for compatibility with PersiaML, without effect: the staleness bounds the number
             of batches looked up ahead.
-        timeout_ms: The time limit of a look-up. Waiting for the data set has no limit, but is logged every 30 s.
+        timeout_ms: The time limit of a look-up. Waiting for the data set has no limit, apart from
+            ``PERSIA_DATA_TIMEOUT`` in training.
         num_workers: Accepted for compatibility with PersiaML, without effect: the engine chooses the number of threads.
         reproducible: Whether runs are bit-identical: the staleness is 1 (with a warning if another value is given), and
             every look-up waits for the previous push.
-        embedding_staleness: K: at most K - 1 pushes are unacknowledged when a look-up is served. None means
-            ``EMBEDDING_STALENESS``, by default 8.
+        embedding_staleness: K: at most K - 1 pushes are unacknowledged when a look-up for training is served. None
+            means ``EMBEDDING_STALENESS``, by default 8.
 
     Raises:
         UsageError: An argument is out of range, or ``dataset`` is not an :class:`IterableDataset`.
@@ -133,7 +134,7 @@ class DataLoader:
 
 
 def _wait_for(ready: "queue.Queue[PersiaBatch | BaseException | None]") -> PersiaBatch | BaseException | None:
-    """Return the next item. Waiting for the data set has no time limit, but is logged."""
+    """Return the next item. Waiting for the data set has no time limit, but is logged every 30 s."""
     started = reminded = time.monotonic()
     while True:
         preemption.exit_if_requested()
@@ -142,4 +143,4 @@ def _wait_for(ready: "queue.Queue[PersiaBatch | BaseException | None]") -> Persi
         except queue.Empty:
             if time.monotonic() - reminded > REMIND_S:
                 reminded = time.monotonic()
-                _logger.warning("still waiting for a batch from the source after %.0f s", reminded - started)
+                _logger.warning("still waiting for a batch of the data set after %.0f s", reminded - started)

@@ -61,8 +61,8 @@ class StreamingDataset(IterableDataset):
         self._taken: list[int] = []  # the number of batches of each replica that were taken from the inbox
         self._trained: list[int] = []  # the number of batches that were trained on
         self._state: list[int] = []  # the number of batches that were yielded
-        self._rounds = RoundDigests()  # the position after the batches that were taken
-        # the position after the batches that were trained on, as a checkpoint saves it
+        self._rounds = RoundDigests()  # the digests of the batches that were taken
+        # the digests of the batches that were trained on, as a checkpoint saves them
         self._replay_digests: dict[str, Any] | None = None
         self._drop = 0
         # batches that were yielded, but not trained on
@@ -162,13 +162,13 @@ class StreamingDataset(IterableDataset):
             self._replay_digests = replay_digests
 
     def prepare_next_pass(self, *, completed: bool) -> None:
-        """Prepare for the next loop after this one was interrupted.
+        """Prepare for the next loop after this one has ended.
 
         Args:
             completed: Whether the loop ran to its end. If it ended early, batches that were neither trained on nor
                 evaluated are yielded again.
         """
-        self._stop = threading.Event()  # a thread of the previous loop may still be running; it keeps the old queue
+        self._stop = threading.Event()  # a thread of the previous loop may still be running; it keeps the old event
         if completed:
             self._held.clear()
             return

@@ -1,8 +1,8 @@
 """Breakpoints in a run of several ranks: one rank stops, the other ranks continue or wait.
 
 ``breakpoint_()`` stops the rank that ``RANK_TO_DEBUG`` names (0 by default) in the frame of its caller; the other ranks
-continue until they need that rank. With ``breakpoint_(False)`` they wait at the same call until ``clear_()`` is called
-on that rank. docs/debug-breakpoint.md describes the states of the ranks.
+continue until they need that rank. With ``breakpoint_(False)`` they wait at the same call until the breakpoint is
+cleared on that rank, for example with ``clear_()``. docs/debug-breakpoint.md describes the states of the ranks.
 """
 
 import atexit
@@ -27,7 +27,7 @@ from persia.runtime.waits import REMIND_S
 
 _POLL_S = 0.05
 _ENDED_S = 3.0
-"""Seconds that a rank waits until the other ranks have acknowledged the end of all ranks."""
+"""Seconds that a rank waits at most for the other ranks to acknowledge the end of all ranks."""
 _KEPT = 64
 """The number of recent calls whose locations the other ranks can compare with their own."""
 _ENDED = 1 << 60
@@ -56,7 +56,9 @@ class Stop:
 
 
 class Session:
-    """The debugging session of this rank. A process has one session, from its first breakpoint on.
+    """The debugging session of this rank.
+
+    A process has one: from its first breakpoint on, or from the start of ``persia debug run``.
 
     Attributes:
         rank: This rank.
@@ -278,8 +280,8 @@ class Session:
                 time.sleep(_POLL_S)
         if record["passed"] == _ENDED:
             _logger.warning(
-                "breakpoint_(False) at %s: rank %d has ended without stopping there; rank %d continues",
-                *(site, self.debug_rank, self.rank),
+                "breakpoint_(False) at %s: rank %d has ended %s; rank %d continues",
+                *(site, self.debug_rank, "there" if opened else "without stopping there", self.rank),
             )
         elif opened:
             _logger.info("rank %d continues at %s", self.rank, site)
@@ -345,11 +347,11 @@ def breakpoint_(non_block: bool = True, *, when: object = True) -> None:
 
     ``RANK_TO_DEBUG``, or ``persia debug run --rank``, selects the debugged rank. At the prompt, ``c`` continues, and
     ``q`` ends all ranks with exit code 130. Without a terminal no rank stops, and a message is logged. While a rank is
-    stopped, no time limit of persia or of torch's collectives ends a rank.
+    stopped, no time limit of persia ends a rank, and torch's collectives wait for it for up to a day.
 
     Args:
         non_block: If True, the other ranks continue until they need the stopped rank. If False, they wait at this call
-            until ``clear_()``, or until the calling function returns.
+            until ``clear_()``, until the calling function returns, or until ``c`` if pdb has no breakpoint of its own.
         when: A condition, which is evaluated on the debugged rank only. If it is false, no rank stops.
 
     Raises:

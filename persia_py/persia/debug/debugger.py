@@ -26,7 +26,7 @@ class Owner(Protocol):
 
 
 class Debugger(pdb.Pdb):
-    """pdb that stops in user code only: functions of this package are skipped.
+    """pdb that skips the functions of :mod:`persia.debug`.
 
     Args:
         owner: The session of this rank.

@@ -9,6 +9,8 @@ from persia.runtime.errors import DataError, UsageError
 
 _COLUMNS = ["step", "name", "md5", "norm"]
 _SHARED = ("parameter/", "gradient/")
+_SHOWN = 8
+"""The maximum number of files that a message lists."""
 
 Line = tuple[str, str]
 Digests = dict[tuple[int, str], Line]
@@ -48,7 +50,8 @@ class Compared:
         ranks: The ranks that were compared.
         shared_only: Whether two different ranks were compared; in that case only tensors that must be equal on all
             ranks are compared.
-        unmatched: The number of steps that were not compared, because only one of the two has them.
+        unmatched: The number of steps that were not compared, because only one of the two has them; of several ranks,
+            the largest number.
     """
 
     first: Difference | None
@@ -101,8 +104,11 @@ def _pairs(a: Path, b: Path) -> list[tuple[str, Path, Path]]:
     if not names[0] & names[1]:
         raise UsageError(f"{a} and {b} have no file rank-R.csv in common; PERSIA_DIGEST=N writes such files")
     if names[0] != names[1]:
-        only = ", ".join(sorted(names[0] ^ names[1]))
-        raise UsageError(f"{a} and {b} are of runs with different numbers of ranks: only one of them has {only}")
+        only = sorted(names[0] ^ names[1])
+        listed = ", ".join(only[:_SHOWN]) + (f" and {len(only) - _SHOWN} more" if len(only) > _SHOWN else "")
+        raise UsageError(
+            f"{a} and {b} are of runs with different numbers of ranks, or lack a file: only one of them has {listed}"
+        )
     return [
         (f"rank {rank}", a / name, b / name)
         for rank, name in sorted((int(_rank(Path(name))), name) for name in names[0])

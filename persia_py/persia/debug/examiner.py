@@ -1,4 +1,4 @@
-"""A post-mortem: the rank that fails first stops at its error before the other ranks are notified."""
+"""A post-mortem: the rank that fails first stops at its error before the other ranks learn of the failure."""
 
 import sys
 import traceback
@@ -45,7 +45,7 @@ class Examiner:
         with session.prompting(None):
             sys.stdout.write("".join(traceback.format_exception(error)))
             sys.stdout.write(
-                f"rank {session.rank} of {session.world_size} failed; the other ranks are held. c ends this rank with "
-                "its error, q ends all ranks\n"
+                f"rank {session.rank} of {session.world_size} failed; the other ranks are held when they need it. "
+                "c ends this rank with its error, q ends all ranks\n"
             )
         Debugger(session).examine(error.__traceback__)

@@ -2,7 +2,7 @@
 
 The debugged rank writes ``rank-R``: how many calls of ``breakpoint_`` it has passed, and where it is stopped. The other
 ranks read this record. While a breakpoint is open there is also the record ``N``, on one host the file
-``/tmp/debug_counter_RUN_N.txt``; the user may remove it to let the other ranks continue.
+``debug_counter_RUN_N.txt`` in :func:`folder`; the user may remove it to let the other ranks continue.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ class Gate(Protocol):
         """Write a record."""
 
     def get(self, key: str) -> Record | None:
-        """Return a record, or None."""
+        """Return a record; None if it does not exist."""
 
     def remove(self, key: str) -> None:
         """Remove a record, if it exists."""
@@ -59,7 +59,7 @@ class Gate(Protocol):
 
 
 def folder() -> Path:
-    """Return the folder of the files: ``BREAKPOINT_TMP_FILE_PATH``, as in MindSpeed, otherwise ``/tmp``."""
+    """Return the folder of the files: ``BREAKPOINT_TMP_FILE_PATH``, as in MindSpeed, else ``TMPDIR`` or ``/tmp``."""
     return Path(os.environ.get("BREAKPOINT_TMP_FILE_PATH") or tempfile.gettempdir())
 
 
@@ -126,12 +126,12 @@ class FileGate:
             ) from error
 
     def get(self, key: str) -> Record | None:
-        """Return the content of the file; None if there is none."""
+        """Return the content of the file; None in the cases of :meth:`read`."""
         return self.read(self._path(key))
 
     @staticmethod
     def read(path: Path) -> Record | None:
-        """Return the record in a file of this user; None if the file does not exist or has another owner."""
+        """Return the record in a file; None if it does not exist, cannot be read, or is not a record of this user."""
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
@@ -147,7 +147,7 @@ class FileGate:
         return record if isinstance(record, dict) else None
 
     def remove(self, key: str) -> None:
-        """Remove the file."""
+        """Remove the file, if this is possible."""
         with contextlib.suppress(OSError):
             self._path(key).unlink()
 
@@ -200,7 +200,7 @@ class StoreGate:
 
 
 def sweep() -> None:
-    """Remove files of processes that ended long ago without removing them, as after SIGKILL."""
+    """Remove old files of processes that ended without removing them, as after SIGKILL."""
     gate = FileGate("")
     for path in folder().glob(f"{PREFIX}*.txt"):
         with contextlib.suppress(OSError):
@@ -211,7 +211,7 @@ def sweep() -> None:
 
 
 def remove_files(pattern: str) -> list[Path]:
-    """Remove the files of this user in the folder, and return their names."""
+    """Remove the files of this user in the folder whose names match ``pattern``, and return their paths."""
     removed = []
     for path in sorted(folder().glob(pattern)):
         with contextlib.suppress(OSError):

@@ -24,7 +24,7 @@ import psutil
 
 from persia.runtime.errors import StorageError
 from persia.runtime.files import write_whole
-from persia.runtime.logging import get_logger
+from persia.runtime.logging import get_logger, next_step
 from persia.runtime.settings import settings, variable
 
 _logger = get_logger("debug")
@@ -35,6 +35,8 @@ _ANSWER_S = 5.0
 _QUIET_S = 0.1
 """Seconds without further output after which the stacks are complete."""
 _POLL_S = 0.02
+_SPY_S = 60.0
+"""Seconds within which py-spy must print the stacks."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,8 @@ class Rank:
         started: The start time of the process, in seconds since 1970, because process ids are reused.
         rank: The number of the rank.
         world_size: The number of ranks of its run.
-        job: The name of its job; empty without servers.
-        script: Its command line.
+        job: The name of its job; empty without servers, and if it is unknown.
+        script: Its command line, without the interpreter.
         folder: Its working directory.
         registered: Whether it prints its stacks on SIGUSR1. Otherwise it was found by its environment variables, and
             the signal would end it.
@@ -78,7 +80,7 @@ def folder() -> Path:
     """Return the folder in which ranks of this user register. Only this user can read it.
 
     Raises:
-        StorageError: The folder does not belong to this user.
+        StorageError: The folder cannot be created, or other users can access it.
     """
     path = Path(tempfile.gettempdir(), f"persia-ranks-{os.getuid()}")
     try:
@@ -87,7 +89,8 @@ def folder() -> Path:
     except OSError as error:
         raise StorageError(
             f"cannot create {path}, where running ranks register: {error.strerror}",
-            hint=f"make {path.parent} writable, or set another folder for temporary files: TMPDIR=FOLDER",
+            hint=f"check the owner and the free space of {path.parent}, and remove a file of this name; or set another "
+            "folder for temporary files: TMPDIR=FOLDER",
         ) from error
     if status.st_uid != os.getuid() or status.st_mode & 0o077 or path.is_symlink():
         raise StorageError(
@@ -98,7 +101,10 @@ def folder() -> Path:
 
 
 def register(rank: int, world_size: int) -> None:
-    """Register this process, and print stacks on SIGUSR1 and after a crash. A signal handler of the script is kept."""
+    """Register this process, and print stacks on SIGUSR1 and after a crash.
+
+    A script's own handler of SIGUSR1 is kept; the process is then not registered.
+    """
     if not faulthandler.is_enabled():
         faulthandler.enable(_ERRORS)
     if _registered or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
@@ -109,7 +115,8 @@ def register(rank: int, world_size: int) -> None:
         _sweep(own)
         stacks = (own / f"{pid}.stacks").open("wb", buffering=0)
     except (OSError, StorageError) as error:
-        _logger.warning("persia debug stacks and attach will not find rank %d: %s", rank, error)
+        line = "rank %d cannot register, so persia debug stacks and attach cannot reach it: %s%s"
+        _logger.warning(line, rank, error, next_step(error))
         return
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True, chain=False)
     _registered.append(stacks)
@@ -138,7 +145,7 @@ def own_path(suffix: str) -> Path | None:
 
 
 def running() -> list[Rank]:
-    """Return the registered ranks that are running, ordered by run and rank."""
+    """Return the running ranks: registered ones, and those that torchrun started; ordered by run and rank."""
     found = []
     for path in folder().glob("*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError, psutil.Error):
@@ -189,9 +196,12 @@ def _py_spy(entry: Rank, why: str) -> str:
     program = shutil.which("py-spy")
     if program is None:
         return f"no stacks: {why}, and py-spy is not installed; next: pip install py-spy\n"
-    done = subprocess.run(
-        [program, "dump", "--pid", str(entry.pid)], capture_output=True, text=True, check=False, timeout=60
-    )
+    try:
+        done = subprocess.run(
+            [program, "dump", "--pid", str(entry.pid)], capture_output=True, text=True, check=False, timeout=_SPY_S
+        )
+    except subprocess.TimeoutExpired:
+        return f"no stacks: {why}, and py-spy did not end within {_SPY_S:g} s\n"
     if done.returncode:
         return f"no stacks: {why}, and py-spy failed: {done.stderr.strip()}\n"
     return done.stdout

@@ -9,6 +9,9 @@ from persia.loop import digests
 from persia.loop.digests import md5_of
 from persia.runtime.errors import UsageError
 
+_SHOWN = 20
+"""The maximum number of recorded names that a message lists."""
+
 
 def digest(tensor: torch.Tensor | str) -> str:
     """Return the MD5 of a tensor's bytes, as 32 hexadecimal digits.
@@ -31,7 +34,9 @@ def digest(tensor: torch.Tensor | str) -> str:
     found = _variable(sys._getframe(1), tensor)
     if isinstance(found, torch.Tensor):
         return md5_of(found)
-    known = ", ".join(newest) or "none"
+    names = list(newest)
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    known = f"{', '.join(names[:_SHOWN])}{more}" if names else "none"
     hint = "" if newest else "to record the tensors of every N-th step: PERSIA_DIGEST=N"
     raise UsageError(f"digest({tensor!r}): no tensor of this name here; recorded: {known}", hint=hint)
 

@@ -26,7 +26,8 @@ class Comparison:
     Attributes:
         max_abs: The largest absolute difference.
         max_rel: The largest difference relative to the larger of the two absolute values.
-        max_ulp: The largest difference in units in the last place; 0 for integers.
+        max_ulp: The largest difference in units in the last place; 0 for dtypes other than float16, bfloat16, float32
+            and float64.
         at: The index of the largest absolute difference; None if the tensors are equal.
         differing: The number of elements that differ. Two NaN count as equal; NaN and a number differ.
         elements: The number of elements.
@@ -56,7 +57,8 @@ def save_tensor(
 
     Raises:
         StorageError: The file cannot be written.
-        UsageError: The file exists and ``overwrite`` is false, or the name is not that of a file.
+        UsageError: The file exists and ``overwrite`` is false, the name is not that of a file, or ``tensor`` is not a
+            tensor.
     """
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(f"save_tensor({name!r}, {type(tensor).__name__}): expected a tensor")
@@ -98,7 +100,7 @@ def compare(a: torch.Tensor, b: torch.Tensor) -> Comparison:
     """Return how much two tensors of one shape and dtype differ.
 
     Raises:
-        UsageError: Shapes or dtypes differ, or the tensors are empty.
+        UsageError: An argument is not a tensor, shapes or dtypes differ, or the tensors are empty.
     """
     for each in (a, b):
         if not isinstance(each, torch.Tensor):

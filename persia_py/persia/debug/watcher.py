@@ -1,4 +1,4 @@
-"""Pauses the time limits of a rank while another one is stopped, logs the wait, and ends together with that rank."""
+"""Pauses the time limits of a rank while another one is stopped, logs the wait, and ends if that rank ends all (q)."""
 
 import os
 import sys
@@ -84,7 +84,10 @@ class _Watcher:
             self._said = self._say_permits(*stopped[:2])
 
     def _find(self, gate: Gate) -> tuple[int, str, int] | None:
-        """Return a stopped rank, its place, and how often it has continued: a place may be met again."""
+        """Return a stopped rank, its place, and how often it has continued, because a place may be met again.
+
+        None if no other rank is stopped.
+        """
         for rank in range(self._session.world_size):
             if rank != self._session.rank:
                 record = gate.get(f"rank-{rank}")

@@ -2,6 +2,9 @@
 
 import contextlib
 import json
+import os
+import socket
+import ssl
 import time
 import uuid
 import warnings
@@ -25,11 +28,12 @@ _CONNECT = 3.0
 """The time limit for connecting and logging in, in seconds."""
 _FIRST = 1.0
 """The time limit for the first response, in seconds."""
-_QUIET = 0.3
+_QUIET = 0.5
 """The time limit for each further response, in seconds."""
 _LONGEST = 3.0
 """The time limit for all responses, in seconds."""
 _NEXT = "start NATS, or correct its address (PERSIA_NATS_URL)"
+_CA = "that of PERSIA_TLS_CA, or without this variable one that this system trusts"
 _USER = "persia"
 _DEFAULT_PORT = 4222
 
@@ -67,6 +71,7 @@ def services(url: str, kind: str | None = None, *, job: str | None = None) -> li
         job: The job; None means all jobs.
 
     Raises:
+        UsageError: The URL has another form.
         UnreachableError: NATS does not respond.
         AuthError: NATS refuses the password.
     """
@@ -93,6 +98,7 @@ def _ask(url: str, subject: str) -> list[bytes]:
         tls_cacert=settings.tls_ca,
     )
     try:
+        _check_listens(target)
         client.connect()
         client.ping()  # the error callback reports a refused password
         inbox = f"_INBOX.persia.{uuid.uuid4().hex}"
@@ -107,11 +113,40 @@ def _ask(url: str, subject: str) -> list[bytes]:
         raise UnreachableError(f"NATS at {shown} sent an unexpected response: {text!r}", hint=_NEXT) from error
     except (OSError, NATSError) as error:
         text = str(error) or type(error).__name__
-        raise UnreachableError(f"NATS at {shown} is not reachable: {text}", hint=_NEXT) from error
+        hint = _NEXT
+        if isinstance(error, ssl.SSLError):
+            hint = f"check that the certificate of NATS has not expired, and that its CA is {_CA}"
+        elif isinstance(error, FileNotFoundError | PermissionError) and not _is_readable(settings.tls_ca):
+            hint = f"correct the path in PERSIA_TLS_CA ({settings.tls_ca}), or the permissions of this file"
+        raise UnreachableError(f"NATS at {shown} is not reachable: {text}", hint=hint) from error
     finally:
-        with contextlib.suppress(OSError, AttributeError):  # the client never connected, or is already closed
-            client.close()
+        _close(client)
     return answers
+
+
+def _check_listens(target: str) -> None:
+    """Connect once, because the library does not close the socket of a connection that fails.
+
+    Raises:
+        OSError: Nothing listens there.
+    """
+    parts = urlsplit(target)
+    with socket.socket() as once:  # the library uses IPv4 only
+        once.settimeout(_CONNECT)
+        once.connect((parts.hostname, parts.port))
+
+
+def _close(client: NATSClient) -> None:
+    """Close a client, also one that never connected, or whose connection NATS has closed."""
+    with contextlib.suppress(OSError, AttributeError):
+        client.close()
+    for name in ("_socket_file", "_socket"):  # what the library leaves open if NATS has closed the connection
+        if (left := getattr(client, name, None)) is not None:
+            left.close()
+
+
+def _is_readable(path: str | None) -> bool:
+    return path is None or os.access(path, os.R_OK)
 
 
 def _gather(client: NATSClient, answers: list[bytes]) -> None:
@@ -135,7 +170,8 @@ def _target(url: str) -> tuple[str, str]:
             f"address of NATS {url.rpartition('@')[2]!r}: expected nats://HOST:PORT or tls://HOST:PORT",
             hint="correct PERSIA_NATS_URL, or the option --nats-url",
         )
-    address = f"{parts.hostname}:{port}"
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    address = f"{host}:{port}"
     password = token("nats")
     user = f"{_USER}:{password}@" if password else ""
     if parts.username:

@@ -29,6 +29,7 @@ def get_embedding_worker_services() -> list[str]:
 
     Raises:
         UnreachableError: NATS does not respond.
+        AuthError: NATS refuses the password.
     """
     given = variable("EMBEDDING_WORKER_SERVICE")
     if given is not None or settings.nats_url is None:
@@ -38,7 +39,7 @@ def get_embedding_worker_services() -> list[str]:
 
 
 def nats_url(given: str | None = None) -> str:
-    """Return ``given`` or, if it is None, ``PERSIA_NATS_URL``.
+    """Return ``given`` or, if it is None or empty, ``PERSIA_NATS_URL``.
 
     Raises:
         UsageError: Neither is set.

@@ -318,7 +318,7 @@ class Averaged(Replicated):
         averaging: The communication hook.
 
     Raises:
-        UsageError: A rank is not in exactly one region, or options cannot be combined.
+        UsageError: A rank is not in exactly one region.
     """
 
     def __init__(

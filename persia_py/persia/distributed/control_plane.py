@@ -185,7 +185,7 @@ class Peers:
 
         self._wait(complete, lambda: f"{names(missing())} to end the run")
         met, self._met = self._met, {}
-        # some ranks waited in an all-gather that others did not reach
+        # the counts may differ: some ranks waited in an all-gather that others did not reach
         self._count = max(count for count, _ in met.values())
         return [met[rank][1] for rank in range(self.world_size)]
 

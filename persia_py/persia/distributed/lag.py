@@ -19,7 +19,7 @@ class Known:
     Attributes:
         position: The last position that the rank has sent; None before the first.
         age_s: Seconds since it was sent.
-        answers: Whether the position was sent on request, just now.
+        answers: Whether the rank counts as alive: it has sent its position on request, or a recent heartbeat.
     """
 
     position: Position | None

@@ -64,8 +64,8 @@ class DDPOption(DistributedBaseOption):
         regions: The ranks of each region, by its name. Gradients are added up within each region, then between regions.
         compression: The compression of gradients, see :class:`persia.distributed.Compression`.
         **options: Passed to :class:`torch.nn.parallel.DistributedDataParallel`. ``find_unused_parameters`` is true by
-            default, as in PersiaML, unless ``static_graph`` is true. PersiaML's ``master_addr``, ``master_port`` and
-            ``sync_file`` are accepted and have no effect.
+            default, as in PersiaML, unless ``static_graph`` is true. PersiaML's ``master_addr``, ``master_port``,
+            ``sync_file`` and ``init_file`` are accepted and have no effect.
 
     Raises:
         UsageError: The initialization method or backend is not supported, a time limit is not above 0, or arguments are
@@ -92,10 +92,13 @@ class DDPOption(DistributedBaseOption):
         names = ("master_addr", "master_port", "sync_file", "init_file")
         ignored = [name for name in names if options.pop(name, None) is not None]
         if ignored:
-            _logger.warning("DDPOption: %s has no effect: rank 0 is found through discovery", ", ".join(ignored))
+            _logger.warning(
+                "DDPOption: the following arguments have no effect, because rank 0 is found through discovery: %s",
+                ", ".join(ignored),
+            )
         self.backend = backend
         self.timeout_s = timeout_s
-        # with a static graph, torch finds unused weights in the first step
+        # with a static graph, torch finds unused weights itself, in the first step
         self.options = {"find_unused_parameters": not options.get("static_graph"), **options}
         check_together(regions, compression, self.options)
         self.regions, self.compression = regions, compression
@@ -126,7 +129,7 @@ class DDPOption(DistributedBaseOption):
         """Return the model wrapped in DistributedDataParallel.
 
         Raises:
-            UsageError: An option of DistributedDataParallel is wrong, or a rank is in no region.
+            UsageError: An option of DistributedDataParallel is wrong, or a rank is not in exactly one region.
         """
         devices = None if device_id is None else [device_id]
         try:

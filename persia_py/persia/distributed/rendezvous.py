@@ -166,7 +166,11 @@ class Rendezvous:
 
 
 def _listen(address: str) -> socket.socket:
-    """Return a socket on a free port of ``address``, or of all interfaces if this host does not have that address."""
+    """Return a socket on a free port of ``address``; with a token, of all interfaces if this host lacks that address.
+
+    Raises:
+        UsageError: This host lacks the address, and there is no token.
+    """
     try:
         return handshake.listen(address)
     except OSError as error:
@@ -191,7 +195,12 @@ def _store(host: str, port: int, timeout_s: float, descriptor: int | None = None
             master_listen_fd=descriptor,
         )
     except RuntimeError as error:
-        why = str(error).splitlines()[0]
+        why = next(iter(str(error).splitlines()), "no reason given")
+        if descriptor is not None:
+            raise UnreachableError(
+                f"rank 0 cannot serve torch's store at {host}:{port}: {why}",
+                hint="correct the cause, then restart all ranks",
+            ) from error
         raise UnreachableError(
             f"cannot connect to torch's store of rank 0 at {host}:{port}: {why}",
             hint="see the output of rank 0; if rank 0 runs, check whether a firewall drops packets to this port",

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 _logger = get_logger("distributed")
 
+_LISTED = 5
+"""The number of names that a message lists."""
+
 
 class Session(Protocol):
     """An object that trains on the servers, and applies its last pushes when it is closed."""
@@ -65,7 +68,7 @@ def peers() -> Peers | None:
 
 
 def announced() -> dict[str, str]:
-    """Return the address at which this process serves the other ranks."""
+    """Return what rank 0 announces: the addresses at which it serves the other ranks. Empty on other ranks."""
     return _process.announced
 
 
@@ -168,13 +171,31 @@ def report(result: dict[str, Any]) -> None:
     """Add ``result`` to the run's summary, which rank 0 writes when all ranks have finished.
 
     Raises:
-        UsageError: The result contains a value that JSON cannot represent.
+        UsageError: The result is not a dict, or contains a value that JSON cannot represent.
     """
+    if not isinstance(result, dict):
+        raise UsageError(
+            f"report: found {type(result).__name__}, expected a dict of names and values",
+            hint="name the value: report({'loss': loss.item()})",
+        )
     try:
         json.dumps(result, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise UsageError(f"report({result!r}): expected numbers, strings, lists and dicts: {error}") from error
+        wrong = [repr(name) for name, value in result.items() if not _is_json({name: value})]
+        more = f" and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
+        raise UsageError(
+            f"report: {', '.join(wrong[:_LISTED])}{more}: expected finite numbers, strings, lists and dicts: {error}",
+            hint="report item() of a tensor and tolist() of an array; leave out NaN and infinite values",
+        ) from error
     _process.result.update(result)
+
+
+def _is_json(value: object) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def at_finish(mark: Callable[[], None]) -> None:
@@ -262,8 +283,8 @@ def _mark_finished() -> None:
             _process.at_finish()
         except PersiaError as error:
             _logger.error(
-                "the run is finished, but its checkpoints are not marked as finished: %s; create the file %s in their "
-                "folder, so that the next run does not resume from them",
+                "the run is finished, but its checkpoints are not marked as finished: %s; next: create an empty file "
+                "or object %s next to them, so that no later run resumes from them",
                 error,
                 job.FINISHED,
             )

@@ -111,7 +111,7 @@ class ShardedModel(torch.nn.Module):
             ) from error
         self._fsdp: Any = sharded
         self._reshards = reshard_after_forward
-        if torch_distributed.get_backend() == "gloo":  # gloo, which has no mean
+        if torch_distributed.get_backend() == "gloo":  # gloo can add up, but not average
             self._fsdp.set_force_sum_reduction_for_comms(True)
         if hasattr(self._fsdp, "set_reduce_scatter_unused_params"):  # ranks may use different layers, as with DDP
             self._fsdp.set_reduce_scatter_unused_params(True)

@@ -101,7 +101,7 @@ def drop_step(model: torch.nn.Module | None) -> None:
         model.drop_step()
     elif isinstance(model, torch.nn.parallel.DistributedDataParallel):
         synchronise_gradients(model, True)
-        # broadcasts buffers in the next forward pass; a failed one leaves this False
+        # a failed forward pass may leave this False; True makes the next one broadcast the buffers
         model.require_forward_param_sync = True
         if hasattr(model.reducer, "_reset_state"):
             model.reducer._reset_state()

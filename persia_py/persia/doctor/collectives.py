@@ -23,7 +23,7 @@ class Failed:
         waited: The ranks whose wait has timed out, each with the name and number of the collective.
         seconds: How long they have waited.
         ranks: All ranks of the run that the log names.
-        setup: The line that reports that NCCL could not connect; empty if there was no such error.
+        setup: The first line that reports an error of NCCL other than a timeout; empty if there was no such error.
     """
 
     waited: dict[int, tuple[str, int]] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Failed:
             from persia.distributed.network import suggestion
 
             return [
-                f"recognised: NCCL could not connect: {self.setup}",
+                f"recognised: NCCL failed, often because it cannot connect: {self.setup}",
                 f"next:  {suggestion()}; without InfiniBand also NCCL_IB_DISABLE=1; NCCL_DEBUG=INFO logs its attempts",
             ]
         return []

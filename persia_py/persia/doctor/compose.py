@@ -96,7 +96,7 @@ def settings() -> Mapping[str, Any]:
 
 
 def image() -> str:
-    """Return the name of the trainer's image."""
+    """Return the name of the trainer's image; empty if it is unknown."""
     return str(settings().get("image", ""))
 
 
@@ -109,9 +109,9 @@ def checks() -> Iterator[Check]:
     """Yield the checks of the image: its identity, its mounts, and the doctor inside it."""
     reason = unavailable()
     if reason is not None:
-        yield Check(
-            "image", "fail", reason, "nothing can be run in containers here", "docker info", ExitCode.UNREACHABLE
-        )
+        remedy = INSTALL if shutil.which("docker") is None else STACK_NEEDED
+        why = "nothing can be run in containers here"
+        yield Check("image", "fail", reason, why, remedy, ExitCode.UNREACHABLE)
         return
     yield from in_use(settings())
     words = run_words("persia", "doctor", "--only", "versions,gpu", "--json", options=["--no-TTY"])

@@ -189,7 +189,7 @@ def words_of(words: list[str], *, stack: bool = False, options: Sequence[str] = 
     alone = [] if stack else ["--env", "PERSIA_NATS_URL="]
     chosen = compose.settings().get("environment", {})
     for name, default in _DEFAULTS.items():
-        if chosen.get(name) == default:  # an existing file is found by default, and a missing one is not required
+        if chosen.get(name) == default:  # unset: Persia then uses the file only if it exists
             alone += ["--env", f"{name}="]
     tty = [] if sys.stdin.isatty() and sys.stdout.isatty() else ["--no-TTY"]
     return compose.run_words(*words, options=[*tty, "--workdir", "/workspace", *alone, *options])

@@ -11,12 +11,14 @@ from persia.runtime.errors import PersiaError
 from persia.runtime.exit_codes import ExitCode
 from persia.runtime.files import is_url
 
+_LISTED = 5
+"""The number of files that a check lists."""
 _WRITTEN = ("run.", "checkpoint.")
 """Keys of folders that training creates; the disk checks cover them."""
 
 
 def checks(config: Config) -> Iterator[Check]:
-    """Yield a check of the rows, and one check for each file that is not visible here.
+    """Yield a check for each file that is not visible here, one of the rows, and one of files that containers lack.
 
     Args:
         config: The configuration.
@@ -31,7 +33,8 @@ def checks(config: Config) -> Iterator[Check]:
     outside = [f"{key}: {path}" for key, path in paths(config) if path.exists() and not _is_below(path, config.folder)]
     if outside:
         why = "containers see the folder of persia.yml as /workspace (CUR_DIR), and DATA_DIR as /data"
-        found = f"outside the folder of persia.yml: {'; '.join(outside)}"
+        more = f"; and {len(outside) - _LISTED} more" if len(outside) > _LISTED else ""
+        found = f"outside the folder of persia.yml: {'; '.join(outside[:_LISTED])}{more}"
         yield Check("files outside", "ok", found, why)
 
 

@@ -26,7 +26,7 @@ _BLOCK, _BLOCKS = 4 << 20, 16
 
 
 def checks(config: Config | None, folders: list[Place] | None = None, *, measure: bool = False) -> Iterator[Check]:
-    """Yield a check of each folder to which training writes.
+    """Yield a check of each folder to which training writes, and with a configuration one of the free space.
 
     Args:
         config: The configuration, if one is given.

@@ -22,11 +22,11 @@ from persia.runtime.errors import UnreachableError
 POLL_S = 0.2
 """Seconds between two checks of the files of a run."""
 _QUIET_S = 0.3
-"""Lines of containers are sorted when no line has arrived for this number of seconds,"""
+"""Collected lines of containers are sorted and shown when no line has arrived for this number of seconds."""
 _ROUND_S = 1.0
-"""or this number of seconds after the first unsorted line,"""
+"""Collected lines are sorted and shown at the latest after this number of seconds, even if further lines arrive."""
 _FIRST_S = 15.0
-"""which is longer for the lines that exist at the start."""
+"""The same limit for the lines that exist at the start, of which there may be many."""
 _END_S = 5.0
 """Seconds within which docker must end after SIGTERM, and then after SIGKILL."""
 

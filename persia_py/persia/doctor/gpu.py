@@ -100,7 +100,8 @@ def _smi() -> tuple[tuple[str, ...] | None, str]:
     except (OSError, subprocess.TimeoutExpired) as error:
         return (), str(error)
     if done.returncode != 0:
-        return (), (done.stdout + done.stderr).strip().splitlines()[-1] if done.stdout + done.stderr else "no output"
+        said = (done.stdout + done.stderr).strip().splitlines()
+        return (), said[-1] if said else f"exit code {done.returncode}, without output"
     return tuple(line for line in done.stdout.splitlines() if line.strip()), ""
 
 
@@ -190,7 +191,7 @@ def driver(supports: tuple[int, int], runtime: str) -> Check:
     """
     wants = tuple(int(part) for part in runtime.split(".")[:2])
     what = f"the driver supports CUDA {supports[0]}.{supports[1]}, torch was built for {runtime}"
-    command = f"update the NVIDIA driver, or install a torch for CUDA {supports[0]}"
+    command = f"update the NVIDIA driver, or install a torch for CUDA {supports[0]}.{supports[1]} or earlier"
     if supports[0] < wants[0]:
         return Check("cuda driver", "fail", what, "the driver is older than the CUDA runtime", command)
     if supports < wants:

@@ -200,7 +200,11 @@ class Wanted:
     since: float | None = None
 
     def filter(self) -> Callable[[Line], bool]:
-        """Return whether a line passes the filter."""
+        """Return a function that returns whether a line passes the filter.
+
+        Raises:
+            UsageError: :attr:`token` is not a push token.
+        """
         token = None if self.token is None else _token(self.token)
 
         def is_wanted(line: Line) -> bool:

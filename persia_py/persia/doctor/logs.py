@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 from persia.doctor import compose, containers
 from persia.doctor.log_lines import Source, is_of, stamp
-from persia.runtime import log_files
+from persia.runtime import job, log_files
 from persia.runtime.errors import UnreachableError, UsageError
 from persia.runtime.settings import settings
 
@@ -26,6 +26,8 @@ _OF_ONE = ("train", "trainer")
 """Logs in the folder of a run that belong to rank 0, unless a line names another rank."""
 _NO_FILE = re.compile(r"(?i)(no|suitable) configuration file")
 """Matches the error of ``docker compose`` in a folder without a compose file."""
+_LISTED = 5
+"""The number of runs that a message lists."""
 _READ_S = 120.0
 """Seconds within which the Docker engine must return all logs."""
 
@@ -42,11 +44,10 @@ def of_run(folder: Path, *, last: int | None = None) -> list[Source]:
     """
     found = log_files.files(folder)
     if not found:
-        others = sorted({each.parent.parent for each in Path("runs").glob("*/logs/*.log")})
-        raise UsageError(
-            f"{folder}: no logs; expected the folder of a run with logs/NAME.log",
-            hint=f"runs with logs here: {', '.join(map(str, others)) or 'none'}",
-        )
+        runs = sorted({str(each.parent.parent) for each in Path("runs").glob("*/logs/*.log")})
+        others = ", ".join(runs[:_LISTED]) + (f", and {len(runs) - _LISTED} more" if len(runs) > _LISTED else "")
+        hint = f"specify a run with logs: {others}" if runs else "no run below runs/ has logs: specify another folder"
+        raise UsageError(f"{folder}: no logs; expected the folder of a run with logs/NAME.log", hint=hint)
     return [Source(name, _lines(paths, last), 0 if name in _OF_ONE else None) for name, paths in found.items()]
 
 
@@ -94,7 +95,7 @@ def run_folder(given: Path | None) -> Path | None:
     """
     if given is not None:
         if given.name == _LATEST and given.is_file():
-            return given.parent / given.read_text(encoding="utf-8").strip()
+            return job.target_of(given)
         return given
     files = [*Path("runs").glob("*/logs/*.log")]
     return max(files, key=lambda path: path.stat().st_mtime).parent.parent if files else None

@@ -14,12 +14,11 @@ from prometheus_client import CollectorRegistry, Gauge, delete_from_gateway, pus
 
 from persia.doctor.check import Check
 from persia.runtime.exit_codes import ExitCode
-from persia.runtime.files import shown_url
 
 _ANSWER_S = 10.0
 """Seconds within which Prometheus and the gateway must respond."""
 _REFUSED = "connection refused"
-"""In the error of a target whose host has no such port."""
+"""The text in the error of a target whose host responds, but on whose port nothing listens."""
 _OTHER = "unexpected response, from another program or another version:"
 _TEST = "persia_push_test"
 _TEST_VALUE = 42.0
@@ -64,9 +63,9 @@ def checks(prometheus: str | None, gateway: str | None) -> Iterator[Check]:
         if given is None:
             continue
         if "@" in given:
-            why = "its address contains a user and password, which is not supported"
+            why = "its address contains an @, as one with a user or a password does, which is not supported"
             remedy = f"--{name} http://HOST:PORT, at an address that requires no password"
-            yield Check(name, "fail", shown_url(given), why, remedy)
+            yield Check(name, "fail", "an address with an @", why, remedy)
         else:
             yield from of(_url(given))
 
@@ -87,7 +86,7 @@ def _of_prometheus(url: str) -> Iterator[Check]:
         rules = _get(f"{url}/api/v1/rules", type="alert")["data"]["groups"]
     except _Unanswered as error:
         why = "its targets cannot be queried"
-        remedy = "docker compose up --detach prometheus; its log: docker compose logs prometheus"
+        remedy = "correct the address; for that of the stack: docker compose up --detach prometheus"
         yield Check("prometheus", "fail", f"{url}: {_text(error)}", why, remedy, ExitCode.UNREACHABLE)
         return
     for kind in _NEEDED:
@@ -147,7 +146,7 @@ def _of_gateway(url: str) -> Iterator[Check]:
         yield _push_test(url)
     except _Unanswered as error:
         why = "short runs cannot push their metrics to it"
-        remedy = "docker compose up --detach pushgateway; its log: docker compose logs pushgateway"
+        remedy = "correct the address; for that of the stack: docker compose up --detach pushgateway"
         yield Check("gateway", "fail", f"{url}: {_text(error)}", why, remedy, ExitCode.UNREACHABLE)
 
 

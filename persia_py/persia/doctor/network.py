@@ -243,7 +243,7 @@ def _loopback(given: dict[str, str]) -> Check | None:
     addresses = psutil.net_if_addrs()
     for name, value in given.items():
         if name == "PERSIA_SOCKET_IFNAME" and _ADVERTISE in given:
-            continue  # the variable has no effect
+            continue  # PERSIA_SOCKET_IFNAME has no effect if PERSIA_ADVERTISE is set
         matched = [] if name == _ADVERTISE else network.matching(name, value, sorted(addresses))
         numbers = [each.address for one in matched for each in addresses[one] if each.family == socket.AF_INET]
         numbers = [value] if name == _ADVERTISE else numbers
@@ -274,19 +274,19 @@ WHO_SETS = (
     "torchrun and `persia debug run` set MASTER_ADDR and MASTER_PORT on every rank; persia-launcher does not, because "
     "ranks of a job meet through PERSIA_NATS_URL"
 )
-"""Explains which programs set the variables of torch's rendezvous."""
+"""The text that explains which programs set the variables of torch's rendezvous."""
 SET_MASTER = (
     "start the ranks with torchrun --master-addr HOST --master-port 29500, with the host of rank 0; or set both "
     "variables on every rank; or set PERSIA_NATS_URL, and unset both"
 )
-"""Explains how to set them."""
+"""The next step if these variables are missing or wrong."""
 
 
 def rendezvous() -> Iterator[Check]:
     """Yield the check of ``MASTER_ADDR`` and ``MASTER_PORT``, for scripts that use torch's rendezvous themselves."""
     host, port = variable("MASTER_ADDR"), variable("MASTER_PORT")
     if host is None and port is None and (settings.nats_url is not None or variable("WORLD_SIZE") in (None, "1")):
-        return  # ranks of a job find each other through NATS
+        return  # ranks of a job find each other through NATS, and a single rank has no others to find
     if host is None or port is None:
         missing = " and ".join(name for name in ("MASTER_ADDR", "MASTER_PORT") if variable(name) is None)
         yield Check("rendezvous", "fail", f"{missing} not set", WHO_SETS, SET_MASTER)
@@ -326,7 +326,7 @@ def nats_address(url: str) -> tuple[str, int]:
 
 
 def environment() -> list[tuple[str, str]]:
-    """Return the name of the host, and its interfaces with their IPv4 addresses."""
+    """Return the name of the host, its interfaces with their IPv4 addresses, and its number of processors."""
     listed = [
         f"{name} {each.address}"
         for name, addresses in sorted(psutil.net_if_addrs().items())

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from persia.doctor import compose, context, ports
 from persia.launch import foreground
-from persia.runtime.errors import UsageError
+from persia.runtime.errors import UnreachableError, UsageError
 
 READY_S = 60.0
 """Seconds within which a notebook must respond."""
@@ -29,7 +29,7 @@ def run(folder: Path, port: int, token: str, *, mount: bool, ready: Callable[[],
         ready: Called when the server responds to an HTTP request that has the token.
 
     Raises:
-        UsageError: As in :func:`persia.doctor.context.read`, or the port is in use.
+        UsageError: As in :func:`persia.doctor.context.read`, the port is in use, or the image has no notebook server.
         UnreachableError: Nothing can run in containers here.
     """
     if (used := ports.free("port", port, "--port", "127.0.0.1")).status == "fail":
@@ -53,9 +53,21 @@ def run(folder: Path, port: int, token: str, *, mount: bool, ready: Callable[[],
 
 
 def _check_jupyter(workspace: Path) -> None:
-    """Check that the image has a notebook server."""
+    """Check that the image has a notebook server.
+
+    Raises:
+        UsageError: It has none.
+        UnreachableError: The check cannot run in the image.
+    """
     words = context.words_of(["python", "-c", "import jupyterlab"])
-    if subprocess.run(words, env=context.variables(workspace), capture_output=True, check=False).returncode != 0:
+    environment = context.variables(workspace)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode != 0 and "No module named 'jupyterlab'" not in done.stderr:
+        raise UnreachableError(
+            f"cannot import jupyterlab in the image {compose.image()}: {compose.last_line(done)}",
+            hint="check the image: persia doctor --image",
+        )
+    if done.returncode != 0:
         raise UsageError(
             f"the image {compose.image()} has no notebook server",
             hint="add it to the image: FROM IMAGE, then RUN pip install jupyterlab; or use: persia debug shell",

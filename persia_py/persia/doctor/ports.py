@@ -89,9 +89,10 @@ def free(name: str, port: int, origin: str, host: str = "") -> Check:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host or _ANY[family], port))
-        except PermissionError:
-            why = "ports below 1024 need root"
-            return Check(name, "fail", f"port {port} cannot be bound", why, f"set {origin} to a port above 1023")
+        except PermissionError as error:
+            why = "ports below 1024 need root or CAP_NET_BIND_SERVICE" if port < 1024 else error.strerror or str(error)
+            advice = f"set {origin} to {'a port above 1023' if port < 1024 else 'another port'}"
+            return Check(name, "fail", f"port {port} cannot be bound", why, advice)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 return _used(name, port, origin, user_of(port))

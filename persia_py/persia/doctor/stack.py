@@ -23,14 +23,16 @@ def checks() -> Iterator[Check]:
     found = containers.inside(there, containers.peers(there))
     for each in found:
         if each.problem:
-            yield Check("inside", "fail", f"{each.container.name}: {each.problem}", "", "", ExitCode.UNREACHABLE)
+            name = each.container.name
+            remedy = f"see its last lines: persia logs --service {name} --tail 50; its state: docker compose ps --all"
+            yield Check("inside", "fail", f"{name}: {each.problem}", "", remedy, ExitCode.UNREACHABLE)
     yield from ranks(found, there)
     yield from replicas(found)
     yield from connections([each for each in found if not each.problem])
 
 
 def states(there: Sequence[Container]) -> Check:
-    """Check that the containers are running, or have ended with 0."""
+    """Check that no container is unhealthy, or has ended with an exit code other than 0."""
     wide = max((len(each.name) for each in there), default=0)
     places = {each.name: " ".join(each.addresses) or "-" for each in there}
     lines = [f"{each.name:<{wide}}  {places[each.name]:<15}  {each.state}{_restarts(each)}" for each in there]
@@ -117,7 +119,7 @@ def connections(found: Sequence[Inside]) -> Iterator[Check]:
         found: The results of the probe inside each container.
     """
     if not any(each.reached for each in found):
-        yield Check("connections", "skip", "not checked", "fewer than two containers are running")
+        yield Check("connections", "skip", "not checked", "no running container has a peer that could be probed")
         return
     failed = [(each.container, one) for each in found for one in each.reached if one.outcome != "reached"]
     count = sum(len(each.reached) for each in found)

@@ -76,7 +76,8 @@ def core_version(package: str, core: str) -> Check:
     """Check that the package and its compiled part have the same version."""
     if package != core:
         why = "the Python package and its compiled part have different versions"
-        return Check("persia", "fail", f"persia {package}, persia_core {core}", why, "make setup", ExitCode.REFUSED)
+        remedy = "install the wheels persia and persia-core of one release; in a clone: make setup"
+        return Check("persia", "fail", f"persia {package}, persia_core {core}", why, remedy, ExitCode.REFUSED)
     return Check("persia", "ok", f"{package}, {Path(persia.__file__).parent}")
 
 

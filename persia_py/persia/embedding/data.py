@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from persia.embedding.ids import as_bags, as_ids, as_offsets, kind_of
+from persia.embedding.listed import listed_sizes
 from persia.runtime.errors import BatchSizeError, DataError, FeatureTypeError, MissingLabelError
 from persia.runtime.logging import get_logger
 from persia_core import data as _core
@@ -47,8 +48,8 @@ class IDTypeFeature:
     Raises:
         FeatureTypeError: The ids of a sample have another type, or the weights are not float32; the message names the
             sample.
-        DataError: An id is negative, or a sample has different numbers of weights and ids; the message names the
-            sample.
+        DataError: An id is negative or larger than 2^64 - 1, or a sample has different numbers of weights and ids; the
+            message names the sample.
     """
 
     def __init__(
@@ -85,8 +86,8 @@ class IDTypeFeature:
 
         Raises:
             FeatureTypeError: An array has another dtype or shape.
-            DataError: An id is negative, the offsets do not ascend from 0 to ``len(values)``, or there are different
-                numbers of weights and ids.
+            DataError: An id is negative or larger than 2^64 - 1, the offsets do not ascend from 0 to ``len(values)``,
+                or there are different numbers of weights and ids.
         """
         feature = cls.__new__(cls)
         feature.name = _name(name)
@@ -127,7 +128,7 @@ class IDTypeFeatureWithSingleID:
 
     Raises:
         FeatureTypeError: The data has another type.
-        DataError: An id is negative; the message names the row.
+        DataError: An id is negative or larger than 2^64 - 1.
     """
 
     def __init__(self, name: str, data: IdArray) -> None:
@@ -192,7 +193,8 @@ class NonIDTypeFeature(NdarrayDataBase):
 
     Args:
         data: ``[batch, ...]`` of bool, int8, int16, int32, int64, uint8, float32 or float64.
-        name: A name for messages. The model gets dense inputs by position.
+        name: A name for messages, and to find the input in batches that have their inputs in another order: the model
+            gets named inputs in the order of its first training batch.
 
     Raises:
         FeatureTypeError: The data has another dtype, or is not an array.
@@ -206,7 +208,7 @@ class Label(NdarrayDataBase):
 
     Args:
         data: ``[batch, ...]`` of the dtypes of :class:`NonIDTypeFeature`.
-        name: A name for messages.
+        name: A name for messages, and to find the label in batches that have their labels in another order.
         binary: Whether to refuse values other than 0 and 1.
 
     Raises:
@@ -249,7 +251,7 @@ class PersiaBatch:
     Raises:
         MissingLabelError: ``requires_grad`` is set, and the batch has no label.
         FeatureTypeError: A feature has another class, or is not in a list.
-        BatchSizeError: The batch has no sample, or parts differ in size; the message names all parts.
+        BatchSizeError: The batch has no sample, or parts differ in size; the message names the parts.
         DataError: Two features have the same name; a weight or a dense input has NaN, infinity or a value beyond
             float32 (for a dense input, the message names row and column); or the batch has too many ids.
     """
@@ -280,9 +282,9 @@ class PersiaBatch:
         expected = sizes[0][1] if batch_size is None else batch_size
         if expected <= 0 or any(size != expected for _, size in sizes):
             given = [] if batch_size is None else [("batch_size", batch_size)]
-            listed = ", ".join(f"{name}: {size}" for name, size in (*given, *sizes))
+            found = listed_sizes([*given, *sizes], expected)
             wanted = "at least one sample" if expected <= 0 else f"the same number of samples ({expected})"
-            raise BatchSizeError(f"PersiaBatch: expected {wanted} in all parts, found {listed}")
+            raise BatchSizeError(f"PersiaBatch: expected {wanted} in all parts, found {found}")
         builder = _core.BatchBuilder(expected, requires_grad, meta)
         for feature in id_type_features:
             if isinstance(feature, IDTypeFeatureWithSingleID):

@@ -17,6 +17,8 @@ Offsets = npt.NDArray[np.int64]
 
 _FIRST_NEGATIVE = np.uint64(2**63)
 """The smallest value that a negative int64 becomes when it is read as unsigned."""
+_SHOWN = 5
+"""The maximum number of wrong ids that a message lists."""
 
 
 def as_ids(feature: str, value: object, *, what: str = "ids") -> Ids:
@@ -109,7 +111,9 @@ def _integers(feature: str, value: object, what: str) -> npt.NDArray[np.integer]
     try:
         array = _array(value)
     except OverflowError as error:
-        raise DataError(f"feature {feature!r}, {what}: expected integers from 0 to 2^64 - 1, found {value}") from error
+        wrong = [each for each in value if not 0 <= each < 2**64] if isinstance(value, list | tuple) else [value]
+        found = ", ".join(map(str, wrong[:_SHOWN])) + (", …" if len(wrong) > _SHOWN else "")
+        raise DataError(f"feature {feature!r}, {what}: expected integers from 0 to 2^64 - 1, found {found}") from error
     if array is None or array.ndim != 1 or not (array.dtype.kind in "iu" or array.size == 0):
         raise FeatureTypeError(
             f"feature {feature!r}, {what}: expected a 1-d array or list of integers, such as uint64 or int64; "

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from persia.embedding.listed import MOST, listed
 from persia.runtime.errors import CheckpointError, DataError
 
 FILE = "inputs.state"
@@ -37,10 +38,11 @@ class Arrangement:
     """The positions of inputs in a batch: for each input of the model, its index in the batch; None means unchanged.
 
     Attributes:
-        id_features: The names of the id features.
-        dense: The names of the dense inputs.
-        labels: The names of the labels.
-        unchecked: Parts that were taken by position, because only the batch or only the model's inputs have names.
+        id_features: The positions of the id features.
+        dense: The positions of the dense inputs.
+        labels: The positions of the labels.
+        unchecked: The kinds of parts that were taken by position, because only the batch or only the model's inputs
+            have names.
     """
 
     id_features: list[int] | None = None
@@ -80,7 +82,8 @@ class InputNames:
             return cls(tuple(map(str, state["id_features"])), dense, labels)
         except (KeyError, TypeError) as error:
             raise CheckpointError(
-                f"{FILE}: expected the names of a model's inputs, found {state!r}", hint="load another checkpoint"
+                f"{FILE}: expected names of a model's inputs, found something else ({type(error).__name__}: {error})",
+                hint="load another checkpoint",
             ) from error
 
     def state(self) -> dict[str, list[str | None] | None]:
@@ -100,7 +103,7 @@ class InputNames:
                 model's order, and other inputs follow.
 
         Raises:
-            DataError: The batch has other parts; for each kind that differs, the message has both lists.
+            DataError: The batch has other parts; for each kind that differs, the message names them.
         """
         given = InputNames(tuple(batch.slots), tuple(batch.dense_names), tuple(batch.label_names))
         dense = given.dense if self.dense is None else self.dense
@@ -119,7 +122,7 @@ class InputNames:
                 _known_first(*pair) if places is None else places for pair, places in zip(pairs, found, strict=True)
             ]
         wrong = [
-            f"{kind}: {_listed(batch_has)} in the batch, {_listed(model_gets)} in training"
+            f"{kind}: {_difference(batch_has, model_gets)}"
             for kind, (model_gets, batch_has), places in zip(kinds, pairs, found, strict=True)
             if places is None
         ]
@@ -164,8 +167,28 @@ def _known_first(model_gets: Names, batch_has: Names) -> list[int]:
     return sorted(range(len(batch_has)), key=lambda place: known.get(batch_has[place] or "", len(model_gets)))
 
 
+def _difference(batch_has: Names, model_gets: Names) -> str:
+    """Return both lists of inputs, for a message; of long lists, only the names that one of them lacks."""
+    if max(len(batch_has), len(model_gets)) <= MOST:
+        return f"{_listed(batch_has)} in the batch, {_listed(model_gets)} in training"
+    only_batch = [name for name in batch_has if name not in model_gets]
+    only_model = [name for name in model_gets if name not in batch_has]
+    return (
+        f"{len(batch_has)} in the batch, {len(model_gets)} in training; only in the batch: "
+        f"{_bounded(only_batch)}; only in training: {_bounded(only_model)}"
+    )
+
+
 def _listed(names: Sequence[str | None]) -> str:
-    return ", ".join("one without a name" if name is None else repr(name) for name in names) or "none"
+    return ", ".join(map(_shown, names)) or "none"
+
+
+def _bounded(names: Sequence[str | None]) -> str:
+    return listed([*map(_shown, names)]) or "none"
+
+
+def _shown(name: str | None) -> str:
+    return "one without a name" if name is None else repr(name)
 
 
 def arranged(parts: list[Part], places: list[int] | None) -> list[Part]:

@@ -79,7 +79,7 @@ class Optimizer:
             )
 
     def apply(self) -> None:
-        """Make this the optimizer of the current context. ``TrainCtx`` calls it on entry.
+        """Make this the optimizer of the current context. ``TrainCtx`` does this on entry.
 
         Raises:
             UsageError: No context is entered.
@@ -87,7 +87,7 @@ class Optimizer:
         context = contexts.current()
         if context is None or context.common_context is None:
             raise UsageError(
-                "cannot call Optimizer.apply() outside a context; TrainCtx(embedding_optimizer=...) calls it for you"
+                "cannot call Optimizer.apply() outside a context; TrainCtx(embedding_optimizer=...) does this on entry"
             )
         context.common_context.begin(optimizer=self)
 
@@ -172,7 +172,7 @@ class Adagrad(Optimizer):
     """``w -= lr * g / sqrt(s + eps)`` with the old ``s``, then ``s = s * g_square_momentum + g * g``.
 
     ``s`` starts at ``initial_accumulator_value``. With ``vectorwise_shared`` a row has a single ``s``, which grows by
-    the mean of ``g * g``. This uses less memory and is faster.
+    the mean of ``g * g``. This uses less memory and is faster. ``g`` includes ``weight_decay * w``.
 
     Attributes:
         initial_accumulator_value: The initial ``s``.

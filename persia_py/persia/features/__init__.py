@@ -41,12 +41,15 @@ __all__ = [
 
 _logger = get_logger("features")
 
+_SHOWN = 20
+"""The maximum number of differences that a warning lists."""
+
 
 def read_features(path: Path | str) -> Features:
     """Read the features and labels of a ``persia.yml``.
 
     The slots of a context come from ``PERSIA_CONFIG``, which names this file, or from an ``embedding_config.yml``. In
-    the latter case, a warning lists the differences between its slots and the features.
+    the latter case, a warning lists differences between its slots and the features.
 
     Raises:
         ConfigError: The file cannot be read, or has errors; the message and ``findings`` list all of them.
@@ -70,7 +73,8 @@ def _warn_of_other_slots(given: tuple[str, str]) -> None:
     except ConfigError:
         return  # the context that needs the file raises this error
     if found := differences(given, slots):
-        lines = "".join(f"\n  {each}" for each in found)
+        more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+        lines = "".join(f"\n  {each}" for each in [*found[:_SHOWN], *more])
         _logger.warning(
             "the slots of %s differ from the features of %s; to use the features, set PERSIA_CONFIG=%s. Differences:%s",
             *(path, given[1], given[1], lines),

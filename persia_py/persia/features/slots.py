@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from persia.embedding.listed import listed
 from persia.runtime.yaml_tree import Entries, Items, Node, Place, Scalar, parse, value_of
 
 _DEFAULTS: dict[str, Any] = {
@@ -125,4 +126,4 @@ def _shown(value: Any) -> str:
 
 
 def _names(slots: set[str]) -> str:
-    return ", ".join(sorted(slots)) or "no other slot"
+    return listed(sorted(slots)) if slots else "no other slot"

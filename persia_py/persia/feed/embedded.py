@@ -96,7 +96,8 @@ class ScriptFeed:
             self.connect()
             self.report_end(0, error)
         elif error is not None and error is not self._reported:
-            _logger.error("%s failed after its DataCtx: %r", self._path, error)
+            line = "%s failed after its DataCtx had ended: %s: %s"
+            _logger.error(line, self._path, type(error).__name__, error)
 
     def connect(self) -> ReplayCheck:
         """Connect the script's ``DataCtx`` when the training loop requests batches.
@@ -191,11 +192,18 @@ def find_script() -> tuple[Path, list[str]]:
     """Return the data script and its arguments: ``PERSIA_DATALOADER_ENTRY``, or a file next to the main script.
 
     Raises:
-        ConfigError: The file does not exist.
+        ConfigError: The file does not exist, or the variable has an unclosed quote.
     """
     entry = settings.data_script
     if entry is not None:
-        name, *arguments = [entry] if Path(entry).is_file() else shlex.split(entry)
+        try:
+            name, *arguments = [entry] if Path(entry).is_file() else shlex.split(entry)
+        except ValueError as error:  # an unclosed quote, or only spaces
+            raise ConfigError(
+                f"PERSIA_DATALOADER_ENTRY={entry}: expected the path of a script, and arguments, with every quote "
+                "closed",
+                hint="set PERSIA_DATALOADER_ENTRY to the path of the data script",
+            ) from error
         if not Path(name).is_file():
             place = f"working directory: {Path.cwd()}"
             raise ConfigError(

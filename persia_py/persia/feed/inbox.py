@@ -9,10 +9,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from persia.embedding.listed import listed
 from persia.feed.protocol import Stopped
 from persia.feed.replay import Digest, extend
 from persia.runtime.errors import ConfigError, DataError, UsageError
 from persia.runtime.logging import get_logger
+from persia.runtime.settings import settings
 from persia.runtime.waits import REMIND_S
 from persia_core.data import Batch
 
@@ -170,12 +172,15 @@ class Inbox:
         return None
 
     def _missing(self, index: int) -> str:
+        if settings.nats_url is None:  # the data script is a thread of this process
+            connected = self._replicas is not None
+            return "the data script sends no batch" if connected else "the data script has not entered its DataCtx"
         if self._replicas is None:
             return "no data-compose replica has connected"
         queues = [(other, self._queues.get(other)) for other in range(self._replicas)]
         absent = [str(other) for other, queue in queues if queue is None or not (queue.sender or queue.ended)]
         if absent:
-            return f"not connected: data-compose replica {', '.join(absent)} of {self._replicas}"
+            return f"not connected: data-compose replica {listed(absent)} of {self._replicas}"
         return f"data-compose replica {index} is connected and has sent nothing new"
 
     def queued(self) -> int:
@@ -250,7 +255,10 @@ class Inbox:
 
     def _check_replica(self, index: int, replicas: int) -> None:
         if index >= replicas:
-            raise ConfigError(f"REPLICA_INDEX={index}: must be less than REPLICA_SIZE={replicas}", hint="")
+            raise ConfigError(
+                f"REPLICA_INDEX is {index}, but REPLICA_SIZE is {replicas}: indexes go from 0 to {replicas - 1}",
+                hint="",
+            )
         if self._replicas not in (None, replicas):
             raise ConfigError(
                 f"data-compose replica {index} has REPLICA_SIZE={replicas}, this run has {self._replicas} replicas; "

@@ -65,7 +65,7 @@ class SenderState:
 
     @property
     def over(self) -> bool:
-        """Whether all streams have sent everything."""
+        """Whether all streams must end: the sender is closed or has failed, or the script must restart."""
         return self.closed or bool(self.restarted) or self.error is not None
 
 
@@ -153,7 +153,7 @@ class RankStream:
         return self.delivered or self.stopped is not None or self._state.over
 
     def _log_once(self, text: str, *values: object) -> None:
-        """Log the message, unless it equals the previous one."""
+        """Log the message, unless the previous one had the same text, with any values."""
         if text != self._logged:
             self._logged = text
             _logger.info(text, *values)
@@ -170,7 +170,7 @@ class RankStream:
         elif any(sign in (details or "") for sign in channel.BAD_CERTIFICATE):
             self._fail(channel.certificate_error(address, details))
         elif code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNIMPLEMENTED):
-            hint = "" if "REPLICA_SIZE=" in (details or "") else _SAME_BUILD  # such details include the next step
+            hint = "" if "REPLICA_SIZE" in (details or "") else _SAME_BUILD  # such details include the next step
             self._fail(IncompatibleError(f"rank {self.rank} at {address}: {details}", hint=hint))
         elif code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED):
             self._fail(UsageError(f"rank {self.rank} at {address}: {details}"))
@@ -180,7 +180,8 @@ class RankStream:
                 self._fail(UsageError(f"rank {self.rank} at {address}: {details}"))
             self._log_once("rank %d: %s; retrying", self.rank, details)
         else:
-            self._log_once("rank %d at %s: connection lost (%s); reconnecting", self.rank, address, details)
+            lost, never = "rank %d at %s: connection lost (%s); reconnecting", "rank %d at %s: %s; retrying"
+            self._log_once(lost if self.welcomed else never, self.rank, address, details)
 
     def _fail(self, error: PersiaError) -> None:
         with self._state.changed:

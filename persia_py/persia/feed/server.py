@@ -205,7 +205,7 @@ class _FeedService(services.TrainerServicer):
         if not 1 <= hello.replica_size <= MAX_REPLICAS:
             context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"REPLICA_SIZE={hello.replica_size}: must be from 1 to {MAX_REPLICAS}",
+                f"REPLICA_SIZE is {hello.replica_size}; it must be from 1 to {MAX_REPLICAS}",
             )
         return hello
 

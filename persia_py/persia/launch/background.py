@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from persia.runtime.errors import StorageError
+from persia.runtime.errors import PersiaError, StorageError
 from persia.runtime.exit_codes import ExitCode
 from persia.runtime.files import make_folders
 
@@ -22,6 +22,7 @@ _PERIOD_S = 0.1
 """Seconds between two reads of the file."""
 _PIECE = 1 << 16
 """The number of bytes that are read at a time."""
+_OR_ANOTHER = "or choose another folder: --set run.dir=FOLDER"
 
 
 class Background:
@@ -51,7 +52,7 @@ class Background:
                     return ExitCode.INTERRUPTED
                 self.process.send_signal(signal.SIGINT)
             except BrokenPipeError:  # the reader of `persia train --follow | head` has ended
-                with Path(os.devnull).open("wb") as nowhere:  # Python flushes it again at its end
+                with Path(os.devnull).open("wb") as nowhere:  # at its end, Python flushes standard output again
                     os.dup2(nowhere.fileno(), sys.stdout.fileno())
                 self._say_detached()
                 return ExitCode.INTERRUPTED
@@ -101,7 +102,8 @@ def start(words: Sequence[str], folder: Path) -> Background:
         folder: The folder for the file with its output.
 
     Raises:
-        StorageError: The file cannot be created.
+        StorageError: The folder or the file cannot be created.
+        PersiaError: The operating system refuses to start a process.
     """
     # A shell without job control makes its background jobs and their children ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -109,7 +111,20 @@ def start(words: Sequence[str], folder: Path) -> Background:
     columns = str(shutil.get_terminal_size().columns)
     try:
         make_folders(folder.absolute())
-        with log.open("xb") as file:
+    except OSError as error:
+        raise StorageError(
+            f"cannot create the folder {folder} for the output of the training: {error.strerror or error}",
+            hint=f"check the owner and the free space of its parent folder, {_OR_ANOTHER}",
+        ) from error
+    try:
+        file = log.open("xb")
+    except OSError as error:
+        raise StorageError(
+            f"cannot create the file {log} for the output of the training: {error.strerror or error}",
+            hint=f"check the owner and the free space of {folder}, {_OR_ANOTHER}",
+        ) from error
+    try:
+        with file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "persia", *words],
                 env={"COLUMNS": columns, **os.environ, "PYTHONUNBUFFERED": "1"},
@@ -119,8 +134,10 @@ def start(words: Sequence[str], folder: Path) -> Background:
                 start_new_session=True,
             )
     except OSError as error:
-        raise StorageError(
-            f"cannot start the training with its output in {log}: {error.strerror or error}",
-            hint=f"check the owner and the free space of {folder}, or train without --follow",
+        with contextlib.suppress(OSError):
+            log.unlink()
+        raise PersiaError(
+            f"cannot start a process for the training in the background: {error.strerror or error}",
+            hint="train in this process: repeat the command without --follow",
         ) from error
     return Background(process, log)

@@ -55,7 +55,10 @@ def run(
             continue
         if not Path(path).is_file():
             origin = f"{flag} {path}" if given else f"{name}={path}"
-            raise UsageError(f"{origin}: no such file (working directory: {Path.cwd()})")
+            raise UsageError(
+                f"{origin}: no such file (working directory: {Path.cwd()})",
+                hint=f"set {flag if given else name} to the path of an existing file",
+            )
         command += [flag, str(path)]  # Docker's env_file may keep trailing white space in the value
     os.execv(program, command)  # noqa: S606
 

@@ -141,10 +141,11 @@ def _replica(given_index: int | None, given_size: int | None) -> tuple[int, int]
     """Return replica index and number of replicas, from the options, or ``REPLICA_INDEX`` and ``REPLICA_SIZE``."""
     index, size = _or(given_index, "REPLICA_INDEX", 0), _or(given_size, "REPLICA_SIZE", 1)
     if size < 1:
-        raise UsageError(f"replica size {size}: must be at least 1", hint="correct --replica-size or REPLICA_SIZE")
+        hint = "correct --replica-size or REPLICA_SIZE"
+        raise UsageError(f"REPLICA_SIZE is {size}; it must be at least 1", hint=hint)
     if not 0 <= index < size:
         raise UsageError(
-            f"replica index {index}: must be from 0 to {size - 1}, because the replica size is {size}",
+            f"REPLICA_INDEX is {index}, but REPLICA_SIZE is {size}: indexes go from 0 to {size - 1}",
             hint="correct the index (--replica-index or REPLICA_INDEX) or the size (--replica-size or REPLICA_SIZE)",
         )
     return index, size
@@ -197,7 +198,7 @@ def _script(given: str | None, arguments: Sequence[str], *, variable: str) -> tu
 
 
 def main() -> None:
-    """Run the command. Print an error as one message with the next step, and return the exit code of its class.
+    """Run the command. Print an error as one message with the next step, and exit with the code of its class.
 
     If ``PERSIA_NATS_URL`` is not set, PersiaML's default is used; an empty value means the embedded mode.
     """

@@ -31,8 +31,9 @@ def run(script: Path | None, arguments: Sequence[str], *, index: int, size: int,
             already stopped before this call will be resumed; it is over when it ends or stops again.
 
     Returns:
-        0 after SIGTERM or SIGINT, otherwise the exit code of the script that failed. With ``until_finished``, 0 if the
-        run is over, and the code of :func:`persia.launch.supervision.stopped_by` after an earlier signal.
+        0 after SIGTERM or SIGINT, otherwise the exit code of the script that failed, or 75 if a signal killed it.
+        With ``until_finished``, 0 if the run is over, and the code of
+        :func:`persia.launch.supervision.stopped_by` after an earlier signal.
 
     Raises:
         UsageError: ``PERSIA_NATS_URL`` is empty.

@@ -207,7 +207,7 @@ def _terminal() -> str | None:
     """Return the path of the terminal of this process; None if it has no terminal."""
     try:
         return os.ttyname(0) if os.isatty(0) else None
-    except OSError:  # it belongs to another mount namespace; ranks use the descriptor
+    except OSError:  # its path is not visible in this container; ranks use the file descriptor instead
         return ""
 
 

@@ -59,7 +59,7 @@ def run(
         code = process.wait()
     finally:
         for number, handler in before.items():
-            # None means that the handler was not set from Python
+            # None: the handler was not set from Python, so it cannot be restored
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
     if received:
         raise SystemExit(AGAIN)

@@ -152,7 +152,7 @@ def read_job_config(path: Path, sizes: Sizes | None = None, *, folder: Path | No
     if mistakes:
         raise _error(path, mistakes)
     if config.trainer is not None and config.trainer.entry is None and config.data_compose is None:
-        # such a trainer gets its batches from data-compose
+        # a trainer without an entry trains a persia.yml, whose batches come from data-compose
         config = config.model_copy(update={"data_compose": DataCompose()})
     return _with_absolute_paths(config, path)
 
@@ -188,7 +188,10 @@ def _without_slots(content: Any) -> list[str]:
         return []
     whole, slots = (content.get(key) is not None for key in ("config", "embedding_config"))
     if whole and slots:
-        return ["config and embedding_config: both are given, but slots come from one file; remove one"]
+        return [
+            f"config is {content['config']}, and embedding_config is {content['embedding_config']}: slots come from "
+            "one file; remove one of the two"
+        ]
     if whole:
         return []
     parts = {key: content.get(key) for key in ("data_compose", "trainer")}

@@ -43,9 +43,11 @@ def run(script: Path | None, arguments: Sequence[str], *, ranks: int, node: int,
 
     Returns:
         The exit code: 0 if every rank ended with 0, or ``PERSIA_RUN_DIR`` names a run that is already finished; after a
-        signal, that of :func:`persia.launch.supervision.stopped_by`. Without that variable every start is a new run.
+        signal, that of :func:`persia.launch.supervision.stopped_by`; after a failure, that of a failed rank if it is
+        specific, otherwise 75. Without ``PERSIA_RUN_DIR`` every start is a new run.
 
     Raises:
+        ConfigError: The summary of the last run cannot be read or renamed.
         UsageError: The arguments contradict each other, or ``CUDA_VISIBLE_DEVICES`` lists too few devices.
     """
     if ranks < 1 or nodes < 1 or not 0 <= node < nodes:
@@ -117,7 +119,7 @@ def _wait_for_other_failures(left: set[Process], events: Events) -> None:
 
 
 def _exit_code(code: int) -> int:
-    # This is an exception of the script itself, which a restart would repeat.
+    # FAILED means that the script itself raised an exception, which a restart would repeat.
     return code if code == ExitCode.FAILED or code in _OWN_CODES else AGAIN
 
 

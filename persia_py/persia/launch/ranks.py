@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from persia.checkpoint.object_store import ObjectStore
 from persia.config import Config
 from persia.config.show import to_yaml
 from persia.launch import nn_worker
@@ -18,8 +19,9 @@ from persia.launch.supervision import Events
 from persia.launch.up import Commands, run_job
 from persia.runtime import job
 from persia.runtime.config_files import CONFIG, CONFIG_FOLDER, EMBEDDING_CONFIG
-from persia.runtime.errors import ConfigError, UsageError
+from persia.runtime.errors import ConfigError, PersiaError, UsageError
 from persia.runtime.logging import get_logger
+from persia.runtime.places import Place, Url, below
 from persia.runtime.settings import settings
 from persia.trainer import one_batch
 
@@ -68,7 +70,7 @@ def train(config: Config, file: Path, ranks: int, *, name: str | None = None) ->
 
     Raises:
         ConfigError: The name of the run is not a valid job name.
-        UsageError: There are too many ranks, or the run is finished.
+        UsageError: There are too many ranks or too few GPUs, or the run is finished or was trained in one process.
     """
     check_devices(ranks)
     command = _command(config, file, ranks)
@@ -106,6 +108,10 @@ def test(config: Config, file: Path, ranks: int) -> int:
 
     Returns:
         The exit code: 0 if all steps passed on all ranks.
+
+    Raises:
+        UsageError: There are too many ranks or too few GPUs.
+        StorageError: The storage of the run cannot be written.
     """
     check_devices(ranks)
     one_batch.check_storage(config)
@@ -121,7 +127,8 @@ def test(config: Config, file: Path, ranks: int) -> int:
 def test_on_servers(config: Config, file: Path) -> int:
     """Train on one batch with the servers of the surrounding job, as its only rank.
 
-    The rows on the servers are replaced. The checkpoint is written below ``PERSIA_CKPT_DIR``, and then removed.
+    The rows on the servers are replaced. The checkpoint is written below ``PERSIA_CKPT_DIR``, a folder or a URL, and
+    then removed.
 
     Args:
         config: The configuration, whose slots must equal those of the servers.
@@ -156,23 +163,28 @@ def test_on_servers(config: Config, file: Path) -> int:
         environment = {**os.environ, **variables}
         environment.pop(EMBEDDING_CONFIG, None)
         events = Events()
-        with events.signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP)):
-            words = [sys.executable, "-m", "persia.launch.rank_main"]
-            try:
+        words = [sys.executable, "-m", "persia.launch.rank_main"]
+        try:
+            with events.signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP)):
                 rank = Process("rank 0", words, env=environment, line=None, ended=events.ended)
                 return nn_worker.supervise([rank], events, None)
-            finally:
-                _remove(Path(root, name))
+        finally:  # a signal interrupts this, for example if the store of the checkpoints does not respond
+            _remove(below(root, name))
 
 
-def _remove(folder: Path) -> None:
+def _remove(checkpoints: Place) -> None:
+    """Remove the checkpoints of a test. If this fails, a warning is logged."""
     try:
-        shutil.rmtree(folder)
+        if isinstance(checkpoints, Url):
+            ObjectStore(str(checkpoints.parent)).remove(checkpoints.name)
+        else:
+            shutil.rmtree(checkpoints)
     except FileNotFoundError:
         return
-    except OSError as error:
-        command = f"rm -r {shlex.quote(str(folder))}"
-        _logger.warning("the checkpoint of the test could not be removed: %s; remove it: %s", error, command)
+    except (PersiaError, OSError) as error:
+        is_url = isinstance(checkpoints, Url)
+        step = f"delete the objects below {checkpoints}/" if is_url else f"rm -r {shlex.quote(str(checkpoints))}"
+        _logger.warning("the checkpoint of the test could not be removed: %s; next: %s", error, step)
 
 
 def write(config: Config, folder: Path) -> Path:

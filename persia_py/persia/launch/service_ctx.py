@@ -147,7 +147,7 @@ class PersiaServiceCtx:
         try:
             url = local.nats_url(self._run(local.nats(find_free_port(self._nats_port))))
         except UnreachableError as error:
-            error.hint = "see the lines of nats above"  # the folder with the log is removed
+            error.hint = "see the lines of nats above"  # the log's folder will be removed
             raise
         for index in range(self._servers):
             self._run(local.part("server", index, url))

@@ -17,7 +17,7 @@ from persia.runtime import files
 from persia.runtime import job as jobs
 from persia.runtime.errors import PersiaError, UsageError
 from persia.runtime.exit_codes import AGAIN, ExitCode
-from persia.runtime.logging import get_logger
+from persia.runtime.logging import get_logger, next_step
 from persia.trainer.profiling import profile_of, show_profile
 from persia.trainer.run_folder import RunFolder, of_one_process
 
@@ -65,7 +65,8 @@ def up(path: Path, sizes: Sizes | None = None) -> int:
 
     Raises:
         ConfigError: The file, or one that it names, is invalid.
-        UsageError: A program was not found, or the run of a ``persia.yml`` is finished.
+        UsageError: A program was not found, ``sizes`` is given with a file that sets the numbers itself, or the run of
+            a ``persia.yml`` is finished or was trained in one process.
     """
     config = read_job_config(path, sizes)
     command = f"persia up {shlex.quote(str(path))}{_options(sizes or Sizes())}"
@@ -92,6 +93,12 @@ def run_job(config: JobConfig, path: Path, commands: Commands | None = None) -> 
         config: The job.
         path: The file of the job, for messages.
         commands: The commands with which the user trains again; None if nothing can be continued, as after a test.
+
+    Returns:
+        The exit code of the job.
+
+    Raises:
+        UsageError: The run of this name is finished, or was trained in one process.
     """
     folder = Path(config.run_dir or Path("runs") / config.job).resolve()
     if config.trainer is not None and (summary := jobs.finished_summary(folder, of=config.job)) is not None:
@@ -136,7 +143,7 @@ def run_job(config: JobConfig, path: Path, commands: Commands | None = None) -> 
         try:
             show_profile(RunFolder(folder))
         except (PersiaError, OSError, ValueError) as error:
-            _logger.warning("cannot show the profile: %s", error)
+            _logger.warning("cannot show the profile: %s%s", error, next_step(error))
     return code
 
 
@@ -263,5 +270,9 @@ class _Run:
 
     def _say_environment(self) -> None:
         self.say("the servers run until Ctrl-C; to use them, run in another shell:")
-        for name, value in sorted(self._local.settings(self._url).items()):
-            self.say(f"export {name}={shlex.quote(value)}")
+        variables = sorted(self._local.settings(self._url).items())
+        for name, value in variables:
+            if name.startswith("PERSIA_"):
+                self.say(f"export {name}={shlex.quote(value)}")
+        if others := [name for name, _ in variables if not name.startswith("PERSIA_")]:
+            self.say(f"also set the variables of env, whose values may be secret: {', '.join(others)}")

@@ -14,7 +14,7 @@ from persia.runtime import flight, preemption
 from persia.runtime.contexts import ends_well
 from persia.runtime.errors import CheckpointError, PersiaError, StorageError, UsageError
 from persia.runtime.exit_codes import ExitCode
-from persia.runtime.logging import get_logger
+from persia.runtime.logging import get_logger, next_step
 from persia.runtime.places import Place, Url
 from persia_core import checkpoint as _core
 
@@ -174,7 +174,7 @@ class Autosave:
         try:
             _core.publish_latest(path)
         except PersiaError as error:
-            _logger.warning("checkpoint %s is written, but LATEST was not updated: %s", path, error)
+            _logger.warning("checkpoint %s is written, but LATEST was not updated: %s%s", path, error, next_step(error))
         try:
             keep, days = self._checkpoints.keep_last, self._checkpoints.keep_days
             if days is None:
@@ -182,7 +182,8 @@ class Autosave:
             age = timedelta(days=days)
             return len(retention.prune(path.parent, lambda found: min(keep, retention.kept(found, age))))
         except PersiaError as error:
-            _logger.warning("checkpoint %s is written, but older checkpoints were not removed: %s", path, error)
+            line = "checkpoint %s is written, but older checkpoints were not removed: %s%s"
+            _logger.warning(line, path, error, next_step(error))
             return 0
 
     def _upload(self, path: Place) -> None:
@@ -196,27 +197,29 @@ class Autosave:
             deleted = store.prune(self._checkpoints.keep_last)
         except PersiaError as error:
             self._checkpoints.not_uploaded += 1
-            _logger.error("checkpoint %s is written, but not uploaded: %s", path, error)
+            _logger.error("checkpoint %s is written, but not uploaded: %s%s", path, error, next_step(error))
             return
         took = time.monotonic() - started
         _logger.info("checkpoint %s uploaded to %s in %.1f s, %d older deleted", path, store.url, took, len(deleted))
 
     def _retry(self, step: int, error: Exception) -> None:
         text, attempt = retention.with_space(error, self._folder), self._tries + 1
+        hint = next_step(error) if text == str(error) else ""  # the text about a full disk includes the next step
         if self._tries == len(RETRY_S):
             self._tries = 0
             self._checkpoints.failed += 1
             self._checkpoints.problem = text
             what = "abandoned" if self._is_last else "abandoned, training continues"
-            _logger.error("checkpoint of step %d %s: %s (attempt=%d)", step, what, text, attempt)
+            _logger.error("checkpoint of step %d %s: %s (attempt=%d)%s", step, what, text, attempt, hint)
             return
         wait = RETRY_S[self._tries]
         self._tries += 1
-        _logger.warning("checkpoint of step %d failed, retrying in %g s: %s (attempt=%d)", step, wait, text, attempt)
+        line = "checkpoint of step %d failed, retrying in %g s: %s (attempt=%d)%s"
+        _logger.warning(line, step, wait, text, attempt, hint)
         self._retry_at = time.monotonic() + wait
 
     def _settled(self) -> bool | None:
-        """On rank 0: whether the last save is written or abandoned. If a retry is due, start it now."""
+        """On rank 0: whether the last save is written or abandoned. If it must be retried, wait until this is due."""
         if not self._backend.is_rank_0:
             return None
         self._backend.join_checkpoint_thread()
@@ -292,10 +295,11 @@ class Autosave:
             if preemption.has_trained():
                 steps = self._backend.all_gather_at_exit(step, MEET_S)
                 if min(steps) < max(steps):
-                    raise UsageError(f"the ranks are at different steps: {', '.join(map(str, steps))}")
+                    raise UsageError(f"the ranks are at different steps, from {min(steps)} to {max(steps)}")
                 self.save_last()
         except (PersiaError, RuntimeError) as error:  # torch raises RuntimeError if another rank ends during the save
-            _logger.error("%s: exiting after step %d, without a checkpoint of this step: %s", why, step, error)
+            line = "%s: exiting after step %d, without a checkpoint of this step: %s%s"
+            _logger.error(line, why, step, error, next_step(error))
         else:
             _logger.info("%s: exiting after step %d", why, step)
 
@@ -309,11 +313,12 @@ def _verify(path: Place) -> None:
     """
     try:
         _core.Checkpoint(path).verify()
-    except CheckpointError:
+    except CheckpointError as damage:
+        damage.hint = f"check the storage of {path.parent}: it lost or changed what was just written"
         try:
             retention.remove(path)
         except PersiaError as error:
-            _logger.warning("checkpoint %s is damaged, but cannot be deleted: %s", path, error)
+            _logger.warning("checkpoint %s is damaged, but cannot be deleted: %s%s", path, error, next_step(error))
         raise
 
 

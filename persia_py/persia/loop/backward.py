@@ -273,7 +273,7 @@ def _back_propagate(loss: torch.Tensor, step: int) -> None:
     """Back-propagate a loss.
 
     Raises:
-        UsageError: The loss was already back-propagated.
+        UsageError: The loss, or a part of its graph, was already back-propagated.
         NonFiniteError: torch's anomaly detection has found NaN.
     """
     try:
@@ -290,8 +290,9 @@ def _back_propagate(loss: torch.Tensor, step: int) -> None:
         if isinstance(error, PersiaError) or "backward through the graph a second time" not in str(error):
             raise
         raise UsageError(
-            "ctx.backward(loss): loss.backward() was called on this loss before. ctx.backward(loss) back-propagates, "
-            "updates the rows and steps the dense optimizer: remove loss.backward() and optimizer.step()"
+            "ctx.backward(loss): loss.backward() was called on this loss before, or the loss depends on tensors of an "
+            "earlier backward pass. ctx.backward(loss) back-propagates, updates the rows and steps the dense "
+            "optimizer: remove loss.backward() and optimizer.step(), and detach tensors that are kept between steps"
         ) from error
 
 

@@ -1,7 +1,8 @@
 """Digests of the tensors of each step, which show where two runs, or two ranks, begin to differ.
 
-With ``PERSIA_DIGEST=N`` every rank writes ``digest/rank-R.csv``: one line ``step,name,md5,norm`` for each tensor of
-every N-th step, in the order in which a step computes them. ``persia debug digest --diff A B`` compares two such files.
+With ``PERSIA_DIGEST=N`` every rank writes ``rank-R.csv`` in :func:`folder`: one line ``step,name,md5,norm`` for each
+tensor of every N-th step, in the order in which a step computes them. ``persia debug digest --diff A B`` compares two
+such files, or two folders of them.
 """
 
 import contextlib

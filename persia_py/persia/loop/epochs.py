@@ -19,7 +19,8 @@ class Epochs:
         state: The state of the run, which has the number of completed passes.
 
     Attributes:
-        resumed: Whether the run continues after a checkpoint and no error about this was logged; on rank 0.
+        resumed: Whether the run continues after a checkpoint, and no warning about its passes was logged yet; only on
+            rank 0.
     """
 
     def __init__(self, state: RunState) -> None:

@@ -51,7 +51,8 @@ class Feeder:
         quarantined: Returns whether a batch must not be looked up.
 
     Attributes:
-        fed: The batches that the engine has, in the order of their steps. The loop removes batches from the pipeline.
+        fed: The batches that the engine has, in the order of their steps. The loop removes each when it takes its step
+            from the pipeline.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ import torch
 
 _FIRST_SCALE = 2.0**16
 _MAX_SCALE = 2.0**24
-"""The maximum scale. It is far below the range of float32, because the loss of a float32 model never overflows."""
+"""The maximum scale. Without it, the scale of a loss whose gradients never overflow would grow beyond float32."""
 
 
 class LossScale:
@@ -52,7 +52,7 @@ class LossScale:
         self.scaler.update(self.value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale, and the number of steps since its last change."""
+        """Return the scale, and the number of steps since the last one with NaN or infinity."""
         return {"value": self.value, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -15,8 +15,9 @@ DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "
 class Precision:
     """The precision of a model's forward and backward pass.
 
-    Weights, their gradients, embeddings and the loss are float32. With bf16 and fp16, :func:`torch.autocast` runs
-    matrix products in that dtype; fp16 also scales the loss.
+    Weights, their gradients and the loss are float32, and so are embeddings, unless the context has another
+    ``embedding_dtype``. With bf16 and fp16, :func:`torch.autocast` runs matrix products in that dtype; fp16 also scales
+    the loss.
 
     Args:
         name: A key of :data:`DTYPES`.

@@ -10,7 +10,7 @@ class Preemption:
     """
 
     def on_start(self, loop: object) -> None:
-        """From here on, signals are only recorded, once the first step is done."""
+        """Let a signal end the process only between two steps, once the first step is done."""
         del loop
         preemption.begin_loop()
 

@@ -63,7 +63,10 @@ class Record:
 
 
 def _folder_of(checkpoints: Place) -> Path | None:
-    """Return the folder of records: next to the checkpoints or, if they are in an object store, the run's folder."""
+    """Return the folder of records: next to the checkpoints or, if they are in an object store, in the run's folder.
+
+    None if there is neither.
+    """
     if isinstance(checkpoints, Path):
         return checkpoints / FOLDER
     return None if settings.run_dir is None else Path(settings.run_dir, FOLDER)
@@ -84,7 +87,7 @@ class Quarantine:
         self._began = 0
         self._saved = 0  # the step of the newest known checkpoint
         self._mine: dict[int, Record] = {}
-        self._always: set[int] = set()  # failing steps of any rank, at any distance
+        self._always: set[int] = set()  # steps whose batch on any rank always fails, at any distance
         self._to_skip: set[int] = set()  # steps to skip, unless their batches have changed
 
     @property
@@ -117,15 +120,31 @@ class Quarantine:
     def _read(self) -> dict[int, Record]:
         """Return the records of this rank, by step."""
         found = {}
-        with contextlib.suppress(OSError):  # the records do not exist or cannot be read, so no step is skipped
-            for path in sorted(self._folder.glob(f"step-*.rank-{settings.rank}.json")) if self._folder else []:
-                try:
-                    record = Record(**json.loads(path.read_bytes()))
-                    _place(record.position)
-                    found[int(record.step)] = replace(record, times=int(record.times))
-                except (LookupError, TypeError, ValueError) as error:
-                    _logger.warning("ignoring %s, which is not a record of a failed batch: %r", path, error)
+        for path in self._records():
+            try:
+                record = Record(**json.loads(path.read_bytes()))
+                _place(record.position)
+                found[int(record.step)] = replace(record, times=int(record.times))
+            except (LookupError, TypeError, ValueError) as error:
+                line = "ignoring %s, which is not a record of a failed batch: %s: %s"
+                _logger.warning(line, path, type(error).__name__, error)
+            except OSError as error:
+                line = "cannot read %s, the record of a failed batch: %s; its failures are not counted"
+                _logger.warning(line, path, error.strerror or error)
         return found
+
+    def _records(self) -> list[Path]:
+        """Return the files with records of this rank."""
+        if self._folder is None:
+            return []
+        try:
+            return sorted(self._folder.glob(f"step-*.rank-{settings.rank}.json"))
+        except FileNotFoundError:  # no batch has failed yet
+            return []
+        except OSError as error:  # the other ranks wait for this one
+            line = "cannot list the records of failed batches in %s: %s; failures of earlier runs are not counted"
+            _logger.warning(line, self._folder, error.strerror or error)
+            return []
 
     def _nearby_failures(self, step: int) -> set[int]:
         """Return the nearby steps that always fail, and come after the newest checkpoint or directly next to it.
@@ -218,7 +237,10 @@ class Quarantine:
             next_time = f"the batch is retried when the run is restarted; after {TRIES} failures "
             return next_time + ("its step is skipped" if self._skip else "the batch counts as one that always fails")
         if not self._skip:
-            return "the batch always fails: inspect it, or skip its step with Checkpoints(failing_batches='skip')"
+            return (
+                "the batch always fails: inspect it, or, in a script, skip its step with "
+                "Checkpoints(failing_batches='skip')"
+            )
         if nearby := self._nearby_failures(record.step):
             return f"the batch always fails, like those of steps {_listed(nearby)}: {self._hardly_the_data()}"
         return "the batch always fails, and its step is skipped when the run is restarted"

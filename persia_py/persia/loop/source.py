@@ -12,6 +12,9 @@ Cursor = dict[str, Any]
 """The position of a data set: the number of ``batches`` read in this pass, and the ``source`` state of the data set, or
 None."""
 
+_SHOWN = 200
+"""The maximum number of characters of a state that a message shows."""
+
 
 class Dataset(Protocol):
     """The data set that a loop reads.
@@ -56,7 +59,8 @@ class Source:
         dataset: The source of batches.
 
     Attributes:
-        cursor: The position after the last batch that was trained on; None at the start of a pass.
+        cursor: The position after the last batch that was trained on; at the start of a pass None, if the data set has
+            no state.
     """
 
     def __init__(self, dataset: Dataset) -> None:
@@ -64,7 +68,7 @@ class Source:
         self.cursor: Cursor | None = None
         self._stateful = dataset if isinstance(dataset, Stateful) else None
         self._stream = dataset if isinstance(dataset, Stream) else None
-        self._start: Cursor | None = None  # the digests of the whole pass, even if a loop starts in the middle of it
+        self._start: Cursor | None = None  # the start of the whole pass, even if a loop starts in the middle of it
         self._end: Cursor | None = None
         self._skip = 0
 
@@ -152,9 +156,10 @@ def position(batches: int, source: Any) -> Cursor:
     except (TypeError, ValueError):
         same = False
     if not same:
+        shown = repr(source)
         raise UsageError(
-            f"the data set's state_dict() cannot be stored in a checkpoint: {source!r}; return numbers, strings, lists "
-            "and dicts with strings for keys"
+            f"the data set's state_dict() cannot be stored in a checkpoint: {shown[:_SHOWN]}"
+            f"{'…' if len(shown) > _SHOWN else ''}; return numbers, strings, lists and dicts with strings for keys"
         )
     return {"batches": batches, "source": source}
 

@@ -9,6 +9,7 @@ from typing_extensions import Self
 from persia.backend.base import Backend
 from persia.checkpoint.run_state import RunState
 from persia.distributed import run
+from persia.embedding.listed import listed
 from persia.loop.feeder import FedBatch, Feeder
 from persia.loop.hooks import Hooks
 from persia.loop.source import Source
@@ -185,8 +186,8 @@ class TrainingLoop:
             _logger.warning(
                 "all ranks stop after step %d: the data of rank %s has ended; unused batches: at least %s",
                 self.step,
-                ", ".join(str(rank) for rank, count in enumerate(left) if not count),
-                ", ".join(f"{count} of rank {rank}" for rank, count in enumerate(left) if count),
+                listed([rank for rank, count in enumerate(left) if not count]),
+                listed([f"{count} of rank {rank}" for rank, count in enumerate(left) if count]),
             )
 
     def _wait_for_data(self) -> bool:
@@ -272,7 +273,8 @@ class TrainingLoop:
         """Return the batch to which an error is attributed.
 
         A refused look-up names its step, which may be ahead of the open batch. Any other error is attributed to the
-        open batch, unless it is a system error, or the script has left the loop and used the context for other work.
+        open batch, unless it is an error of persia that is not one of data, or the script has left the loop and used
+        the context for other work.
         """
         used_since = self._ended and self.backend.activity != self._ended_at
         open_batch = None if used_since else self._open

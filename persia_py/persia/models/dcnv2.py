@@ -25,7 +25,7 @@ class DCNv2(nn.Module):
         embedding_dims: The dimension of each slot, in the order of training.
         cross_layers: The number of layers of the cross network.
         deep_mlp: The layer sizes of the MLP. A ReLU follows every layer.
-        low_rank: The rank of the weights of the cross network; None means full.
+        low_rank: The rank of the weights of the cross network. None: full rank.
         dropout: The dropout probability of each layer of the MLP.
         num_labels: The number of labels; each has a separate logit on the same layers.
         activation_checkpointing: Whether to recompute intermediate results in the backward pass instead of keeping
@@ -47,9 +47,7 @@ class DCNv2(nn.Module):
         activation_checkpointing: bool = False,
     ) -> None:
         super().__init__()
-        _check(num_dense, embedding_dims, cross_layers, deep_mlp, low_rank, dropout)
-        if num_labels < 1:
-            raise ConfigError(f"DCNv2: num_labels ({num_labels}) must be at least 1")
+        _check(num_dense, embedding_dims, cross_layers, deep_mlp, low_rank, dropout, num_labels)
         self.num_dense = num_dense
         self.embedding_dims = [*embedding_dims]
         width = num_dense + sum(embedding_dims)
@@ -89,6 +87,7 @@ def _check(
     deep_mlp: Sequence[int],
     low_rank: int | None,
     dropout: float,
+    num_labels: int,
 ) -> None:
     wrong = [] if num_dense >= 0 else [f"num_dense ({num_dense}) must be at least 0"]
     if not embedding_dims:
@@ -100,5 +99,6 @@ def _check(
     if low_rank is not None and low_rank < 1:
         wrong.append(f"low_rank ({low_rank}) must be at least 1, or None for full rank")
     wrong += wrong_dropout(dropout)
+    wrong += [] if num_labels >= 1 else [f"num_labels ({num_labels}) must be at least 1"]
     if wrong:
         raise ConfigError("DCNv2: " + "; ".join(wrong))

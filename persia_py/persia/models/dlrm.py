@@ -28,10 +28,11 @@ class DLRM(nn.Module):
         num_dense: The total number of columns of the dense inputs; 0 if there are none.
         num_slots: The number of slots.
         embedding_dim: The dimension of every slot.
-        bottom_mlp: The layer sizes of the bottom MLP; the last is ``embedding_dim``. A ReLU follows every layer. If
-            ``num_dense`` is 0 it has no effect and may be empty.
-        top_mlp: The layer sizes of the top MLP; the last is ``num_labels``, the logits. A ReLU follows every layer
-            except the last.
+        bottom_mlp: The layer sizes of the bottom MLP; the last is the dimension of the slots. A ReLU follows every
+            layer. Without dense inputs it has no effect and may be empty. The default in ``persia.yml`` is 64 and the
+            dimension.
+        top_mlp: The layer sizes of the top MLP; the last is the number of labels, the logits. A ReLU follows every
+            layer except the last. The default in ``persia.yml`` is 256, 64 and the number of labels.
         dropout: The share of each hidden layer of the top MLP that is zeroed in training.
         num_labels: The number of labels; each has a separate logit on the same layers.
         activation_checkpointing: Whether to recompute intermediate results in the backward pass instead of keeping

@@ -1,13 +1,14 @@
 """Serves the metrics of this process on a port, and pushes those of a short run to a gateway.
 
 ``PERSIA_METRICS_LISTEN`` is ``HOST:PORT``, or ``off``. If it is not set, a process of a job uses port 9464, or a free
-port if that is in use: on all addresses with a token file, on loopback without one. In the embedded mode, no port is
-opened then.
+port if that is in use: on all addresses with a token file, on loopback without one. No port is opened then in the
+embedded mode, and in a job whose global configuration disables metrics.
 """
 
 import errno
 import ipaddress
 import os
+import shlex
 import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -19,8 +20,7 @@ from prometheus_client.registry import Collector
 from persia.monitor import port as metrics_port
 from persia.runtime import job
 from persia.runtime.errors import UsageError
-from persia.runtime.files import shown_url
-from persia.runtime.logging import get_logger
+from persia.runtime.logging import get_logger, next_step
 from persia.runtime.settings import settings
 from persia.serving import access
 from persia_core.discovery import advertised_host
@@ -96,7 +96,10 @@ class Exporter:
                 gateway, job=run_id(), registry=self.registry, grouping_key={"instance": self._name}, timeout=_PUSH_S
             )
         except Exception as error:  # reading the metrics of a run that has failed may raise anything, as CUDA does
-            _logger.warning("%s=%s: cannot push the metrics of this run: %s", _GATEWAY, gateway, error)
+            step = next_step(error)
+            if isinstance(error, OSError) and not step:
+                step = f"; next: persia doctor --gateway {shlex.quote(gateway)}"
+            _logger.warning("%s=%s: cannot push the metrics of this run: %s%s", _GATEWAY, gateway, error, step)
         else:
             _logger.info("metrics of this run pushed to %s", gateway)
 
@@ -146,13 +149,13 @@ def _gateway() -> str | None:
     """Return the push gateway.
 
     Raises:
-        UsageError: The URL of the gateway contains a user or a password.
+        UsageError: The URL of the gateway contains an ``@``, because a password may have any other character.
     """
     given = settings.metrics_gateway
     if given is None or "@" not in given:
         return given
     raise UsageError(
-        f"{_GATEWAY}: {shown_url(given)} has a user or password in its URL, which is not supported",
+        f"{_GATEWAY} contains an @, as a URL with a user or a password does, which is not supported",
         hint=f"use a gateway on the network of the job that requires no password: {_GATEWAY}=http://HOST:9091",
     )
 

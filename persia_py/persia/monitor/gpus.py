@@ -42,7 +42,8 @@ class Gpu:
         used_bytes: The memory that all processes use.
         total_bytes: The total memory of the GPU.
         percent: The share of the last second or less in which the GPU computed; None if the driver does not report it.
-        processes: The processes on the GPU, by process id. In a container the driver may show none.
+        processes: The processes on the GPU, by process id. In a container the driver may show none, and nvidia-smi
+            alone is not asked for them.
     """
 
     index: str

@@ -108,11 +108,13 @@ _own: StepSpans | None = None
 
 
 def start() -> StepSpans | None:
-    """Return a recorder of this rank's steps; None without a collector, or if a recorder is already active.
+    """Return a recorder of this rank's steps.
+
+    None without a collector, if ``PERSIA_TRACE_EVERY`` is 0, or if a recorder is already active.
 
     Raises:
         ConfigError: A variable of OpenTelemetry has a value that cannot be used.
-        UsageError: ``PERSIA_TRACE_EVERY`` is not a number.
+        UsageError: ``PERSIA_TRACE_EVERY`` is not an integer of at least 0.
     """
     global _own
     every = settings.trace_every

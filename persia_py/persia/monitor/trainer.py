@@ -77,7 +77,7 @@ class TrainerMetrics(Collector):
         self._steps = self._last = 0
         self._step_durations = Durations()
         self._call_durations: dict[str, Durations] = {}
-        self._mark: float | None = None  # the time at which the last step ended; None outside a loop
+        self._mark: float | None = None  # the time at which the last step ended; None before the first loop
         self._whole = 0.0
         self._now: dict[str, float] = {}  # seconds of each call since the last step ended
         self._in_steps: dict[str, float] = {}

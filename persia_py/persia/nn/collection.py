@@ -22,6 +22,7 @@ from persia.checkpoint.run_state import saved_inputs
 from persia.embedding import EmbeddingConfig
 from persia.embedding.ids import as_bags, as_ids, as_offsets
 from persia.embedding.inputs import InputNames
+from persia.embedding.listed import listed, listed_sizes
 from persia.embedding.optim import Optimizer
 from persia.nn.defaults import as_optimizer
 from persia.nn.session import PendingBackward, Session
@@ -31,6 +32,9 @@ from persia.runtime.logging import get_logger
 from persia_core.data import Batch, BatchBuilder
 
 _logger = get_logger("collection")
+
+_FEATURES = 50
+"""The maximum number of features whose order a warning lists."""
 
 Array = torch.Tensor | npt.NDArray[Any]
 Whole = Array | Sequence[int]
@@ -155,13 +159,13 @@ class EmbeddingCollection(torch.nn.Module):
             embedding_dim]``, float32 unless the module was created with another dtype.
 
         Raises:
-            DataError: A feature is missing or unknown, an id is negative, offsets or weights do not fit the ids, or
-                there are more ids than a look-up may have. In the last case, pending forward passes must run their
-                backward pass before the next forward pass, or lose it.
+            DataError: A feature is missing or unknown, an id is negative or larger than 2^64 - 1, offsets or weights do
+                not fit the ids, or there are more ids than a look-up may have. In the last case, pending forward passes
+                must run their backward pass before the next forward pass, or lose it.
             FeatureTypeError: An input has a wrong dtype or number of dimensions.
-            BatchSizeError: Features have different batch sizes.
-            UsageError: The number of forward passes without a backward pass has reached the staleness, or a collection
-                without an optimizer trains, or evaluates before it has rows.
+            BatchSizeError: Features have different batch sizes, or no sample.
+            UsageError: The number of forward passes without a backward pass has reached the staleness, a collection
+                without an optimizer trains, or evaluates before it has rows, or weights require a gradient.
             RunLostError: With several ranks, an earlier forward pass failed for a reason other than its features. The
                 other ranks end too.
         """
@@ -178,18 +182,17 @@ class EmbeddingCollection(torch.nn.Module):
         missing = [name for name in self._pooling if name not in features]
         unknown = [str(name) for name in features if name not in self._pooling]
         if missing or unknown:
-            wrong = [f"missing: {', '.join(missing)}"] * bool(missing) + [f"unknown: {', '.join(unknown)}"] * bool(
-                unknown
-            )
-            names = ", ".join(self._pooling)
+            wrong = [f"missing: {listed(missing)}"] if missing else []
+            wrong += [f"unknown: {listed(unknown)}"] if unknown else []
+            names = listed(self._pooling)
             raise DataError(f"EmbeddingCollection: features {'; '.join(wrong)}; its tables have the features {names}")
         parts = {name: _Parts(name, features[name], pooling) for name, pooling in self._pooling.items()}
         sizes = {name: part.batch_size for name, part in parts.items()}
         size = next(iter(sizes.values()))
         if size <= 0 or any(other != size for other in sizes.values()):
-            listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
             wanted = "at least one sample" if size <= 0 else f"the same number of samples ({size})"
-            raise BatchSizeError(f"EmbeddingCollection: expected {wanted} in all features, found {listed}")
+            found = listed_sizes([*sizes.items()], size)
+            raise BatchSizeError(f"EmbeddingCollection: expected {wanted} in all features, found {found}")
         builder = BatchBuilder(size, requires_grad, None)
         for part in parts.values():
             part.add_to(builder)
@@ -243,8 +246,8 @@ class EmbeddingCollection(torch.nn.Module):
             _logger.warning(
                 "from now on, this EmbeddingCollection returns its features in the order of the checkpoint's model, "
                 "followed by new features: %s; before, the order was: %s",
-                ", ".join(pooling),
-                ", ".join(self._pooling),
+                listed(pooling, _FEATURES),
+                listed(self._pooling, _FEATURES),
             )
         self._pooling = pooling
 
@@ -393,7 +396,7 @@ def _float32(name: str, weights: object) -> npt.NDArray[np.float32]:
 
 
 def _device(device: torch.device | str | int | None, dtype: torch.dtype) -> Device | None:
-    """Return the index of the CUDA device, or None for the CPU."""
+    """Return the CUDA device and the dtype of vectors on it, or None for the CPU."""
     place = torch.device("cpu" if device is None else device)
     if place.type == "cuda":
         number: int | None = place.index

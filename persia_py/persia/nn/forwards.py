@@ -12,8 +12,8 @@ class Forwards:
     """Counts training forward passes, and warns if they have no backward pass."""
 
     def __init__(self) -> None:
-        self.backwards = 0
-        self._forwards = self._dropped = 0  # consecutively
+        self.backwards = self._forwards = 0
+        self._dropped = 0  # consecutively
         self._warned = False
 
     def forward(self) -> None:

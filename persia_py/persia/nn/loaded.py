@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from persia.checkpoint import snapshot
 from persia.checkpoint.run_state import saved_inputs
+from persia.embedding.listed import listed
 from persia.embedding.optim import Optimizer
 from persia.nn.defaults import STATE
 from persia.nn.reference import RowsVersion
@@ -52,11 +53,10 @@ def check_features(loaded: snapshot.Load, features: Mapping[str, str]) -> None:
     names = saved_inputs(loaded)
     if names is None:
         return
-    if not {*names.id_features} <= {*features}:
+    if missing := [name for name in names.id_features if name not in features]:
         raise ForeignCheckpointError(
-            f"{loaded.path}: the model of the checkpoint needs the features {', '.join(names.id_features)}; this "
-            f"EmbeddingCollection has only {', '.join(features)}; add the missing ones to the feature_names of its "
-            "tables",
+            f"{loaded.path}: this EmbeddingCollection lacks features that the model of the checkpoint needs: "
+            f"{listed(missing)}; add them to the feature_names of its tables",
             hint="",
         )
     new = {
@@ -68,7 +68,7 @@ def check_features(loaded: snapshot.Load, features: Mapping[str, str]) -> None:
         _logger.warning(
             "%s: its model was trained without these features, which read rows of its tables: %s",
             loaded.path,
-            ", ".join(f"{feature} (table {table})" for feature, table in new.items()),
+            listed([f"{feature} (table {table})" for feature, table in new.items()]),
         )
 
 

@@ -68,8 +68,8 @@ class RowsVersion:
             packed = bytes(reference.detach().cpu().to(torch.uint8).tolist())
         if packed[:1] != bytes([_VERSION]):
             raise CheckpointError(
-                f"the state dict has no reference to rows in the key of its EmbeddingCollection, but {reference!r}; "
-                f"{_HOW}",
+                "the state dict has no reference to rows in the key of its EmbeddingCollection, but "
+                f"{type(reference).__name__} of another form; {_HOW}",
                 hint="",
             )
         if not self._known:

@@ -152,8 +152,8 @@ class Session:
             return LocalBackend(configuration, device)
         if run.holds_session():
             raise UsageError(
-                "cannot create a second EmbeddingCollection on the servers of one job, because it would replace the "
-                "rows of the first; put all tables into one collection, or close() the first"
+                "cannot create a second EmbeddingCollection on the servers of one job, because they hold the rows of "
+                "one collection; put all tables into one collection, or close() the first"
             )
         from persia.backend.remote import RemoteBackend
 
@@ -314,7 +314,7 @@ class Session:
             self._backend.broadcast(dict)
         elif self._refused:
             for step in list(self._waiting):
-                step.lose()  # this also ends the engine of this forward pass
+                step.lose()  # its pipeline is closed below, so it can no longer be pushed
             self._waiting.clear()
             self._pipeline.close()
             self._pipeline = self.engine.open(self._staleness, self._reproducible, 1, self._backend.gradient_scale)

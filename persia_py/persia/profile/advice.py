@@ -60,7 +60,7 @@ def advise(profiles: Sequence[Measured]) -> Advice:
         stage = max(own, key=lambda name: own[name])
         others = max(waits.values())
         text = (
-            f"rank {slow.rank} is slow, and others wait for it during {others:.0%} of their time; it spends "
+            f"rank {slow.rank} is slow, and others wait for it during up to {others:.0%} of their time; it spends "
             f"{own[stage]:.0%} of its own time in {stage}: {_change(stage, slow.content)}"
         )
         return Advice(names.RANKS, text, slow.rank)
@@ -82,7 +82,8 @@ _MEANS = {
 
 
 def _change(stage: str, content: dict[str, Any]) -> str:
-    """Return advice on what to change."""
+    """Return advice on what to change: a key of ``persia.yml``, and for a script also the argument in its place."""
+    in_script = "threads" not in content  # persia train records its settings
     staleness, servers = int(content["staleness"]), bool(content["servers"])
     if stage == names.DATA:
         if servers:
@@ -90,22 +91,24 @@ def _change(stage: str, content: dict[str, Any]) -> str:
         return "read Parquet rather than text, or let other processes read: persia up persia.yml --data-compose N"
     if stage == names.LOOKUP:
         if servers:
-            return "start more servers (persia up --servers N), halve the bytes (wire_dtype: f16), or check the network"
+            return (
+                "start more servers (persia up --servers N), halve the bytes (wire_dtype: f16 in global_config.yml), "
+                "or check the network"
+            )
         return "reduce the dim of features, or start servers: persia up persia.yml --servers N"
     if stage == names.PUSH:
         if content.get("reproducible"):
             return "train.reproducible requires train.staleness 1; without it, look-ups run ahead of pushes"
         if staleness == 1:
-            return "raise train.staleness from 1, to 4 for example, so that look-ups run ahead of pushes"
-        return f"raise train.staleness from {staleness} to {2 * staleness}" + (
-            ", or start more servers (persia up --servers N)" if servers else ""
-        )
+            text = "raise train.staleness from 1, to 4 for example, so that look-ups run ahead of pushes"
+        else:
+            more = ", or start more servers (persia up --servers N)" if servers else ""
+            text = f"raise train.staleness from {staleness} to {2 * staleness}{more}"
+        return text + ("; in a script, set embedding_staleness of the DataLoader" if in_script else "")
     if stage == names.RANKS:
         return "raise data.batch_size so that ranks synchronize less often, or use a faster network (dist.interface)"
     if stage == names.CHECKPOINT:
-        return "raise checkpoint.every"
+        return "raise checkpoint.every" + (" (in a script, every of Checkpoints)" if in_script else "")
     threads = content.get("threads")
-    return (
-        f"raise train.threads{'' if threads is None else f' from {threads}'}, use a GPU or more ranks, "
-        "or make the model smaller"
-    )
+    given = " (in a script, torch.set_num_threads)" if in_script else "" if threads is None else f" from {threads}"
+    return f"raise train.threads{given}, use a GPU or more ranks, or make the model smaller"

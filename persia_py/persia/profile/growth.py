@@ -53,10 +53,10 @@ class Sample:
         rss: Resident memory of the process.
         peak: The peak of resident memory so far, as reported by the operating system.
         rows: Memory of embedding rows and their index, if they are in this process.
-        row_count: The number of rows; 0 if they are on servers.
+        row_count: The number of rows; 0 if they are on servers, or no context was given.
         python: Memory that Python and NumPy have allocated, if recorded.
         python_peak: The peak of ``python``.
-        objects: The number of objects that the garbage collector tracks.
+        objects: The number of objects that the garbage collector tracks, if leaks are to be reported; otherwise 0.
         cuda: Memory that torch has allocated on the device.
         cuda_reserved: Memory that torch has reserved on the device.
         cuda_peak: The peak of ``cuda``.
@@ -207,15 +207,17 @@ class MemoryWatch:
         except OSError as error:
             raise StorageError(f"cannot write the memory record to {self._folder}: {error.strerror}") from error
 
-    def _writing(self, path: Path, write: Callable[[], object]) -> None:
-        """Run the block, which writes; log the first failure."""
+    def _writing(self, path: Path, write: Callable[[], object]) -> bool:
+        """Call ``write``, and return whether it succeeded. The first failure is logged."""
         try:
             write()
         except OSError as error:
             if not self._fails:
                 text = "cannot write %s: %s; training continues, and the record of memory is incomplete"
-                _logger.warning(text, path, error.strerror)
+                _logger.warning(text, path, error.strerror or error)
             self._fails = True
+            return False
+        return True
 
     def __enter__(self) -> Self:
         if self._leaks and not tracemalloc.is_tracing():
@@ -294,9 +296,11 @@ class MemoryWatch:
             *_grown_lines(baseline.lines),
             *_grown_tensors(baseline.tensors),
         ]
-        self._writing(self._report, lambda: files.write_whole(self._report, ("\n".join(lines) + "\n").encode()))
+        content = ("\n".join(lines) + "\n").encode()
+        written = self._writing(self._report, lambda: files.write_whole(self._report, content))
         hint = "usual causes: a list that gets an item each step, or tensors kept with their graph: .detach(), .item()"
-        _logger.warning("memory: %s\n%s; the report is in %s", "\n".join(lines), hint, self._report)
+        place = f"; the report is in {self._report}" if written else ""
+        _logger.warning("memory: %s\n%s%s", "\n".join(lines), hint, place)
 
 
 def _log(sample: Sample) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from persia.runtime.errors import StorageError, UsageError
+from persia.runtime.errors import PersiaError, StorageError, UsageError
 from persia.runtime.files import make_folders
 
 RECORD, PAGE = "memray.bin", "memray.html"
@@ -39,6 +39,7 @@ def record(arguments: Sequence[str], folder: Path, *, native: bool = False) -> i
     Raises:
         UsageError: memray is not installed, or the folder already has a record.
         StorageError: The folder cannot be created.
+        PersiaError: memray cannot evaluate the record.
     """
     check()
     made = folder / RECORD
@@ -56,6 +57,8 @@ def record(arguments: Sequence[str], folder: Path, *, native: bool = False) -> i
         [*memray, "run", "-q", *options, "-o", str(made), "-m", "persia", *arguments], check=False
     ).returncode
     if made.exists():
-        subprocess.run([*memray, "flamegraph", "-f", "-o", str(folder / PAGE), str(made)], check=True)
-        subprocess.run([*memray, "stats", "-n", "10", str(made)], check=True)
+        for words in (["flamegraph", "-f", "-o", str(folder / PAGE)], ["stats", "-n", "10"]):
+            failed = subprocess.run([*memray, *words, str(made)], check=False).returncode
+            if failed:
+                raise PersiaError(f"memray {words[0]} ended with exit code {failed} for {made}; its output is above")
     return code

@@ -83,7 +83,7 @@ class Profiler:
         facts: Additional content of ``rank-N.json``, such as settings that the advice mentions.
 
     Raises:
-        StorageError: The folder cannot be created.
+        StorageError: The folder cannot be created, or a file of an earlier profile cannot be removed.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Profiler:
         self._steps = 0  # the number of steps that the loop has run inside the block
         self._times = _Times()
         self._spans: dict[int, Any] = {}
-        self._engine: dict[str, Any] = {}  # the time at which recording started
+        self._engine: dict[str, Any] = {}  # the seconds of the engine's stages at the start of the recording
         self._servers: Servers | None = None  # rank 0 reads the metrics of servers
         self._kineto: Any = None
         self._written = False
@@ -147,7 +147,7 @@ class Profiler:
             plan = self._schedule
             _logger.warning(
                 "profile: no step was recorded: the loop ran %d steps, and the first %d are not recorded "
-                "(profile.wait=%d, profile.warmup=%d)",
+                "(profile.wait=%d, profile.warmup=%d); next: train more steps, or lower these two numbers",
                 self._steps,
                 plan.wait + plan.warmup,
                 plan.wait,
@@ -224,7 +224,7 @@ class Profiler:
         return {} if self._ctx is None else dict(self._ctx.engine.stats()["seconds"])
 
     def _staleness(self) -> int:
-        """Return the observed K: one more than the maximum number of pushes in flight."""
+        """Return the observed K: one more than the maximum number of steps that were in flight at a look-up."""
         return 1 if self._ctx is None else 1 + int(self._ctx.engine.stats()["max_staleness"])
 
     def _export(self, kineto: Any) -> None:
@@ -236,7 +236,7 @@ class Profiler:
                 path = self._path(MEMORY)
                 files.write_whole(path, _memory_table(kineto).encode())
         except (OSError, RuntimeError) as error:
-            _logger.error("profile: cannot write %s: %s", path, error)
+            _logger.error("profile: cannot write %s: %s; training continues without this file", path, error)
 
 
 def _memory_table(kineto: Any) -> str:
@@ -291,7 +291,7 @@ class _Times:
 
 
 def summary(seconds: list[float], whole: float) -> dict[str, float]:
-    """Return sum, share of ``whole``, and the 50th and 99th percentile (nearest rank) in milliseconds."""
+    """Return count, sum, share of ``whole``, and the 50th and 99th percentile (nearest rank) in milliseconds."""
     return {
         "count": len(seconds),
         "seconds": round(sum(seconds), 6),
@@ -302,6 +302,6 @@ def summary(seconds: list[float], whole: float) -> dict[str, float]:
 
 
 def percentile(values: list[float], share: float) -> float:
-    """Return the smallest value that is not exceeded by at least this share of the values; 0 if there are no values."""
+    """Return the smallest value that at least this share of the values does not exceed; 0 if there are no values."""
     ordered = sorted(values)
     return ordered[math.ceil(share * len(ordered)) - 1] if ordered else 0.0

@@ -13,6 +13,9 @@ from persia.profile.profiler import FOLDER, MEMORY
 from persia.profile.stages import shares, stages
 from persia.runtime.errors import UsageError
 
+_SHOWN = 8
+"""The maximum number of missing ranks that a message lists."""
+
 
 @dataclass(frozen=True)
 class RankProfile:
@@ -33,7 +36,7 @@ class RankProfile:
         """Read the file of a rank.
 
         Raises:
-            UsageError: The file is damaged.
+            UsageError: The file cannot be read, or is damaged.
         """
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -42,11 +45,10 @@ class RankProfile:
             return cls(int(content["rank"]), content, found)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             damage = f"the file is damaged, or of another version of Persia ({type(error).__name__}: {error})"
-            why = error.strerror if isinstance(error, OSError) else damage
-            raise UsageError(
-                f"cannot read a profile of a rank from {path}: {why}",
-                hint="record the profile again: persia train persia.yml --profile",
-            ) from error
+            why, hint = damage, "record the profile again: persia train persia.yml --profile"
+            if isinstance(error, OSError):
+                why, hint = error.strerror or str(error), "check the owner of the file and its permissions"
+            raise UsageError(f"cannot read a profile of a rank from {path}: {why}", hint=hint) from error
 
     @property
     def shares(self) -> dict[str, float]:
@@ -73,7 +75,8 @@ def read(folder: Path) -> list[RankProfile]:
     size = int(found[0].content["world_size"])
     missing = sorted({*range(size)} - {each.rank for each in found})
     if missing or len(found) > size:
-        lacks = f"found none of rank {', '.join(map(str, missing))}: did a rank end with an error?"
+        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+        lacks = f"found none of rank {', '.join(map(str, missing[:_SHOWN]))}{more}: did a rank end with an error?"
         problem = lacks if missing else f"found those of {len(found)}: remove the files of an older run"
         raise UsageError(f"{place}: expected the files of {size} rank{'s' * (size > 1)}, {problem}")
     return found

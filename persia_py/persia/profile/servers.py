@@ -1,6 +1,7 @@
 """The work of each server during a profile: the difference of its metrics between two readings."""
 
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -10,9 +11,10 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from persia.discovery import nats, services
+from persia.embedding.listed import listed
 from persia.runtime.errors import PersiaError
 from persia.runtime.job import job_name
-from persia.runtime.logging import get_logger
+from persia.runtime.logging import get_logger, next_step
 
 _logger = get_logger("profile")
 
@@ -47,12 +49,21 @@ class Servers:
 
     @classmethod
     def find(cls) -> "Servers":
-        """Ask NATS for the servers that serve metrics. Servers that cannot be found are logged and omitted."""
+        """Ask NATS for the servers that serve metrics.
+
+        If NATS cannot be asked, all servers are omitted. Omitted servers are logged.
+        """
         try:
             found = nats.services(services.nats_url(), "persia-server", job=job_name())
         except PersiaError as error:  # a profile without servers is better than none
-            _logger.warning("profile: the servers are omitted: %s", error)
+            _logger.warning("profile: the servers are omitted: %s%s", error, next_step(error))
             return cls({})
+        if silent := [each.number("index") for each in found if not each.text("metrics")]:
+            _logger.warning(
+                "profile: servers that serve no metrics are omitted: %s; next: enable_metrics: true in "
+                "global_config.yml, or PERSIA_METRICS_LISTEN=HOST:PORT",
+                listed(silent),
+            )
         return cls({each.number("index"): each.text("metrics") for each in found if each.text("metrics")})
 
     def begin(self) -> None:
@@ -67,7 +78,7 @@ class Servers:
     def end(self) -> dict[str, dict[str, float]]:
         """Return the work of each server since :meth:`begin`, by its index as text.
 
-        Servers that restarted are omitted.
+        Servers that restarted, or whose metrics could not be read both times, are omitted.
         """
         if self._reading is not None:
             self._reading.join()
@@ -93,7 +104,8 @@ class Servers:
             with urllib.request.urlopen(f"http://{address}/metrics", timeout=_DEADLINE_S) as response:
                 return index, parse(response.read().decode())
         except (OSError, ValueError) as error:
-            _logger.warning("profile: server %d is omitted: http://%s/metrics: %s", index, address, error)
+            why = error.reason if type(error) is urllib.error.URLError else error
+            _logger.warning("profile: server %d is omitted: cannot read http://%s/metrics: %s", index, address, why)
             return index, None
 
 
@@ -113,15 +125,17 @@ def parse(text: str) -> dict[str, float]:
 
 
 SKEW = 1.5
-"""The maximum ratio between the rows of one server and the mean of all servers; hashing spreads ids evenly."""
+"""The ratio between the rows of a server and the mean of all servers above which :func:`blame` names the server.
+
+Hashing spreads ids evenly."""
 SLOW = 3.0
-"""The maximum ratio between the request time of one server and that of the fastest server."""
+"""The ratio between the request times of a server and of the fastest one from which :func:`blame` names the server."""
 _NOTICEABLE_S = 0.001
-"""The request time in seconds below which a difference between servers is not significant."""
+"""The request time in seconds below which a server is not named as slow."""
 
 
 def blame(servers: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Return the server that slows down look-ups and pushes, and why; None if the servers are equal.
+    """Return the server that slows down look-ups and pushes, and why; None if no server stands out.
 
     Args:
         servers: The work of each server, see :meth:`Servers.end`.

@@ -21,7 +21,7 @@ GLOBAL_CONFIG = "PERSIA_GLOBAL_CONFIG"
 
 
 def persia_config() -> Path | None:
-    """Return the ``persia.yml`` that ``PERSIA_CONFIG`` names, or None.
+    """Return the ``persia.yml`` that ``PERSIA_CONFIG`` names; None if the variable is not set.
 
     Raises:
         ConfigError: The file does not exist, or ``PERSIA_EMBEDDING_CONFIG`` is also set.
@@ -41,6 +41,8 @@ def persia_config() -> Path | None:
 
 def find_config(variable: str, name: str) -> Path | None:
     """Return the configuration file: that of the variable, or ``config/NAME`` next to the script or below the cwd.
+
+    None if there is none.
 
     Raises:
         ConfigError: The variable names a file that does not exist.
@@ -79,6 +81,8 @@ def read_config(path: Path) -> tuple[str, str]:
 
 def find_persia_yml() -> Path | None:
     """Return the ``persia.yml``: that of ``PERSIA_CONFIG``, or the one in the working directory.
+
+    None if there is neither.
 
     Raises:
         ConfigError: The variable names a file that does not exist.

@@ -1,4 +1,4 @@
-"""The environment variables of torch and NCCL: those that ``persia.yml`` sets, and names that have no effect."""
+"""The environment variables of torch and NCCL: those that ``persia.yml`` sets, and names that must be replaced."""
 
 import os
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -25,17 +25,19 @@ class Given:
 
 
 RENAMED = {
-    "NCCL_TIMEOUT": ("PERSIA_DIST_TIMEOUT", "NCCL has no such variable"),
-    "NCCL_BLOCKING_WAIT": ("TORCH_NCCL_BLOCKING_WAIT", "torch has renamed it"),
-    "NCCL_ASYNC_ERROR_HANDLING": ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "torch has renamed it"),
-    "NCCL_TOPOLOGY_FILE": ("NCCL_TOPO_FILE", "NCCL has no such variable"),
+    "NCCL_TIMEOUT": ("PERSIA_DIST_TIMEOUT", "has no effect: NCCL has no such variable"),
+    "NCCL_BLOCKING_WAIT": ("TORCH_NCCL_BLOCKING_WAIT", "is deprecated: torch has renamed it"),
+    "NCCL_ASYNC_ERROR_HANDLING": ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "is deprecated: torch has renamed it"),
+    "NCCL_TOPOLOGY_FILE": ("NCCL_TOPO_FILE", "has no effect: NCCL has no such variable"),
 }
-"""Variables that guides mention but that have no effect, each with the intended variable and the reason."""
+"""Variables that guides mention but that are not read, or are deprecated: for each the variable to use, and why."""
 
 
 @contextmanager
 def applied(given: Mapping[str, Given]) -> Iterator[None]:
-    """Set variables for the duration of the block. A variable that the environment already has is kept, with a warning.
+    """Set variables for the duration of the block.
+
+    A variable that the environment already has is kept, with a warning if its value differs.
 
     Args:
         given: The variables, by name.
@@ -63,11 +65,11 @@ def rename(environ: MutableMapping[str, str] = os.environ) -> None:
         if not value:
             continue
         if environ.get(new, "").strip():
-            _logger.warning("environment variable %s has no effect: %s. %s is set, so remove %s", old, why, new, old)
+            _logger.warning("environment variable %s %s. %s is set, so remove %s", old, why, new, old)
             continue
         environ[new] = value
         _logger.warning(
-            "environment variable %s has no effect: %s. Persia sets %s=%s instead; set %s yourself",
+            "environment variable %s %s. Persia sets %s=%s instead; set %s yourself",
             old,
             why,
             new,

@@ -19,7 +19,7 @@ class ExitCode(IntEnum):
     REFUSED = 5
     """A token or a certificate was refused."""
     HUNG = 70
-    """A training loop made no progress."""
+    """A training loop made no progress, or a wait exceeded its time limit."""
     AGAIN = 75
     """This attempt has ended, and a restart is requested."""
     INTERRUPTED = 130

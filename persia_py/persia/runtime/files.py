@@ -1,4 +1,4 @@
-"""Durable writes, paths of checkpoints, and URLs."""
+"""Durable writes, and URLs."""
 
 import contextlib
 import os
@@ -13,9 +13,19 @@ def is_url(place: str | os.PathLike[str]) -> bool:
 
 def shown_url(url: str) -> str:
     """Return a URL in a form that may be logged: without user, password, query and fragment."""
-    scheme = re.match("[a-zA-Z][a-zA-Z0-9+.-]*://", url)
-    place = url[scheme.end() if scheme else 0 :].rpartition("@")[2]  # a password may contain any character
-    return re.split("[?#]", f"{scheme[0] if scheme else ''}{place}", maxsplit=1)[0]
+    return re.split("[?#]", _without_user(url), maxsplit=1)[0]
+
+
+def _without_user(url: str) -> str:
+    """Return a URL without user and password. An ``@`` in the path or the query stays."""
+    start = re.match("([a-zA-Z][a-zA-Z0-9+.-]*:)?//", url)
+    scheme = start[0] if start else ""
+    rest = url[len(scheme) :]
+    authority = re.split("[/?#]", rest, maxsplit=1)[0]
+    host = authority.rpartition("@")[2]
+    if not re.fullmatch(r"(\[.*\]|[^:]+)(:\d+)?", host):  # the password has an unescaped /, ? or #
+        return scheme + rest.rpartition("@")[2]
+    return scheme + host + rest[len(authority) :]
 
 
 def make_folders(folder: Path) -> None:
@@ -35,7 +45,7 @@ def write_whole(path: Path, content: bytes) -> None:
     """Write a file durably and atomically.
 
     Raises:
-        OSError: The file cannot be written; the previous content remains.
+        OSError: The file cannot be written; the previous content remains, unless only the folder cannot be synced.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:

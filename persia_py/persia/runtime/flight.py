@@ -4,8 +4,8 @@ A call is a wait for data, a look-up, a forward or backward pass, a push, a coll
 checkpoint. The recorder is always on. Recording a call takes one to two microseconds: it adds an object to a ring,
 without a lock.
 
-From the first loop on, only the thread of the training loop adds to :func:`totals`; before that, the main thread does.
-Calls inside another call are not added.
+Only the calls of the training loop's thread, from the start of the first loop on, are added to :func:`totals`. Calls
+inside another call are not added.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from typing_extensions import Self
 
 from persia.runtime import files, job
 from persia.runtime.errors import PersiaError
-from persia.runtime.logging import context
+from persia.runtime.logging import context, next_step
 from persia.runtime.settings import settings
 
 CALLS = 1024
@@ -66,7 +66,8 @@ class Call:
         began: The time at which it began, in seconds of ``time.monotonic``.
         ended: The time at which it ended; None while it is running.
         error: The class of the exception that ended it; empty if there was none.
-        counted: Whether it counts in :func:`totals`, because it is not inside another call of the training loop.
+        counted: Whether it counts in :func:`totals`: the loop's thread made it after the first loop had started, and
+            not inside another call.
     """
 
     __slots__ = ("began", "counted", "detail", "ended", "error", "step", "thread", "verb")
@@ -186,12 +187,12 @@ def unobserve(observer: Observer) -> None:
 
 
 def totals() -> dict[str, float]:
-    """Return the seconds of the training loop for each verb, since the process started."""
+    """Return the seconds of the training loop for each verb, since the first loop started."""
     return dict(_state.seconds)
 
 
 def counts() -> dict[str, int]:
-    """Return the number of calls of the training loop for each verb, since the process started."""
+    """Return the number of calls of the training loop for each verb, since the first loop started."""
     return dict(_state.counts)
 
 
@@ -208,8 +209,8 @@ def position() -> dict[str, Any]:
     """Return the current position of this process's training loop, JSON-serializable.
 
     ``call`` is the current call, or the last one that has ended; in the latter case ``open`` is false, and the script's
-    own code is running. ``seconds`` is the time since then. ``together`` counts the calls in which ranks wait for each
-    other: a rank that has begun fewer of them than another rank lags.
+    own code is running. ``seconds`` is the time since the call began, or ended. ``together`` counts the calls in which
+    ranks wait for each other: a rank that has begun fewer of them than another rank lags.
     """
     now = time.monotonic()
     call = next(iter(reversed([*_state.open])), None)
@@ -236,7 +237,10 @@ def last(count: int = CALLS) -> list[dict[str, Any]]:
 
 
 def use_folder(folder: Path | None) -> None:
-    """Write dumps below this run's folder; None means :func:`persia.runtime.job.run_dir`."""
+    """Write dumps below this run's folder, unless ``PERSIA_FLIGHT_DIR`` is set.
+
+    None means :func:`persia.runtime.job.run_dir`.
+    """
     _state.folder = folder
 
 
@@ -267,7 +271,7 @@ def keep(reason: str) -> str:
     try:
         return f"last calls of rank {settings.rank}: {dump(reason)}"
     except (OSError, PersiaError) as error:
-        return f"cannot write the last calls of rank {settings.rank}: {error}"
+        return f"cannot write the last calls of rank {settings.rank}: {error}{next_step(error)}"
 
 
 def _thread_name(ident: int) -> str:

@@ -38,7 +38,8 @@ def job_name() -> str:
     """Return ``PERSIA_JOB``, or the job's name in the global configuration.
 
     Raises:
-        ConfigError: The name has characters that are not letters, digits, ``.``, ``_`` or ``-``, or more than 64.
+        ConfigError: The name has characters that are not letters, digits, ``.``, ``_`` or ``-``, has more than 64, or
+            is empty; or the global configuration has errors.
     """
     name, origin = settings.job, "PERSIA_JOB"
     if name is None:
@@ -58,9 +59,17 @@ def _checked(name: str, origin: str) -> str:
         raise ConfigError(
             f"{origin}: found {name!r}, expected the name of a run: 1 to 80 of the characters A-Z a-z 0-9 . _ -, with "
             "no dot at the start",
-            hint=f"to begin a new run, remove the file: rm {shlex.quote(origin)}",
+            hint=_without(origin),
         )
     return name
+
+
+def _without(path: str | Path) -> str:
+    """Return the hint for a file that does not name a run."""
+    return (
+        f"remove the file: rm {shlex.quote(str(path))}; then the newest run that has a checkpoint continues if it is "
+        "not finished, and otherwise a new run begins"
+    )
 
 
 def run_dir() -> Path:
@@ -106,11 +115,37 @@ def run_name(find: Callable[[], str | None] | None = None) -> str:
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Enclose access to the file that names the current run."""
+    """Enclose access to the file that names the current run.
+
+    Raises:
+        ConfigError: The file is not UTF-8.
+        StorageError: The operating system refuses the access.
+    """
     try:
         yield
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: expected the name of a run, found bytes that are not UTF-8: {error}", hint=_without(path)
+        ) from error
     except OSError as error:
         raise StorageError(f"cannot access the file that names the current run, {path}: {error.strerror}") from error
+
+
+def target_of(latest: Path) -> Path:
+    """Return the path that a file ``LATEST`` points to, in the same folder.
+
+    Raises:
+        StorageError: The file cannot be read.
+    """
+    try:
+        return latest.parent / latest.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise StorageError(f"cannot read {latest}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise StorageError(
+            f"cannot read {latest}: expected the name of a folder next to it, found bytes that are not UTF-8",
+            hint="specify the folder itself",
+        ) from error
 
 
 def is_run_of(name: str, job: str) -> bool:
@@ -119,9 +154,9 @@ def is_run_of(name: str, job: str) -> bool:
 
 
 def interrupted_run() -> str | None:
-    """Return this job's newest unfinished run that has a checkpoint below ``PERSIA_CKPT_DIR``.
+    """Return this job's newest run that has a checkpoint in the folder ``PERSIA_CKPT_DIR``.
 
-    None if there is none.
+    None if there is no such run, or if it is finished.
     """
     root, job = settings.checkpoint_root, job_name()
     runs = sorted(path for path in Path(root).glob(f"{job}-*") if is_run_of(path.name, job)) if root else []
@@ -137,14 +172,14 @@ def finish_run() -> None:
     """
     path, root = run_dir() / RUN, settings.checkpoint_root
     with contextlib.suppress(FileNotFoundError):
-        name = path.read_text(encoding="utf-8").strip()
+        name = path.read_text(encoding="utf-8", errors="replace").strip()
         if root and name and Path(root, name).is_dir():
             files.write_whole(Path(root, name, FINISHED), b"")
     path.unlink(missing_ok=True)
 
 
 def finished_summary(folder: Path, *, of: str | None = None) -> dict[str, Any] | None:
-    """Return the summary of a finished run, or None.
+    """Return the summary of a finished run; None if there is no such summary.
 
     Args:
         folder: The run's folder; it need not exist.
@@ -157,7 +192,7 @@ def finished_summary(folder: Path, *, of: str | None = None) -> dict[str, Any] |
 
 
 def stopped_summary(folder: Path, *, of: str) -> dict[str, Any] | None:
-    """Return the summary of a run that stopped early, for example because of its budget, or None.
+    """Return the summary of a run that stopped early, for example because of its budget; None if there is none.
 
     Such a run can be resumed.
 

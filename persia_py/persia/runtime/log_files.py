@@ -55,7 +55,8 @@ class LineFile(RotatingFileHandler):
 def kept(folder: Path, name: str = "train") -> Iterator[Path]:
     """Append the log of this process to ``logs/NAME.log`` in a run's folder, as JSON, and yield the file.
 
-    The file has lines of level info and above, even if standard error gets only warnings.
+    The file has lines of level info and above, even if standard error gets only warnings. It has lines of lower levels
+    only if ``LOG_LEVEL`` requests them.
 
     Args:
         folder: The folder of the run. Its name becomes the ``run_id`` of the lines.

@@ -214,5 +214,11 @@ def get_logger(name: str) -> logging.Logger:
     return get_default_logger(name)
 
 
+def next_step(error: BaseException) -> str:
+    """Return the hint of an error as the end of a line; empty if the error has no hint."""
+    hint = getattr(error, "hint", "")
+    return f"; next: {hint}" if hint else ""
+
+
 def _below_root(name: str) -> str:
     return name if name.startswith(_ROOT) else f"{_ROOT}.{name}"

@@ -60,7 +60,10 @@ def shows_all() -> bool:
 
 
 def short(error: BaseException) -> str:
-    """Return an error in a few lines: its message, its cause, and the user's stack frames, innermost first."""
+    """Return an error in a few lines: its message, its cause, and the user's stack frames, innermost first.
+
+    If no stack frame is in the user's files, the innermost one is shown.
+    """
     lines = [f"error: {_named(error)}"]
     cause = root_cause(error)
     if cause is not error:
@@ -78,7 +81,7 @@ def _named(error: BaseException) -> str:
 
 
 def write(error: BaseException) -> None:
-    """Write an error to standard error, in full if ``LOG_LEVEL`` is DEBUG, and refer to the troubleshooting page.
+    """Write an error to standard error, in full if :func:`shows_all`, and refer to the troubleshooting page.
 
     If the error is shortened, the full traceback is written to a file, because the error may not occur again.
     """

@@ -124,8 +124,8 @@ def request(url: str, headers: Mapping[str, str] | None = None, method: str = "G
 
     Raises:
         OSError: There is no response.
-        http.client.HTTPException: The response is not HTTP. ValueError: The address or a header has characters that
-        cannot be sent.
+        http.client.HTTPException: The response is not HTTP.
+        ValueError: The address or a header has characters that cannot be sent.
     """
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     asked = urllib.request.Request(url, headers=dict(headers or {}), method=method)  # noqa: S310 - http(s) is checked

@@ -60,7 +60,7 @@ def request_stop(code: ExitCode = ExitCode.AGAIN) -> bool:
 
 
 def note_remote_stop(*, gone: bool = False) -> None:
-    """Record that another rank was asked to stop.
+    """Record that this rank must stop because another rank was asked to.
 
     ``gone`` means that the rank has left its step, so that this rank does not get STEP_S to finish.
     """
@@ -96,7 +96,7 @@ def stop_this_process(because: str) -> bool:
 
 
 def reason() -> str:
-    """Return the signal or notice that asked this process to stop."""
+    """Return the signal or notice that asked this process to stop; SIGTERM if another rank was asked."""
     if _state.because:
         return _state.because
     return "Ctrl-C" if _state.code is ExitCode.INTERRUPTED else "SIGTERM"
@@ -159,8 +159,12 @@ def _interrupted(*_: object) -> None:
         os.write(2, b"Ctrl-C again: ending without a checkpoint\n")
         os._exit(ExitCode.INTERRUPTED)
     _state.interrupted = True
-    os.write(2, b"Ctrl-C: saving the run after this step; press Ctrl-C again to end immediately\n")
-    if not request_stop(ExitCode.INTERRUPTED):
+    continues = request_stop(ExitCode.INTERRUPTED)
+    saving = "saving the run after this step" if continues and not _state.leaving else "saving the run"
+    if not _state.trained:
+        saving = "ending; no step has been trained since the start, so there is nothing to save"
+    os.write(2, f"Ctrl-C: {saving}; press Ctrl-C again to end immediately\n".encode())
+    if not continues:
         raise SystemExit(ExitCode.INTERRUPTED)
 
 

@@ -53,12 +53,15 @@ class Place:
             replica_index=_whole("REPLICA_INDEX", 0, least=0),
             replica_size=_whole("REPLICA_SIZE", 1, least=1),
         )
-        for index, size, names in (
-            (place.rank, place.world_size, ("RANK", "WORLD_SIZE")),
-            (place.replica_index, place.replica_size, ("REPLICA_INDEX", "REPLICA_SIZE")),
+        for what, index, size, names in (
+            ("ranks", place.rank, place.world_size, ("RANK", "WORLD_SIZE")),
+            ("indexes", place.replica_index, place.replica_size, ("REPLICA_INDEX", "REPLICA_SIZE")),
         ):
             if index >= size:
-                raise UsageError(f"environment variable {names[0]}={index}: must be below {names[1]}={size}")
+                raise UsageError(
+                    f"{names[0]} is {index}, but {names[1]} is {size}: {what} go from 0 to {size - 1}",
+                    hint=f"correct {names[0]} or {names[1]}",
+                )
         return place
 
 
@@ -111,7 +114,7 @@ class Settings:
 
     @property
     def checkpoint_root(self) -> str | None:
-        """``PERSIA_CKPT_DIR``, below which servers write checkpoints."""
+        """``PERSIA_CKPT_DIR``: the folder or URL of checkpoints; a relative path of a checkpoint is below it."""
         return variable("PERSIA_CKPT_DIR")
 
     @property
@@ -156,7 +159,7 @@ class Settings:
 
     @property
     def start_timeout(self) -> float:
-        """``PERSIA_START_TIMEOUT``, by default 60: seconds that a trainer waits for its peers at the start."""
+        """``PERSIA_START_TIMEOUT``, by default 60: seconds that a process waits for servers and peers at the start."""
         return _seconds("PERSIA_START_TIMEOUT", 60.0)
 
     @property
@@ -240,7 +243,8 @@ class Settings:
         """Return the staleness K: the argument, or else ``EMBEDDING_STALENESS``, or else 8."""
         value = _whole("EMBEDDING_STALENESS", 8, least=1) if argument is None else argument
         if not 1 <= value <= MAX_STALENESS:
-            raise UsageError(f"embedding staleness {value}: expected 1 (synchronous) to {MAX_STALENESS}")
+            where = "embedding staleness " if argument is not None else "environment variable EMBEDDING_STALENESS="
+            raise UsageError(f"{where}{value}: expected 1 (synchronous) to {MAX_STALENESS}")
         return value
 
 
@@ -314,7 +318,7 @@ def nats_url() -> str | None:
 
 
 def checkpoint_root() -> str | None:
-    """Return ``PERSIA_CKPT_DIR``, below which servers write checkpoints; None if it is not set."""
+    """Return ``PERSIA_CKPT_DIR``, the folder or URL below which checkpoints are written; None if it is not set."""
     return settings.checkpoint_root
 
 

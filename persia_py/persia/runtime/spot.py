@@ -107,20 +107,13 @@ def _is_of(event: dict[str, Any], resource: str) -> bool:
 
 def _time(text: object) -> datetime | None:
     """Return a time in UTC; None if it cannot be parsed, because the instance ends in any case."""
-    for parsed in (datetime.fromisoformat, _of_mail):
+    for parsed in (datetime.fromisoformat, parsedate_to_datetime):
         try:
             found = parsed(str(text).replace("Z", "+00:00"))
             return (found if found.tzinfo is not None else found.replace(tzinfo=timezone.utc)).astimezone(timezone.utc)
-        except (ValueError, OverflowError):
+        except (TypeError, ValueError, OverflowError):
             continue
     return None
-
-
-def _of_mail(text: str) -> datetime:
-    try:
-        return parsedate_to_datetime(text)
-    except TypeError as error:  # for older versions of Python
-        raise ValueError(text) from error
 
 
 class SpotWatch(Polled[Notice | None]):
@@ -177,7 +170,8 @@ class SpotWatch(Polled[Notice | None]):
 
         Raises:
             OSError: There is no response.
-            http.client.HTTPException: The response is not HTTP. AnswerError: The response has an unknown format.
+            http.client.HTTPException: The response is not HTTP.
+            AnswerError: The response has an unknown format.
             ValueError: The address or a header cannot be sent.
         """
         headers = dict(self._headers)

@@ -159,7 +159,7 @@ class Entries(Node):
         """Return the mapping at this path of keys.
 
         Raises:
-            KeyError: The key does not exist.
+            KeyError: A key of the path does not exist, or its value is not a mapping.
         """
         node: Node = self
         for key in path:

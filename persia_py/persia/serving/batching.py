@@ -308,10 +308,10 @@ class Batcher:
                         rows += self._score_together([job])
                     except BaseException as alone:
                         job.result = self._failed(alone)
-        self._loop.call_soon_threadsafe(self._deliver, jobs)
         self._metrics.rows.inc(rows)
         self._metrics.batch_rows.observe(rows)
         self._metrics.batch_seconds.observe(time.monotonic() - began)
+        self._loop.call_soon_threadsafe(self._deliver, jobs)
 
     def _score_together(self, jobs: list[_Job]) -> int:
         """Set the results of jobs, and return the number of rows."""

@@ -36,7 +36,8 @@ class Outputs:
     Attributes:
         values: The outputs, float32 ``[rows, labels]``: the logit of a probability, or the number itself.
         ids: The number of unique ids that were looked up.
-        unseen: The number of these ids without a row, because they did not occur in training. Their vectors are zeros.
+        unseen: The number of these ids without a row, such as those that did not occur in training. Their vectors are
+            zeros.
     """
 
     values: Floats
@@ -144,7 +145,7 @@ class Bundle:
             rows: An Arrow table (pyarrow, polars, duckdb, pandas), a list of records, JSON text of them, a dictionary
                 of columns, or the result of :meth:`transform`.
             strict: Whether to refuse values of a wrong type, and keys of records that are not inputs; otherwise such a
-                value counts as missing, and such a key is ignored. A missing key is always a missing value.
+                value counts as null, and such a key is ignored. A missing key is always a missing value.
 
         Returns:
             float32 ``[rows]``; with several outputs ``[rows, outputs]``.
@@ -254,11 +255,14 @@ class Bundle:
         found = self.outputs_of(self.transform(known.rows.slice(0, count))).values
         far = parity.difference(found, known.outputs[:count])
         if far > parity.SAME:
+            written = self.manifest.versions.get("torch")
             raise CheckpointError(
                 f"{self.path}: the scores of held-out rows differ from those computed when the bundle was written, by "
                 f"{far:.2g} * max(1, |output|); the limit is {parity.SAME:g}. The bundle was written with torch "
-                f"{self.manifest.versions.get('torch')}, this is torch {torch.__version__}",
-                hint="serve with the version of torch that wrote the bundle, or export again with this version",
+                f"{written}, this is torch {torch.__version__}",
+                hint="serve on a machine like the one that wrote the bundle, or export again on this machine"
+                if written == torch.__version__
+                else "serve with the version of torch that wrote the bundle, or export again with this version",
             )
 
     def close(self) -> None:

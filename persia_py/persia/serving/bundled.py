@@ -37,7 +37,7 @@ class BundledModel:
         """Return the ids and floats of rows.
 
         Args:
-            data: Records, in which a value of a wrong type counts as missing, or a table made from tensors, in which it
+            data: Records, in which a value of a wrong type counts as null, or a table made from tensors, in which it
                 is refused.
 
         Raises:

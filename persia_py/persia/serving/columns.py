@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from persia.embedding.listed import listed
 from persia.runtime.errors import DataError
 from persia.serving.manifest import Input
 
@@ -20,7 +21,7 @@ def as_rows(data: Any, inputs: Sequence[Input], *, strict: bool) -> Any:
         strict: Whether to refuse records with unknown keys.
 
     Raises:
-        DataError: A value of the dictionary is not a column, or a key is unknown; the message lists all errors.
+        DataError: A value of the dictionary is not a column, or a key is unknown; the message names them.
     """
     names = [each.name for each in inputs]
     if not isinstance(data, Mapping):
@@ -30,7 +31,7 @@ def as_rows(data: Any, inputs: Sequence[Input], *, strict: bool) -> Any:
     _check_keys(data, names)
     if values := [name for name, column in data.items() if not _is_column(column)]:
         raise DataError(
-            f"input {', '.join(map(repr, values))}: found a single value, expected a list or an array with a value for "
+            f"input {listed([*map(repr, values)])}: found a single value, expected a list or an array with a value for "
             "each row",
             hint="to score one row, pass a list with one dictionary: score([{...}])",
         )
@@ -39,7 +40,7 @@ def as_rows(data: Any, inputs: Sequence[Input], *, strict: bool) -> Any:
 
 def _check_keys(keys: Iterable[Any], names: list[str]) -> None:
     if unknown := [key for key in keys if key not in names]:
-        raise DataError(f"no input {', '.join(map(repr, unknown))}; the inputs are {', '.join(names)}")
+        raise DataError(f"no input {listed([*map(repr, unknown)])}; the inputs are {listed(names)}")
 
 
 def _keys(data: Any) -> Iterable[Any]:

@@ -29,7 +29,10 @@ class Connection(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.since: float | None = None
-        """The time at which an incomplete request began, or the client stopped reading; None if neither applies."""
+        """The time at which the connection was opened, an incomplete request began, or the client stopped reading.
+
+        None while nothing is expected of the client, or its next request.
+        """
         self._header = 0
 
     def connection_made(self, transport: Any) -> None:

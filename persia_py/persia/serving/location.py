@@ -29,7 +29,7 @@ def find(given: Path) -> Found:
             with a manifest is taken.
 
     Raises:
-        CheckpointError: The path has no bundle.
+        CheckpointError: The path has no bundle, or it cannot be read.
     """
     found = _bundle(given)
     if found is not None:
@@ -45,12 +45,20 @@ def find(given: Path) -> Found:
         found = _bundle(given / version)
         if found is not None:
             return found
+    for folder in (given, *(given / version for version in versions[:1])):
+        try:
+            (folder / MANIFEST).stat()
+        except PermissionError as error:
+            hint = f"make the folder readable for the user of this process: ls -ld {shlex.quote(str(folder))}"
+            raise CheckpointError(f"cannot read {folder / MANIFEST}: {error.strerror}", hint=hint) from error
+        except OSError:  # reported below
+            continue
     new = given / str(int(versions[0]) + 1 if versions else 1)
     raise _missing(given, f"the folder has neither {MANIFEST} nor a version such as 1/{MANIFEST}", new)
 
 
 def _bundle(folder: Path) -> Found | None:
-    """Return the bundle in a folder; None if it has no manifest."""
+    """Return the bundle in a folder; None if it has no manifest, or it cannot be read."""
     try:
         path = folder.resolve(strict=True)
         manifest = (path / MANIFEST).stat()

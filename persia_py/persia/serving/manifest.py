@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from persia.embedding.listed import listed
 from persia.runtime.errors import CheckpointError
 from persia_core.serving import MappedFile, blake3
 
@@ -267,7 +268,7 @@ class Manifest:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise damaged(path, f"is not a bundle manifest: {error}") from error
         if wrong := [each.name for each in manifest.files if _NAME.fullmatch(each.name) is None]:
-            raise damaged(path, f"lists files that a bundle cannot have: {', '.join(map(repr, wrong))}")
+            raise damaged(path, f"lists files that a bundle cannot have: {listed([*map(repr, wrong)])}")
         return manifest
 
     @classmethod
@@ -286,7 +287,7 @@ class Manifest:
 
 
 def damaged(path: Path, what: str) -> CheckpointError:
-    """Return the error for a file that has changed since it was written."""
+    """Return the error for a file of a bundle that is not as it was written."""
     return CheckpointError(f"{path}: {what}", hint=REPAIR)
 
 

@@ -27,9 +27,10 @@ class Metrics:
         batch_seconds: The time from the transform of a batch's rows to their scores.
         rows: The number of scored rows.
         ids: The number of unique ids in batches.
-        unseen_ids: The number of these ids that did not occur in training; their vectors are zeros.
+        unseen_ids: The number of these ids without a row, such as those that did not occur in training; their vectors
+            are zeros.
         unusual: The number of unusual values in rows, by ``feature`` and ``kind``.
-        reloads: The number of bundles loaded after the first, by ``outcome``.
+        reloads: The number of attempts to load a bundle after the first, by ``outcome``.
         ready: 1 while clients should send requests, otherwise 0.
         bundle: 1, with the identity of the served bundle as a label.
         bundle_age: The time since the served bundle was exported, in seconds.
@@ -64,7 +65,9 @@ class Metrics:
         self.unusual = Counter(
             f"{name}unusual_values", "Values that a feature replaced", ("feature", "kind"), registry=registry
         )
-        self.reloads = Counter(f"{name}reloads", "Bundles loaded after the first", ("outcome",), registry=registry)
+        self.reloads = Counter(
+            f"{name}reloads", "Attempts to load a bundle after the first", ("outcome",), registry=registry
+        )
         for outcome in ("ok", "failed"):
             self.reloads.labels(outcome)
         self._ready = Gauge(f"{name}ready", "1 while clients should send requests", registry=registry)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from persia.embedding.listed import listed
 from persia.serving import rest
 from persia.serving.batching import Decode
 from persia.serving.limits import Limits
@@ -52,10 +53,10 @@ def _object(body: bytes, model: Any, limits: Limits) -> bytes:
                 f"{limits.waiting_bytes}"
             )
         if both := sorted({*shared} & {key for row in rows if isinstance(row, dict) for key in row}):
-            raise InvalidError(f"columns in both shared and a candidate: {', '.join(both)}")
+            raise InvalidError(f"columns in both shared and a candidate: {listed(both)}")
         rows = [{**shared, **row} if isinstance(row, dict) else row for row in rows]
     else:
-        raise InvalidError(f"found the keys {', '.join(content) or 'none'}: {_FORMS}")
+        raise InvalidError(f"found the keys {listed(content)}: {_FORMS}")
     _check(rows, model)
     return rest.dumps(rows)
 
@@ -70,4 +71,4 @@ def _check(rows: Any, model: Any) -> None:
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise InvalidError(_FORMS)
     if rows and not any(name in row for row in rows for name in model.columns):
-        raise InvalidError(f"no record has a column of the model, which takes {', '.join(model.columns)}")
+        raise InvalidError(f"no record has a column of the model, which takes {listed(model.columns)}")

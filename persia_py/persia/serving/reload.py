@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from persia.runtime.errors import CheckpointError
-from persia.runtime.logging import get_logger
+from persia.runtime.logging import get_logger, next_step
 from persia.serving.batching import Batcher
 from persia.serving.location import Found, find
 from persia.serving.metrics import Metrics
@@ -86,7 +86,7 @@ class Reloader:
             found = await loop.run_in_executor(None, find, self._path)
         except CheckpointError as error:
             if asked:
-                _logger.warning("%s; still serving %s", error, self.model.identity)
+                _logger.warning("%s; still serving %s%s", error, self.model.identity, next_step(error))
             return
         if found == self._found:
             if asked:
@@ -106,8 +106,8 @@ class Reloader:
             self._failed, self._again_at = found, loop.time() + self._pause_s
             self._metrics.reloads.labels("failed").inc()
             _logger.error(
-                "%s cannot be served: %s; still serving %s, next attempt in %g s",
-                found.path, error, self.model.identity, self._pause_s,
+                "%s cannot be served: %s; still serving %s, retrying in %g s%s",
+                found.path, error, self.model.identity, self._pause_s, next_step(error),
             )  # fmt: skip
             return
         before = await asyncio.wrap_future(self._batcher.switch(model))

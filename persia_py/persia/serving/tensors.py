@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from persia.embedding.listed import listed
 from persia.serving.refusals import InvalidError
 
 OFFSETS = ".offsets"
@@ -121,7 +122,7 @@ def to_table(tensors: Iterable[Tensor], columns: Mapping[str, str]) -> pa.Record
         more = [f"and {len(unknown) - _NAMED} more"] if len(unknown) > _NAMED else []
         raise InvalidError("; ".join([*(_unknown(name, columns) for name in unknown[:_NAMED]), *more]))
     if missing := [name for name in columns if name not in given]:
-        raise InvalidError(f"inputs are missing: {', '.join(missing)}; the model takes {', '.join(columns)}")
+        raise InvalidError(f"inputs are missing: {listed(missing)}; the model takes {listed(columns)}")
     beside = {name: tensor for name, tensor in given.items() if name not in columns}
     arrays = {
         name: _with_missing(_column(given[name], beside.get(f"{name}{OFFSETS}")), beside.get(f"{name}{VALID}"))
@@ -129,7 +130,8 @@ def to_table(tensors: Iterable[Tensor], columns: Mapping[str, str]) -> pa.Record
     }
     counts = {name: len(array) for name, array in arrays.items()}
     if len({*counts.values()}) > 1:
-        raise InvalidError(f"inputs have different numbers of rows: {', '.join(f'{n} {c}' for n, c in counts.items())}")
+        found = listed([f"{name} {count}" for name, count in counts.items()])
+        raise InvalidError(f"inputs have different numbers of rows: {found}")
     return pa.RecordBatch.from_arrays([*arrays.values()], names=[*arrays])
 
 
@@ -175,9 +177,10 @@ def _with_missing(column: pa.Array, valid: Tensor | None) -> pa.Array:
     marks = valid.values if isinstance(valid.values, pa.Array) else pa.array(valid.values)
     is_column = len(valid.shape) == 1 or valid.shape[1] == 1
     if valid.datatype != "BOOL" or marks.null_count or not is_column or len(marks) != len(column):
+        nulls = " with nulls" if marks.null_count else ""
         raise InvalidError(
-            f"{valid.name}: {valid.datatype} {[*valid.shape]}, expected BOOL [{len(column)}]: false for each row whose "
-            "value is missing"
+            f"{valid.name}: {valid.datatype} {[*valid.shape]}{nulls}, expected BOOL [{len(column)}]: false for each "
+            "row whose value is missing"
         )
     return pc.if_else(marks, column, pa.scalar(None, column.type))
 
@@ -211,7 +214,8 @@ def _numbers(name: str, datatype: str, dtype: np.dtype[Any], values: Any) -> Any
         if dtype.kind != "b" and bool in {*map(type, values)}:
             raise ValueError("found bool")
         if dtype.kind in "iu" and found.dtype.kind in "fO" and all(type(each) is int for each in values):
-            return np.array(pa.array(values, pa.from_numpy_dtype(dtype)))  # values on both sides of 2**63
+            # numpy has converted integers of which only some reach 2**63 to float64, which rounds them.
+            return np.array(pa.array(values, pa.from_numpy_dtype(dtype)))
         if found.ndim != 1:
             raise ValueError("expected one number for each element")
         allowed = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}[dtype.kind]
@@ -255,5 +259,5 @@ def _strings(name: str, values: Iterable[Any]) -> pa.Array:
 def _unknown(name: str, columns: Mapping[str, str]) -> str:
     ending = next((each for each in (OFFSETS, VALID) if name.endswith(each)), "")
     near = difflib.get_close_matches(name.removesuffix(ending), [*columns], 1)
-    hint = f"did you mean {near[0]}{ending}?" if near else f"the model takes {', '.join(columns)}"
+    hint = f"did you mean {near[0]}{ending}?" if near else f"the model takes {listed(columns)}"
     return f"{name}: no such input; {hint}"

@@ -18,6 +18,7 @@ from persia.ctx import TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset
 from persia.embedding.config import Configuration
 from persia.embedding.data import IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch
+from persia.embedding.listed import listed
 from persia.embedding.optim import Adagrad
 from persia.features import Features
 from persia.runtime.errors import DataError, NonFiniteError, UsageError
@@ -28,7 +29,7 @@ from persia.trainer import models
 from persia.trainer.objective import Objective
 
 BATCH = 32
-"""The number of rows of the synthetic batch. It is not a common dimension, so that a transposed tensor is noticed."""
+"""The number of rows of the synthetic batch."""
 _IDS = 100
 _SEED = 0
 _JOB = ("PERSIA_NATS_URL", "RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -214,11 +215,11 @@ class _Check:
         """Record the tensors and parameters without a gradient."""
         idle = [name for name, each in model.named_parameters() if each.requires_grad and name not in gradients]
         if idle:
-            self._steps.warnings.append(f"parameters without a gradient: {', '.join(idle)}")
+            self._steps.warnings.append(f"parameters without a gradient: {listed(idle)}")
         slots = self._given.features.embedding_config().slots
         unused = [slot for place, slot in enumerate(slots) if not gradients.get(place)]
         if unused:
-            self._steps.warnings.append(f"features whose embeddings get no gradient: {', '.join(unused)}")
+            self._steps.warnings.append(f"features whose embeddings get no gradient: {listed(unused)}")
 
     def _scores(self, model: torch.nn.Module) -> list[torch.Tensor]:
         """Evaluate the model on the batch."""

@@ -34,7 +34,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of :func:`check`, which is true if all steps passed.
+    """The result of :func:`check` or :func:`check_alone`, which is true if all steps passed.
 
     Attributes:
         steps: The steps that were run; the last one failed, unless all passed.

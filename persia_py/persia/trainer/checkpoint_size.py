@@ -13,9 +13,9 @@ def at_most(config: Config) -> tuple[int, int]:
     """Return the maximum size of a checkpoint in bytes, and the number of rows of ``data.train`` on which it is based.
 
     The estimate assumes that each training row has one new id for each feature; of bags and sequences with several ids,
-    only one is counted. An embedding row has ``dim`` weights of 4 bytes and its optimizer state: the same number of
-    values, twice as many for Adam, a single value with ``vectorwise_shared``. The model's weights count three times,
-    for an optimizer with two moments.
+    only one is counted. An embedding row has ``dim`` weights of 4 bytes and its optimizer state: twice as many values
+    for Adam, as many for Adagrad (one with ``vectorwise_shared``) and for SGD with momentum, none for other SGD. The
+    model's weights count three times, for an optimizer with two moments.
 
     Args:
         config: The configuration.

@@ -35,7 +35,7 @@ def fit_once(config: Config, parts: Parts, folder: Path) -> Fitted:
 
     Raises:
         DataError: As in :func:`persia.trainer.fitting.fit`.
-        StorageError: The folder cannot be used.
+        StorageError: The folder cannot be used, or the result of another process cannot be read.
     """
     train = parts.train
     split = None if train.split is None else train.split.identity()
@@ -74,6 +74,14 @@ def _naming(path: Path) -> Iterator[None]:
         raise StorageError(f"cannot write {error.filename or path}: {error.strerror or error}") from error
 
 
+def _lock(descriptor: int) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        _logger.info("waiting for another process of the job, which fits the features")
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Lock a file, creating its folder. The kernel releases the lock when the process ends."""
@@ -82,10 +90,12 @@ def _locked(path: Path) -> Iterator[None]:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _logger.info("waiting for another process of the job, which fits the features")
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            _lock(descriptor)
+        except OSError as error:
+            raise StorageError(
+                f"cannot lock {path}: {error.strerror or error}",
+                hint="set PERSIA_RUN_DIR to a folder on a file system with file locks (flock)",
+            ) from error
         yield
     finally:
         os.close(descriptor)

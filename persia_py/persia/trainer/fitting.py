@@ -5,7 +5,7 @@ from pathlib import Path
 
 from persia.config import Config
 from persia.features import Fitter, Transform
-from persia.runtime.errors import CheckpointError, DataError
+from persia.runtime.errors import CheckpointError, DataError, ForeignCheckpointError
 from persia.runtime.logging import get_logger
 from persia.trainer.facts import check_files
 from persia.trainer.parts import Part, Parts
@@ -70,7 +70,7 @@ def _with_place(config: Config, train: Part, error: DataError) -> DataError:
     fitter, path = Fitter(config.compiled), None
     for unit in train.files.units:
         if unit.path != path:
-            fitter, path = Fitter(config.compiled), unit.path  # this error counts rows from 0
+            fitter, path = Fitter(config.compiled), unit.path  # a fitter of its own counts the rows of this file
         for batch in train.files.read(unit):
             try:
                 fitter.update(batch)
@@ -100,8 +100,8 @@ def load(config: Config, folder: Path) -> Transform:
     """Read the transform of a run.
 
     Raises:
-        CheckpointError: The transform is missing, damaged, or was fitted for other features; the message names what
-            differs.
+        ForeignCheckpointError: The transform was fitted for other features; the message names what differs.
+        CheckpointError: The transform is missing or damaged.
     """
     path = folder / FILE
     try:
@@ -123,5 +123,7 @@ def not_loaded(place: str, error: CheckpointError, hint: str) -> CheckpointError
         error: The error.
         hint: The next step for a damaged transform. The message for a transform of other features includes its own.
     """
-    is_of_others = str(error).startswith("the transform was fitted for other features")
-    return CheckpointError(f"{place}: {error}", hint="" if is_of_others else hint)
+    message = f"{place}: {error}"
+    if isinstance(error, ForeignCheckpointError):
+        return ForeignCheckpointError(message, hint="")
+    return CheckpointError(message, hint=hint)

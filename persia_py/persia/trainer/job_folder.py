@@ -43,7 +43,7 @@ class JobFolder(RunFolder):
             )
         saves = config.checkpoint.dir
         if saves is not None and is_url(saves):
-            os.environ["PERSIA_CKPT_DIR"] = saves  # a folder for this rank; a server accepts any URL that it is sent
+            os.environ["PERSIA_CKPT_DIR"] = saves  # for this rank only; a server accepts any URL that it is sent
         elif saves is not None and settings.rank == 0:
             _logger.warning("checkpoint.dir has no effect in a job: PERSIA_CKPT_DIR sets the folder of the checkpoints")
         folder = cls(job.run_dir())
@@ -66,13 +66,13 @@ class JobFolder(RunFolder):
         self.write_json(FACTS, {**self.read_json(FACTS), "checkpoints": str(self.checkpoints)})
 
     def saves(self, config: Config) -> Place:
-        """Return the folder of the checkpoints, on rank 0."""
+        """Return the folder or the URL of the checkpoints, on rank 0."""
         del config
         return self.checkpoints
 
     @property
     def best(self) -> Place:
-        """The folder of the best checkpoint, on rank 0."""
+        """The folder or the URL below which the best checkpoint is, on rank 0."""
         return self.checkpoints / BEST
 
     def name_latest(self) -> None:

@@ -109,7 +109,7 @@ def auc(scores: Floats, labels: Floats, weights: Floats) -> float:
     under a receiver operating characteristic (ROC) curve").
 
     Raises:
-        Undefined: One class has no rows.
+        Undefined: One class has no rows, or all its weights are 0.
     """
     shares, _ = _auc_of_groups(scores, labels, weights, np.zeros(len(scores), np.uint64))
     if not len(shares):
@@ -144,7 +144,7 @@ def log_loss(logits: Floats, labels: Floats, weights: Floats) -> float:
     """Return the mean of ``-y ln p - (1 - y) ln (1 - p)`` with ``p = sigmoid(logit)``, computed from the logits.
 
     Raises:
-        Undefined: There are no rows.
+        Undefined: There are no rows, or all weights are 0.
     """
     return _mean(np.maximum(logits, 0) - logits * labels + np.log1p(np.exp(-np.abs(logits))), weights)
 
@@ -156,7 +156,7 @@ def normalized_entropy(logits: Floats, labels: Floats, weights: Floats) -> float
     (He et al. 2014, "Practical Lessons from Predicting Clicks on Ads at Facebook", equation 1).
 
     Raises:
-        Undefined: One class has no rows.
+        Undefined: One class has no rows, or all its weights are 0.
     """
     loss, rate = log_loss(logits, labels, weights), _mean(labels, weights)
     if not 0 < rate < 1:
@@ -168,7 +168,7 @@ def calibration(predictions: Floats, labels: Floats, weights: Floats) -> float:
     """Return the mean prediction divided by the mean label (He et al. 2014, section 2.1): 1 is correct on average.
 
     Raises:
-        Undefined: There are no rows, or the mean label is 0.
+        Undefined: There are no rows, all weights are 0, or the mean label is 0.
     """
     mean = _mean(labels, weights)
     if mean == 0:

@@ -50,6 +50,9 @@ class Objective:
             outputs: The result of :meth:`outputs`.
             labels: The labels, ``[batch, 1]`` each.
             weights: The weights of rows, ``[batch, 1]``; None means 1.
+
+        Raises:
+            DataError: There is no label.
         """
         total: torch.Tensor | None = None
         for (_, weight, kind), output, label in zip(self.labels, outputs, labels, strict=True):

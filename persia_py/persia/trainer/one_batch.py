@@ -203,7 +203,7 @@ def _verify(trainer: Trainer) -> None:
     checkpoint = open_checkpoint(saved)
     checkpoint.verify()
     if checkpoint.step != 1:
-        raise CheckpointError(f"{saved}: found step {checkpoint.step}, expected 1")
+        raise CheckpointError(f"{saved}: the checkpoint is of step {checkpoint.step}, expected that of step 1")
 
 
 def train_rank(config: Config, path: Path, how: str) -> None:

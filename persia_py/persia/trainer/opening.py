@@ -13,7 +13,7 @@ from persia.data import IterableDataset
 from persia.features import Transform
 from persia.runtime import log_files
 from persia.runtime.errors import ConfigError, PersiaError, StorageError
-from persia.runtime.logging import get_logger
+from persia.runtime.logging import get_logger, next_step
 from persia.runtime.settings import get_local_rank, get_rank, settings
 from persia.trainer import fitting, models, optimizers
 from persia.trainer.budget import Budget
@@ -135,7 +135,7 @@ class OpenRun:
         self._interval = Interval(self._config.price, self._config.checkpoint.every)
 
     def _begin(self, *, given: bool) -> None:
-        """Create the run's folder."""
+        """On rank 0, create the folder of a new run."""
         if not self._writes:
             return
         facts = facts_of(self._config, self.parts.train.files, self.transform, self._fitted.rows, given=given)
@@ -154,7 +154,7 @@ class OpenRun:
             self._enter(resumes)
         except BaseException as error:
             if self._record is not None and not self.is_open:
-                self._record.end(error, {})
+                self._end_record(self._record, error, {})
             self.close(error)
             self._end_log(error)
             raise
@@ -210,14 +210,14 @@ class OpenRun:
         self._validation.prune()
 
     def _name_latest(self) -> None:
-        """Point ``LATEST`` to the run as soon as it has a checkpoint."""
+        """On rank 0, point ``LATEST`` to the run as soon as it has a checkpoint."""
         if self._is_named or not self._writes or not (self._checkpoints.written or self._state.best):
             return
         self._is_named = True
         try:
             self.folder.name_latest()
         except StorageError as error:
-            _logger.error("cannot point LATEST to this run; training continues: %s", error)
+            _logger.error("cannot point LATEST to this run; the run is not affected: %s%s", error, next_step(error))
 
     def _new_record(self, resumed_step: int | None) -> Record:
         record = Record(self.folder, tensorboard=self._config.run.tensorboard, resumed_step=resumed_step)
@@ -258,8 +258,7 @@ class OpenRun:
         self.is_open = False
         try:
             if self._record is not None:
-                with contextlib.suppress(PersiaError):
-                    self._record.end(error, self._results())
+                self._end_record(self._record, error, self._results())
         finally:
             kind = None if error is None else type(error)
             try:
@@ -267,6 +266,14 @@ class OpenRun:
             finally:
                 self._name_latest()
                 self._end_log(error)
+
+    @staticmethod
+    def _end_record(record: Record, error: BaseException | None, results: dict[str, Any]) -> None:
+        """Record how the run ended. A failure is only logged, so that it does not hide the error of the run."""
+        try:
+            record.end(error, results)
+        except PersiaError as failure:
+            _logger.error("cannot record in the summary how the run ended: %s%s", failure, next_step(failure))
 
     def _end_log(self, error: BaseException | None) -> None:
         """Close the log file of the run. Its last line is the error, if any."""

@@ -14,6 +14,9 @@ from persia.runtime.errors import PersiaError, StorageError, UsageError
 from persia.trainer.batches import Unusual
 from persia.trainer.trainer import Trainer
 
+_LISTED = 5
+"""The number of files that a message lists."""
+
 
 @dataclass(frozen=True)
 class Written:
@@ -69,7 +72,8 @@ def write(
         force: Whether to replace an existing file.
 
     Raises:
-        UsageError: ``out`` exists, its folder does not, it has another extension, or a column has the name of a score.
+        UsageError: ``out`` exists, its folder does not, it has another extension, a column has the name of a score, or
+            the files have no rows.
         DataError: A row is invalid; the message names file and row. Nothing is written.
         StorageError: The file cannot be written; the incomplete file is removed.
     """
@@ -96,12 +100,14 @@ def write(
             if writer is not None:
                 writer.close()
         if writer is None:
-            raise UsageError(f"{source if isinstance(source, str) else ', '.join(source)}: no rows to score")
+            files = [source] if isinstance(source, str) else [*source]
+            more = f" and {len(files) - _LISTED} more" if len(files) > _LISTED else ""
+            raise UsageError(f"{', '.join(files[:_LISTED])}{more}: no rows to score", hint="specify files with rows")
         with part.open("rb") as file:
             os.fsync(file.fileno())
         part.replace(out)
     except OSError as error:
-        if isinstance(error, PersiaError):  # a checkpoint or the rows cannot be read
+        if isinstance(error, PersiaError):  # a StorageError of reading, which already names its file
             raise
         raise StorageError(f"cannot write {out}: {error.strerror or error}") from error
     finally:

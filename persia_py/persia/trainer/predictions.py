@@ -26,7 +26,7 @@ class Predictions(Iterator[Scored]):
         self._batches: Iterator[Scored] = iter(())
 
     def of(self, batches: Iterator[Scored]) -> Self:
-        """Iterate over ``rows``, which set the attributes."""
+        """Iterate over ``batches``, whose iteration sets the attributes."""
         self._batches = batches
         return self
 

@@ -46,7 +46,7 @@ class Record:
         self.write({})
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return the lines of ``metrics.jsonl``; an incomplete last line is ignored."""
+        """Return the lines of ``metrics.jsonl``, see :func:`read_lines`."""
         return read_lines(self._folder)
 
     def add(self, report: StepReport | EvaluationReport) -> None:
@@ -141,7 +141,7 @@ class _Board:
 
 
 def read_lines(folder: RunFolder) -> list[dict[str, Any]]:
-    """Return the lines of ``metrics.jsonl``; an incomplete last line is ignored."""
+    """Return the lines of ``metrics.jsonl`` before the first incomplete one; none if the file cannot be read."""
     try:
         text = (folder.path / METRICS).read_text(encoding="utf-8")
     except OSError:

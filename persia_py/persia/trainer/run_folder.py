@@ -61,7 +61,7 @@ class RunFolder:
     def new(cls, config: Config) -> "RunFolder":
         """Return the folder of a new run, which is not created yet.
 
-        A run that failed before its first step is replaced.
+        A run of this name that failed or was interrupted before its first step will be replaced.
 
         Raises:
             UsageError: Another run of this name exists.
@@ -130,7 +130,7 @@ class RunFolder:
 
     @property
     def best(self) -> Place:
-        """The folder of the best checkpoint."""
+        """The folder or the URL below which the best checkpoint is."""
         return place(self.read_json(FACTS).get("checkpoints", self.path)) / BEST
 
     def make(self, config: Config, files: Mapping[str, str]) -> None:
@@ -198,7 +198,7 @@ class RunFolder:
         """Read a JSON file of the run; return an empty dictionary if it is missing.
 
         Raises:
-            CheckpointError: The file is damaged.
+            CheckpointError: The file is damaged, or cannot be read.
         """
         path, hint = self.path / name, "restore the file, or start a new run"
         try:
@@ -336,6 +336,7 @@ def find_run(given: str | Path) -> RunFolder:
 
     Raises:
         UsageError: The run does not exist.
+        StorageError: ``LATEST`` cannot be read.
     """
     return _find(Path(given))[0]
 
@@ -381,17 +382,16 @@ def of_one_process(path: Path) -> bool:
 def is_run(path: Path) -> bool:
     """Whether a path is the folder of a run, or ``LATEST`` next to it, and not a checkpoint."""
     if path.name == LATEST and path.is_file():
-        path = path.parent / path.read_text(encoding="utf-8").strip()
+        path = job.target_of(path)
     return (path / CONFIG).is_file() and (path / METRICS).is_file()
 
 
 def _find(path: Path) -> tuple[RunFolder, Path | None]:
     if path.name == LATEST and path.is_file():
-        name = path.read_text(encoding="utf-8").strip()
-        if (path.parent / name / CONFIG).is_file():
-            return RunFolder(path.parent / name), None
-        checkpoint = path.parent / name
-        path = checkpoint if checkpoint.is_dir() else path
+        target = job.target_of(path)
+        if (target / CONFIG).is_file():
+            return RunFolder(target), None
+        path = target if target.is_dir() else path
     for parent in (path, path.parent, path.parent.parent):
         if (parent / CONFIG).is_file() and (parent / METRICS).is_file():
             if parent == path or path.name in (CHECKPOINTS, BEST):

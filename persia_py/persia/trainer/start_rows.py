@@ -14,7 +14,9 @@ from persia.trainer.run_folder import is_run
 
 
 def start_folder(config: Config, *, in_job: bool) -> Place | None:
-    """Return the checkpoint in ``train.start_from``, a folder or a URL, or None.
+    """Return the checkpoint in ``train.start_from``, a folder or a URL.
+
+    None if the setting is empty, and on every rank but 0.
 
     Args:
         config: The configuration.

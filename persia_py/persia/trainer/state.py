@@ -80,7 +80,7 @@ class TrainerState:
     cost_usd: float = 0.0
 
     def judge(self, report: EvaluationReport, stop: EarlyStopBlock) -> bool:
-        """Record an evaluation, and return whether it is the best so far. An undefined metric does not count."""
+        """Record an evaluation, and return whether it is the best so far. An undefined metric is no improvement."""
         value = report.value(stop.metric)
         sign = 1 if stop.metric in HIGHER_IS_BETTER else -1
         improved = value is not None and (self.best is None or sign * (value - self.best.value) > stop.min_delta)
@@ -158,6 +158,6 @@ class TrainerState:
         self.unusual = Unusual(int(state_dict["rows"]), {**state_dict["unusual"]})
         self.evaluations = [*state_dict["evaluations"]]
         self.seconds, self.samples = float(state_dict["seconds"]), int(state_dict["samples"])
-        # a state of an older version has no value
+        # the state of a checkpoint from an older version lacks these two
         self.micro_batch = RowsAtATime(*state_dict.get("micro_batch", (None, None)))
         self.cost_usd = float(state_dict.get("cost_usd", 0.0))

@@ -114,7 +114,7 @@ class Steps:
         parts = [*self._ctx.micro_batches(batch, rows)]
         first, last = parts[:-1] or [dataclasses.replace(parts[0], is_last=False)], parts[-1]
         failed = loss = None
-        # a rank that fails in a part must not leave the others waiting in an all-gather
+        # gathered before the parts, so that a rank that fails in a part does not leave others waiting in an all-gather
         self._ctx.gather_weights(batch)
         try:
             loss = self._divided(batch, first)

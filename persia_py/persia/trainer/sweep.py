@@ -32,12 +32,13 @@ class Trial:
     Attributes:
         settings: The values of the keys that are searched over, as ``KEY=VALUE``.
         config: The complete configuration, from which the name of the run is derived.
-        status: ``finished``, ``failed``, or empty before the trial has run.
+        status: The status of the run, such as ``finished`` or ``stopped``; ``failed`` after an error; empty before.
         value: The metric of the validation set; None if it is not defined.
-        loss: The loss of the validation set.
-        error: The reason for the failure.
+        loss: The loss of the validation set; None likewise.
+        error: The reason for the failure; empty if there is none.
+        hint: The next step after the failure; empty if there is none.
         reused: Whether the trial had finished before.
-        code: The exit code of the error.
+        code: The exit code of the error; 0 without one.
     """
 
     settings: tuple[str, ...]
@@ -46,6 +47,7 @@ class Trial:
     value: float | None = None
     loss: float | None = None
     error: str = ""
+    hint: str = ""
     reused: bool = False
     code: int = 0
 
@@ -167,7 +169,11 @@ def metric_of(config: Config) -> str:
 def run(trial: Trial) -> None:
     """Run a trial to its end, unless it has finished before. An interrupted trial continues.
 
-    An error is recorded in the trial.
+    An error of opening or training the run is recorded in the trial.
+
+    Raises:
+        ConfigError: The folder of the trial has the run of another configuration, or one that cannot be read.
+        CheckpointError: The summary of the trial is damaged, or cannot be read.
     """
     folder = trial.folder
     exists = (folder.path / CONFIG).is_file()
@@ -184,7 +190,8 @@ def run(trial: Trial) -> None:
             for _ in trainer.fit():
                 pass
     except PersiaError as error:
-        trial.status, trial.error, trial.code = "failed", str(error).splitlines()[0], error.exit_code
+        said = "".join(str(error).splitlines()[:1]) or type(error).__name__
+        trial.status, trial.error, trial.hint, trial.code = "failed", said, error.hint, error.exit_code
         return
     except Exception as error:  # an error of the user's model; the other trials still run
         said = "".join(str(error).splitlines()[:1])

@@ -105,7 +105,8 @@ class Trainer:
     def fit(self, source: Paths | IterableDataset | None = None) -> Iterator[Report]:
         """Train, and iterate reports: one every ``run.log_every`` steps, and one for each evaluation.
 
-        The last report is that of the test set, which is scored once, with the best model if ``early_stop`` is set.
+        The last report of a whole run is that of the test set, if there is one. The test set is scored once, with the
+        best model if ``early_stop`` is set.
         Afterwards, and between two reports, :meth:`evaluate` and :meth:`predict` use the current model.
 
         Args:
@@ -168,7 +169,7 @@ class Trainer:
 
         Args:
             source: The files, with or without labels.
-            strict: Whether to refuse values of a wrong type; otherwise they count as missing.
+            strict: Whether to refuse values of a wrong type; otherwise they count as null.
             columns: The columns that are read in addition to those of the features; None means all columns.
 
         Returns:
@@ -232,7 +233,7 @@ class Trainer:
             )
         with self._evaluating() as (ctx, objective, transform, _):
             found, model = self._resumes, ctx.model
-            assert isinstance(found, Found) and model is not None  # noqa: S101 - what is loaded is a checkpoint's
+            assert isinstance(found, Found) and model is not None  # noqa: S101 - ensured by _evaluating
             run, checkpoint = found.folder.path.name, found.checkpoint.absolute()
             trained = export.Trained(self.config, run, checkpoint, ctx, model, objective, transform)
             compared = rows_of.read(self.config, held_out, self._types())
@@ -260,11 +261,12 @@ class Trainer:
         if the run has one, otherwise the newest.
 
         Args:
-            run: The folder of a run, ``runs/LATEST``, or a checkpoint in a run, which only evaluates and predicts; None
-                means ``LATEST`` in ``run.dir``, or the run called ``run.name``.
+            run: The folder of a run, ``runs/LATEST``, or a checkpoint in a run, which only :meth:`evaluate` and
+                :meth:`predict` use; None means the run called ``run.name`` or, without a name, ``LATEST`` in
+                ``run.dir``.
 
         Raises:
-            UsageError: The run does not exist.
+            UsageError: The run does not exist, or :meth:`fit` was called before.
         """
         if self._training is not None:
             raise UsageError("Trainer.resume cannot be called after fit; create a new Trainer")
@@ -330,7 +332,7 @@ class Trainer:
             if self.folder is not None:
                 warn_of_trained(self.folder, files)
             return Part(files, None, "test", self.config.origin)
-        training = self._training  # its files may be those that were passed to fit
+        training = self._training  # its parts may be of files that were passed to fit
         parts = Parts(self.config) if training is None else training.parts
         part = parts.test or parts.valid
         if part is None:
@@ -359,7 +361,7 @@ class Trainer:
             if training is not None:
                 self._resumes = find_checkpoint(training.folder.path)
             if self._resumes is not None and not isinstance(self._resumes, Found):
-                find_checkpoint(self._resumes.path)  # the error reports that there is no checkpoint
+                find_checkpoint(self._resumes.path)  # raises: the run has no checkpoint
             if not isinstance(self._resumes, Found):
                 raise UsageError("nothing is trained yet: call fit(), or resume() with a run that has a checkpoint")
             self._use_threads()

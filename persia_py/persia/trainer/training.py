@@ -39,7 +39,7 @@ class Training(OpenRun):
     """A run, from its configuration to its summary. Its steps are in the order of :meth:`run`."""
 
     def run(self) -> Iterator[StepReport | EvaluationReport]:
-        """Train, and yield reports; the last is that of the test set."""
+        """Train, and yield reports; at the end of the run, the last is that of the test set, if there is one."""
         if self.is_finished:
             return
         yield from self._make_up()

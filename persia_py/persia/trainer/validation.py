@@ -1,6 +1,8 @@
 """Uses the evaluations of the validation set for the best checkpoint and for early stopping."""
 
 import dataclasses
+import os
+import shlex
 import shutil
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from persia.config import Config
 from persia.ctx import Checkpoints, TrainCtx
 from persia.runtime.errors import PersiaError, StorageError
 from persia.runtime.job import MANIFEST
-from persia.runtime.logging import get_logger
+from persia.runtime.logging import get_logger, next_step
 from persia.runtime.places import Place, Url
 from persia.runtime.settings import get_rank
 from persia.trainer.reports import EvaluationReport
@@ -96,9 +98,9 @@ class Validation:
         return report
 
     def agree_to_stop(self) -> None:
-        """Return whether to stop because rank 0 had no improvement for ``patience`` evaluations.
+        """Record on every rank whether rank 0 stops training, after ``patience`` evaluations without improvement.
 
-        All ranks call this after the same step.
+        Collective: every rank must call it after the same step.
         """
         backend = self._ctx.common_context
         if self._stop is None or backend is None:
@@ -108,7 +110,7 @@ class Validation:
             _logger.info("no improvement in %d evaluations: training stops", self._state.without_improvement)
 
     def checkpoint(self, step: int) -> Place:
-        """Return the checkpoint of the best evaluation, if it was made after ``step``."""
+        """Return the place of the best checkpoint that is saved after ``step``."""
         return self._folder.best / f"step-{step}"
 
     def _keep(self) -> bool:
@@ -118,7 +120,11 @@ class Validation:
             self._ctx.dump_checkpoint(folder)
             _core.publish_latest(folder)
         except StorageError as error:
-            _logger.error("cannot save the new best model; the previous one is kept, and training continues: %s", error)
+            _logger.error(
+                "cannot save the new best model; the previous one is kept, and training continues: %s%s",
+                error,
+                next_step(error),
+            )
             return False
         self.prune()
         return True
@@ -136,7 +142,9 @@ class Validation:
             try:
                 ObjectStore(f"{store.url}/{BEST}").put(path, path.name)
             except PersiaError as error:
-                _logger.error("the best checkpoint %s is written, but not uploaded: %s", path, error)
+                _logger.error(
+                    "the best checkpoint %s is written, but not uploaded: %s%s", path, error, next_step(error)
+                )
 
     def prune(self) -> None:
         """Delete best checkpoints that no other checkpoint of the run needs.
@@ -170,14 +178,20 @@ def _exists(path: Place) -> bool:
 
 
 def _delete(path: Place) -> None:
-    """Delete a best checkpoint. If this fails, the checkpoint remains."""
-    if isinstance(path, Path):
-        shutil.rmtree(path, ignore_errors=True)
-        return
+    """Delete a best checkpoint. If this fails, a warning is logged, and files of the checkpoint remain."""
     try:
-        retention.remove(path)
+        if isinstance(path, Path):
+            shutil.rmtree(path)
+        else:
+            retention.remove(path)
     except PersiaError as error:
-        _logger.warning("cannot delete the checkpoint %s: %s", path, error)
+        _logger.warning("cannot delete the checkpoint %s: %s%s", path, error, next_step(error))
+    except OSError as error:
+        shutil.rmtree(path, ignore_errors=True)  # as much as possible
+        if os.path.lexists(path):
+            step = f"rm -r {shlex.quote(str(path))}"
+            line = "cannot delete the checkpoint %s, which is no longer needed: %s; next: %s"
+            _logger.warning(line, path, error, step)
 
 
 def may_continue(before: Config, now: Config) -> bool:

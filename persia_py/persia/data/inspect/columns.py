@@ -181,7 +181,7 @@ class ColumnScan:
             self._numbers.add(np.asarray(found.cast(pa.float64())))
 
     def _check_times(self, name: str, values: pa.Array, found: pa.Array, place: RowPlace) -> None:
-        """Record texts that look like times but are not valid, and the first text that does not look like a time."""
+        """Do not declare a type that cannot hold all texts; record the first text that is not a valid time."""
         if is_readable(found, DECLARED[name]):
             return
         self._undeclared.add(name)
@@ -334,8 +334,8 @@ def snake(name: str) -> str:
 def _separator(sample: pa.Array) -> str | None:
     """Return the separator of values in strings, if there are fewer distinct values than distinct strings.
 
-    At least one in ten strings has the separator, the parts have at most one word (two with a ``|`` or ``;``), and
-    there are at most half as many distinct parts as distinct strings.
+    At least one in ten strings has the separator, the parts have few words on average (at most 1.2, with a ``|`` or
+    ``;`` at most 3), and there are at most half as many distinct parts as distinct strings.
     """
     texts = sample.drop_null().unique()
     texts = texts.take(pa.array(np.arange(0, len(texts), max(len(texts) // 20_000, 1))))

@@ -231,7 +231,7 @@ def _bag(column: Column, names: _Names) -> Feature:
 
 
 def _dates(column: Column, names: _Names) -> Iterator[Feature]:
-    """Yield the recurring parts of a time: never the year, and not the month if all data is from one year."""
+    """Yield the recurring parts of a time: never the year, and the month only if the data covers two years."""
     first, last = column.span or (0.0, 0.0)
     days = (last - first) / DAY
     parts = []
@@ -320,7 +320,7 @@ def _boundaries(column: Column) -> list[float] | None:
 
 
 def _short(number: float) -> float:
-    """Return a number with at most six digits that is not below the given one."""
+    """Return a number rounded to six significant digits; a whole number below 10^9 is unchanged."""
     if number == int(number) and abs(number) < 1e9:
         return int(number)
     return float(f"{number:.6g}")

@@ -10,6 +10,7 @@ from persia.data.inspect.proposal import Proposal
 from persia.data.inspect.scan import Table
 from persia.data.records import presets
 from persia.data.records.files import open_files
+from persia.embedding.listed import listed
 from persia.runtime.errors import DataError
 
 
@@ -69,7 +70,7 @@ def inspect(
     table = scan.scan(files, rows, typed="types" in opened)
     if table.rows == 1:
         raise DataError(
-            f"only one row was read from {', '.join(files.paths)}, which is too few for a proposal",
+            f"only one row was read from {listed(files.paths)}, which is too few for a proposal",
             hint="specify more data, or a larger --rows",
         )
     chosen = labels.choose(table, label)

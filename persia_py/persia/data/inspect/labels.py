@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from persia.data.inspect.columns import Column, numbers_of, snake
 from persia.data.inspect.scan import Table
+from persia.embedding.listed import listed
 from persia.runtime.errors import DataError, UsageError
 
 _NAMES = (
@@ -57,7 +58,7 @@ def choose(table: Table, given: str | None) -> Label:
     if name not in table.columns:
         lower = {column.lower(): column for column in table.columns}
         near = get_close_matches(name.lower(), lower, 1)
-        also = f" (did you mean {lower[near[0]]!r}?)" if near else f"; the columns are {', '.join(table.columns)}"
+        also = f" (did you mean {lower[near[0]]!r}?)" if near else f"; the columns are {listed(table.columns)}"
         raise UsageError(f"--label {given}: no column {name!r}{also}")
     column = table.columns[name]
     if operation == ">":
@@ -82,13 +83,13 @@ def _guess(table: Table) -> Label:
         return _of(others[0], f"the only column of two values, and {_positives(others[0])}")
     found = binary or named or ratings or others
     if found:
-        listed = ", ".join(repr(column.name) for column in found[-10:])
+        candidates = ", ".join(repr(column.name) for column in found[-10:])
         raise UsageError(
-            f"which column is the label? Candidates: {listed}",
+            f"which column is the label? Candidates: {candidates}",
             hint=f"specify the label: persia data inspect FILE --label {shlex.quote(found[-1].name)}",
         )
     raise UsageError(
-        f"no column looks like a label; the columns are {', '.join(table.columns)}",
+        f"no column looks like a label; the columns are {listed(table.columns)}",
         hint="specify the label: --label COL, --label 'COL>NUMBER' or --label COL=VALUE",
     )
 
@@ -134,8 +135,8 @@ def _of(column: Column, reason: str) -> Label:
 
 def _of_texts(column: Column, reason: str) -> Label:
     if column.distinct > 2:
-        listed = ", ".join(f"{value} ({share:.0%})" for value, share in column.top)
-        what = f"{column.distinct:,} different strings ({listed}); a label has exactly two"
+        frequent = ", ".join(f"{value} ({share:.0%})" for value, share in column.top)
+        what = f"{column.distinct:,} different strings ({frequent}); a label has exactly two"
         raise DataError(
             f"label {column.name!r}: {what}",
             hint=f"specify the value to predict: --label {shlex.quote(f'{column.name}={column.top[-1][0]}')}",
@@ -182,6 +183,8 @@ def _checked(column: Column, keys: dict[str, Any], reason: str, positive: npt.ND
         values = ", ".join(value for value, _ in column.top)
         which = "all" if positive.all() else "no"
         raise DataError(
-            f"label {column.name!r} ({rule}): {which} rows of the sample have the label 1; frequent values are {values}"
+            f"label {column.name!r} ({rule}): {which} rows of the sample have the label 1; frequent values are "
+            f"{values}",
+            hint="specify another column or rule: --label COL, --label 'COL>NUMBER' or --label COL=VALUE",
         )
     return Label(column.name, keys, reason, positive)

@@ -14,6 +14,9 @@ from persia.data.inspect.settings import Setting
 from persia.runtime.errors import DataError
 from persia.runtime.files import is_url
 
+_SHOWN = 10
+"""The maximum number of columns whose reasons a message lists."""
+
 
 @dataclass
 class Proposal:
@@ -71,8 +74,12 @@ def make(
     """
     features, left_out, alone = propose(table, label, roles)
     if not features:
-        listed = "; ".join(f"{column.column}: {column.reason}" for column in left_out)
-        raise DataError(f"no column can be a feature ({listed or 'the label is the only column'})")
+        reasons = [f"{column.column}: {column.reason}" for column in left_out[:_SHOWN]]
+        reasons += [f"and {len(left_out) - _SHOWN} more columns"] if len(left_out) > _SHOWN else []
+        raise DataError(
+            f"no column can be a feature ({'; '.join(reasons) or 'the label is the only column'})",
+            hint="specify data with further columns, or another label: --label COL",
+        )
     rows = table.expected_rows
     size = settings.batch_size(rows)
     data = {"train": Setting(_relative(paths, folder), _rows(table))}

@@ -11,6 +11,7 @@ from persia.data.inspect.columns import Column, ColumnScan, RowPlace
 from persia.data.inspect.sketches import Repeats, RowSample
 from persia.data.records.files import Files, Unit
 from persia.data.records.split import mix
+from persia.embedding.listed import listed
 from persia.runtime.errors import DataError
 
 ROWS = 5_000_000
@@ -82,7 +83,7 @@ def scan(files: Files, limit: int = ROWS, *, typed: bool = False) -> Table:
         sample.add(batch, rows)
         rows += batch.num_rows
     if not rows:
-        raise DataError(f"{', '.join(files.paths)}: found no rows")
+        raise DataError(f"{listed(files.paths)}: found no rows")
     table = sample.table
     columns = {each.name: each.finish(table.column(each.name).combine_chunks()) for each in scans}
     table = pa.table({name: column.values for name, column in columns.items()})

@@ -119,7 +119,7 @@ class Repeats:
 
 @dataclass
 class Numbers:
-    """Count, range and moments of numbers; NaN and infinities are counted separately."""
+    """The count and the range of numbers, and the number of zeros; NaN and infinities are counted separately."""
 
     count: int = 0
     not_finite: int = 0

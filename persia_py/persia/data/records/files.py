@@ -19,6 +19,7 @@ from persia.data.records import text as text_files
 from persia.data.records.places import naming
 from persia.data.records.readable import read_texts
 from persia.data.records.text import TextFiles, readers
+from persia.embedding.listed import listed
 from persia.runtime.errors import DataError, UsageError
 
 FORMATS = {
@@ -30,6 +31,8 @@ FORMATS = {
 """The file name extensions of each format."""
 
 _SCAN_ROWS = 1 << 16
+_COLUMNS = 50
+"""The maximum number of columns that a message lists."""
 _NEAR = 3
 """The maximum number of similar names that are suggested for a missing column."""
 
@@ -279,7 +282,7 @@ def _no_columns(
         meant = f" (did you mean {near}?)" if near else ""
         said.append(f"no column {name!r}{meant}{readers(name, used_by)}")
         is_listed |= not near
-    columns = f"; its columns are {', '.join(names)}" if is_listed else ""
+    columns = f"; its columns are {listed(names, _COLUMNS)}" if is_listed else ""
     return DataError(f"{path}: {'; '.join(said)}{columns}")
 
 
@@ -298,7 +301,8 @@ def _find(given: Sequence[str], file_format: str | None) -> tuple[pa.fs.FileSyst
     files: dict[str, str] = {}  # the files, with the argument that gave each
     for path in given:
         if "://" in path:
-            filesystem, start = pa.fs.FileSystem.from_uri(path)
+            with naming(path):
+                filesystem, start = pa.fs.FileSystem.from_uri(path)
             found = {*_below(filesystem, start, endings)}
         else:
             matches = glob.glob(str(Path(path).expanduser()), recursive=True)  # noqa: PTH207  # the pattern may be absolute
@@ -315,7 +319,7 @@ def _find(given: Sequence[str], file_format: str | None) -> tuple[pa.fs.FileSyst
                 )
             files[file] = path
     if not files:
-        raise UsageError(f"{', '.join(given)}: no file that ends in {', '.join(endings)}")
+        raise UsageError(f"{listed(given)}: no file that ends in {', '.join(endings)}")
     return filesystem, [*files]
 
 

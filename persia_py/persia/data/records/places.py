@@ -23,7 +23,9 @@ def with_places(message: str, place: Callable[[int], str]) -> str:
 
 
 class naming:  # noqa: N801  # a context manager
-    """Converts errors of Arrow to a :class:`DataError` that names the file.
+    """Converts errors of Arrow and of the operating system to errors that name the file.
+
+    A file that is missing or may not be read gives a :class:`UsageError`, any other error a :class:`DataError`.
 
     Args:
         path: The file.

@@ -21,7 +21,7 @@ def read_texts(values: pa.Array, kind: pa.DataType) -> tuple[pa.Array, int]:
     encoded = texts.dictionary_encode()
     places = range(len(encoded.dictionary))
     readable = pa.array([is_readable(encoded.dictionary.slice(place, 1), kind) for place in places], pa.bool_())
-    kept = readable.take(encoded.indices)  # invalid, because a null text stays null
+    kept = readable.take(encoded.indices)  # null for a null text, which stays null and does not count as wrong
     wrong = pc.sum(pc.invert(kept)).as_py() or 0
     return pc.if_else(kept, texts, pa.scalar(None, pa.string())).cast(kind), wrong
 

@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from persia.data.records.files import Files, Unit
 from persia.data.records.split import PARTS, Split, mix, parts_in
+from persia.embedding.listed import listed
 from persia.runtime.errors import DataError, UsageError
 
 WINDOW_ROWS = 1 << 18
@@ -101,9 +102,9 @@ class RecordReader:
         """
         given = state["of"]
         if other := [name for name, value in self._identity.items() if given.get(name) != value]:
-            listed = "; ".join(f"{name}: {given.get(name)!r} then, {self._identity[name]!r} now" for name in other)
             raise DataError(
-                f"the data differs from that of the checkpoint: {listed}",
+                "the data differs from that of the checkpoint: "
+                f"{'; '.join(_difference(name, given.get(name), self._identity[name]) for name in other)}",
                 hint="use the files and settings of the checkpoint, or start a new run",
             )
         self._position, self._finished = {name: int(state[name]) for name in self._position}, False
@@ -202,3 +203,13 @@ class RecordReader:
             skip -= dropped
             if dropped < kept.num_rows:
                 yield kept.slice(dropped)
+
+
+def _difference(name: str, then: object, now: object) -> str:
+    """Return how a value of a reader differs from that of a checkpoint, for a message."""
+    if not (isinstance(then, list) and isinstance(now, list) and name == "columns"):
+        return f"{name}: {then!r} then, {now!r} now"
+    gone, new = [each for each in then if each not in now], [each for each in now if each not in then]
+    if not gone and not new:
+        return f"{name}: in another order"
+    return f"{name}: only then {listed(gone)}, only now {listed(new)}"

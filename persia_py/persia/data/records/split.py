@@ -172,7 +172,7 @@ def parts_in(split: Split, unit: Unit, batch: pa.RecordBatch, first_row: int) ->
 
 
 def mix(values: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:
-    """Return a hash of each integer: the finalizer of SplitMix64, after adding the seed times its constant."""
+    """Return a hash of each integer: the finalizer of SplitMix64, after adding ``seed + 1`` times its constant."""
     mixed: npt.NDArray[np.uint64] = values + np.uint64((seed + 1) * 0x9E3779B97F4A7C15 % 2**64)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -93,7 +93,7 @@ class TextFiles:
     def mistake(self, path: str, message: str) -> DataError | None:
         """Return the error for a value or a record of a file, with its location; None for other messages of Arrow."""
         if "Empty CSV file" in message:
-            return DataError(f"{path}: the file has no rows, only a header")
+            return DataError(f"{path}: the file has no rows{', only a header' if self.names is None else ''}")
         if (found := _GONE.search(message)) is not None:
             return DataError(f"{path}: the file was changed while it was read: now it has no column {found[1]!r}")
         header = int(self.names is None)

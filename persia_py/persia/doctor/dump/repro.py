@@ -34,7 +34,7 @@ def collect(archive: Archive, folder: Path | None) -> int:
         folder: The folder of the run; None means the ``persia.yml`` of this process.
 
     Raises:
-        UsageError: Neither has a configuration, or a file of its data does not exist.
+        UsageError: There is no configuration, or a file of its data does not exist.
         DataError: A part of the data has no rows, or a file is damaged.
         StorageError: The rows do not fit into the archive.
     """

@@ -50,7 +50,7 @@ def check(bundle: Bundle, ctx: EmbeddingCtx, wanted: Evaluated, rows: pa.Table) 
         :func:`persia.serving.parity.difference`.
 
     Raises:
-        UsageError: An output differs by more than the data type of rows allows.
+        UsageError: Ids, floats or vectors differ, or an output differs by more than the data type of rows allows.
     """
     samples = bundle.transform(rows)
     _check_samples(wanted.samples, samples)

@@ -44,6 +44,7 @@ class Staging:
 
     Raises:
         UsageError: The folder exists, or another process writes it.
+        StorageError: The folder next to it cannot be created or locked.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,0 +1,19 @@
+"""Lists of names in messages, of bounded length."""
+
+from collections.abc import Collection, Sequence
+
+MOST = 10
+"""The number of names that a message lists, if its caller does not say otherwise."""
+
+
+def listed(names: Collection[object], most: int = MOST) -> str:
+    """Return names separated by commas: the first ``most`` and the number of the others, or ``none``."""
+    first = ", ".join(str(name) for name, _ in zip(names, range(most), strict=False))
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{first}{more}" or "none"
+
+
+def listed_sizes(sizes: Sequence[tuple[str, int]], expected: int) -> str:
+    """Return the numbers of samples of the parts of a batch; of many parts, the first and those not as expected."""
+    wrong = [each for each in sizes[1:] if each[1] != expected or each[1] <= 0]
+    return listed([f"{name}: {size}" for name, size in (sizes if len(sizes) <= MOST else [sizes[0], *wrong])])
