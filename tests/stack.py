@@ -28,7 +28,7 @@ from persia.launch.process import Process
 from persia.runtime.tokens import role_token, secret
 from persia.utils import find_free_port, resolve_binary_execute_path
 
-START = 30.0
+START = 60.0
 """Seconds in which a part must be ready."""
 END = 30.0
 """Seconds in which a part must end after SIGTERM."""
@@ -62,14 +62,14 @@ class Part:
     def output(self) -> str:
         return "\n".join(self.lines)
 
-    def wait(self, timeout: float = 60.0) -> int:
+    def wait(self, timeout: float = 120.0) -> int:
         """Return its exit code, or minus the signal that ended it."""
         wait_until(
             f"{self.process.name} to end", lambda: not self.process.running, timeout, evidence=lambda: self.output
         )
         return self.process.code
 
-    def says(self, text: str, timeout: float = 30.0) -> str:
+    def says(self, text: str, timeout: float = 90.0) -> str:
         """Wait until it has written a line with ``text``, and return the line."""
 
         def said() -> str | None:
@@ -126,6 +126,7 @@ class Stack:
         embedding.write_text(text)
         server = f"capacity: {capacity}" if log is None else f"capacity: {capacity}, durability: log, log_sync: {log}"
         general.write_text(f"embedding_parameter_server_config: {{{server}}}\n")
+        first = free_ports(None, servers + middlewares) if tcp else 0
         self.job = LocalJob(
             name=job,
             servers=servers,
@@ -135,7 +136,7 @@ class Stack:
             private_dir=self.private,
             state_dir=folder,
             env={"PERSIA_RUN_DIR": str(folder / "run"), **(env or {})},
-            ports=(free_ports(None, servers), free_ports(None, middlewares)) if tcp else None,
+            ports=(first, first + servers) if tcp else None,
         )
         self.job.make_token()
         self.parts: dict[str, Part] = {}

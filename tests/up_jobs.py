@@ -32,7 +32,7 @@ with TrainCtx(SGD(0.1), torch.optim.SGD(model.parameters(), 0.1), mixed_precisio
     for step, batch in enumerate(DataLoader(Batches(int(os.environ["STEPS"]), seed=env.get_rank()))):
         output, labels = ctx.forward(batch)
         ctx.backward(torch.nn.functional.binary_cross_entropy_with_logits(output, labels[0]))
-        print("step", step, "rank", env.get_rank(), flush=True)
+        print(f"step {step} rank {env.get_rank()}", flush=True)
         if step == 2 and "HOLD" in os.environ:
             wait_until("the test", Path(os.environ["HOLD"]).exists, 60)
     rows = sum(ctx.get_embedding_size())

@@ -90,7 +90,7 @@ def train(ctx: TrainCtx, loader: DataLoader) -> None:
         if pause := PLAN.get("pause"):
             if env.get_rank() == 0:
                 Path(pause["reached"]).touch()
-            wait_until(f"the test to make {pause['until']}", Path(pause["until"]).exists, 60)
+            wait_until(f"the test to make {pause['until']}", Path(pause["until"]).exists, 180)
         train(ctx, loader)
 
 

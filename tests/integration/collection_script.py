@@ -184,7 +184,7 @@ def pause(number: int) -> None:
     """Wait for the test before the last backward."""
     if PLAN.get("until") and number == STEPS - 1:
         sys.stderr.write("before the last backward\n")
-        wait_until("the test to go on", Path(PLAN["until"]).exists, 60)
+        wait_until("the test to go on", Path(PLAN["until"]).exists, 180)
 
 
 def train_in_a_context() -> None:

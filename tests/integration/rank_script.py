@@ -154,7 +154,7 @@ def before(step: int) -> None:
     if (pause := PLAN.get("pause")) is not None and pause["step"] == step:
         if RANK == 0:
             Path(pause["reached"]).touch()
-        wait_until(f"the test to make {pause['until']}", Path(pause["until"]).exists, 60)
+        wait_until(f"the test to make {pause['until']}", Path(pause["until"]).exists, 180)
 
 
 def hang() -> None:

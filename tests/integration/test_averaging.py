@@ -124,12 +124,13 @@ def test_a_skipped_step_leaves_no_nan_in_the_errors_of_powersgd(make_stack: Make
 def test_powersgd_begins_again_after_a_checkpoint_of_other_ranks_and_of_one_by_hand(make_stack: MakeStack) -> None:
     """Ranks of which one has begun again and another has not would send different things."""
     stack = make_stack()
-    plan: dict[str, Any] = {"steps": 6, "compression": POWERSGD}
+    plan: dict[str, Any] = {"steps": 9, "compression": POWERSGD}
     result(stack, 2, **plan, dump={"dir": "hand", "all": False})
     trainer, _ = trained(stack, 2, **plan, load={"dir": "hand", "all": False})
     trainer.says("PowerSGD starts without a state: the checkpoint has the states of 1 of 2 ranks")
     saves = {"folder": "two", "every": 3}
-    trained(stack, 2, code=1, **plan, checkpoints=saves, **{"raise": {"rank": 1, "step": 5}})
+    # At step 8 the checkpoint of step 3 is written: the cut behind step 6 has waited for it.
+    trained(stack, 2, code=1, **plan, checkpoints=saves, **{"raise": {"rank": 1, "step": 8}})
     trainer, found = trained(stack, 3, **plan, checkpoints=saves)
     assert found is not None and found.report["equal_weights"]
     trainer.says("PowerSGD starts without a state: the checkpoint has the states of 2 of 3 ranks")

@@ -112,7 +112,7 @@ def slow_disk(server: Part, seconds: float) -> Iterator[None]:
         stderr=subprocess.DEVNULL,
     )
     try:
-        wait_until("strace", lambda: traced(int(pid)), 10)
+        wait_until("strace", lambda: traced(int(pid)), 60)
         yield
     finally:
         tracer.send_signal(signal.SIGINT)
@@ -121,7 +121,10 @@ def slow_disk(server: Part, seconds: float) -> Iterator[None]:
 
 def traced(pid: int) -> bool:
     """Return whether every thread of a process has a tracer."""
-    tasks = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/status")]
+    tasks = []
+    for task in [*Path(f"/proc/{pid}/task").iterdir()]:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended since
+            tasks.append((task / "status").read_text())
     return all("TracerPid:\t0\n" not in text for text in tasks)
 
 

@@ -141,7 +141,7 @@ def test_trainer_names_the_server_that_is_missing(make_stack: MakeStack, script:
     stack = make_stack(servers=2, start=False)
     stack.start_nats()
     stack.start_part("server", 0)
-    stack.start_part("middleware", 0)
+    stack.start_part("middleware", 0).says("found ")  # the trainer has 5 s to hear of the server that is missing
     done = train(stack, script)
     assert done.returncode == 3, done.stderr
     assert "1" in one_line(done.stderr) and "server" in one_line(done.stderr)
@@ -192,7 +192,7 @@ def certificates(folder: Path, name: str) -> dict[str, str]:
 def test_tls_and_a_wrong_authority(make_stack: MakeStack, script: Path, tmp_path: Path) -> None:
     right, wrong = certificates(tmp_path / "right", "right"), certificates(tmp_path / "wrong", "wrong")
     stack = make_stack(servers=2, tcp=True, env=right)
-    done = train(stack, script)
+    done = train(stack, script, PERSIA_START_TIMEOUT="60")
     assert done.returncode == 0, done.stderr
     done = train(stack, script, PERSIA_TLS_CA=wrong["PERSIA_TLS_CA"], PERSIA_RUN_DIR=str(tmp_path / "other"))
     assert done.returncode in {3, 5}, done.stderr

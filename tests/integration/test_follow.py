@@ -118,7 +118,7 @@ def test_a_reader_that_ends_leaves_it_running(tmp_path: Path, hold: Path) -> Non
         found = re.search(STARTED, follower.stderr.readline())
         assert found is not None
         hold.unlink()
-        assert follower.wait(60) == 130
+        assert follower.wait(120) == 130
         said = follower.stderr.read()
     assert f"training continues: pid {found[1]}" in said and "BrokenPipe" not in said
     wait_until("its end", lambda: not is_running(int(found[1])), 60)

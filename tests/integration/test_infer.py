@@ -138,7 +138,7 @@ def test_values_are_those_of_evaluation(trained: Trained, make_job: MakeJob, mon
     # A middleware that is killed is replaced by the other one.
     job.kill("middleware-0")
     assert same(values(ctx, model, as_bytes=False), trained.expected[20])
-    job.start_middleware(0)
+    job.start_middleware(0).says(": ready")  # a look-up is repeated for PERSIA_RPC_TIMEOUT only
     job.kill("middleware-1")
     assert same(values(ctx, model, as_bytes=False), trained.expected[20])
     # With a block, and with a model, as PersiaML documents it.
@@ -150,7 +150,9 @@ def test_values_are_those_of_evaluation(trained: Trained, make_job: MakeJob, mon
         inner.get_embedding_from_data(requests()[0])
 
 
-def test_a_killed_server_is_named_and_serves_again(trained: Trained, make_job: MakeJob) -> None:
+def test_a_killed_server_is_named_and_serves_again(
+    trained: Trained, make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = make_job(trained.path[10]).start()
     ctx = InferCtx(job.middlewares)
     ctx.wait_for_serving()
@@ -161,7 +163,8 @@ def test_a_killed_server_is_named_and_serves_again(trained: Trained, make_job: M
         values(ctx, model, as_bytes=True)
     assert "EMBEDDING_WORKER_SERVICE" in raised.value.hint
     job.start_server(1)
-    ctx.wait_for_serving()
+    monkeypatch.setenv("PERSIA_RPC_TIMEOUT", "60")
+    ctx.wait_for_serving()  # connects anew, with this limit
     assert same(values(ctx, model, as_bytes=True), trained.expected[10])
     # Without waiting for it: look-ups are repeated until the server has loaded the checkpoint.
     job.kill("server-0")

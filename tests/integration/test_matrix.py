@@ -158,7 +158,7 @@ def test_outcomes_of_connections_are_told_apart() -> None:
 @pytest.mark.parametrize(
     ("env", "text"),
     [
-        ({"RANK": "2"}, "environment variable RANK=2: must be below WORLD_SIZE=2"),
+        ({"RANK": "2"}, "RANK is 2, but WORLD_SIZE is 2: ranks go from 0 to 1"),
         ({"RANK": "1", "WORLD_SIZE": "4"}, "found WORLD_SIZE=4\nnext:  specify the number of all ranks: --matrix 4"),
         ({"RANK": "1"}, "neither PERSIA_NATS_URL nor both MASTER_ADDR and a numeric MASTER_PORT"),
         ({"RANK": "1"}, "torchrun and `persia debug run` set MASTER_ADDR and MASTER_PORT on every rank"),

@@ -87,10 +87,9 @@ def embedded(folder: Path) -> tuple[str, str]:
     return found[1], found[2]
 
 
-def procfile(nats_port: int) -> dict[str, str]:
-    """The command lines of the Procfile, each with ports of this test, by name."""
-    first = free_ports(None, 2)
-    ports = {"$WORKER_PORT": first, "$SERVER_PORT": first + 1, "$NATS_PORT": nats_port}
+def procfile(first: int) -> dict[str, str]:
+    """The command lines of the Procfile, each with ports of this test, by name; NATS has the first of three."""
+    ports = {"$NATS_PORT": first, "$WORKER_PORT": first + 1, "$SERVER_PORT": first + 2}
     lines = {}
     for line in (PAIR / "Procfile").read_text().splitlines():
         name, command = line.split(":", 1)
@@ -102,7 +101,7 @@ def procfile(nats_port: int) -> dict[str, str]:
 
 def test_a_procfile_trains_each_time_it_is_started(folder: Path, start: Start, embedded: tuple[str, str]) -> None:
     """Server and middleware share a host, the default port of metrics and a configuration, without a token."""
-    nats_port = free_ports(None, 1)
+    nats_port = free_ports(None, 3)
     env = {"PERSIA_NATS_URL": f"nats://0.0.0.0:{nats_port}", "LOG_LEVEL": "info", **RUN}
     lines = procfile(nats_port)
     processes = {name: start(line, env) for name, line in lines.items()}

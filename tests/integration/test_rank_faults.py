@@ -164,7 +164,7 @@ def test_the_time_limit_holds_for_the_start_of_the_process_group(make_stack: Mak
 def test_a_debugger_stops_the_limits_of_ranks_without_a_breakpoint(make_stack: MakeStack, tmp_path: Path) -> None:
     stack = make_stack()
     plan = {"steps": 8, "prompt": {"rank": 1, "step": 5, "seconds": 8}}
-    limits = {"PERSIA_DIST_TIMEOUT": "2", "PERSIA_HANG_TIMEOUT": "2", "PERSIA_RPC_TIMEOUT": "60"}
+    limits = {"PERSIA_DIST_TIMEOUT": "3", "PERSIA_HANG_TIMEOUT": "3", "PERSIA_RPC_TIMEOUT": "60"}
     for part in nodes(stack, plan, count=3, **limits, BREAKPOINT_TMP_FILE_PATH=str(tmp_path)):
         assert part.wait(90) == 0, part.output
 
@@ -181,7 +181,7 @@ def test_a_forward_of_a_collection_that_fails_on_one_rank_ends_the_others(make_s
     stack = make_stack()
     plan = json.dumps({"broken": {"rank": 1, "step": 4}})
     first, second = (stack.trainer(COLLECTION, plan, node=node, nodes=2) for node in range(2))
-    assert first.wait(40) == 75, first.output
+    assert first.wait(60) == 75, first.output
     first.says("rank 1 is gone: ValueError: as the plan wants")
     second.wait()
 
@@ -222,7 +222,7 @@ def test_a_start_that_failed_ends_no_data(make_stack: MakeStack, tmp_path: Path)
     stack.data(script)
     plan = json.dumps({"data": "stream"})
     first = stack.trainer(SCRIPT, plan, nodes=2, env={"PERSIA_START_TIMEOUT": "5"})
-    assert first.wait(40) == 3, first.output
+    assert first.wait(60) == 3, first.output
     for part in [stack.trainer(SCRIPT, plan, node=node, nodes=2) for node in range(2)]:
         assert part.wait(180) == 0, part.output
     summary = job.finished_summary(stack.folder / "run")

@@ -94,7 +94,7 @@ with TrainCtx(SGD(0.1), dense, mixed_precision=False, model=model, checkpoints=s
             output, labels = ctx.forward(batch)
             ctx.backward(torch.nn.functional.binary_cross_entropy_with_logits(output, labels[0]))
             steps.append(batch.step)
-    print("trained", *steps)
+    print("trained " + " ".join(map(str, steps)))  # a print of several values is several writes
 """
 
 

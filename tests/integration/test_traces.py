@@ -26,7 +26,7 @@ with TrainCtx(SGD(0.1), dense, mixed_precision=False, model=model) as ctx:
     for batch in DataLoader(Batches(6)):
         output, labels = ctx.forward(batch)
         ctx.backward(torch.nn.functional.binary_cross_entropy_with_logits(output, labels[0]))
-print("trained on", batch.step, "steps")
+print(f"trained on {batch.step} steps")
 """
 SERVERS = 2
 RANKS = 2

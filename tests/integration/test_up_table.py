@@ -14,6 +14,7 @@ import pytest
 import torch
 from states import assert_same_form
 from up_jobs import StartUp
+from waiting import wait_until
 
 from persia import Trainer
 from persia.config import load_config
@@ -57,8 +58,10 @@ def test_a_table_trains_as_in_one_process(up: StartUp, tmp_path: Path) -> None:
 def test_a_table_on_two_ranks_outlives_a_rank_and_a_server(up: StartUp, tmp_path: Path) -> None:
     synth.write(tmp_path / "rows.parquet", 3000, synth.Teacher((40, 30), 1))
     sizes = ("--servers", "2", "--ranks", "2", "--data-compose", "2", "--name", "two")
-    one = up((TABLE % 9).replace("checkpoint:", "run: {log_every: 20}\ncheckpoint:"), *sizes)
+    one = up((TABLE % 18).replace("checkpoint:", "run: {log_every: 20}\ncheckpoint:"), *sizes)
     one.says("step 60/")
+    saves = tmp_path / "runs" / "two" / "checkpoints"
+    wait_until("a checkpoint", lambda: any(saves.glob("*/step-*/MANIFEST.json")), 60, evidence=lambda: one.output)
     one.child("launch.rank_main", RANK="1").kill()
     one.says("training resumes after step")
     one.says("step 100/")
@@ -69,7 +72,7 @@ def test_a_table_on_two_ranks_outlives_a_rank_and_a_server(up: StartUp, tmp_path
     summary = json.loads((tmp_path / "runs" / "two" / "summary.json").read_text())
     assert summary["world_size"] == 2 and summary["result"]["test"]["labels"]["label"]["auc"] > 0.6
     # Each of two replicas ends an epoch with a small batch.
-    assert 0 <= summary["steps"] - 9 * -(-summary["result"]["rows"]["train"] // 100) <= 9
+    assert 0 <= summary["steps"] - 18 * -(-summary["result"]["rows"]["train"] // 100) <= 18
     assert not re.search("differ from those it received", one.output)
 
 
@@ -155,7 +158,7 @@ run: {log_every: 5}
 @pytest.mark.usefixtures("binaries")
 def test_a_job_is_watched_and_profiled_and_says_what_it_needs(up: StartUp, tmp_path: Path) -> None:
     synth.write(tmp_path / "rows.parquet", 3000, synth.Teacher((40, 30), 1))
-    one = up(TABLE % 12 + OBSERVED, "--ranks", "2", "--name", "one")
+    one = up(TABLE % 48 + OBSERVED, "--ranks", "2", "--name", "one")
     one.says("dense gradients are averaged over gloo \\(no GPU\\)")
     one.says("memory: server .* rows\\), trainer .* fits in the")
     one.says("step 10/")

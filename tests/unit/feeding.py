@@ -88,7 +88,7 @@ def new_ranks() -> Iterator[MakeRanks]:
         yield make
 
 
-def connect(ranks: Ranks, index: int = 0, size: int = 1, *, job: str = JOB, start_timeout: float = 5.0) -> Sender:
+def connect(ranks: Ranks, index: int = 0, size: int = 1, *, job: str = JOB, start_timeout: float = 20.0) -> Sender:
     return Sender(job, index, size, find=ranks.find, start_timeout=start_timeout)
 
 

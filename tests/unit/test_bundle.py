@@ -117,7 +117,7 @@ def test_scores_that_differ_from_those_of_the_export_are_refused(whole: Path, mo
     monkeypatch.setattr(Bundle, "outputs_of", wrong)
     with pytest.raises(CheckpointError, match="the scores of held-out rows differ") as refused:
         Bundle.open(whole)
-    assert "version of torch" in refused.value.hint
+    assert "a machine like the one that wrote the bundle" in refused.value.hint  # the version of torch is the same
 
 
 @pytest.mark.parametrize(

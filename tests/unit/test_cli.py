@@ -1,6 +1,7 @@
 """The ``persia`` command, as a process."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -84,6 +85,13 @@ def test_checkpoints(configure: Configure, tmp_path: Path) -> None:
     assert bad.returncode == 4 and "opt.pt" in bad.stderr
     absent = run("ckpt", "show", tmp_path / "nothing")
     assert absent.returncode == 4 and "nothing" in absent.stderr and "next:" in absent.stderr
+    (tmp_path / "runs" / "first" / "MANIFEST.json").write_text("{")
+    damaged = run("ckpt", "list", tmp_path / "runs" / "first")
+    assert damaged.returncode == 0 and "BROKEN" in damaged.stdout and "no checkpoints" not in damaged.stdout
+    shutil.copytree(tmp_path / "runs" / "first", tmp_path / "saves" / "step-3")
+    (tmp_path / "saves" / "MANIFEST.json").write_text("{")  # it hides no checkpoint of the folder
+    both = run("ckpt", "list", tmp_path / "saves").stdout.splitlines()
+    assert len(both) == 2 and "step-3" in both[0] and both[1].startswith(f"{tmp_path / 'saves'}  BROKEN")
 
 
 @pytest.mark.parametrize("arguments", [["config", "check", "absent.yml"], ["ckpt", "nonsense"], ["--no-such-option"]])

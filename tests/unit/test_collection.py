@@ -180,9 +180,10 @@ def test_a_step_with_nan_changes_no_row(caplog: pytest.LogCaptureFixture) -> Non
     assert tables.skipped == 1
     tables(features)["a"].sum().backward()
     assert tables.skipped == 0
-    with pytest.raises(NonFiniteError, match="25 steps in a row"):
+    with pytest.raises(NonFiniteError, match="25 steps in a row") as caught:
         for _ in range(25):
             (tables(features)["b"].sum() * float("nan")).backward()
+    assert caught.value.hint == "lower the learning rate, or inspect the loss and the batch of this step"
 
 
 @pytest.mark.stack

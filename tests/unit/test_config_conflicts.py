@@ -200,7 +200,8 @@ def test_an_age_of_checkpoints_is_at_most_a_hundred_years(persia_yml: Path, days
 
 def test_an_address_of_a_notice_is_one_of_http(persia_yml: Path) -> None:
     assert mistakes(persia_yml, GOOD + "spot: {url: 169.254.169.254/latest}\n") == [
-        "8:13: spot.url: found `169.254.169.254/latest`, allowed: an address such as http://169.254.169.254/path"
+        "8:13: spot.url: found `169.254.169.254/latest`, allowed: a complete http:// or https:// address, without "
+        "spaces, such as http://169.254.169.254/path"
     ]
     for wrong in (
         "http://[::1",

@@ -234,6 +234,8 @@ def test_a_notebook_that_does_not_answer_is_not_called_ready(
     waiting = notebook._wait
 
     def wait(*arguments: Any) -> None:
+        _, port, token, _ = arguments
+        wait_until("the notebook to listen", lambda: "403" in notebook._no_answer(port, token), 60)
         waiting(*arguments)
         wait_until("the end", lambda: stopped(notebook_port), 30)
 

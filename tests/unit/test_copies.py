@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import Batches, Configure
+from conftest import Batches, Configure, Verb
 from object_server import Server, use
 from test_checkpoints import STEPS, flip, names, whole
 from test_training import SLOTS, everything, make, train
@@ -159,7 +159,7 @@ def test_a_copy_that_is_broken_off_is_none(
     def broken_off(self: ObjectStore, key: str, path: Path) -> None:
         puts.append(key)
         if key.startswith("step-10/") and len(puts) > 2:
-            raise StorageError("the store is gone")
+            raise StorageError("the store is gone", hint="find it")
         put(self, key, path)
 
     monkeypatch.setattr(ObjectStore, "_put", broken_off)
@@ -173,7 +173,7 @@ def test_a_copy_that_is_broken_off_is_none(
         assert ObjectStore(URL).whole() == []
         train(ctx, DataLoader(Batches(STEPS), reproducible=True), 10)
     assert checkpoints.not_uploaded == 1
-    assert "step-10 is written, but not uploaded: the store is gone" in caplog.text
+    assert "step-10 is written, but not uploaded: the store is gone; next: find it" in caplog.text
     assert {key.split("/")[0] for key in objects()} == {"step-20"}, "what was broken off is deleted"
 
 
@@ -220,6 +220,22 @@ def test_a_damaged_copy_is_refused_and_leaves_nothing(damage: str, configure: Co
     with pytest.raises(CheckpointError, match=re.escape(f"{URL}/step-10/{damaged}")):
         ObjectStore(URL).get("step-10", tmp_path / "new" / "step-10")
     assert names(tmp_path / "new") == []
+
+
+def test_a_damaged_replica_is_listed_beside_the_whole_ones(verb: Verb, configure: Configure, tmp_path: Path) -> None:
+    import obstore
+
+    saved = checkpoint(configure, tmp_path / "run")
+    for name in ("step-9", "step-10"):
+        ObjectStore(URL).put(saved, name)
+    shutil.copy(saved / MANIFEST, tmp_path / "damaged")
+    flip(tmp_path / "damaged")
+    obstore.put(ObjectStore(URL)._store, f"step-9/{MANIFEST}", tmp_path / "damaged")
+    whole_one, broken = verb("ckpt", "list", URL)[0].splitlines()
+    assert whole_one.startswith(f"{URL}/step-10  step 10  ")
+    assert broken.startswith(f"{URL}/step-9  BROKEN: ") and MANIFEST in broken
+    with pytest.raises(CheckpointError, match=re.escape(f"{URL}/step-9")):
+        ObjectStore(URL).whole()  # what is newest is unknown
 
 
 def test_a_store_that_does_not_answer_holds_up_no_run_that_has_a_save(

@@ -350,8 +350,8 @@ def test_an_editor_is_attached_to_a_running_rank(rank: ranks.Rank, tmp_path: Pat
         ask_adapter(editor, "configurationDone", {})
         attach.wait_for_client(rank, 30)
         path = next(tmp_path.glob("debug_counter_*_rank-0.txt"))
-        wait_until("clocks to stand still", lambda: json.loads(path.read_text())["stopped"] == "an editor", 10)
-    wait_until("clocks to run", lambda: not json.loads(path.read_text())["stopped"], 10)
+        wait_until("clocks to stand still", lambda: json.loads(path.read_text())["stopped"] == "an editor", 30)
+    wait_until("clocks to run", lambda: not json.loads(path.read_text())["stopped"], 30)
 
 
 def ask_adapter(editor: socket.socket, command: str, arguments: object) -> None:
@@ -378,7 +378,7 @@ def test_the_stacks_of_a_rank_that_did_not_register_come_from_py_spy(
     )
     try:
         found = lambda: next((entry for entry in ranks.running() if entry.pid == process.pid), None)  # noqa: E731
-        entry = wait_until("the rank to be found", found, 10)
+        entry = wait_until("the rank to be found", found, 30)
         assert (entry.rank, entry.world_size, entry.registered) == (3, 4, False)
         monkeypatch.setenv("PATH", str(tmp_path))
         assert "py-spy is not installed" in ranks.stacks_of(entry)

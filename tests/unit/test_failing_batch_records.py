@@ -155,3 +155,20 @@ def test_a_damaged_record_counts_for_nothing(run_folder: Path, caplog: pytest.Lo
         fail(1, run_folder, Marked, policy="skip")
         assert record(run_folder)["times"] == 1
     assert len(re.findall("which is not a record of a failed batch", caplog.text)) == 6
+
+
+def test_records_that_cannot_be_listed_stop_no_training(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other ranks wait for the steps that this rank has recorded."""
+    whole = Path.glob
+
+    def glob(path: Path, pattern: str) -> Any:
+        if path.name == "poison":
+            raise PermissionError(13, "Permission denied")
+        return whole(path, pattern)
+
+    monkeypatch.setattr(Path, "glob", glob)
+    fail(1, run_folder, Marked)
+    assert re.search("cannot list the records of failed batches in .*poison: Permission denied", caplog.text)
+    assert "step 13" in caplog.text

@@ -13,6 +13,7 @@ import torch
 from conftest import Batches, Configure
 from test_checkpoints import STEPS, names, step, whole
 from test_training import SLOTS, everything, make, train
+from waiting import wait_until
 
 from persia.backend.local import LocalBackend
 from persia.checkpoint import snapshot
@@ -112,7 +113,9 @@ def test_a_context_that_fails_lets_its_save_be_written(
     write, left = Save._write, threading.Event()
 
     def write_late(self: Save) -> None:
-        if left.wait(1.0 if in_time else 30.0) and not in_time:
+        if in_time:
+            wait_until("the context to wait for it", lambda: "which is not complete" in caplog.text, 30)
+        elif left.wait(30.0):
             raise StorageError("the context is gone")
         write(self)
 
@@ -173,14 +176,21 @@ def test_a_long_wait_for_a_save_is_logged(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     released = threading.Event()
+
+    def end() -> None:
+        wait_until("a word about it", lambda: "still waits for the save" in caplog.text, 20)
+        released.set()
+
     monkeypatch.setattr(Save, "_write", lambda _: released.wait(30))
     monkeypatch.setattr("persia.checkpoint.snapshot.REMIND_S", 0.1)
     configure(SLOTS)
     with make() as ctx:
         train(ctx, DataLoader(Batches(5)))
         ctx.dump_checkpoint(tmp_path / "run", blocking=False)
-        threading.Timer(0.5, released.set).start()
+        ends = threading.Thread(target=end)
+        ends.start()
         ctx.wait_for_dump_embedding()
+        ends.join()
     assert re.search(r"rank 0 still waits for the save of step 5 into \S+run after \d+ s", caplog.text)
 
 

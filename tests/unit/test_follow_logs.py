@@ -163,8 +163,7 @@ case "$*" in
 *"ps --all --quiet"*) echo id ;;
 *"logs --follow"*)
     echo "$@" > {folder}/call
-    echo "trainer-1     | 2025-11-25T10:00:02Z second"
-    echo "emb_server-1  | 2025-11-25T10:00:01Z first"
+    printf '%s\\n' "trainer-1     | 2025-11-25T10:00:02Z second" "emb_server-1  | 2025-11-25T10:00:01Z first"
     while [ ! -e {folder}/more ]; do sleep 0.05; done
     echo "trainer-1     | 2025-11-25T10:00:03Z third"
     while [ ! -e {folder}/end ]; do sleep 0.05; done
@@ -195,6 +194,7 @@ def test_containers_are_followed_with_their_lines_in_order(tmp_path: Path) -> No
 def test_the_end_of_all_containers_ends_it_and_an_error_of_docker_is_named(
     tmp_path: Path, verb: Verb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(follow, "_QUIET_S", 10.0)  # the lines arrive together, however slow docker is
     for number, (last, code) in enumerate((("exit 0", 0), ("echo no space >&2; exit 1", 3))):
         made = tmp_path / str(number)
         monkeypatch.setenv("PATH", docker(made, last))

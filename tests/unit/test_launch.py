@@ -28,8 +28,8 @@ from persia.runtime import tokens
 PLACE = (
     'import os, sys\nprint("place", *(os.environ[n] for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE")), *sys.argv[1:])\n'
 )
-WAIT = 'import os, time\nprint("up", os.environ["RANK"], os.getpid(), flush=True)\ntime.sleep(60)\n'
-DEADLINE = 30.0
+WAIT = 'import os, time\nprint("up", os.environ["RANK"], os.getpid(), flush=True)\ntime.sleep(600)\n'
+DEADLINE = 100.0  # far below the time that ranks sleep
 
 Launch = Callable[..., "subprocess.Popen[str]"]
 
@@ -148,8 +148,13 @@ def test_a_path_in_a_variable_may_end_in_a_blank(
         (["nn-worker", "train.py"], {"GPU_NUM": "two"}, "GPU_NUM='two'"),
         (["nn-worker", "train.py"], {"GPU_NUM": "2", "CUDA_VISIBLE_DEVICES": "0"}, "lists 1 device(s), but 2"),
         (["data-loader", "train.py"], {}, "PERSIA_NATS_URL is empty"),
-        (["data-loader", "train.py", "--replica-index", "1"], {"PERSIA_NATS_URL": "nats://a:1"}, "must be from 0 to 0"),
-        (["embedding-parameter-server", "--replica-index", "2", "--replica-size", "2"], {}, "must be from 0 to 1"),
+        (
+            ["data-loader", "train.py", "--replica-index", "1"],
+            {"PERSIA_NATS_URL": "nats://a:1"},
+            "REPLICA_INDEX is 1, but REPLICA_SIZE is 1: indexes go from 0 to 0",
+        ),
+        (["data-loader", "train.py", "--replica-size", "0"], {}, "REPLICA_SIZE is 0; it must be at least 1"),
+        (["embedding-parameter-server", "--replica-index", "2", "--replica-size", "2"], {}, "indexes go from 0 to 1"),
         (["embedding-worker", "--embedding-config", "no.yml"], {}, "--embedding-config no.yml: no such file"),
         (
             ["embedding-parameter-server"],
@@ -180,7 +185,7 @@ def test_a_mistake_is_an_error_with_a_next_step_and_exit_code_2(
 )
 def test_one_rank_that_fails_ends_all(launch: Launch, tmp_path: Path, end: str, expected: int) -> None:
     (tmp_path / "train.py").write_text(
-        f"import os, sys, time\nif os.environ['RANK'] == '1':\n    {end}\ntime.sleep(60)\n"
+        f"import os, sys, time\nif os.environ['RANK'] == '1':\n    {end}\ntime.sleep(600)\n"
     )
     code, output = result(launch("nn-worker", "train.py", "--nproc-per-node", 3))
     assert code == expected, output
@@ -279,7 +284,7 @@ def test_a_finished_run_is_not_trained_again(launch: Launch, tmp_path: Path) -> 
 def test_a_signal_after_the_summary_is_success(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import atexit, os, time\n"
-        "def linger():\n    print('up', os.environ['RANK'], os.getpid(), flush=True)\n    time.sleep(60)\n"
+        "def linger():\n    print('up', os.environ['RANK'], os.getpid(), flush=True)\n    time.sleep(600)\n"
         "atexit.register(linger)\n"
     )
     env = {"PERSIA_NATS_URL": "nats://127.0.0.1:1", "PERSIA_RUN_DIR": "run"}

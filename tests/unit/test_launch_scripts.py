@@ -58,7 +58,7 @@ def run(tmp_path: Path, packaged: Path) -> Run:
             **variables,
         }
         result = subprocess.run(
-            [str(LAUNCH / entry), *command], env=environment, capture_output=True, text=True, timeout=20
+            [str(LAUNCH / entry), *command], env=environment, capture_output=True, text=True, timeout=60
         )
         assert not check or result.returncode == 0, result.stderr
         return result

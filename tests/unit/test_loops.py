@@ -41,7 +41,7 @@ def test_leaving_the_loop_early_and_looping_again(configure: Configure) -> None:
         for _ in DataLoader(Batches(20), embedding_staleness=2):
             pass  # batches that are never trained on leave the staleness window
         assert len(train(ctx, DataLoader(Batches(20), embedding_staleness=1))) == 20
-    wait_until("threads to end", lambda: not persia_threads(), 5.0, evidence=lambda: str(persia_threads()))
+    wait_until("threads to end", lambda: not persia_threads(), 30.0, evidence=lambda: str(persia_threads()))
 
 
 def test_waiting_for_batches_to_evaluate_is_told(
@@ -54,7 +54,7 @@ def test_waiting_for_batches_to_evaluate_is_told(
 
     class Slow(IterableDataset):
         def __iter__(self) -> Iterator[PersiaBatch]:
-            wait_until("a word about it", lambda: "waiting for a batch from the source after" in caplog.text, 20)
+            wait_until("a word about it", lambda: "waiting for a batch of the data set after" in caplog.text, 20)
             yield from Batches(2)
 
     with make(), eval_ctx(embedding_config=EmbeddingConfig()):
@@ -126,7 +126,7 @@ def test_a_loop_kept_beyond_its_context_ends(configure: Configure) -> None:
     with pytest.raises(UsageError, match="loop has ended"):
         next(iterator)
     iterator.close()  # type: ignore[attr-defined]
-    wait_until("threads to end", lambda: not persia_threads(), 5.0, evidence=lambda: str(persia_threads()))
+    wait_until("threads to end", lambda: not persia_threads(), 30.0, evidence=lambda: str(persia_threads()))
 
 
 def test_nested_contexts_leave_the_outer_ones_settings(configure: Configure) -> None:
@@ -214,7 +214,7 @@ def test_a_loop_whose_end_fails_reads_no_further(configure: Configure, monkeypat
         with pytest.raises(UnreachableError):
             loop.close()  # type: ignore[attr-defined]
     assert data.next == 2  # the position of the loop, not that of the thread that reads ahead
-    wait_until("threads to end", lambda: not persia_threads(), 5.0, evidence=lambda: str(persia_threads()))
+    wait_until("threads to end", lambda: not persia_threads(), 30.0, evidence=lambda: str(persia_threads()))
 
 
 def test_contexts_can_be_made_again_and_start_empty(configure: Configure) -> None:

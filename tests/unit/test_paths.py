@@ -91,5 +91,11 @@ def test_a_setting_that_makes_no_sense_is_named(monkeypatch: pytest.MonkeyPatch)
         _ = settings.rpc_timeout
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(errors.UsageError, match="environment variable RANK=2: must be below WORLD_SIZE=2"):
+    with pytest.raises(errors.UsageError, match="^RANK is 2, but WORLD_SIZE is 2: ranks go from 0 to 1$") as caught:
+        _ = Settings().place
+    assert caught.value.hint == "correct RANK or WORLD_SIZE"
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("REPLICA_INDEX", "3")
+    monkeypatch.setenv("REPLICA_SIZE", "3")
+    with pytest.raises(errors.UsageError, match="^REPLICA_INDEX is 3, but REPLICA_SIZE is 3: indexes go from 0 to 2$"):
         _ = Settings().place

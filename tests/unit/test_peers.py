@@ -99,9 +99,8 @@ def test_a_collective_that_fails_because_a_rank_is_gone_is_no_failure_of_a_batch
     quarantine = Quarantine(Checkpoints(tmp_path))
     quarantine.on_start(SimpleNamespace(backend=backend))
     fed_batch = FedBatch(5, json.dumps({"batches": 5, "source": None}), batch.data)
-    if how == "not at all":
-        monkeypatch.setattr(control_plane, "_NOTICED_S", 0.2)
-    else:
+    monkeypatch.setattr(control_plane, "_NOTICED_S", 0.2 if how == "not at all" else LONG)
+    if how != "not at all":
         reason = "its error" if how == "by an error" else None
         leave = last._links[0].hang_up if how == "killed" else lambda: last.leave(reason)
         threading.Timer(0.3, leave).start()
@@ -155,6 +154,7 @@ def test_waiting_for_a_rank_is_logged(
 def test_rank_0_waits_for_notes_and_names_who_is_behind(meet: Meet) -> None:
     first, second, _ = meet(3)
     second.note(1)
+    wait_until("the note to arrive", lambda: first._notes.get(1) == 1, LONG)
     with pytest.raises(UnreachableError, match="waited 0.2 s for rank 2 to leave its loop"):
         first.wait_for_notes(1, "to leave its loop", 0.2)
 
@@ -225,8 +225,10 @@ def test_the_summary_holds_what_was_reported(tmp_path: Path, monkeypatch: pytest
     assert summary is not None
     assert summary["result"] == {"auc": 0.5, "rows": [1, 2]}
     assert (summary["job"], summary["generation"], summary["steps"], summary["world_size"]) == ("j", 3, 7, 1)
-    with pytest.raises(UsageError, match="expected numbers"):
+    with pytest.raises(UsageError, match="report: 'auc': expected finite numbers"):
         run.report({"auc": float("nan")})
+    with pytest.raises(UsageError, match="report: found float, expected a dict"):
+        run.report(0.5)  # type: ignore[arg-type]
 
 
 def test_alone_everything_is_agreed() -> None:

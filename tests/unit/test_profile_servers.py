@@ -64,7 +64,7 @@ def test_a_server_that_cannot_be_read_is_left_out(capfd: pytest.CaptureFixture[s
     found = Servers({3: "127.0.0.1:9"})
     found.begin()
     assert found.end() == {}
-    assert "profile: server 3 is omitted: http://127.0.0.1:9/metrics" in capfd.readouterr().err
+    assert "profile: server 3 is omitted: cannot read http://127.0.0.1:9/metrics: " in capfd.readouterr().err
 
 
 def test_without_nats_servers_are_left_out(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -76,6 +76,19 @@ def test_without_nats_servers_are_left_out(monkeypatch: pytest.MonkeyPatch, capf
     monkeypatch.setattr(nats, "services", services)
     assert Servers.find().addresses == {}
     assert "profile: the servers are omitted: " in capfd.readouterr().err
+
+
+def test_a_server_without_metrics_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PERSIA_NATS_URL", "nats://127.0.0.1:9")
+    known = [
+        nats.Service("persia-server", "a", {"index": "0", "metrics": "a:1"}),
+        nats.Service("persia-server", "b", {"index": "1"}),
+    ]
+    monkeypatch.setattr(nats, "services", lambda *_, **__: known)
+    assert Servers.find().addresses == {0: "a:1"}
+    assert "profile: servers that serve no metrics are omitted: 1; next: " in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -141,12 +141,13 @@ def test_the_log_counts_the_attempts_of_a_checkpoint(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    failing(2, lambda: StorageError("a bad disk"), monkeypatch)
+    failing(2, lambda: StorageError("a bad disk", hint="replace it"), monkeypatch)
     configure(SLOTS)
     with make(checkpoints=Checkpoints(tmp_path / "run", every=1000)) as ctx:
         train(ctx, DataLoader(Batches(5)))
     for attempt in (1, 2):
-        assert f"checkpoint of step 5 failed, retrying in 0 s: a bad disk (attempt={attempt})" in caplog.text
+        line = f"checkpoint of step 5 failed, retrying in 0 s: a bad disk (attempt={attempt}); next: replace it"
+        assert line in caplog.text
     assert re.search(r"step-5 written in \d+\.\d s \(attempt=3\)", caplog.text)
 
 
@@ -172,7 +173,9 @@ def test_a_checkpoint_that_reads_back_differently_is_written_again(
                 ctx.common_context.checkpoint_thread.wait()
             step(ctx, batch)
         assert everything(ctx) == expected
-    assert re.search(r"checkpoint of step 10 failed, retrying in 0 s: .*dense\.pt.* \(attempt=1\)", caplog.text)
+    hint = f"check the storage of {tmp_path / 'run'}: it lost or changed what was just written"
+    failed = rf"checkpoint of step 10 failed, retrying in 0 s: .*dense\.pt.* \(attempt=1\); next: {re.escape(hint)}\n"
+    assert re.search(failed, caplog.text)
     assert re.search(r"step-1\d written in .*\(attempt=2\)", caplog.text)
 
 
@@ -221,6 +224,7 @@ def test_a_full_disk_is_told_with_the_folder_what_is_needed_and_what_is_free(
         assert (
             f"bytes free, the last checkpoint has {size:,} bytes. Delete old checkpoints: persia ckpt prune" in each
         ) != (has_space)
+    assert ("; next: check the path" in caplog.text) == has_space, "the text about a full disk has its own next step"
 
 
 @pytest.mark.row("S4-26")

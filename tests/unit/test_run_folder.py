@@ -10,7 +10,8 @@ import pyarrow.parquet
 import pytest
 from trainer_files import config_of, write_clicks, write_config
 
-from persia.errors import CheckpointError, DataError, UsageError
+from persia.doctor.logs import run_folder
+from persia.errors import CheckpointError, DataError, StorageError, UsageError
 from persia.launch import up
 from persia.launch.job_config import Sizes, read_job_config
 from persia.runtime.logging import get_logger
@@ -118,6 +119,14 @@ def test_a_run_is_the_latest_when_its_first_checkpoint_is_written(tmp_path: Path
             if report.step < 5:
                 assert not latest.exists()
     assert latest.read_text() == "one\n"
+
+
+def test_a_file_latest_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    latest = tmp_path / "LATEST"
+    latest.write_bytes(b"one\xff\n")
+    for find in (find_run, run_folder):
+        with pytest.raises(StorageError, match=r"cannot read .*LATEST: expected the name of a folder"):
+            find(latest)
 
 
 def test_a_run_whose_checkpoints_are_elsewhere_is_not_replaced(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from persia.distributed import run
-from persia.errors import StorageError
+from persia.errors import ConfigError, StorageError
 from persia.runtime import job
 from persia.runtime.exit_codes import ExitCode
 
@@ -60,6 +60,23 @@ def test_a_finished_run_is_not_resumed(root: Path) -> None:
     assert new != FIRST
     job.finish_run()  # without a checkpoint there is no folder to mark
     assert not (root / new).exists()
+
+
+@pytest.mark.parametrize(("content", "found"), [(b"\xff\xfe", "bytes that are not UTF-8"), (b"a b", "'a b'")])
+def test_a_file_that_names_no_run_is_an_error_that_names_the_file(root: Path, content: bytes, found: str) -> None:
+    path = job.run_dir() / job.RUN
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        job.run_name()
+    assert str(caught.value).startswith(f"{path}: ") and found in str(caught.value)
+    assert caught.value.hint.startswith(f"remove the file: rm {path}; then the newest run that has a checkpoint")
+    checkpoint(root, FIRST)
+    path.unlink()
+    assert job.run_name() == FIRST
+    path.write_bytes(content)
+    job.finish_run()
+    assert not path.exists()
 
 
 def test_a_mark_that_fails_does_not_unfinish_the_run(root: Path, caplog: pytest.LogCaptureFixture) -> None:

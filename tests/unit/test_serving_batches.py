@@ -5,6 +5,7 @@ import json
 import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +13,16 @@ import grpc
 import pytest
 from serving_model import SmallModel
 
+from persia.errors import CheckpointError
 from persia.proto import inference_pb2 as pb
 from persia.serving.batching import Batcher, Scores
 from persia.serving.http import HttpApp
 from persia.serving.limits import Limits
+from persia.serving.location import Found
+from persia.serving.manifest import MANIFEST
 from persia.serving.metrics import Metrics
 from persia.serving.refusals import BusyError, FailedError, InvalidError, LateError, TooLargeError
+from persia.serving.reload import Reloader
 from persia.serving.rpc import _Inference
 from persia.serving.service import Service
 
@@ -310,3 +315,25 @@ def test_a_batch_waits_for_more_rows_if_it_shall() -> None:
         await asyncio.gather(first, second)
 
     assert with_batcher(test, batch_delay_s=2.0, batch_rows=2).batches[1] == 2
+
+
+@pytest.mark.parametrize(
+    ("is_there", "said"),
+    [
+        (True, "/1 cannot be served: a damaged file; still serving small-1, retrying in 2 s; next: copy it again"),
+        (False, "; still serving small-1; next: write one: persia export runs/LATEST -o "),
+    ],
+)
+def test_a_bundle_that_cannot_replace_the_served_one_is_logged_with_the_next_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_there: bool, said: str
+) -> None:
+    def load(path: Path) -> Any:
+        raise CheckpointError("a damaged file", hint="copy it again")
+
+    if is_there:
+        (tmp_path / "1").mkdir()
+        (tmp_path / "1" / MANIFEST).touch()
+    batcher: Any = None
+    reloader = Reloader(tmp_path, (Found(tmp_path / "0", (0, 0, 0)), SmallModel()), load, batcher, Metrics())
+    asyncio.run(reloader._look(asked=True))
+    assert said in caplog.text

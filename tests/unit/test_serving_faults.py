@@ -74,11 +74,11 @@ def check(answers: list[tuple[int, Any]]) -> set[str]:
 
 
 def test_a_signal_ends_it_after_the_requests_that_arrived(tmp_path: Path) -> None:
-    with serving(version(tmp_path, 1, delay_s=0.5), tmp_path / "log") as server:
+    with serving(version(tmp_path, 1, delay_s=1.5), tmp_path / "log") as server:
         connections = [server.connect() for _ in range(3)]
         for connection in connections:
             connection.sendall(REQUEST)
-        wait_until("three requests", lambda: server.metric("persia_serving_waiting_requests") or None, 20)
+        wait_until("three requests", lambda: server.metric("persia_serving_waiting_requests") == 3, 20)
         server.process.send_signal(signal.SIGTERM)
         server.says("stopping")
         for connection in connections:
@@ -140,10 +140,10 @@ def test_the_ages_are_those_of_the_bundle_that_is_served(tmp_path: Path) -> None
         wait_until("a second", lambda: ages()[1] > 1, 20)
         exported, loaded = ages()
         assert hour < exported < hour + minute and loaded < minute
+        at = time.monotonic()
         version(versions, 2, exported_at=began - 2 * hour)
         server.says("bundle small-2, loaded")
         wait_until("the new bundle", lambda: server.metric('persia_serving_bundle{bundle="small-2"}') == 1, 20)
-        at = time.monotonic()
         exported, since = ages()
         assert 2 * hour < exported < 2 * hour + minute
         assert since < min(loaded, 1.0) + time.monotonic() - at, "the time starts again"
@@ -202,7 +202,7 @@ def test_without_its_thread_for_scores_it_ends(tmp_path: Path) -> None:
 
 
 def test_slow_clients_are_disconnected_and_harm_no_other(tmp_path: Path) -> None:
-    with serving(version(tmp_path, 1), tmp_path / "log", timeout_s=1.0, connections=20) as server:
+    with serving(version(tmp_path, 1), tmp_path / "log", timeout_s=2.0, connections=20) as server:
         slow = [server.connect() for _ in range(10)]
         for index, connection in enumerate(slow):
             connection.sendall(REQUEST[: (0, 10, 60, len(REQUEST) - 1)[index % 4]])
@@ -267,7 +267,7 @@ def test_more_requests_than_may_wait_are_told_to_come_again(tmp_path: Path) -> N
 
 
 def test_a_request_that_waits_too_long_is_refused(tmp_path: Path) -> None:
-    with serving(version(tmp_path, 1, delay_s=0.8), tmp_path / "log", timeout_s=0.5, batch_rows=2) as server:
+    with serving(version(tmp_path, 1, delay_s=2.0), tmp_path / "log", timeout_s=1.0, batch_rows=2) as server:
         connections = [server.connect() for _ in range(3)]
         for connection in connections:
             connection.sendall(REQUEST.replace(b"Host: x", b"Connection: close"))
@@ -279,7 +279,7 @@ def overload(server: Serving, clients: int, seconds: float) -> list[tuple[int, A
     """Load a server by more clients than it can serve."""
     with load_on(server, clients) as answers:
         over = time.monotonic() + seconds
-        wait_until("the end of the load", lambda: time.monotonic() > over, seconds + 30, interval=0.2)
+        wait_until("the end of the load", lambda: answers and time.monotonic() > over, seconds + 30, interval=0.2)
     return answers
 
 

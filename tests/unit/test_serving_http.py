@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from serving_model import SmallModel
 from serving_process import Client, Serving, serving, write_bundle
+from waiting import wait_until
 
 RECORDS = [
     {"user": 3, "site": "a", "tags": [1, 2], "price": 0.5},
@@ -194,7 +195,7 @@ def replaced(index: int, **keys: Any) -> list[dict[str, Any]]:
         (replaced(3, shape=[3], data=[0, 2, 3]), "different numbers of rows"),
         ([*INPUTS, valid("user", [1, 0, 1], "INT8")], "user.valid: INT8 [3], expected BOOL [3]: false for each"),
         ([*INPUTS, valid("tags", [True])], "tags.valid: BOOL [1], expected BOOL [3]: false for each"),
-        ([*INPUTS, valid("user", [True, None, True])], "user.valid: BOOL [3], expected BOOL [3]: false for each"),
+        ([*INPUTS, valid("user", [True, None, True])], "user.valid: BOOL [3] with nulls, expected BOOL [3]: false"),
         ([*INPUTS, valid("usr", [True] * 3)], "usr.valid: no such input; did you mean user.valid?"),
         (replaced(4, parameters={"shared_memory_region": "x"}), "price: shared memory is not supported"),
         (replaced(4, parameters={"binary_data_size": 4}), "price: binary_data_size is 4, but 0 bytes are left"),
@@ -252,7 +253,8 @@ def test_metrics(client: Client, server: Serving) -> None:
     rows = server.metric("persia_serving_rows_total")
     client.score(RECORDS)
     assert server.metric('persia_serving_requests_total{api="score",outcome="ok"}') == before + 1
-    assert server.metric("persia_serving_rows_total") == rows + 3
+    # The thread that scores counts rows after it has given the scores back.
+    wait_until("the rows to be counted", lambda: server.metric("persia_serving_rows_total") == rows + 3, 20)
     assert server.metric("persia_serving_ids_total") == 2 * server.metric("persia_serving_unseen_ids_total") > 0
     assert server.metric('persia_serving_bundle{bundle="small-2"}') == 1
     assert server.metric('persia_serving_request_duration_seconds_count{api="score"}') > before

@@ -116,6 +116,29 @@ def test_no_message_has_the_password_or_the_query_of_an_address(
     assert files.shown_url("https://me:secret@host:1/path?key=secret#secret") == "https://host:1/path"
 
 
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("https://host/path@1?to=me@home#@", "https://host/path@1"),
+        ("https://me:secret@host:1/path@1?to=me@home", "https://host:1/path@1"),
+        ("https://me:se@cret@host/path@1", "https://host/path@1"),
+        ("https://me:se/cret@host/path", "https://host/path"),
+        ("https://me:se?cret@host/path?key=secret", "https://host/path"),
+        ("https://me:se#cret@host/path", "https://host/path"),
+        ("https://me@[::1]:80/path", "https://[::1]:80/path"),
+        ("https://host:port/path", "https://host:port/path"),
+        ("//me:secret@host/path", "//host/path"),
+        ("https:/me:secret@host/path", "host/path"),
+        ("me:secret@host:1/path@1", "host:1/path@1"),
+        ("host:1/path@1", "host:1/path@1"),
+        ("s3://bucket/prefix@1", "s3://bucket/prefix@1"),
+        ("", ""),
+    ],
+)
+def test_an_address_is_shown_without_its_user_and_with_its_path(url: str, shown: str) -> None:
+    assert files.shown_url(url) == shown
+
+
 def test_a_poll_that_raises_what_it_should_not_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     asked = itertools.count()
 

@@ -78,7 +78,13 @@ def test_an_interrupted_trial_continues(tmp_path: Path, verb: Verb, monkeypatch:
 
 @pytest.mark.row("S1-21")
 @pytest.mark.parametrize(
-    ("error", "code", "said"), [("DataError", 2, "it breaks"), ("ValueError", 1, "ValueError: it breaks")]
+    ("error", "code", "said"),
+    [
+        ("DataError('it breaks')", 2, "it breaks\n"),
+        ("DataError('it breaks', hint='mend it')", 2, "it breaks\n  next:  mend it\n"),
+        ("DataError()", 2, "DataError\n"),
+        ("ValueError('it breaks')", 1, "ValueError: it breaks\n"),
+    ],
 )
 def test_a_trial_that_fails_does_not_end_the_others(
     tmp_path: Path, verb: Verb, error: str, code: int, said: str
@@ -88,7 +94,7 @@ def test_a_trial_that_fails_does_not_end_the_others(
         "import torch\nfrom persia.errors import DataError\nclass Mine(torch.nn.Module):\n"
         "    def __init__(self, num_dense, embedding_dims, breaks: bool):\n        super().__init__()\n"
         "        self.breaks = breaks\n        self.top = torch.nn.Linear(num_dense + sum(embedding_dims), 1)\n"
-        f"    def forward(self, dense, embeddings):\n        if self.breaks:\n            raise {error}('it breaks')\n"
+        f"    def forward(self, dense, embeddings):\n        if self.breaks:\n            raise {error}\n"
         "        return self.top(torch.cat([*dense, *embeddings], 1))\n"
     )
     path = write_config(tmp_path, model={"class": "mine:Mine", "breaks": False})

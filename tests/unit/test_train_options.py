@@ -1,13 +1,18 @@
 """Options of ``persia train``: what is logged, and how often; and the next commands of a job's errors."""
 
+import errno
+import os
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Verb
 from trainer_files import write_clicks, write_config
 
-from persia.launch import ranks, up
-from persia.launch.job_config import JobConfig
+from persia.errors import ConfigError, PersiaError, StorageError
+from persia.launch import background, ranks, up
+from persia.launch.job_config import JobConfig, read_job_config
 
 MINE = """\
 import torch
@@ -48,6 +53,41 @@ def test_a_warning_of_the_configuration_is_shown_once(tmp_path: Path, verb: Verb
         verb("train", path)
     out, errors = verb("train", path, *options, code=2 if "--nproc" in options else 0)
     assert (out + errors).count("found 999, which has no effect, because data.batch_size is 128") == 1
+
+
+# --- training in the background
+
+
+@pytest.mark.parametrize(
+    ("step", "number", "said", "hint"),
+    [
+        ("mkdir", errno.EACCES, "cannot create the folder FOLDER", "check the owner and the free space of its parent"),
+        ("open", errno.ENOSPC, "cannot create the file FOLDER/train-", "check the owner and the free space of FOLDER,"),
+        ("Popen", errno.EAGAIN, "cannot start a process", "train in this process: repeat the command without --follow"),
+    ],
+)
+def test_a_start_in_the_background_that_fails_says_at_which_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, number: int, said: str, hint: str
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    folder = tmp_path / "runs"
+    with monkeypatch.context() as patch, pytest.raises(PersiaError) as caught:
+        patch.setattr(subprocess if step == "Popen" else Path, step, refuse)
+        background.start(["train", "persia.yml"], folder)
+    message = str(caught.value)
+    assert message.startswith(said.replace("FOLDER", str(folder))) and message.endswith(f": {os.strerror(number)}")
+    assert caught.value.hint.startswith(hint.replace("FOLDER", str(folder)))
+    assert isinstance(caught.value, StorageError) == (step != "Popen")
+    assert not [*folder.glob("*")], "no empty file is left"
+
+
+def test_a_job_file_with_two_files_of_slots_names_both(tmp_path: Path) -> None:
+    (tmp_path / "job.yml").write_text("config: persia.yml\nembedding_config: slots.yml\ntrainer: {}\n")
+    both = "config is persia.yml, and embedding_config is slots.yml: slots come from one file; remove one of the two"
+    with pytest.raises(ConfigError, match=both):
+        read_job_config(tmp_path / "job.yml")
 
 
 # --- next commands

@@ -12,7 +12,15 @@ import pyarrow as pa
 import pytest
 
 from persia.embedding.data import PersiaBatch
-from persia.errors import BatchSizeError, CheckpointError, ConfigError, DataError, FeatureTypeError, UsageError
+from persia.errors import (
+    BatchSizeError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    FeatureTypeError,
+    ForeignCheckpointError,
+    UsageError,
+)
 from persia.features import (
     Features,
     Fitter,
@@ -154,12 +162,21 @@ def test_a_transform_survives_json_and_pickle(features: Features, transform: Tra
         assert other.digest == transform.digest
         assert arrays(other(table()), other.slots) == arrays(transform(table()), transform.slots)
     changed = Features.parse(TEXT.replace("quantiles: 2", "quantiles: 3"), "persia.yml")
-    with pytest.raises(CheckpointError, match="`age` has changed") as of_others:
+    with pytest.raises(ForeignCheckpointError, match="`age` has changed.*Restore these features") as of_others:
         changed.load(transform.to_json())
     with pytest.raises(CheckpointError, match="cannot read the transform") as damaged:
         Transform.from_json("{}")
-    for refused, hint in ((of_others, ""), (damaged, "start a new run")):
-        assert fitting.not_loaded("transform.json", refused.value, "start a new run").hint == hint
+    of_a_newer_version = transform.to_json().replace('"persia_features": 1', '"persia_features": 2')
+    with pytest.raises(CheckpointError, match="has version 2, but this build reads version 1; use the") as newer:
+        Transform.from_json(of_a_newer_version)
+    for refused, kind, hint in (
+        (of_others, ForeignCheckpointError, ""),
+        (damaged, CheckpointError, "start a new run"),
+        (newer, CheckpointError, "start a new run"),
+    ):
+        assert (type(refused.value), refused.value.hint) == (kind, ""), "its origin determines the next step"
+        told = fitting.not_loaded("transform.json", refused.value, "start a new run")
+        assert (type(told), told.hint, str(told)) == (kind, hint, f"transform.json: {refused.value}")
 
 
 def test_a_fit_of_parts_equals_one_of_all(features: Features, transform: Transform) -> None:

@@ -80,7 +80,7 @@ def test_ctrl_c_ends_a_wait_and_the_process_ends_cleanly(configure: Configure) -
     start = time.monotonic()
     os.kill(child.pid, signal.SIGINT)
     assert child.stdout.readline() == "interrupted\n"
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
     assert child.wait(30) == 0
     child.stdout.close()
 
@@ -91,7 +91,7 @@ def test_a_wait_that_the_loop_itself_blocks_is_named(configure: Configure) -> No
     with make():
         kept = []
         with pytest.raises(WaitTimeoutError, match=r"the gradients of step 1 to be pushed"):
-            for batch in DataLoader(Batches(3), embedding_staleness=2, timeout_ms=300):
+            for batch in DataLoader(Batches(3), embedding_staleness=2, timeout_ms=3000):
                 kept.append(batch)  # noqa: PERF402 - what came before the error is looked at
         assert len(kept) == 2
         kept.clear()

@@ -28,7 +28,7 @@ class Slow(IterableDataset):
     def __iter__(self):
         for number in range(4):
             if number == 2:
-                threading.Event().wait(8.0)
+                threading.Event().wait(20.0 if sys.argv[1] == "data" else 8.0)
             ids = np.arange(8, dtype=np.uint64)
             yield PersiaBatch([IDTypeFeatureWithSingleID("a", ids)], [], [Label(np.ones((8, 1), np.float32))])
 
