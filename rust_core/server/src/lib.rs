@@ -11,7 +11,6 @@
 mod allocator;
 pub mod args;
 mod auth;
-mod causes;
 mod connection;
 pub mod exit;
 pub mod kind;

@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
+use persia_wire::error::with_causes;
 use persia_wire::settings::Endpoint;
 use tonic::Status;
 use tonic_health::pb::HealthCheckRequest;
@@ -10,7 +11,6 @@ use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 
 use crate::args::CommonArgs;
-use crate::causes::with_causes;
 use crate::exit::Exit;
 use crate::kind::Kind;
 

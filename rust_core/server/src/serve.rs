@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use futures_util::StreamExt;
 use persia_wire::auth::Guard;
+use persia_wire::error::with_causes;
 use persia_wire::listen::Listener;
 use persia_wire::proto::FILE_DESCRIPTOR_SET;
 use persia_wire::settings::{self, Endpoint};
@@ -19,7 +20,6 @@ use tonic_health::pb::health_server::HealthServer;
 use tonic_health::server::HealthReporter;
 
 use crate::auth::AuthInterceptor;
-use crate::causes::with_causes;
 use crate::connection::{self, Tracked};
 use crate::exit::Exit;
 

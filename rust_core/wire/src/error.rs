@@ -96,8 +96,9 @@ pub fn describe(status: &Status) -> String {
     if text.is_empty() { status.code().description().to_owned() } else { text }
 }
 
-/// The messages of the error and of its causes, without a period at the end.
-pub(crate) fn with_causes(error: &dyn Error) -> String {
+/// The messages of the error and of its causes, without a period at the end. The errors of the transport say nothing
+/// without their causes.
+pub fn with_causes(error: &dyn Error) -> String {
     let mut text = error.to_string();
     add_causes(&mut text, error.source());
     text.trim_end_matches('.').to_owned()

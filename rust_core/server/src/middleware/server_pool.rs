@@ -7,6 +7,7 @@ use std::time::Duration;
 use persia_types::TablesError;
 use persia_wire::auth::{Credentials, Role, Secret};
 use persia_wire::discovery::{Discovery, Peer, Service};
+use persia_wire::error::with_causes;
 use persia_wire::rpc::Rpc;
 use persia_wire::settings::Endpoint;
 use persia_wire::{PROTOCOL, VERSION};
@@ -14,7 +15,6 @@ use tokio::sync::{Notify, watch};
 use tokio::task::AbortHandle;
 use tonic::transport::ClientTlsConfig;
 
-use crate::causes::with_causes;
 use crate::exit::Exit;
 
 /// How long a search through NATS waits for responses.
