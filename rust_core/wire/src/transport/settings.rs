@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use tonic::transport::{Channel, ClientTlsConfig, Server, ServerTlsConfig};
 
 /// The maximum size of a message, in bytes. Chunks are smaller, and so are heads with the counts of all shards of 4,096
-/// tables. The largest messages are the settings of 4,096 slots (about 1.5 MB) and the statistics of all tables of all
+/// tables. The largest messages are the settings of 4,096 slots (below 4 MiB) and the statistics of all tables of all
 /// servers (about 260 bytes each).
 pub const MAX_MESSAGE_BYTES: usize = 8 << 20;
 const _: () = assert!(MAX_MESSAGE_BYTES > 2 * MAX_CHUNK_BYTES);
@@ -166,7 +166,33 @@ macro_rules! bounded {
 
 #[cfg(test)]
 mod tests {
+    use persia_types::limits::{MAX_DIM, MAX_NAME_BYTES, MAX_SLOTS};
+    use persia_types::schema::{Admission, Initializer, Optimizer, Schema, Slot, Table, TableSettings};
+
     use super::*;
+
+    #[test]
+    fn the_settings_of_the_largest_job_fit_into_a_message() {
+        let name = |index: usize| format!("{index:0>MAX_NAME_BYTES$}");
+        let settings = TableSettings {
+            optimizer: Some(Optimizer::Adam {
+                lr: 0.001_234_567,
+                beta1: 0.912_345_6,
+                beta2: 0.998_765_4,
+                weight_decay: 0.000_123_456_7,
+                eps: 1.234_567e-9,
+            }),
+            initializer: Some(Initializer::Uniform { low: -0.012_345_67, high: 0.012_345_67 }),
+            admission: Some(Admission { probability: 0.123_456_7, min_count: u32::MAX }),
+            ..TableSettings::default()
+        };
+        let schema = Schema {
+            slots: (0..MAX_SLOTS).map(|at| Slot { name: name(at), table: at, ..Slot::default() }).collect(),
+            tables: (0..MAX_SLOTS).map(|at| Table { name: name(at), dim: MAX_DIM, settings }).collect(),
+        };
+        let bytes = serde_json::to_vec(&schema).unwrap().len();
+        assert!(bytes < MAX_MESSAGE_BYTES / 2, "{bytes}");
+    }
 
     #[test]
     fn endpoints_are_read_and_written() {
