@@ -39,7 +39,7 @@ RELEASING := .venv-release/.installed
 RUST := $(shell find rust_core \( -name target -o -name fuzz \) -prune -o -type f \
 	\( -name '*.rs' -o -name '*.toml' -o -name '*.py' -o -name '*.pyi' -o -name Cargo.lock -o -name '*.ptx' \) -print)
 
-.PHONY: help setup demo up down images third-party test test-all test-build test-images test-rust test-python test-compose test-cold \
+.PHONY: help setup demo up down images third-party test test-all test-build test-layers test-images test-rust test-python test-compose test-cold \
 	test-flaky test-gpu chaos chaos-all chaos-phases clean-hour fuzz lint lint-rust lint-python format bench bench-gpu wheels release \
 	next-version upgrade-data lock clean
 
@@ -83,8 +83,18 @@ test-build: $(INSTALLED) $(NVRTC) $(PACKAGE)
 	@cp --remove-destination $(TARGET)/debug/persia-embedding-sharded-server $(TARGET)/debug/persia-embedding-sharded-middleware $(CHECKED)/
 
 # Without a Docker engine the tests in containers are reported as skipped.
-test-images:
-	@! docker version >/dev/null 2>&1 || $(MAKE) --no-print-directory images
+HAS_DOCKER := docker version >/dev/null 2>&1
+
+# The layers of the images that do not depend on the engine.
+test-layers:
+	@! $(HAS_DOCKER) || { tools/compose_plugin.sh && tools/base_image.sh && tools/image_layers.sh; }
+
+# Where the images of a test run get their engine from.
+ENGINE = $(if $(ALL),build,$(shell tools/image_engine.sh))
+
+test-images: test-build
+	@! $(HAS_DOCKER) || [ "$(ENGINE)" = build ] || PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tools/prebuilt_engine.py $(CHECKED)
+	@! $(HAS_DOCKER) || { echo "the engine of the images: $(ENGINE)"; ENGINE=$(ENGINE) $(MAKE) --no-print-directory images; }
 
 test-rust: test-build ## Run the Rust tests (T=name for some)
 	@rm -f rust_core/target/nextest/default/junit.xml
@@ -96,8 +106,8 @@ test-rust: test-build ## Run the Rust tests (T=name for some)
 test-python: test-build ## Run the Python tests (T=path or T="-k name" for some)
 	$(PYTEST) $(or $(T),tests) --ignore=tests/compose --numprocesses $(PROCESSES) --dist worksteal
 
-test-compose: test-build ## Run the tests of the stack in containers (skipped without a Docker engine)
-	$(PYTEST) $(or $(T),tests/compose)
+test-compose: test-images ## Run the tests of the stack in containers (skipped without a Docker engine)
+	ENGINE=$(ENGINE) $(PYTEST) $(or $(T),tests/compose)
 
 # Check that every row of the checklist that this version claims is shown by a test.
 test-checklist:

@@ -1,6 +1,6 @@
 """Run the tests: ``make test``, ``make test-all``, ``.ci/run``.
 
-The steps run one after another; images are built while the first ones run. A failing step does not end the run. A step
+The steps run one after another; images are built while others run. A failing step does not end the run. A step
 writes its output to ``runs/tests/STEP.log`` and its JUnit file to ``runs/junit/``. ``runs/tests/slowest.txt`` has the
 30 slowest tests. The last lines list every failing test with the end of its output.
 
@@ -43,7 +43,7 @@ class Step:
         name: Its name in the report.
         make: The target that runs it.
         suite: Whether it writes a JUnit file.
-        grows: Whether the long run includes more of its tests.
+        grows: Whether it does more in the long run.
         needs: The concurrent step that must end first.
         beside: Whether the next steps start while this one runs.
         nightly: Whether only the long run includes it.
@@ -61,8 +61,9 @@ class Step:
 
 
 STEPS = [
-    Step("images", "test-images", beside=True),
+    Step("layers", "test-layers", beside=True),
     Step("build", "test-build"),
+    Step("images", "test-images", needs="layers", beside=True, grows=True),
     Step("lint", "lint"),
     Step("rust", "test-rust", suite=True),
     Step("python", "test-python", suite=True, grows=True),
@@ -146,6 +147,7 @@ class Run:
         variables = dict(step.variables)
         if step.suite:
             variables |= {"JUNIT": str(JUNIT / f"{step.name}.xml"), "SHARD": self.shard, "PASSED": str(passed)}
+        if step.suite or step.grows:
             variables["ALL"] = "1" if self.everything else ""
         words = ["make", "--no-print-directory", "--keep-going", step.make, *(f"{k}={v}" for k, v in variables.items())]
         with (STATE / f"{step.name}.log").open("wb") as log:

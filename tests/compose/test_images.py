@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from compose.conftest import Stacks, docker
+from compose.conftest import ENGINE, Stacks, docker
 
 BUILDS = ("hatchling", "maturin", "ruff", "uv")
 """Packages that build or check the project, which no runtime image has."""
@@ -24,6 +24,9 @@ EXTENSION = "/opt/venv/lib/*/site-packages/persia_core/*.so"
 """Packages in the runtime image."""
 SERVER_LIMIT = 60_000_000
 """The number of bytes that the server image may add to its base."""
+
+
+compiled = pytest.mark.skipif(ENGINE == "prebuilt", reason="the images contain the debug build of the other tests")
 
 
 def size(image: str) -> int:
@@ -56,6 +59,7 @@ def test_proxy_and_network_of_the_host_reach_the_build_but_not_the_image(probe: 
     assert "http://x" not in docker("history", "--no-trunc", image).stdout
 
 
+@compiled
 @pytest.mark.usefixtures("images")
 def test_the_server_image_is_small_and_has_no_python() -> None:
     assert size("persia/server:dev") - size("debian:trixie-slim") <= SERVER_LIMIT
@@ -118,6 +122,7 @@ def test_the_image_of_the_tests_adds_their_requirements() -> None:
     assert not {f"pypi/{name}" for name in BUILDS} & test.keys()
 
 
+@compiled
 @pytest.mark.usefixtures("images")
 @pytest.mark.skipif(shutil.which("nm") is None, reason="no nm here (binutils)")
 @pytest.mark.parametrize(
@@ -168,8 +173,9 @@ def layers(image: str) -> list[str]:
 
 
 def docker_context() -> list[str]:
-    """Return the files of the clone that images are built from: files that git tracks, and certificates."""
+    """Return the files that images are built from: files that git tracks, certificates, and the prebuilt engine."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    ignored = [*(ROOT / "services" / "ca").glob("*.crt"), *(ROOT / "services" / "engine").rglob("*")]
     return [name for name in listed if (ROOT / name).exists()] + [
-        str(path.relative_to(ROOT)) for path in (ROOT / "services" / "ca").glob("*.crt")
+        str(path.relative_to(ROOT)) for path in ignored if path.is_file()
     ]

@@ -15,7 +15,7 @@ from waiting import wait_until
 pytestmark = pytest.mark.clone
 
 MAKEFILE = """
-test-images test-build test-checklist lint chaos-all fuzz:
+test-layers test-images test-build test-checklist lint chaos-all fuzz:
 \t@echo $@; echo $@ >> order; test "$@" != "$(BROKEN)"
 test-rust test-python test-compose test-cold:
 \t@echo $@ >> order; {python} suite.py $@ $(JUNIT) $(PASSED)
@@ -84,7 +84,7 @@ def test_all_that_passes_is_counted(clone: Path) -> None:
     code, lines = run(clone)
     assert (code, lines[-1]) == (0, "6 passed, 0 failed")
     assert sorted(order(clone)) == sorted(
-        ["test-images", "test-build", "test-rust", "test-python", "test-compose", "test-checklist"]
+        ["test-layers", "test-images", "test-build", "test-rust", "test-python", "test-compose", "test-checklist"]
     )
     slowest = (clone / "runs/tests/slowest.txt").read_text().splitlines()
     assert len(slowest) == 6 and slowest[0].startswith("    2.0 s")
@@ -129,7 +129,7 @@ def test_the_report_has_no_more_lines_than_it_may(tmp_path: Path) -> None:
         assert max(map(len, lines)) <= test_report.WIDTH + 4
 
 
-@pytest.mark.parametrize("step", ["test-images", "test-build", "test-checklist", "lint"])
+@pytest.mark.parametrize("step", ["test-layers", "test-images", "test-build", "test-checklist", "lint"])
 def test_a_step_that_is_no_suite_is_named(clone: Path, step: str) -> None:
     code, lines = run(clone, "--lint", BROKEN=step)
     name = step.removeprefix("test-")
@@ -165,7 +165,7 @@ def test_the_long_run_continues_after_the_short_one(clone: Path) -> None:
     assert (code, lines[-1]) == (0, "6 passed, 0 failed")
     code, lines = run(clone, "--all", "--resume")
     assert (code, lines[-1]) == (0, "10 passed, 0 failed"), "two long tests, and those of test-cold"
-    assert {*order(clone)} == {"test-python", "test-compose", "test-cold", "chaos-all", "fuzz"}
+    assert {*order(clone)} == {"test-images", "test-python", "test-compose", "test-cold", "chaos-all", "fuzz"}
     junit = (clone / "runs/junit/python.xml").read_text()
     assert 'name="long"' in junit and 'name="one"' not in junit
     code, lines = run(clone, "--resume")

@@ -1,0 +1,14 @@
+#!/bin/sh -u
+# Print where the images of a test run get their engine from, for ENGINE of services/Dockerfile.
+#   prebuilt  from the compilation that the tests share
+#   build     compiled in the image, as users compile it: one of the inputs of this compilation has changed in the working tree or in the
+#             last 10 commits, or the image's C library is too old for binaries of this machine
+cd "$(dirname "$0")/.." || exit 3
+oldest=$(git rev-parse --quiet --verify HEAD~10) || { echo build; exit 0; }
+git diff --quiet "$oldest" -- services/Dockerfile docker-compose.yaml .dockerignore tools/base_image.sh rust_core/Cargo.lock \
+    ':(glob)rust_core/**/Cargo.toml' ':(glob)rust_core/**/build.rs' rust_core/core/pyproject.toml || { echo build; exit 0; }
+ours=$(getconf GNU_LIBC_VERSION 2>/dev/null) || { echo build; exit 0; }
+case $(printf '%s\n2.41\n' "${ours#glibc }" | sort -V | tail -n 1) in
+    2.41) echo prebuilt ;;
+    *) echo build ;;
+esac
