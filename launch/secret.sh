@@ -7,6 +7,9 @@ if [ -n "$token" ] && [ ! -s "$token" ]; then
     od -A n -N 32 -t x1 /dev/urandom | tr -d ' \n' >"$new"
     chmod 0444 "$new"
     sync "$new"
-    ln "$new" "$token" 2>/dev/null || [ -s "$token" ] || fail 5 "$token is empty" "remove it; a new one is created at the next start"
+    if ! error=$(ln "$new" "$token" 2>&1) && [ ! -s "$token" ]; then
+        [ ! -e "$token" ] || fail 5 "$token is empty" "remove this file; a new secret is created at the next start"
+        fail 5 "cannot create $token: ${error##*: }" "mount a folder that supports hard links, or a secret of 32 bytes or more"
+    fi
     rm -f "$new"
 fi

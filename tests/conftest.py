@@ -129,7 +129,7 @@ def replay_warnings() -> Iterator[ReplayWarnings]:
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if "differ from those it received" in record.getMessage():
+            if "differ from those that rank" in record.getMessage():
                 found.append(record.getMessage())
 
     handler = Handler(logging.WARNING)

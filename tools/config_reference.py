@@ -61,8 +61,8 @@ is_valid, errors = persia.config.validate_config("persia.yml")
   those of `config/embedding_config.yml` next to the script or in the working directory. Capacity and other limits of a
   job are in [`global_config.yml`](running.md).
 * **Values.** A number may be written as `1000000`, `1_000_000` or `1e6`. Booleans are `true` and `false`; `yes` and
-  `on` are strings. A string that looks like a number, `true`, `false` or `null` needs quotes, as do the strings that
-  YAML itself requires them for, such as one with `: ` or ` #`. `null`, or no value, means "not set". An alias (`*name`)
+  `on` are strings. A string that looks like a number, `true`, `false` or `null` needs quotes, and so does a string for
+  which YAML requires them, such as one with `: ` or ` #`. `null`, or no value, means "not set". An alias (`*name`)
   repeats the value of its anchor (`&name`); merge keys (`<<`) and tags (`!name`) are refused.
 * **Features and labels.** `config show` prints them as they are in the file, without defaults.
   [transforms.md](transforms.md) describes their keys and defaults.

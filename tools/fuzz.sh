@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../rust_core/fuzz"
 
-seconds=$1
+seconds=${1:?usage: tools/fuzz.sh SECONDS [TARGET ...]}
 shift
 [ "$#" -gt 0 ] || set -- corpus/*
 set -- "${@#corpus/}"

@@ -43,8 +43,8 @@ EXIT_CODES = """# Exit codes
 
 <!-- Written by tools/reference_pages.py from persia.runtime.exit_codes and persia.errors. Change those, and run it. -->
 
-All processes of a job use these codes. [running.md](../running.md#exit-codes) has the causes of each, the codes of
-signals, and what restarts a process.
+All processes of a job use these codes. [running.md](../running.md#exit-codes) lists the causes of each code, the
+codes of signals, and what restarts a process.
 
 | code | name | |
 |---|---|---|

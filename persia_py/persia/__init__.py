@@ -68,8 +68,8 @@ def _check_core(version: str) -> None:
         errors = importlib.import_module("persia_core.errors") if hasattr(core, "errors") else None
         stale = getattr(errors, "StaleCoreError", ImportError)
         raise stale(
-            f"{core.__file__} was built as version {built}, these Python sources are version {version}; "
-            "build it again: make setup (or remove the file from PYTHONPATH)"
+            f"{core.__file__} was built as version {built}, but these Python sources are version {version}; "
+            "build it again (in a clone: make setup), or, if the file is an override on PYTHONPATH, remove it"
         )
 
 

@@ -135,7 +135,7 @@ def test_the_service_gives_the_scores_of_the_bundle_and_ends_with_zero(image: st
         assert ask(service.http, "/v2/models/bundle", None, service.token)["versions"] == [service.identity]
         service.project("stop", "serving")
         assert service.project.states("serving") == [("exited", 0)]
-        assert "every request has its response" in service.project.logs("serving")
+        assert "all connections are closed" in service.project.logs("serving")
 
 
 def test_tritonclient(service: Service, tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_regions_give_the_result_of_one_all_reduce_with_half_the_bytes_between_t
 @pytest.mark.row("S4-23")
 def test_regions_without_a_rank_are_refused(make_stack: MakeStack) -> None:
     trainer, _ = trained(make_stack(), 2, code=2, regions={"east": [0], "west": [2]})
-    trainer.says("dist.regions: expected each rank, 0 to 1, in one region; in no region: 1; no such rank: 2")
+    trainer.says("regions: expected each rank, 0 to 1, in one region; in no region: 1; no such rank: 2")
 
 
 @pytest.mark.row("S4-24")

@@ -47,7 +47,7 @@ def test_a_run_that_has_cost_its_limit_is_saved_and_stops(tmp_path: Path, caplog
     newest = checkpoint.latest(trainer.folder.saves(config))
     assert newest is not None and Path(newest).name == f"step-{found['step']}"
     checkpoint.Checkpoint(newest).verify()
-    assert f"it is saved after step {found['step']}, and stops" in caplog.text
+    assert f"the run is saved after step {found['step']}, and stops" in caplog.text
     assert "test" not in found  # an evaluation costs too
 
 
@@ -90,7 +90,7 @@ def test_the_command_says_why_it_stopped_and_ends_with_0(
     each_look_takes(monkeypatch, 0.02)
     out, _ = verb("train", "persia.yml")
     assert "effective batch: 128 rows a step = 128 per rank x 1 accumulated x 1 rank" in out
-    assert "budget, 1.0" in out and "repeat the command with --resume runs/one --set budget.usd=2\n" in out
+    assert "allowed: 1 (budget.usd)" in out and "repeat the command with --resume runs/one --set budget.usd=2\n" in out
     assert json.loads((tmp_path / "runs" / "one" / "summary.json").read_text())["reason"] == "budget"
 
 

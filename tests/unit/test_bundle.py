@@ -115,7 +115,7 @@ def test_scores_that_differ_from_those_of_the_export_are_refused(whole: Path, mo
         return found
 
     monkeypatch.setattr(Bundle, "outputs_of", wrong)
-    with pytest.raises(CheckpointError, match="the scores of held-out rows differ") as refused:
+    with pytest.raises(CheckpointError, match="the model's outputs for held-out rows differ") as refused:
         Bundle.open(whole)
     assert "a machine like the one that wrote the bundle" in refused.value.hint  # the version of torch is the same
 
@@ -168,8 +168,9 @@ def test_wrong_rows_are_named(whole: Path) -> None:
             (good.rename_columns({"user": "usre"}), "`user`, did you mean `usre`"),
             (good.set_column(0, "user", pa.array(["a", "b", "c", "d"])), "column `user` is"),
             ({**columns, "colour": [1, 2, 3, 4]}, "no input 'colour'; the inputs are user, site"),
-            ({**columns, "user": 3}, "input 'user': found a single value, expected a list or an array"),
+            ({**columns, "user": 3}, "input 'user': found int, expected a list or an array with a value for each row"),
             ({**columns, "item": [1, "x", 2, 3]}, "input 'item': expected one value for each row"),
+            ({**columns, "item": [1, 2, 3]}, "the inputs have different numbers of rows: 'user' 4, .*'item' 3"),
             ([{**good.to_pylist()[0], "user": "u1"}], "user"),
             ([{"user": 1}, {"usr": 1}], "no input 'usr'; the inputs are user, site"),
             ('[{"user": 1}, {"usr": 1}]', "no input 'usr'; the inputs are user, site"),
@@ -282,7 +283,7 @@ def test_two_exports_to_one_folder(tmp_path: Path) -> None:
 def test_export_says_what_it_wrote_and_refuses_what_exists(verb: Verb, folder: Path) -> None:
     out, _ = verb("export", "runs/LATEST", "-o", "said", "--rows", "int8", "--held-out", "train.parquet")
     assert "table item: " in out and " rows of 4 int8" in out and "wrote said: " in out
-    assert "scores of 601 rows of given are those of evaluation" in out
+    assert "scores of 601 rows of the given files are those of evaluation" in out
     for arguments, named in (
         (("runs/one", "-o", "said"), "said already exists"),
         (("runs/one", "-o", "none/new"), "mkdir -p none"),
@@ -391,7 +392,7 @@ def test_a_model_that_torch_cannot_export_is_refused_and_torchscript_is_offered(
 def test_a_model_of_a_script_needs_the_script(trained: Any, verb: Verb, scripts: Path) -> None:
     trained(Branching([4, 4, 4]))
     _, errors = verb("export", str(scripts / "runs" / "Branching"), "-o", "new", code=2)
-    assert "given by a script" in errors
+    assert "passed by a script" in errors
 
 
 def test_rounded_rows_beyond_their_bound_are_refused(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:

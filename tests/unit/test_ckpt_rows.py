@@ -251,7 +251,7 @@ def test_files_that_are_no_rows_are_refused(tmp_path: Path) -> None:
         write(tmp_path / "f.parquet", pa.array([1.0, 2.0]), vectors(2))
     )
     assert "expected a list of floats" in error(write(tmp_path / "i.parquet", pa.array([1, 2]), pa.array([1.0, 2.0])))
-    assert "found 2 file(s) and 1 --table option(s)" in error(good, good)
+    assert "number of files: 2, of --table options: 1" in error(good, good)
     twice: list[str | Path] = ["ckpt", "import", good, good, "--table", "t", "--table", "t", "-o", tmp_path / "made"]
     assert "specify a separate table for each file" in str(refused(*twice))
     assert not (tmp_path / "made").exists()

@@ -54,13 +54,14 @@ def test_rows_at_a_time_that_are_no_fewer_than_a_batch_are_a_warning(
 def test_the_early_stop_needs_rows_and_a_metric(persia_yml: Path) -> None:
     text = GOOD.replace("clicks.parquet", "a\n  split: {fractions: [0.9, 0, 0.1]}") + "train: {early_stop: {}}\n"
     assert mistakes(persia_yml, text) == [
-        "9:21: train.early_stop: there is no validation set to evaluate on: set data.valid, or its share in data.split"
+        "9:21: train.early_stop: there is no validation set to evaluate on: set data.valid, or the valid part of "
+        "data.split"
     ]
     persia_yml.write_text(text.replace("  split", "  valid: b\n  split"))
     assert persia.load_config(persia_yml).train.early_stop is not None
     text = GOOD.replace("clicked: {}", "stars: {loss: mse}") + "train: {early_stop: {}}\n"
     assert mistakes(persia_yml, text) == [
-        "8:21: train.early_stop.metric: found `auc`, but the first label, `stars`, has `loss: mse`; allowed: loss"
+        "8:21: train.early_stop.metric: is `auc`, but the first label, `stars`, has `loss: mse`; allowed: loss"
     ]
 
 

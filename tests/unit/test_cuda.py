@@ -59,7 +59,7 @@ def test_vectors_have_a_dtype_that_the_device_makes(configure: Configure) -> Non
         EmbeddingCtx(PreprocessMode.EVAL, embedding_dtype=torch.float16)
     configure(SLOTS)
     with EmbeddingCtx(PreprocessMode.EVAL) as ctx:
-        with pytest.raises(UsageError, match=r"embedding_dtype=torch.int8: expected torch.float32"):
+        with pytest.raises(UsageError, match=r"dtype torch.int8 of embedding tensors: expected torch.float32"):
             Device(0, torch.int8).serve(ctx.engine)
         with pytest.raises(UsageError, match="f32, f16 or bf16"):
             ctx.engine.use_device(0, "f64")

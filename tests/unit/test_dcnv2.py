@@ -83,7 +83,7 @@ def test_wrong_arguments_are_listed_at_once() -> None:
     ("columns", "shapes", "message"),
     [
         (DENSE + 1, [(BATCH, dim) for dim in DIMS], r"num_dense \(3\)"),
-        (DENSE, [(BATCH, 4)] * 2, "2 slots, expected 3"),
+        (DENSE, [(BATCH, 4)] * 2, "slots in the batch: 2, expected 3"),
         (DENSE, [(BATCH, 4)] * 3, r"slot 1 has shape \[5, 4\], expected \[batch, 2\]"),
         (DENSE, [(BATCH, 10, 4), (BATCH, 2), (BATCH, 4)], "slot 0 has shape"),
     ],

@@ -120,11 +120,14 @@ def test_digests_that_have_nothing_in_common_are_not_equal(tmp_path: Path) -> No
     with pytest.raises(UsageError, match="different numbers of ranks"):
         diff(a, b)
     (b / "rank-1.csv").write_text(head + "2,push/a,aa,1\n")
-    with pytest.raises(UsageError, match="nothing can be compared"):
+    with pytest.raises(UsageError, match="no parameter and no gradient of the same step, .* in common"):
         diff(c / "rank-0.csv", b / "rank-1.csv")  # the batches of two ranks differ
     (b / "rank-1.csv").unlink()
     (b / "rank-0.csv").write_text(head + "1,loss\n")
     with pytest.raises(DataError, match=r"rank-0\.csv:2"):
+        diff(a, b)
+    (b / "rank-0.csv").write_bytes(head.encode() + b"1,\xff,aa,1\n")
+    with pytest.raises(DataError, match="is not a file of digests"):
         diff(a, b)
     (b / "rank-0.csv").write_text(head + "1,loss,aa,1\n2,loss,bb,1\n")
     assert diff(a, b).unmatched == 1
@@ -182,5 +185,8 @@ def test_tensors_are_compared_number_by_number(tmp_path: Path) -> None:
     half = torch.tensor([1.0, 1.0078125], dtype=torch.bfloat16)
     save_tensor("x", half, tmp_path, overwrite=True)
     assert torch.equal(load_tensor("x", folder=tmp_path), half.float())
+    with pytest.raises(UsageError, match="cannot load a tensor from .*; expected a file of save_tensor"):
+        load_tensor("y", folder=tmp_path)
+    (tmp_path / "y.rank-0.npy").touch()
     with pytest.raises(UsageError, match="cannot load a tensor from .*; expected a file of save_tensor"):
         load_tensor("y", folder=tmp_path)

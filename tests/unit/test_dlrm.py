@@ -91,7 +91,7 @@ def test_wrong_arguments_are_listed_at_once() -> None:
     ("columns", "slots", "shape", "message"),
     [
         (DENSE + 1, SLOTS, (BATCH, DIM), r"num_dense \(3\)"),
-        (DENSE, SLOTS - 1, (BATCH, DIM), "3 slots, expected 4"),
+        (DENSE, SLOTS - 1, (BATCH, DIM), "slots in the batch: 3, expected 4"),
         (DENSE, SLOTS, (BATCH, DIM + 1), r"slot 0 has shape \[5, 9\], expected \[batch, 8\]"),
         (DENSE, SLOTS, (BATCH, 10, DIM), "slot 0 has shape"),
     ],

@@ -138,7 +138,7 @@ def test_a_script_that_always_fails_leaves_nothing_out(run_folder: Path, caplog:
     fail(3, run_folder, lambda: Batches(STEPS), body, policy="skip")
     fail(3, run_folder, lambda: Batches(STEPS), body, policy="skip")
     assert record(run_folder, 14)["times"] == 3
-    assert "the batch always fails, like those of steps 13: if more than one of 100 steps" in caplog.text
+    assert "the batch always fails, like that of step 13: if more than one of 100 steps" in caplog.text
     caplog.clear()
     fail(2, run_folder, lambda: Batches(STEPS), body, policy="skip")
     assert "not skipped, although their batches always fail: steps 13, 14" in caplog.text
@@ -172,7 +172,7 @@ def test_a_batch_left_out_before_the_save_stops_no_later_one(
 
     fail(6, run_folder, lambda: Batches(STEPS), body, policy="skip", every=5)
     assert record(run_folder, 18)["times"] == 3
-    assert "like those of steps" not in caplog.text
+    assert "the batch always fails, like " not in caplog.text
     _, checkpoints, _ = run(run_folder, lambda: Batches(STEPS), body, "skip", every=5)
     assert checkpoints.skipped == 1
     assert "step-25" in names(run_folder)
@@ -188,9 +188,9 @@ def test_a_script_that_always_fails_leaves_nothing_out_where_each_step_is_saved(
 
     fail(6, run_folder, lambda: Batches(STEPS), body, policy="skip", every=1)
     assert record(run_folder, 14)["times"] == 3
-    assert "the batch always fails, like those of steps 13" in caplog.text
+    assert "the batch always fails, like that of step 13" in caplog.text
     fail(1, run_folder, lambda: Batches(STEPS), body, policy="skip", every=1)
-    assert "not skipped, although their batches always fail: steps 14" in caplog.text
+    assert "not skipped, although its batch always fails: step 14" in caplog.text
     assert names(run_folder) == ["LATEST", "poison", "step-11", "step-12", "step-13"]
 
 

@@ -245,7 +245,7 @@ def test_a_sender_of_something_else_is_refused(ranks: MakeRanks, monkeypatch: py
         connect(run)
     monkeypatch.undo()
     first = connect(run, 0, 2)
-    with pytest.raises(IncompatibleError, match="REPLICA_SIZE=3, this run has 2 replicas"):
+    with pytest.raises(IncompatibleError, match="REPLICA_SIZE=3, but this run has REPLICA_SIZE=2"):
         connect(run, 1, 3)
     with pytest.raises(IncompatibleError, match="REPLICA_INDEX is 2, but REPLICA_SIZE is 2: indexes go from 0 to 1"):
         connect(run, 2, 2)

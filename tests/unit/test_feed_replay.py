@@ -104,9 +104,9 @@ def test_batches_that_differ_from_those_received_give_one_warning(
         thread.join(20)
         assert not ended
     text = (
-        "data-compose replica 0: the 3 batches that are skipped, because rank {} has received them, differ from those "
-        "it received: some samples were trained on twice or not at all, so the run does not have exactly-once "
-        "results; use a fixed seed and a fixed order in the script, or start a new run"
+        "data-compose replica 0: the skipped batches (3) differ from those that rank {} has received: some "
+        "samples were trained on twice or not at all, so the run does not have exactly-once results; use a "
+        "fixed seed and a fixed order in the script, or start a new run"
     )
     assert replay_warnings() == [text.format(rank) for rank in warned]
 
@@ -273,7 +273,7 @@ def test_a_script_that_sends_another_number_of_batches_is_an_error(ranks: MakeRa
     first.close()
     second = connect(run)
     second.send(batch(0))
-    with pytest.raises(UsageError, match="ended after 1 batches for this rank, but [2-5] have arrived"):
+    with pytest.raises(UsageError, match="batches for this rank: 1, received: [2-5]; a script"):
         second.end()
     second.close()
     with pytest.raises(DataError, match="same batches"):

@@ -81,7 +81,7 @@ def spoil_dense(ctx: TrainCtx, output: torch.Tensor, loss: torch.Tensor) -> torc
         (spoil_output, "the model's output, sample 5, is nan"),
         (spoil_gradient, r"the gradient of slot 'a', sample 3 \(id \d+\), is inf"),
         (spoil_below, r"the gradient of slot 'a', sample 3 \(id \d+\), is -inf"),
-        (spoil_dense, r"the gradient of dense parameter '[\w.]+', shape \(.*\), is not finite"),
+        (spoil_dense, r"the gradient of the weight '[\w.]+' of the model, shape \(.*\), is not finite"),
         (spoil_weight, r"the weight '[\w.]+' of the model, shape \(.*\), is not finite"),
     ],
 )

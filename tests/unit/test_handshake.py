@@ -215,7 +215,7 @@ def test_a_rank_that_starts_again_is_not_taken_for_its_twin(pool: ThreadPoolExec
     killed._links[0].hang_up()
     if met:
         alone = first.result(LONG)
-        with pytest.raises(UnreachableError, match="closed the connection during the handshake"):
+        with pytest.raises(UnreachableError, match="closed the connection or did not respond during the handshake"):
             handshake.join(address, me(1, pid=7), LONG)
         made = [alone]
     else:

@@ -146,7 +146,7 @@ def test_useless_columns_are_left_out_with_a_reason(inspected: Inspect) -> None:
     )
     assert [*features(found)] == ["item"]
     assert left_out(found, "constant") == "every row is x"
-    assert left_out(found, "nothing") == "all rows are null"
+    assert left_out(found, "nothing") == "no row has a value"
     assert "a different value (2,000 of 2,000)" in left_out(found, "uuid")
     assert "counts the rows" in left_out(found, "index")
     assert "a different value" in left_out(found, "event_id")
@@ -248,6 +248,7 @@ def test_a_label_of_other_values_gets_a_rule(
     [
         (np.ones(ROWS), "y", "the rows read have only the value 1"),
         (pa.nulls(ROWS, pa.int64()), "y", "the rows read have only the value null"),
+        (np.full(ROWS, np.nan), "y", "the rows read have only the value nan"),
         (["won", "lost", "drawn", "won"] * (ROWS // 4), "y", "3 different strings"),
         (np.tile([1, 2, 3, 4], ROWS // 4), "y>9", "no rows of the sample have the label 1"),
         (["a", "b"] * (ROWS // 2), "y=c", "no rows of the sample have the label 1; frequent values are"),
@@ -321,7 +322,7 @@ def test_empty_files_are_refused(inspected: Inspect, rows: int, message: str) ->
 
 
 def test_a_table_without_a_feature_is_refused(inspected: Inspect) -> None:
-    with pytest.raises(DataError, match="no column can be a feature \\(constant: every row is 1\\)"):
+    with pytest.raises(DataError, match="no column can be a feature: constant: every row is 1"):
         inspected({"constant": np.ones(ROWS, int)})
     with pytest.raises(DataError, match="the label is the only column"):
         inspected({"label": LABEL})

@@ -144,9 +144,13 @@ def test_a_path_in_a_variable_may_end_in_a_blank(
         (["nn-worker"], {}, "set PERSIA_NN_WORKER_ENTRY"),
         (["data-loader"], {}, "set PERSIA_DATALOADER_ENTRY"),
         (["nn-worker", "no.py"], {}, "no.py: no such file"),
-        (["nn-worker", "train.py", "--node-rank", "2", "--nnodes", "2"], {}, "found node rank 2, 2 node(s) and "),
+        (["nn-worker", "train.py", "--node-rank", "2", "--nnodes", "2"], {}, "--node-rank 2 --nnodes 2 --nproc-per-no"),
         (["nn-worker", "train.py"], {"GPU_NUM": "two"}, "GPU_NUM='two'"),
-        (["nn-worker", "train.py"], {"GPU_NUM": "2", "CUDA_VISIBLE_DEVICES": "0"}, "lists 1 device(s), but 2"),
+        (
+            ["nn-worker", "train.py"],
+            {"GPU_NUM": "2", "CUDA_VISIBLE_DEVICES": "0"},
+            "lists too few devices: found 1, expected 2",
+        ),
         (["data-loader", "train.py"], {}, "PERSIA_NATS_URL is empty"),
         (
             ["data-loader", "train.py", "--replica-index", "1"],

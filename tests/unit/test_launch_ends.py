@@ -101,7 +101,7 @@ def test_a_script_that_does_not_end_is_stopped_after_the_run(
     write(tmp_path, SUMMARIES[status])
     _, errors = process.communicate(timeout=DEADLINE)
     assert process.returncode == 0, errors
-    assert "the script has not: stopping it" in errors and f"this run {said}: {tmp_path}" in errors
+    assert "the script has not: stopping the script" in errors and f"this run {said}: {tmp_path}" in errors
 
 
 @pytest.mark.parametrize("status", ["finished", "stopped"])

@@ -177,7 +177,7 @@ def test_wrong_arguments_are_refused(config: Path) -> None:
     with pytest.raises(UsageError, match="found int"):
         persia.testing.check(Good, 5)  # type: ignore[arg-type]
     report: Report = persia.testing.check(lambda: 5, config)  # type: ignore[arg-type, return-value]
-    assert report.failed == "build" and "the model is a int" in str(report)
+    assert report.failed == "build" and "expected a torch.nn.Module as the model, found int" in str(report)
 
 
 @pytest.mark.row("S1-13")

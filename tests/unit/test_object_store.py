@@ -381,7 +381,7 @@ def test_the_newest_intact_checkpoint_is_resumed_on_demand(
     assert f"delete the objects below {URL}/step-20" in str(raised.value.hint)
     with make(checkpoints=Checkpoints(URL, every=10, allow_previous=True)) as ctx:
         assert ctx.step == 10
-    assert "the newest checkpoint cannot be used" in caplog.text
+    assert "the newest intact checkpoint; another one cannot be used" in caplog.text
 
 
 def test_a_save_that_reads_back_damaged_is_deleted(configure: Configure, store: Server, proxy: Proxy) -> None:

@@ -132,7 +132,7 @@ def test_nccl_has_its_own_way_to_name_interfaces(monkeypatch: pytest.MonkeyPatch
 def test_fewer_gpus_than_ranks_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPU_NUM", "2")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    with pytest.raises(UsageError, match=r"CUDA_VISIBLE_DEVICES='0' lists 1 device\(s\), but 2 rank.*GPU_NUM=2"):
+    with pytest.raises(UsageError, match=r"CUDA_VISIBLE_DEVICES='0' lists too few .*found 1, expected 2, .*GPU_NUM=2"):
         network.check()
 
 

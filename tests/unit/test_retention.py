@@ -73,8 +73,8 @@ def damaged(configure: Configure, tmp_path: Path) -> Path:
 def test_a_damaged_checkpoint_makes_no_young_one_old(damaged: Path, verb: Verb) -> None:
     before = names(damaged)
     assert [each.step for each in retention.checkpoints_in(damaged)] == [25, 20, 10]  # files are not read
-    assert "0 of 3 checkpoints would be deleted" in verb("ckpt", "prune", "run", "--older", "7d", "--dry-run")[0]
-    assert "ok: 0 of 3 checkpoints are deleted" in verb("ckpt", "prune", "run", "--older", "7d")[0]
+    assert "would delete 0 of 3 checkpoints, " in verb("ckpt", "prune", "run", "--older", "7d", "--dry-run")[0]
+    assert "ok: deleted 0 of 3 checkpoints, " in verb("ckpt", "prune", "run", "--older", "7d")[0]
     assert retention.prune(damaged, lambda found: kept(found, timedelta(days=7))) == []
     assert names(damaged) == before
 
@@ -103,12 +103,12 @@ def test_prune_lists_what_is_old_and_then_deletes_it(tmp_path: Path, verb: Verb,
     listed = sorted(re.findall(r"step-\d+  ", "\n".join(out)))
     newest = max((name for name in before if name != "LATEST"), key=lambda name: int(name[5:]))
     assert listed == sorted(f"{name}  " for name in before if name not in ("LATEST", newest))
-    assert out[-1].startswith(f"{len(before) - 2} of {len(before) - 1} checkpoints would be deleted, ")
+    assert out[-1].startswith(f"would delete {len(before) - 2} of {len(before) - 1} checkpoints, ")
     assert names(saves) == before
     assert "0 of" in verb("ckpt", "prune", str(saves), "--older", "11d")[0] and names(saves) == before
     assert "deleted" in verb("ckpt", "prune", str(saves), "--older", "7d", "--keep-last", "2")[0]
     assert len(names(saves)) == 3
-    assert "ok: 1 of 2" in verb("ckpt", "prune", str(saves), "--older", "240h")[0]
+    assert "ok: deleted 1 of 2" in verb("ckpt", "prune", str(saves), "--older", "240h")[0]
     assert names(saves) == ["LATEST", newest]
     verb("ckpt", "verify", str(saves / newest))
 
@@ -222,7 +222,8 @@ def test_a_full_disk_is_told_with_the_folder_what_is_needed_and_what_is_free(
     for each in (caplog.text, str(caught.value)):
         assert (told in each) != has_space
         assert (
-            f"bytes free, the last checkpoint has {size:,} bytes. Delete old checkpoints: persia ckpt prune" in each
+            f"bytes free, the last checkpoint has {size:,} bytes. Enlarge the volume, or delete old checkpoints: "
+            "persia ckpt prune" in each
         ) != (has_space)
     assert ("; next: check the path" in caplog.text) == has_space, "the text about a full disk has its own next step"
 

@@ -321,7 +321,7 @@ def test_a_batch_waits_for_more_rows_if_it_shall() -> None:
     ("is_there", "said"),
     [
         (True, "/1 cannot be served: a damaged file; still serving small-1, retrying in 2 s; next: copy it again"),
-        (False, "; still serving small-1; next: write one: persia export runs/LATEST -o "),
+        (False, "; still serving small-1; next: write a bundle: persia export runs/LATEST -o "),
     ],
 )
 def test_a_bundle_that_cannot_replace_the_served_one_is_logged_with_the_next_step(

@@ -198,7 +198,7 @@ def test_without_its_thread_for_scores_it_ends(tmp_path: Path) -> None:
         assert server.client().score(BODY)[0] == 500
         assert server.process.wait(30) == 1
         server.says("the scoring thread has ended: SystemError: broken")
-        server.says("every request has its response; ending")
+        server.says("all connections are closed; ending")
 
 
 def test_slow_clients_are_disconnected_and_harm_no_other(tmp_path: Path) -> None:
@@ -353,7 +353,7 @@ def test_no_bundle_and_open_addresses_are_refused(tmp_path: Path, monkeypatch: p
     for read, name, new in hints:
         with pytest.raises(CheckpointError, match="no bundle|no such folder") as caught:
             read(tmp_path / name)
-        assert caught.value.hint == f"write one: persia export runs/LATEST -o {tmp_path / new}"
+        assert caught.value.hint == f"write a bundle: persia export runs/LATEST -o {tmp_path / new}"
     monkeypatch.delenv("PERSIA_TOKEN_FILE", raising=False)
     assert access.address("localhost:8000", "--http") == ("localhost", 8000)
     assert access.address("[::1]:0", "--http") == ("::1", 0)

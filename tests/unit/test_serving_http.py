@@ -198,7 +198,7 @@ def replaced(index: int, **keys: Any) -> list[dict[str, Any]]:
         ([*INPUTS, valid("user", [True, None, True])], "user.valid: BOOL [3] with nulls, expected BOOL [3]: false"),
         ([*INPUTS, valid("usr", [True] * 3)], "usr.valid: no such input; did you mean user.valid?"),
         (replaced(4, parameters={"shared_memory_region": "x"}), "price: shared memory is not supported"),
-        (replaced(4, parameters={"binary_data_size": 4}), "price: binary_data_size is 4, but 0 bytes are left"),
+        (replaced(4, parameters={"binary_data_size": 4}), "binary_data_size is 4, expected an integer from 0 to 0"),
         (7, "the request: expected a JSON object with the list 'inputs'"),
     ],
 )

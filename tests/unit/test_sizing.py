@@ -90,7 +90,7 @@ def test_the_parts_of_a_job_are_added_up(tmp_path: Path) -> None:
     two = sizing.estimate(config, {"id0": 1000, "id1": 1000}, model, sizing.Place(2, servers_here=1, ranks_here=3))
     assert two.server == alone.server // 2
     assert two.here == two.server + 3 * two.trainer
-    assert "each of 2 servers" in str(two) and "1 of 2 servers are on other hosts" in str(two)
+    assert "each of 2 servers" in str(two) and "servers on other hosts: 1 of 2" in str(two)
 
 
 def test_shards_need_a_part_of_the_states_and_the_whole_model_beside_them(tmp_path: Path) -> None:

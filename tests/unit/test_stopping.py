@@ -233,5 +233,5 @@ with test.make(checkpoints=Checkpoints({str(tmp_path / "run")!r}, every=1000)) a
     )
     assert done.returncode == 130, done.stderr
     assert "Ctrl-C: saving the run after this step" in done.stderr
-    assert "Ctrl-C again: ending without a checkpoint" in done.stderr
+    assert "Ctrl-C again: ending without saving the run" in done.stderr
     assert not (tmp_path / "run" / "step-3" / "MANIFEST.json").exists()

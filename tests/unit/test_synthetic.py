@@ -106,6 +106,6 @@ def test_a_value_that_cannot_be_used_has_its_file_and_row(
 
 def test_the_advice_keeps_a_size_that_is_fast_enough() -> None:
     speeds = [data_bench.Speed(size, rows, 1.0, 10) for size, rows in ((64, 50), (128, 95), (256, 100), (512, 99))]
-    assert data_bench.advice(speeds, 128) == "data.batch_size 128 reads 95% as fast as the fastest, 256: keep it"
+    assert data_bench.advice(speeds, 128) == "data.batch_size 128 reads 95% as fast as 256, the fastest: keep it"
     assert "set 128" in data_bench.advice(speeds, 64)
     assert json.dumps([round(each.ms_a_batch) for each in speeds]) == "[100, 100, 100, 100]"

@@ -291,4 +291,4 @@ def test_a_note_of_an_evaluation_is_shown(capsys: pytest.CaptureFixture[str]) ->
     progress.show_evaluation(report, used)
     shown = capsys.readouterr().out
     assert "AUC is not defined: 1 output is NaN or infinite" in shown
-    assert "runs/one: the best checkpoint, best/step-1: the part test of a.parquet" in shown
+    assert "runs/one: the best checkpoint, best/step-1: the test set of a.parquet" in shown

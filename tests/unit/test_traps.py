@@ -297,7 +297,7 @@ def test_a_table_that_the_checkpoint_does_not_have_is_named(
     path, _, _ = of_collection
     EmbeddingCollection([*TABLES, TableConfig("new", 4, ["c"])], Adagrad(0.1)).load(path)
     (warning,) = warnings(caplog, "")  # the feature of that table does not count as a second one
-    assert "lacks some tables of this run, which start without rows: new; the checkpoint has a, b" in warning
+    assert "lacks some tables of this run, which start without rows: new; the tables of the checkpoint: a, b" in warning
 
 
 def test_a_feature_that_the_model_was_trained_without_is_named(

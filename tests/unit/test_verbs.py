@@ -56,7 +56,7 @@ def wrong_csv(folder: Path, row: int, name: str = "wrong.csv") -> Path:
 
 def test_eval_says_what_it_has_judged(verb: Verb, folder: Path) -> None:
     out, errors = verb("eval", "runs/LATEST")
-    assert "runs/one: checkpoints/step-4: the part test of clicks.parquet" in out and not errors
+    assert "runs/one: checkpoints/step-4: the test set of clicks.parquet" in out and not errors
     out, _ = verb("eval", "runs/one/checkpoints", "new.parquet")
     assert "runs/one: checkpoints/step-4: new.parquet" in out
     assert "unusual values in 200 rows: none" in out

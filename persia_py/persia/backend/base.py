@@ -59,8 +59,7 @@ class Device:
         names = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
         if self.dtype not in names:
             raise UsageError(
-                f"embedding_dtype={self.dtype}: expected torch.float32, torch.float16 or torch.bfloat16, the types "
-                "that a CUDA device can return"
+                f"dtype {self.dtype} of embedding tensors: expected torch.float32, torch.float16 or torch.bfloat16"
             )
         engine.use_device(self.number, names[self.dtype])
 

@@ -4,6 +4,8 @@ import logging
 from dataclasses import dataclass, field
 
 from persia.backend.base import Backend
+from persia.backend.serving import ServingBackend
+from persia.embedding.listed import listed
 from persia.runtime.errors import StaleGenerationError
 from persia.runtime.logging import get_logger
 from persia_core.data import Batch
@@ -90,11 +92,14 @@ class Evaluation:
         empty = sum(self._backend.engine.server_rows()) == 0
         if empty:
             self._warned_slots.update(batch.slots)
+            if isinstance(self._backend, ServingBackend):
+                step = f"Restart the servers with a checkpoint that has rows: {self._load}"
+            else:
+                step = f"Load rows first: {self._load}; on servers, train or load rows in the training script"
             _logger.warning(
                 "evaluation: the tables are empty (0 rows), so every id reads as zeros and predictions do not "
-                "depend on ids. Load rows first: %s; if the rows are on servers, train or load them in the training "
-                "script",
-                self._load,
+                "depend on ids. %s",
+                step,
             )
         return empty
 
@@ -117,15 +122,13 @@ class Evaluation:
         self._is_open = False
         self._warn(1)
         by_slot = [f"{slot} {share:.1%}" for slot, share in report.slot_shares.items() if share]
-        if len(by_slot) > _SHOWN:
-            by_slot[_SHOWN:] = [f"less in {len(by_slot) - _SHOWN} more slots"]
         _logger.log(
             logging.DEBUG if self._ended and report.batches == 1 else logging.INFO,  # may occur in each step
             "evaluation: batches: %d, ids: %d, ids without a row, which read as zeros: %.1f %%%s",
             report.batches,
             report.ids,
             100 * report.missing_share,
-            f" (by slot, counted in {report.sampled} of the batches: {', '.join(by_slot)})" if by_slot else "",
+            f" (by slot, counted in {report.sampled} of the batches: {listed(by_slot, _SHOWN)})" if by_slot else "",
         )
         self._ended += 1
 
@@ -142,8 +145,9 @@ class Evaluation:
         }
         if most:
             self._warned_slots.update(most)
+            others = len(most) - _SHOWN
             shown = [*most.values()][:_SHOWN]
-            shown += [f"most ids of {len(most) - _SHOWN} more slots"] if len(most) > _SHOWN else []
+            shown += [f"most ids of {others} more {'slot' if others == 1 else 'slots'}"] if others > 0 else []
             _logger.warning(
                 "evaluation: %s have no row and read as zeros. Check that ids are made as in training (hash, type, "
                 "order of columns), and that the rows are from the checkpoint of this model: %s",

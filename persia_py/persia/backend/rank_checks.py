@@ -108,20 +108,21 @@ def first_nonfinite(peers: Peers, mine: NonFiniteTensor | None) -> NonFiniteTens
 
 
 def check_slots(digests: list[str], source: str) -> None:
-    """Check that all ranks have the same slots.
+    """Check that all ranks have the same text of slots.
 
     Args:
-        digests: The digest of each rank's slots.
-        source: The name of the file with the slots.
+        digests: The digest of each rank's text.
+        source: The file with the slots, or another name of the text.
 
     Raises:
-        ConfigError: The slots differ; the message names a rank.
+        ConfigError: The texts differ; the message names a rank.
     """
     different = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if different:
+        name = Path(source).name
         raise ConfigError(
-            f"the ranks have different slots: those of rank {different[0]} differ from rank 0's",
-            hint=f"start every rank with the same {Path(source).name}",
+            f"the configurations of the ranks differ: rank {different[0]} and rank 0 have different contents of {name}",
+            hint=f"make {name} equal on all ranks",
         )
 
 

@@ -254,7 +254,8 @@ class RemoteBackend(Backend):
             begin_when_stored(lambda: self.engine.renew(reproducible))
         else:
             wire_dtype = self.configuration.general.wire_dtype
-            own = {"staleness": staleness, "reproducible": reproducible, "wire_dtype": wire_dtype, "hooks": hooks}
+            own: dict[str, Any] = {"staleness": staleness, "reproducible": reproducible, "wire_dtype": wire_dtype}
+            own["list of hooks"] = hooks
             if self._begun and self.engine.generation:
                 self.engine.drain()  # so that the pushes of every rank are acknowledged before the gather below
             rate = rank_checks.rate(self.row_settings.optimizer, restored=self._restored)
@@ -373,8 +374,8 @@ class RemoteBackend(Backend):
         if not self._trains:
             raise UsageError(
                 f"cannot call {what} for evaluation: the rows on the servers are those of the training script, which "
-                "loads them inside its TrainCtx or EmbeddingCollection; evaluation reads the existing rows, and "
-                "load_torch_state_dict loads the model"
+                "loads them inside its TrainCtx or EmbeddingCollection; evaluation reads the existing rows. To load "
+                "only the model, use load_torch_state_dict of the context, or without a context torch.load"
             )
 
     def checkpoint_dir(self, directory: str | os.PathLike[str]) -> Place:
@@ -390,6 +391,8 @@ class RemoteBackend(Backend):
                 raise UsageError(f"checkpoint {where}: expected a URL below PERSIA_CKPT_DIR={root}")
             return where
         path = where.absolute()
+        if root is not None and is_url(root):
+            raise UsageError(f"checkpoint {directory}: expected a URL below PERSIA_CKPT_DIR={root}")
         if root is None:
             raise UsageError(
                 f"checkpoint {directory}: PERSIA_CKPT_DIR is not set; set it to the folder that all servers share, or "

@@ -140,7 +140,7 @@ def _hinted(error: PersiaError) -> PersiaError:
     if isinstance(error, UnreachableError):
         error.hint = (
             "start the servers and middlewares of the infer job, or correct the addresses of its middlewares "
-            "(EMBEDDING_WORKER_SERVICE)"
+            "(the argument of InferCtx, or EMBEDDING_WORKER_SERVICE)"
         )
     elif isinstance(error, IncompatibleError):
         error.hint = ""  # the message already has the reason

@@ -68,7 +68,7 @@ class Bucket:
             from botocore.exceptions import BotoCoreError
         except ImportError as error:
             raise UsageError(
-                f"uploads to {self.url} need boto3, which is not installed: {error}",
+                f"uploads to {self.url} need boto3, which cannot be imported: {error}",
                 hint="pip install 'persia[s3]'; without boto3: persia ckpt copy, which cannot continue an upload",
             ) from error
         endpoint = s3_endpoint()
@@ -160,8 +160,8 @@ class Bucket:
             hint = f"create the bucket {self.name}, or correct the address, then run: {self.again}"
         elif code in _KEYS:
             hint = (
-                "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN do not fit the store, or have expired: "
-                f"set them, then run: {self.again}"
+                "the credentials do not fit the store, or have expired: set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY "
+                f"and AWS_SESSION_TOKEN, then run: {self.again}"
             )
         elif code == "RequestTimeTooSkewed":
             hint = f"correct the clock of this host, then run: {self.again}"

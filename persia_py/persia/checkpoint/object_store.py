@@ -90,8 +90,8 @@ class ObjectStore:
             return from_url(self.url, **options)
         except (exceptions.BaseError, ValueError) as error:
             raise ConfigError(
-                f"{self.url} cannot be used as a URL such as s3://bucket/prefix: {_message(error)}",
-                hint="correct the URL, or set the variables of the environment that this store needs",
+                f"cannot use {self.url} as an object store: {_message(error)}",
+                hint="use a URL such as s3://bucket/prefix, or set the environment variables that this store needs",
             ) from error
 
     def put(self, directory: Path, name: str, *, replace: bool = True) -> None:
@@ -141,7 +141,8 @@ class ObjectStore:
         what = f"cannot download {self.url}/{name} to {directory}"
         if directory.exists():
             raise StorageError(
-                f"{what}: the folder already exists", hint=f"choose a folder that does not exist, or remove {directory}"
+                f"{what}: the destination already exists",
+                hint=f"choose a folder that does not exist, or remove {directory}",
             )
         with self._reporting(what):
             directory.parent.mkdir(parents=True, exist_ok=True)

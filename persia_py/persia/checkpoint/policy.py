@@ -9,6 +9,7 @@ from persia.checkpoint import snapshot, storage
 from persia.checkpoint.object_store import ObjectStore
 from persia.checkpoint.retention import MAX_DAYS
 from persia.distributed import run
+from persia.embedding.listed import listed
 from persia.runtime import job
 from persia.runtime.errors import ConfigError, ForeignCheckpointError, StorageError, UsageError
 from persia.runtime.files import is_url
@@ -230,7 +231,7 @@ class Checkpoints:
         if STATE not in loaded.names:
             return None
         state = loaded.state(STATE)
-        self._check_state(state)
+        self._check_state(state, f"{loaded.path}: ")
         return state
 
     def check_has_state(self, loaded: snapshot.Load) -> None:
@@ -240,7 +241,7 @@ class Checkpoints:
             ForeignCheckpointError: The checkpoint lacks them.
         """
         if STATE not in loaded.names:
-            self._check_state({})
+            self._check_state({}, f"{loaded.path}: ")
 
     def resume(self, step: int, state: dict[str, Any] | None) -> None:
         """Continue after a checkpoint of ``step``; restore its ``state``, if known.
@@ -257,13 +258,12 @@ class Checkpoints:
         """Return the states of the ``state`` objects, by name."""
         return {name: each.state_dict() for name, each in self.state.items()}
 
-    def _check_state(self, state: dict[str, Any]) -> None:
+    def _check_state(self, state: dict[str, Any], start: str = "") -> None:
         if state.keys() != self.state.keys():
             raise ForeignCheckpointError(
-                f"the checkpoint has the states {', '.join(state) or 'none'}, but Checkpoints(state=...) has "
-                f"{', '.join(self.state) or 'none'}",
-                hint="pass objects with the names of these states to Checkpoints(state=...), or load a checkpoint of "
-                "this script",
+                f"{start}states in the checkpoint: {listed(state)}; in Checkpoints(state=...): {listed(self.state)}",
+                hint="pass an object for each state of the checkpoint, and no other, to Checkpoints(state=...), or "
+                "load a checkpoint of this script",
             )
 
 

@@ -69,7 +69,8 @@ def _newer_replica(store: ObjectStore, folder: Place, newest: str | None) -> str
             return newest
     elif newer is None:
         return None
-    _logger.warning("%s is newer than the checkpoints in %s: downloading it", f"{store.url}/{newer.name}", folder)
+    why = f"{folder} has no checkpoint" if newest is None else f"the checkpoints in {folder} are older"
+    _logger.warning("downloading the checkpoint %s/%s, because %s", store.url, newer.name, why)
     store.get(newer.name, Path(folder, newer.name))  # upload_to is only allowed with a folder
     return os.fspath(folder / newer.name)
 
@@ -95,6 +96,6 @@ def _previous(folder: Place, error: CheckpointError, *, allowed: bool) -> snapsh
             remove = f"delete the objects below {broken}" if isinstance(folder, Url) else f"rm -r {broken}"
             hint += f"; or remove the damaged checkpoints: {remove}"
         raise CheckpointError(f"{error}\n{whole} is intact", hint=hint)
-    line = "resuming from %s, because the newest checkpoint cannot be used: %s%s"
+    line = "resuming from %s, the newest intact checkpoint; another one cannot be used: %s%s"
     _logger.warning(line, whole, error, next_step(error))
     return snapshot.Load(whole)

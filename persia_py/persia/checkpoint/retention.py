@@ -175,9 +175,8 @@ def with_space(error: Exception, folder: Place) -> str:
         return text
     need = "this checkpoint's size is unknown" if newest is None else f"the last checkpoint has {newest.size:,} bytes"
     return (
-        f"{text}; {folder} has {free:,} bytes free, {need}. Delete old checkpoints: "
-        f"persia ckpt prune {shlex.quote(str(folder))} --older "
-        "7d --dry-run; or enlarge the volume"
+        f"{text}; {folder} has {free:,} bytes free, {need}. Enlarge the volume, or delete old checkpoints: "
+        f"persia ckpt prune {shlex.quote(str(folder))} --older 7d (--dry-run only lists them)"
     )
 
 

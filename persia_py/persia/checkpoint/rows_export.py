@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from persia.checkpoint.foreign import open_checkpoint
+from persia.embedding.listed import listed
 from persia.runtime import files
 from persia.runtime.errors import StorageError, UsageError
 from persia_core import checkpoint as _core
@@ -88,7 +89,7 @@ def export_rows(
     opened = open_checkpoint(directory)
     tables = {each.name: each for each in saved_tables(opened)}
     if table not in tables:
-        raise UsageError(f"{directory} has no table {table!r}; its tables are {', '.join(tables) or 'none'}")
+        raise UsageError(f"{directory} has no table {table!r}; its tables are {listed(tables)}")
     if out.suffix != ".parquet":
         raise UsageError(f"{out}: expected the name of a Parquet file, such as {out.with_suffix('.parquet')}")
     if out.exists() and not force:

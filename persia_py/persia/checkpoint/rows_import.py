@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from persia.checkpoint.foreign import check_not_persiaml
+from persia.embedding.listed import listed
 from persia.features import Features, Transform
 from persia.runtime.errors import DataError, StorageError, UsageError
 from persia_core import checkpoint as _core
@@ -23,6 +24,8 @@ BATCH_BYTES = 16 << 20
 """The size of the vectors that are read at a time, in bytes."""
 _SHOWN = 5
 """The maximum number of rows that a message lists for each kind of error."""
+_COLUMNS = 50
+"""The maximum number of columns that a message lists."""
 _MANIFEST = "MANIFEST.json"
 
 
@@ -74,7 +77,7 @@ def import_rows(
     columns = columns or Columns()
     names = [table for _, table in sources]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise UsageError(f"table {repeated[0]} is given for several files; specify a separate table for each file")
+        raise UsageError(f"table {repeated[0]!r} is given for several files; specify a separate table for each file")
     _check_target(Path(directory), force=force)
     readers = [_Reader(path, table, columns) for path, table in sources]
     tables = [(reader.table, reader.dim) for reader in readers]
@@ -144,7 +147,7 @@ class _Reader:
         for name, option in ((columns.id, "--id-column"), (columns.weights, "--weights-column")):
             if name not in schema.names:
                 raise DataError(
-                    f"{path} has no column {name!r}; its columns are {', '.join(schema.names)}; use {option}"
+                    f"{path} has no column {name!r}; its columns are {listed(schema.names, _COLUMNS)}; use {option}"
                 )
         self._transform = _id_transform(path, schema.field(columns.id), columns)
         self._check_weights(schema.field(columns.weights).type)
@@ -227,8 +230,8 @@ class _Reader:
                 yield first, self._ids(batch, first), np.ascontiguousarray(floats.reshape(-1, self.dim))
             first += len(batch)
         if any(each.count for each in mistakes):
-            listed = "; ".join(str(each) for each in mistakes if each.count)
-            raise DataError(f"{self.path}: {listed}. Correct or remove these rows; nothing is written")
+            found = "; ".join(str(each) for each in mistakes if each.count)
+            raise DataError(f"{self.path}: {found}. Correct or remove these rows; nothing is written")
 
     def _ids(self, batch: pa.RecordBatch, first: int) -> npt.NDArray[np.uint64]:
         table = pa.table({"id": batch.column(0)})
@@ -265,8 +268,8 @@ def _id_transform(path: Path, column: "pa.Field[Any]", columns: Columns) -> Tran
         values = "string"
     else:
         raise DataError(
-            f"{path}: column {columns.id!r} is {column.type}: expected integers or strings; convert floats to the "
-            "integers or strings that the features have"
+            f"{path}: column {columns.id!r} is {column.type}: expected integers or strings; convert its "
+            "values to the integers or strings of the feature"
         )
     described = {"type": "id", "column": "id", "values": values, "dim": 1}
     described |= {"prefix": columns.prefix} if columns.prefix else {}

@@ -25,6 +25,7 @@ from typing_extensions import Self
 from persia.checkpoint.foreign import is_imported, open_checkpoint
 from persia.checkpoint.state_keys import fitted
 from persia.embedding import inputs
+from persia.embedding.listed import listed
 from persia.runtime import files, flight
 from persia.runtime.errors import CheckpointError, PersiaError, StorageError, UsageError
 from persia.runtime.logging import get_logger, next_step
@@ -40,8 +41,6 @@ COLLECTION_MODEL = "model.pt"
 """The file name of the model in a checkpoint of ``EmbeddingCollection.save(directory, model=...)``."""
 DENSE_MODEL = "dense.pt"
 """The file name of the model in a checkpoint of a context."""
-_SHOWN = 10
-"""The maximum number of files or differences that a message lists."""
 
 
 class Save:
@@ -250,7 +249,7 @@ class Load:
         """
         if name not in self.names:
             named = [other for other in self.names if not other.endswith(".arrow")]
-            others = _few(named, ", ") or "nothing"
+            others = listed(named) if named else "nothing"
             raise CheckpointError(
                 f"{self.path}: the checkpoint has no {name}; apart from rows it has {others}",
                 hint="read a file that the checkpoint has, or load another checkpoint",
@@ -281,10 +280,10 @@ class Load:
             _logger.info("%s: the rows have no optimizer state; they start with that of new rows", self.path)
         if absent:
             _logger.warning(
-                "%s lacks some tables of this run, which start without rows: %s; the checkpoint has %s",
+                "%s lacks some tables of this run, which start without rows: %s; the tables of the checkpoint: %s",
                 self.path,
-                _few(absent, ", "),
-                _few(sorted(self.tables), ", ") or "none",
+                listed(absent),
+                listed(sorted(self.tables)),
             )
 
 
@@ -360,16 +359,10 @@ def check_module(module: torch.nn.Module, state: dict[str, Any], path: Place) ->
     ]
     if wrong:
         raise CheckpointError(
-            f"{path}: the model differs from the one that was saved: {_few(wrong, '; ')}",
+            f"{path}: the model differs from the one that was saved: {listed(wrong, separator='; ')}",
             hint="create the model with the class and the sizes of the saved one, or load a checkpoint of this model",
         )
     return state
-
-
-def _few(found: list[str], separator: str) -> str:
-    """Return the first entries of a list for a message, and the number of the others."""
-    more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
-    return separator.join([*found[:_SHOWN], *more])
 
 
 def _shape(value: object) -> tuple[int, ...] | None:

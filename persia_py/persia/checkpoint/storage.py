@@ -82,7 +82,7 @@ def check_root() -> None:
     if root is None or settings.nats_url is None or is_url(root) or Path(root).is_absolute():
         return
     raise StorageError(
-        f"{FAILED}: PERSIA_CKPT_DIR must be an absolute path, found {root!r}",
+        f"{FAILED}: PERSIA_CKPT_DIR must be an absolute path or a URL, found {root!r}",
         hint=f"set the same folder for all processes of the job: PERSIA_CKPT_DIR={Path(root).absolute()}",
     )
 
@@ -95,13 +95,19 @@ def check_parent(folder: Path, key: str) -> None:
         key: The setting that specifies the folder, for the message.
 
     Raises:
-        StorageError: The parent does not exist. A frequent cause is a disk that is not mounted; the checkpoints would
-            then fill the root disk.
+        StorageError: The parent does not exist, or is not a folder. A frequent cause is a disk that is not mounted; the
+            checkpoints would then fill the root disk.
     """
     parent = folder.parent
     if folder.exists() or parent.is_dir():
         return
-    missing = next(each for each in (parent, *parent.parents) if each.parent.exists())
+    existing = next(each for each in (parent, *parent.parents) if each.exists())
+    if not existing.is_dir():
+        raise StorageError(
+            f"{FAILED}: {key}: {existing} is not a folder",
+            hint=f"choose another folder, or rename the file: {shlex.quote(str(existing))}",
+        )
+    missing = next(each for each in (parent, *parent.parents) if each.parent == existing)
     raise StorageError(
         f"{FAILED}: {key}: {missing} does not exist; is a disk not mounted?",
         hint=f"mount the disk, or create the folder: mkdir -p {shlex.quote(str(parent))}",

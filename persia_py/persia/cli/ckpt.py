@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from persia.runtime.places import Place
     from persia_core.checkpoint import Checkpoint
 
-_CHECKPOINT = "A checkpoint, or a run: its best checkpoint, or its newest if none is the best."
+_CHECKPOINT = "A checkpoint, or a run: its best checkpoint, or its newest if it has no best one."
 
 app = typer.Typer(no_args_is_help=True, help="List, show, verify, prune, copy, export and import checkpoints.")
 
@@ -28,7 +28,7 @@ app = typer.Typer(no_args_is_help=True, help="List, show, verify, prune, copy, e
 def ckpt_list(
     parent: Annotated[str, typer.Argument(help="A run, a folder of checkpoints, a checkpoint, or s3://bucket/prefix.")],
 ) -> None:
-    """List the checkpoints of a run, in a folder or an object store; broken ones are listed with the reason."""
+    """List the checkpoints of a run, in a folder or an object store; damaged ones are listed with the reason."""
     from persia.checkpoint.object_store import ObjectStore
     from persia.runtime.files import is_url
 
@@ -94,7 +94,7 @@ def ckpt_show(
     directory: Annotated[str, typer.Argument(help=_CHECKPOINT)],
     tables: Annotated[bool, typer.Option("--tables", help="Print the vocabulary of each table instead.")] = False,
     files: Annotated[bool, typer.Option("--files", help="List each file with its size and hash too.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the whole manifest instead, which is JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest instead, as JSON.")] = False,
 ) -> None:
     """Print the tables of a checkpoint, its step and its size."""
     from persia.checkpoint.foreign import open_checkpoint
@@ -145,7 +145,9 @@ def _show_tables(head: dict[str, Any]) -> None:
 @app.command("prune")
 def ckpt_prune(
     parent: Annotated[str, typer.Argument(help="A run, a folder of checkpoints, or s3://bucket/prefix.")],
-    older: Annotated[str | None, typer.Option(metavar="AGE", help="Delete those that are older: 7d, 12h, 30m.")] = None,
+    older: Annotated[
+        str | None, typer.Option(metavar="AGE", help="Delete checkpoints older than this: 7d, 12h, 30m.")
+    ] = None,
     keep_last: Annotated[int | None, typer.Option(min=1, metavar="N", help="Keep the newest N in any case.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be deleted.")] = False,
 ) -> None:
@@ -165,8 +167,8 @@ def ckpt_prune(
     for each in deleted:
         typer.echo(f"{each.path}  step {each.step}  {each.size:,} bytes  {each.created_at:%Y-%m-%d %H:%M} UTC")
     size = sum(each.size for each in deleted)
-    done = "would be deleted" if dry_run else "are deleted"
-    typer.echo(f"{'' if dry_run else 'ok: '}{len(deleted)} of {len(found)} checkpoints {done}, {size:,} bytes")
+    done = "would delete" if dry_run else "ok: deleted"
+    typer.echo(f"{done} {len(deleted)} of {len(found)} checkpoints, {size:,} bytes")
 
 
 def _checkpoints_of(parent: str) -> "Place":
@@ -232,7 +234,7 @@ def _show_keys(opened: "Checkpoint") -> None:
     names = {file["name"] for file in opened.files}
     name = next((each for each in ("dense.pt", "model.pt") if each in names), None)
     if name is None:
-        typer.echo("the checkpoint has no dense model")
+        typer.echo("the checkpoint has neither dense.pt nor model.pt, the files of a dense model")
         return
     for key, value in torch.load(io.BytesIO(opened.read(name)), map_location="cpu", weights_only=True).items():
         shape = "x".join(map(str, value.shape)) or "scalar" if isinstance(value, torch.Tensor) else type(value).__name__
@@ -300,12 +302,17 @@ def ckpt_export(
         str | None, typer.Argument(help="The new checkpoint: s3://bucket/prefix/NAME.", show_default=False)
     ] = None,
     list_uploads: Annotated[
-        bool, typer.Option("--list-uploads", help="List the uploads below the address that were not completed.")
+        bool, typer.Option("--list-uploads", help="List the unfinished uploads below the address.")
     ] = False,
     abort_uploads: Annotated[
-        bool, typer.Option("--abort-uploads", help="Abort those that are old: the store deletes their parts.")
+        bool,
+        typer.Option(
+            "--abort-uploads", help="Abort unfinished uploads older than --older: the store deletes their parts."
+        ),
     ] = False,
-    older: Annotated[str, typer.Option(metavar="AGE", help="With --abort-uploads: 7d, 12h, 30m.")] = "1d",
+    older: Annotated[
+        str, typer.Option(metavar="AGE", help="With --abort-uploads: the minimum age, such as 7d, 12h, 30m.")
+    ] = "1d",
     force: Annotated[bool, typer.Option(help="Replace another checkpoint at the URL.")] = False,
 ) -> None:
     """Upload a checkpoint to S3 in parts with checksums.
@@ -349,7 +356,8 @@ def ckpt_rows(
     folder = _checkpoint(directory)
     tables = saved_tables(open_checkpoint(folder))
     if table is None and out is not None:
-        raise UsageError(f"-o {out}: --table is missing; the tables are {', '.join(each.name for each in tables)}")
+        names = ", ".join(each.name for each in tables) or "none"
+        raise UsageError(f"-o {out}: --table is missing; tables of the checkpoint: {names}")
     if table is None:
         _list_tables(tables)
         return
@@ -379,8 +387,8 @@ def ckpt_import(
 
     if len(rows) != len(table):
         raise UsageError(
-            f"ckpt import: expected one --table for each file, in the same order; found {len(rows)} file(s) and "
-            f"{len(table)} --table option(s)"
+            f"ckpt import: expected one --table for each file, in the same order; number of files: {len(rows)}, of "
+            f"--table options: {len(table)}"
         )
     columns = Columns(id_column, weights_column, prefix, lower)
     made = import_rows(list(zip(rows, table, strict=True)), _folder(out), columns, force=force)

@@ -22,8 +22,7 @@ def export(folder: str, url: str, *, force: bool) -> None:
         return
     typer.echo(f"ok: {folder} is at {url}: {done.files} files, {done.bytes:,} bytes, {done.parts} parts sent")
     if done.files_before or done.parts_before:
-        before = f"{done.files_before} file(s) and {done.parts_before} part(s)"
-        typer.echo(f"continued an earlier upload: {before} were there already")
+        typer.echo(f"already in the store, not sent again: files {done.files_before}, parts {done.parts_before}")
 
 
 def show(url: str) -> None:
@@ -34,9 +33,9 @@ def show(url: str) -> None:
     for each in found:
         typer.echo(_line(url, each))
     size = sum(sum(each.sizes) for each in found)
-    typer.echo(f"{len(found)} unfinished upload(s), {size:,} bytes")
+    typer.echo(f"unfinished uploads: {len(found)}, {size:,} bytes")
     if found:
-        typer.echo(f"to abort those older than a day: persia ckpt export --abort-uploads {shlex.quote(url)}")
+        typer.echo(f"to abort uploads older than a day: persia ckpt export --abort-uploads {shlex.quote(url)}")
 
 
 def abort(url: str, older: timedelta, text: str) -> None:
@@ -46,7 +45,7 @@ def abort(url: str, older: timedelta, text: str) -> None:
     again = f"persia ckpt export --abort-uploads {shlex.quote(url)} --older {text}"
     aborted = multipart.abort(url, older, again, lambda each: typer.echo(_line(url, each)))
     size = sum(sum(each.sizes) for each in aborted)
-    typer.echo(f"ok: aborted {len(aborted)} upload(s) that began more than {text} ago, {size:,} bytes")
+    typer.echo(f"ok: aborted uploads that began at least {text} ago: {len(aborted)}, {size:,} bytes")
 
 
 def _line(url: str, upload: "Upload") -> str:

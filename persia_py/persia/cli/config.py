@@ -127,10 +127,10 @@ def config_sizing(
     file: Annotated[Path | None, typer.Argument(help="Default: PERSIA_CONFIG, or persia.yml.")] = None,
     servers: Annotated[int, typer.Option(min=1, max=256, help="Embedding servers: SERVER_REPLICA.")] = 2,
     trainers: Annotated[int, typer.Option(min=1, help="Pods of trainers: TRAINER_REPLICA.")] = 2,
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks in each of them: GPU_NUM, or 1 without GPUs.")] = 1,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks in each pod of a trainer: GPU_NUM, or 1 without GPUs.")] = 1,
     overrides: Overrides = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the patch here, if there is no error.")
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the patch to this file.")
     ] = None,
 ) -> None:
     """Print the memory that the pods of a job need on Kubernetes, as a Kustomize patch.
@@ -150,8 +150,9 @@ def config_sizing(
     found, pods = pod_memory.pods_of(document.config, servers, trainers, ranks)
     rows = sum(table.rows for table in found.tables)
     summary = (
-        f"# {'' if found.is_exact else 'About '}{rows:,} rows on {servers} servers, {shown(found.server)} each; "
-        f"{trainers * ranks} ranks, {shown(found.trainer)} each."
+        f"# {'' if found.is_exact else 'About '}{rows:,} rows on {servers} server{'s' * (servers != 1)}, "
+        f"{shown(found.server)} each; {trainers * ranks} rank{'s' * (trainers * ranks != 1)}, "
+        f"{shown(found.trainer)} each."
     )
     text = "\n".join([summary, *pod_memory.patch(pods), ""])
     if out is None:
@@ -160,7 +161,7 @@ def config_sizing(
     try:
         write_whole(out, text.encode())
     except OSError as error:
-        raise StorageError(f"cannot write the patch to {out}: {error.strerror}") from error
+        raise StorageError(f"cannot write the patch to {out}: {error.strerror or error}") from error
     typer.echo(f"{summary.removeprefix('# ')} The patch is in {out}")
 
 
@@ -172,6 +173,7 @@ def _path(file: Path | None, verb: str) -> Path:
     if path is None:
         raise ConfigError(
             "no persia.yml: PERSIA_CONFIG is not set, and this folder has none",
-            hint=f"specify its path: persia config {verb} FILE, or create one: persia data inspect FILE",
+            hint=f"specify its path: persia config {verb} FILE, or create one from your data: persia data inspect DATA "
+            "-o persia.yml",
         )
     return path

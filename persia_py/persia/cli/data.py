@@ -24,7 +24,7 @@ def data_inspect(
     preset: Annotated[str | None, typer.Option(help="The format of text files: criteo.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the proposed persia.yml here.")] = None,
     rows: Annotated[int, typer.Option(min=1, help="Read at most this many rows.")] = 5_000_000,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the file of -o.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file of -o if it exists.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the columns of a table, and propose a persia.yml for it, with the reason for each choice."""
@@ -33,7 +33,7 @@ def data_inspect(
     from persia.runtime.files import write_whole
 
     if output is not None and output.exists() and not force:
-        raise UsageError(f"{output} already exists", hint="choose another file, or overwrite it: --force")
+        raise UsageError(f"{output} already exists", hint="choose another name, or replace it with --force")
     folder = Path.cwd() if output is None else output.absolute().parent
     found = inspect(files, label=label, test=test or (), preset=preset, rows=rows, folder=folder)
     if as_json:
@@ -49,7 +49,7 @@ def data_inspect(
             raise StorageError(f"cannot write the configuration to {output}: {error.strerror or error}") from error
         typer.echo(f"wrote {output}; next: persia train {shlex.quote(str(output))}", err=as_json)
     elif not as_json:
-        typer.echo(f"\n{found.yaml}\nnext: write it with -o persia.yml, then: persia train persia.yml")
+        typer.echo(f"\n{found.yaml}\nnext: write this configuration with -o persia.yml, then: persia train persia.yml")
 
 
 @app.command("bench")
@@ -100,7 +100,7 @@ def data_synth(
     try:
         counts = tuple(int(float(count)) for count in ids.split(","))
     except (ValueError, OverflowError) as error:
-        raise UsageError(f"--ids {ids!r}: expected numbers with commas between them, such as 1000,10000,1e6") from error
+        raise UsageError(f"--ids {ids}: expected numbers with commas between them, such as 1000,10000,1e6") from error
     teacher = synth.Teacher(counts, dense, exponent, positive, seed)
     made = synth.write(out, rows, teacher, skip=skip)
     typer.echo(f"wrote {out}: {made.rows:,} rows, {made.positive:.2%} positive")

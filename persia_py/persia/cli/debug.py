@@ -16,7 +16,9 @@ app = typer.Typer(no_args_is_help=True, help=HELP)
 
 _OWN = {"allow_interspersed_args": False}
 """Options after the script are those of the script."""
-_Words = Annotated[list[str], typer.Argument(metavar="-- SCRIPT [ARGUMENTS]", help="Or a launch line of torchrun.")]
+_Words = Annotated[
+    list[str], typer.Argument(metavar="-- SCRIPT [ARGUMENTS]", help="The script, or a launch line of torchrun.")
+]
 _Nproc = Annotated[int | None, typer.Option("--nproc", help="Ranks. Default: torchrun's, GPU_NUM, or RANK + 1.")]
 
 
@@ -40,7 +42,7 @@ def debug_run(
     words: _Words,
     rank: Annotated[int | None, typer.Option(help="The rank that stops. Default: RANK_TO_DEBUG, or 0.")] = None,
     nproc: _Nproc = None,
-    post_mortem: Annotated[bool, typer.Option("--pm", help="Stop the rank that fails at its error.")] = False,
+    post_mortem: Annotated[bool, typer.Option("--pm", help="If a rank fails, stop it at its error.")] = False,
     logs: Annotated[Path, typer.Option(help="The folder of the output of the other ranks.")] = Path("logs"),
 ) -> None:
     """Run the ranks of a script. The rank that is debugged gets the terminal, and stops at breakpoint_()."""
@@ -60,7 +62,7 @@ def _run(words: list[str], rank: int | None, nproc: int | None, logs: Path, *, p
 
 @app.command("clear")
 def debug_clear() -> None:
-    """Let ranks on this host continue that wait at a breakpoint_(False)."""
+    """Let the ranks on this host that wait at a breakpoint_(False) continue."""
     from persia.debug.gate import PREFIX, remove_files
 
     removed = remove_files(f"{PREFIX}*_[0-9]*.txt")
@@ -127,7 +129,7 @@ def debug_attach(
         )
     listening = attach.ask(found[0], attach.FIRST_PORT + found[0].rank if port is None else port, timeout)
     typer.echo(attach.launch_json(found[0], listening))
-    typer.echo(f"waiting for the editor for {timeout:g} s", err=True)
+    typer.echo(f"waiting up to {timeout:g} s for the editor", err=True)
     attach.wait_for_client(found[0], timeout)
     typer.echo("the editor is attached", err=True)
 
@@ -164,7 +166,7 @@ def _diff(a: Path, b: Path) -> None:
     if result.shared_only:
         about += "; parameters and gradients only, because the batches of two ranks differ"
     if result.unmatched:
-        about += f"; {result.unmatched} step(s) are in one of the two only"
+        about += f"; steps in only one of the two: {result.unmatched:,}"
     typer.echo(f"equal: {about}" if result.first is None else f"{result.first}\ncompared: {about}")
     if result.first is not None:
         raise typer.Exit(ExitCode.FAILED)

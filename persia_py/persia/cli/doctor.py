@@ -14,7 +14,7 @@ def doctor(
         bool, typer.Option("--ladder", help="Run ten steps, from the model alone to all ranks; the last ones train.")
     ] = False,
     until: Annotated[int, typer.Option(min=1, max=10, metavar="N", help="With --ladder: the last step to run.")] = 10,
-    nproc: Annotated[int | None, typer.Option(min=1, help="With --ladder: the ranks of the last steps.")] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="With --ladder: the number of ranks.")] = None,
     only: Annotated[str | None, typer.Option(metavar="NAME,…", help="Run these checks only, such as gpu,disk.")] = None,
     folder: Annotated[
         list[str] | None,
@@ -32,7 +32,8 @@ def doctor(
         typer.Option(
             min=2,
             metavar="N",
-            help="Connect N ranks to each other. Run it on every rank, with RANK set; without it, all are here.",
+            help="Connect N ranks to each other. Run the command on every rank with RANK set; without RANK, all ranks "
+            "run here.",
         ),
     ] = None,
     prometheus: Annotated[
@@ -90,7 +91,7 @@ def doctor(
             raise UsageError(
                 "--ladder: no persia.yml: CONFIG is not given, PERSIA_CONFIG is not set, and this folder has none",
                 hint="specify its path: persia doctor --ladder FILE, or create one from your data: "
-                "persia data inspect FILE -o persia.yml",
+                "persia data inspect DATA -o persia.yml",
             )
         raise typer.Exit(doctor_views.ladder(path, until=until, nproc=nproc))
     names = [name.strip() for name in (only or "").split(",") if name.strip()]

@@ -22,7 +22,7 @@ def dump(
         Path | None,
         typer.Option("--out", "-o", help="The archive; - is standard output. Default: persia-dump-….tar.gz"),
     ] = None,
-    preview: Annotated[bool, typer.Option("--preview", help="List what would be in it, and write nothing.")] = False,
+    preview: Annotated[bool, typer.Option("--preview", help="List the files, and write nothing.")] = False,
     repro: Annotated[
         bool, typer.Option("--repro", help="Add a minimal reproduction: configuration, model, one batch of the data.")
     ] = False,
@@ -49,8 +49,8 @@ def dump(
     if run is not None and (folder is None or not folder.is_dir()):
         raise UsageError(
             f"{run}: no such folder; expected the folder of a run, such as runs/LATEST",
-            hint="correct the path, or omit RUN to dump the stack in this folder, or else PERSIA_RUN_DIR or the newest "
-            "run in runs/",
+            hint="correct the path, or omit RUN: the default is the stack in this folder, else PERSIA_RUN_DIR, else "
+            "the newest run below runs/",
         )
     if folder is not None:
         facts.subject = f"run {folder}"

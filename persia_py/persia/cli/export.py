@@ -1,5 +1,6 @@
 """``persia export``: write a trained model as a bundle."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +18,8 @@ def export(
         Path,
         typer.Argument(
             metavar="RUN|CONFIG",
-            help="A run's folder, runs/LATEST, or a checkpoint in a run; or a persia.yml, whose newest run is taken.",
+            help="A run's folder, runs/LATEST, or a checkpoint in a run; or a persia.yml: its run.name, else its "
+            "newest run.",
         ),
     ] = Path("runs/LATEST"),
     rows: Annotated[
@@ -40,7 +42,7 @@ def export(
     ] = None,
     transform: Annotated[
         Path | None,
-        typer.Option("--transform", metavar="FILE", help="With --checkpoint: its transform. By default: fitted again."),
+        typer.Option("--transform", metavar="FILE", help="With --checkpoint: its transform. Default: fitted again."),
     ] = None,
 ) -> None:
     """Write a trained model as a folder that can be served, and check that its scores equal those of evaluation."""
@@ -63,13 +65,15 @@ def export(
         done = _of_checkpoint(source, checkpoint, transform, out, rows, torchscript, held_out)
     else:
         raise UsageError(
-            f"--checkpoint {checkpoint}: expected the persia.yml that describes the checkpoint, found {source}"
+            f"--checkpoint {checkpoint}: expected the persia.yml that describes the checkpoint, found {source}",
+            hint=f"persia export persia.yml --checkpoint {shlex.quote(str(checkpoint))} -o {shlex.quote(str(out))}",
         )
     manifest, parity = done.manifest, done.manifest.parity
     for table in manifest.tables:
         typer.echo(f"table {table.name}: {table.rows:,} rows of {table.dim} {manifest.rows}")
+    part = "the given files" if done.part == "given" else f"the {done.part} set"
     typer.echo(
-        f"scores of {parity.compared:,} rows of {done.part} are those of evaluation: the largest |difference| / "
+        f"scores of {parity.compared:,} rows of {part} are those of evaluation: the largest |difference| / "
         f"max(1, |output|) is {parity.largest:.1g}; at most {parity.bound:g} is allowed"
     )
     typer.echo(f"wrote {out}: {done.bytes:,} bytes, {manifest.identity}")

@@ -26,15 +26,17 @@ def logs(
         ),
     ] = None,
     rank: Annotated[str | None, typer.Option(metavar="R|all", help="Only lines of rank R; all: any rank.")] = None,
-    service: Annotated[str | None, typer.Option(help="Only processes whose names begin so, such as server.")] = None,
+    service: Annotated[
+        str | None, typer.Option(help="Only processes whose names begin with this, such as server.")
+    ] = None,
     grep: Annotated[
         str | None, typer.Option(metavar="PATTERN", help="Only lines that match this regular expression.")
     ] = None,
     token: Annotated[
         str | None, typer.Option(metavar="G/R/S", help="Only lines about the batch of generation G, rank R, step S.")
     ] = None,
-    since: Annotated[str | None, typer.Option(help="Only lines since 30s, 10m, 2h ago, or since a time.")] = None,
-    tail: Annotated[int | None, typer.Option(min=1, help="Only the last so many of the selected lines.")] = None,
+    since: Annotated[str | None, typer.Option(help="Only lines of the last 30s, 10m, 2h, or since a time.")] = None,
+    tail: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the last N of the selected lines.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each line.")] = False,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Then print new lines, until Ctrl-C.")] = False,
 ) -> None:

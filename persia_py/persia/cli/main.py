@@ -92,7 +92,7 @@ def _main(
         ),
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Show whole tracebacks, and log all: LOG_LEVEL=DEBUG.")
+        bool, typer.Option("--verbose", help="Show whole tracebacks, and log at level debug: LOG_LEVEL=DEBUG.")
     ] = False,
 ) -> None:
     del version

@@ -37,7 +37,9 @@ def config_pick(
     from persia.trainer import instances
 
     if memory_gib is not None and (file is not None or overrides):
-        raise UsageError("persia config pick: pass either --memory-gib, or FILE and --set")
+        raise UsageError(
+            "persia config pick: FILE and --set are not allowed with --memory-gib, which replaces the estimate"
+        )
     table = instances.read_table(prices)
     memory = _estimated(file, overrides or ()) if memory_gib is None else memory_gib * instances.GIB
     choice = instances.pick(table, memory, gpus=gpus, min_saving=min_saving)
@@ -75,11 +77,11 @@ def _none(prices: Path, table: "Sequence[Instance]", memory: float, gpus: int, *
     if not enough:
         count = max(each.gpus for each in table)
         return ConfigError(
-            f"{prices}: no instance has at least {gpus} GPU(s); the largest number is {count}",
+            f"{prices}: no instance has at least {_gpus(gpus)}; the largest number is {count}",
             hint="add instances to the table, or lower --gpus",
         )
     largest = max(enough, key=lambda each: each.memory)
-    of = f" with at least {gpus} GPU(s)" if gpus else ""
+    of = f" with at least {_gpus(gpus)}" if gpus else ""
     most = f"{largest.memory / instances.GIB:.1f} GiB"
     smaller = ", or make the run smaller: docs/profiling.md#memory" if is_estimate else ""
     return ConfigError(
@@ -88,15 +90,19 @@ def _none(prices: Path, table: "Sequence[Instance]", memory: float, gpus: int, *
     )
 
 
+def _gpus(count: int) -> str:
+    return "1 GPU" if count == 1 else f"{count} GPUs"
+
+
 def _show(table: "Sequence[Instance]", memory: float, gpus: int, choice: "Choice", min_saving: float) -> None:
     from persia.trainer import instances
 
-    needed = f"{memory / instances.GIB:.1f} GiB of memory" + (f" and {gpus} GPU(s)" if gpus else "")
+    needed = f"{memory / instances.GIB:.1f} GiB of memory" + (f" and {_gpus(gpus)}" if gpus else "")
     suitable = sum(instances.is_suitable(each, memory, gpus) for each in table)
-    typer.echo(f"needed: {needed}; {suitable} of {len(table)} instances have that")
+    typer.echo(f"needed: {needed}; suitable instances: {suitable} of {len(table)}")
     price = f"{choice.instance}, {choice.instance.usd_per_hour:g} USD per hour"
     if choice.usual is None or choice.saving is None:
-        typer.echo(f"pick: {price}; the table has no on-demand price to compare it with")
+        typer.echo(f"pick: {price}; no suitable instance has an on-demand price to compare with")
         return
     compared = f"{choice.saving:.0%} below the {choice.usual.on_demand:g} USD of {choice.usual.name} on demand"
     if choice.saving < 0:
@@ -104,7 +110,7 @@ def _show(table: "Sequence[Instance]", memory: float, gpus: int, choice: "Choice
     if choice.waits:
         only = "" if choice.saving < 0 else "only "
         typer.echo(f"wait: {price}, is the cheapest, but {only}{compared}; --min-saving requires {min_saving:.0%}")
-        anyway = "" if choice.saving < 0 else ", or take it: --min-saving 0"
-        typer.echo(f"run this again when prices have changed{anyway}")
+        anyway = "" if choice.saving < 0 else ", or take this instance now: --min-saving 0"
+        typer.echo(f"run the command again when prices have changed{anyway}")
     else:
         typer.echo(f"pick: {price}, {compared}")

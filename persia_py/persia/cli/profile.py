@@ -42,9 +42,7 @@ def profile_memory(
 ) -> None:
     """Show which operations of a run allocated most memory.
 
-    For a persia.yml, train it under memray and show host memory.
-
-    The latter requires the package memray.
+    For a persia.yml, train under memray, a package that must be installed, and show host memory.
     """
     from persia.profile import memory, report
 

@@ -20,7 +20,7 @@ def serve(
         str, typer.Option(metavar="HOST:PORT", envvar="PERSIA_SERVE_HTTP", help="Address for HTTP.")
     ] = "127.0.0.1:8000",
     grpc: Annotated[
-        str, typer.Option(metavar="HOST:PORT", envvar="PERSIA_SERVE_GRPC", help="Address for gRPC; none for no gRPC.")
+        str, typer.Option(metavar="HOST:PORT", envvar="PERSIA_SERVE_GRPC", help="Address for gRPC; none: no gRPC.")
     ] = "127.0.0.1:8001",
     name: Annotated[
         str | None, typer.Option(envvar="PERSIA_SERVE_NAME", help="Name of the model. Default: that of the folder.")
@@ -30,7 +30,12 @@ def serve(
     ] = 1_024,
     batch_delay_ms: Annotated[
         float,
-        typer.Option(min=0, max=1000, envvar="PERSIA_SERVE_BATCH_DELAY_MS", help="How long a batch waits for rows."),
+        typer.Option(
+            min=0,
+            max=1000,
+            envvar="PERSIA_SERVE_BATCH_DELAY_MS",
+            help="Milliseconds that a batch waits for more rows.",
+        ),
     ] = 0.0,
     waiting: Annotated[
         int, typer.Option(min=1, envvar="PERSIA_SERVE_WAITING", help="Requests that may wait; others get 503.")
@@ -43,11 +48,19 @@ def serve(
     ] = 8,
     timeout_s: Annotated[
         float,
-        typer.Option(min=0.1, envvar="PERSIA_SERVE_TIMEOUT", help="Maximum seconds to send a request, and to wait."),
+        typer.Option(
+            min=0.1,
+            envvar="PERSIA_SERVE_TIMEOUT",
+            help="Maximum seconds for receiving a request, and for its response.",
+        ),
     ] = 10.0,
     drain_s: Annotated[
         float,
-        typer.Option(min=0, envvar="PERSIA_SERVE_DRAIN", help="Seconds after SIGTERM: not ready, still answering."),
+        typer.Option(
+            min=0,
+            envvar="PERSIA_SERVE_DRAIN",
+            help="Seconds after SIGTERM in which the server is not ready, but still answers.",
+        ),
     ] = 0.0,
     threads: Annotated[int, typer.Option(min=1, envvar="PERSIA_SERVE_THREADS", help="Threads that score a batch.")] = 1,
     show_token: Annotated[
@@ -69,7 +82,7 @@ def serve(
     if bundle is None:
         raise UsageError(
             "no BUNDLE is given, and PERSIA_BUNDLE is not set",
-            hint="export a run, then serve the bundle: persia export runs/LATEST -o bundle, then persia serve bundle",
+            hint="export a run: persia export runs/LATEST -o bundle; then: persia serve bundle",
         )
     with interruptible():
         try:

@@ -17,7 +17,7 @@ def status(
     targets: Annotated[
         bool, typer.Option("--targets", help="Print the addresses of metrics, for file_sd_configs of Prometheus.")
     ] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Show use and progress until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show resource usage and progress until Ctrl-C.")] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="With --watch: print CSV.")] = False,
     samples: Annotated[int | None, typer.Option("-l", min=1, help="With --watch: end after this many samples.")] = None,
     seconds: Annotated[

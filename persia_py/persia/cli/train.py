@@ -64,13 +64,13 @@ def train(
     replace_rows: Annotated[
         bool, typer.Option("--replace-rows", help="With --test on servers: discard the rows that they hold.")
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show whole tracebacks, and log all.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show whole tracebacks, and log at level debug.")] = False,
     follow: Annotated[
         bool,
         typer.Option(
             "--follow",
             "-f",
-            help="Train in the background, and show the output. On a terminal, Ctrl-C asks whether to end it.",
+            help="Train in the background, and show the output. On a terminal, Ctrl-C asks whether to end training.",
         ),
     ] = False,
     profile: Annotated[
@@ -139,7 +139,8 @@ def _show(config: "Config", folder: "RunFolder") -> None:
     show_results(summary)
     if summary.get("status") == STOPPED and config.budget is not None:
         typer.echo(
-            f"stopped after step {summary['step']}: {summary['reason']}, {summary['cost_usd']:.2f} USD were spent"
+            f"stopped after step {summary['step']}: the run has cost {summary['cost_usd']:.2f} USD, allowed: "
+            f"{config.budget.usd:g} (budget.usd)"
         )
         more = f"--resume {shlex.quote(folder.shown)} --set budget.usd={2 * config.budget.usd:g}"
         typer.echo(f"next:  to continue training, repeat the command with {more}")
@@ -157,6 +158,8 @@ def _train(config: "Config", file: Path, run: Path | None, set_: list[str], *, r
         from persia.trainer import Trainer
         from persia.trainer.operations import effective_batch
         from persia.trainer.progress import Shown
+        from persia.trainer.record import STOPPED
+        from persia.trainer.run_folder import SUMMARY
 
     stop = config.train.early_stop
     folder = None
@@ -172,7 +175,7 @@ def _train(config: "Config", file: Path, run: Path | None, set_: list[str], *, r
             typer.echo(effective_batch(config))
             for report in reports:
                 shown.report(report)
-        if folder is not None and shown.reports == 0:
+        if folder is not None and shown.reports == 0 and folder.read_json(SUMMARY).get("status") != STOPPED:
             typer.echo(_finished(file, folder, config, set_))
     except (KeyboardInterrupt, SystemExit) as error:
         code = error.code if isinstance(error, SystemExit) else ExitCode.INTERRUPTED

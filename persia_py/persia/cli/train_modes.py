@@ -96,7 +96,7 @@ def synchronise_cuda() -> None:
 
     torch.backends.cudnn.benchmark = False
     if not torch.cuda.is_available():
-        _logger.warning("--sync-cuda has no effect: there is no GPU")
+        _logger.warning("--sync-cuda has no effect: torch finds no GPU")
 
 
 def name_of(run: Path | None, config: Config) -> str:
@@ -110,7 +110,8 @@ def name_of(run: Path | None, config: Config) -> str:
     parent = Path(config.run.dir).expanduser().absolute()
     if run is None and config.run.name is None:
         raise UsageError(
-            "--nproc with --resume needs the folder of the run: one process may have trained the newest run",
+            "--nproc with --resume needs the folder of the run: the newest run may be one of a single process, which "
+            "ranks cannot continue",
             hint=f"specify its folder: --resume {shlex.quote(str(Path(config.run.dir) / 'NAME'))}",
         )
     found = find_run(parent / str(config.run.name) if run is None else run)
@@ -136,7 +137,7 @@ def test(config: Config, file: Path, nproc: int | None, *, replace_rows: bool) -
     where, left = "in this process", "no file is left"
     code = 0
     if nproc is not None:
-        where = f"on {nproc} ranks"
+        where = "on 1 rank" if nproc == 1 else f"on {nproc} ranks"
         code = ranks.test(config, file, nproc)
     elif settings.nats_url is not None:
         where, left = "on the servers of the job", "the servers now hold the rows of the test"

@@ -154,7 +154,7 @@ class TrainBlock(Block):
     rows do not change. With ``precision: fp16``, gradients that overflow because of the loss scale skip the step in
     both cases. The 25th skipped step in a row ends training."""
     detect_anomaly: bool = False
-    """Let torch find the operation whose gradient has NaN. Training is several times slower."""
+    """Let torch find the operation whose gradient has NaN. Training takes several times as long."""
     staleness: Annotated[int, Field(ge=1, le=MAX_STALENESS)] = 4
     """The maximum staleness of look-ups: when a look-up is served, at most ``staleness - 1`` pushes are in flight."""
     reproducible: bool = False
@@ -308,8 +308,8 @@ class Config(Block):
     train: TrainBlock = TrainBlock()
     """How the model is trained."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """The precision of the model's forward in training: with ``bf16`` and ``fp16``, torch's autocast computes matrix
-    products in that type. ``fp16`` also scales the loss. Weights, embeddings and evaluations are float32."""
+    """The precision of the model's forward pass in training: with ``bf16`` and ``fp16``, torch's autocast computes
+    matrix products in that type. ``fp16`` also scales the loss. Weights, embeddings and evaluations are float32."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """How several ranks train the model. ``ddp``: each rank has all weights. ``fsdp``: gradients, optimizer state and,
     between steps, weights are sharded over the ranks. Both write the same checkpoints."""

@@ -10,6 +10,7 @@ from persia.config.blocks import SplitBlock
 from persia.config.checker import Checker, node_at
 from persia.config.findings import Findings, near
 from persia.config.operation_checks import Operations
+from persia.embedding.listed import listed
 from persia.runtime.criteo import CRITEO_HEADER
 from persia.runtime.errors import UsageError
 from persia.runtime.files import is_url, shown_url
@@ -180,7 +181,7 @@ class _Checks(Checker):
         if data.get("persistent") is False and data.get("workers") == 1:
             self._warn("data.persistent", "has no effect with `workers: 1`, which starts no threads")
         if data.get("synthetic") and (data.get("workers") or 1) > 1:
-            self._warn("data.workers", "has no effect with `synthetic: true`, which converts no rows")
+            self._warn("data.workers", "has no effect with `synthetic: true`, which converts only the first batches")
 
     def check_training(self) -> None:
         """Check the metrics, early stopping, the learning-rate schedule, and the reproducible mode."""
@@ -198,10 +199,10 @@ class _Checks(Checker):
                 message = "found, but `train.metrics` has no `gauc`: add `gauc`, or remove this key"
                 self._error("train.gauc_group", message)
         if stop.get("metric") not in (None, "loss") and (label := self._first_label()) is not None:
-            message = f"found `{stop['metric']}`, but the first label, `{label}`, has `loss: mse`; allowed: loss"
+            message = f"is `{stop['metric']}`, but the first label, `{label}`, has `loss: mse`; allowed: loss"
             self._error("train.early_stop.metric", message)
         if stop and not self._has_valid():
-            message = "there is no validation set to evaluate on: set data.valid, or its share in data.split"
+            message = "there is no validation set to evaluate on: set data.valid, or the valid part of data.split"
             self._error("train.early_stop", message)
         for key in ("embedding_optimizer", "dense_optimizer"):
             chosen = train.get(key) or {}
@@ -244,7 +245,7 @@ class _Checks(Checker):
         checkpoint: Mapping[str, Any] = self._values.get("checkpoint") or {}
         if is_url(run.get("dir") or ""):
             hint = "checkpoint.dir may be an address such as s3://bucket/prefix"
-            self._error("run.dir", f"found `{run['dir']}`, allowed: a folder; {hint}")
+            self._error("run.dir", f"found `{shown_url(run['dir'])}`, allowed: a folder; {hint}")
         saves, upload = checkpoint.get("dir"), checkpoint.get("upload_to")
         if saves is not None and is_url(saves):
             try:
@@ -298,7 +299,7 @@ class _Checks(Checker):
 
     def check_leaks(self) -> None:
         """Check that no feature, group or weight reads the column of a label, which is unknown at prediction time."""
-        labels = {use.column: use.by for use in uses_of(self._root) if use.by.startswith("labels.")}
+        labels = {use.column: use.of for use in uses_of(self._root) if use.by.startswith("labels.")}
         for use in uses_of(self._root):
             if use.column in labels and not use.by.startswith("labels."):
                 message = f"reads `{use.column}`, the column of `{labels[use.column]}`, which is unknown at prediction"
@@ -325,8 +326,8 @@ class _Checks(Checker):
                 dims[key] = (value, dim.place)
         sizes = {value for value, _ in dims.values()}
         if len(sizes) > 1:
-            listed = ", ".join(f"{name} {value:g}" for name, (value, _) in dims.items())
-            message = f"`dlrm` needs one dim for all features, found {listed}; set the same dim, or use `name: dcnv2`"
+            found = listed([f"{name} {value:g}" for name, (value, _) in dims.items()])
+            message = f"`dlrm` needs one dim for all features, found {found}; set the same dim, or use `name: dcnv2`"
             self._error("model.name", message)
         elif sizes and self._has_dense():
             self._check_last("bottom_mlp", model.get("bottom_mlp"), int(min(sizes)), "the dim of the features")

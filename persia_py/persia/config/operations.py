@@ -49,9 +49,9 @@ class FsdpBlock(Block):
     """How the model is sharded with ``parallel: fsdp``. Otherwise the block has no effect."""
 
     reshard_after_forward: bool = False
-    """Shard the weights again between forward and backward, so that they are gathered twice per step. This uses less
-    memory and sends more data. ``true`` is what FSDP1 calls ``FULL_SHARD``, ``false`` is its ``SHARD_GRAD_OP``. The
-    whole model is one unit, so there is nothing to prefetch."""
+    """Shard the weights again between the forward and the backward pass, so that they are gathered twice per step.
+    This uses less memory and sends more data. ``true`` is what FSDP1 calls ``FULL_SHARD``, ``false`` is its
+    ``SHARD_GRAD_OP``. The whole model is one unit, so there is nothing to prefetch."""
 
 
 class SpotBlock(Block):
@@ -88,7 +88,7 @@ class PriceBlock(Block):
     every_s: Annotated[float, Field(gt=0)] = 60.0
     """Seconds between two polls."""
     volatile: Annotated[float, Field(gt=0)] = 0.2
-    """The range of prices, as a share of their mean, from which the price is volatile."""
+    """The smallest range of the last prices, as a share of their mean, at which the price counts as volatile."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 100
     """Steps between checkpoints while the price is volatile, instead of ``checkpoint.every``."""
 

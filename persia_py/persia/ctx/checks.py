@@ -163,7 +163,7 @@ class TruncatedSlots:
                 self._logged.add(slot)
                 _logger.warning(
                     "slot %r: some samples have more ids than sample_fixed_size, so only their first ids are used; "
-                    "dropped ids in this batch: %d. Later ones are not logged, but counted in Engine.stats()['slots']",
+                    "dropped ids in this batch: %d. Further dropped ids are counted in ctx.engine.stats()['slots']",
                     slot,
                     truncated,
                 )
@@ -177,7 +177,7 @@ def check_rows(given: object, where: str) -> None:
         raise UsageError(
             f"{where}(embedding_config=...): found slots, such as features.embedding_config() returns; expected "
             "persia.embedding.EmbeddingConfig, which sets how rows are initialized",
-            hint="take the slots from the features: PERSIA_CONFIG=persia.yml in the environment",
+            hint="leave out embedding_config; to set the slots: PERSIA_CONFIG=persia.yml in the environment",
         )
     raise UsageError(
         f"{where}(embedding_config=...): expected persia.embedding.EmbeddingConfig, found {type(given).__name__}"

@@ -116,7 +116,7 @@ class DataCtx:
             if value is None or ends_well(value):
                 sender.end()
             elif isinstance(value, SystemExit):
-                sender.fail(UsageError(f"the data script exited: {value.code}"))
+                sender.fail(UsageError(f"the data script ended with sys.exit({value.code!r})"))
             elif not isinstance(value, Stopped | RunRestarted | KeyboardInterrupt):
                 sender.fail(value)
         except Stopped as error:

@@ -104,7 +104,7 @@ class StreamingDataset(IterableDataset):
         inbox: Inbox = backend.feed.inbox
         if self._inbox is not inbox:
             if inbox.is_open:
-                raise UsageError("this training context already has a StreamingDataset; use that one")
+                raise UsageError("this context already has a StreamingDataset; use that one")
             self._begin(inbox)
         return inbox
 

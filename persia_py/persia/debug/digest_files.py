@@ -2,10 +2,11 @@
 
 import csv
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from persia.runtime.errors import DataError, UsageError
+from persia.runtime.errors import DataError, StorageError, UsageError
 
 _COLUMNS = ["step", "name", "md5", "norm"]
 _SHARED = ("parameter/", "gradient/")
@@ -66,6 +67,7 @@ def diff(a: Path, b: Path) -> Compared:
 
     Raises:
         DataError: A file is not a file of digests.
+        StorageError: A file cannot be read.
         UsageError: A path does not exist, or the two have nothing in common.
     """
     pairs = _pairs(a, b)
@@ -77,7 +79,10 @@ def diff(a: Path, b: Path) -> Compared:
         left, right = (_read(path, shared_only=different_ranks) for path in (one, other))
         common = left.keys() & right.keys()
         if not common:
-            raise UsageError(f"{one} and {other} have no step and tensor in common, so nothing can be compared")
+            shared = "no tensor of the same step"
+            if different_ranks:
+                shared = "no parameter and no gradient of the same step, which are compared if the ranks differ,"
+            raise UsageError(f"{one} and {other} have {shared} in common")
         count += len(common)
         steps = {step for step, _ in left} & {step for step, _ in right}
         unmatched = max(unmatched, len({step for step, _ in left} ^ {step for step, _ in right}))
@@ -121,15 +126,23 @@ def _rank(path: Path) -> str:
 
 
 def _read(path: Path, *, shared_only: bool) -> Digests:
-    with path.open(encoding="utf-8", newline="") as file:
-        lines = csv.reader(file)
-        if next(lines, None) != _COLUMNS:
-            raise DataError(f"{path}: expected the first line {','.join(_COLUMNS)}, as PERSIA_DIGEST writes it")
-        found: Digests = {}
-        for number, line in enumerate(lines, 2):
-            if len(line) != len(_COLUMNS) or not line[0].isdecimal():
-                raise DataError(f"{path}:{number}: expected {','.join(_COLUMNS)}, found {','.join(line)}")
-            step, name, md5, norm = line
-            if not shared_only or name.startswith(_SHARED):
-                found[int(step), name] = (md5, norm)
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            return _parse(path, csv.reader(file), shared_only=shared_only)
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path} is not a file of digests: {error}") from error
+
+
+def _parse(path: Path, lines: Iterator[list[str]], *, shared_only: bool) -> Digests:
+    if next(lines, None) != _COLUMNS:
+        raise DataError(f"{path}: expected the first line {','.join(_COLUMNS)}, as PERSIA_DIGEST writes it")
+    found: Digests = {}
+    for number, line in enumerate(lines, 2):
+        if len(line) != len(_COLUMNS) or not line[0].isdecimal():
+            raise DataError(f"{path}:{number}: expected {','.join(_COLUMNS)}, found {','.join(line)}")
+        step, name, md5, norm = line
+        if not shared_only or name.startswith(_SHARED):
+            found[int(step), name] = (md5, norm)
     return found

@@ -45,7 +45,7 @@ class Examiner:
         with session.prompting(None):
             sys.stdout.write("".join(traceback.format_exception(error)))
             sys.stdout.write(
-                f"rank {session.rank} of {session.world_size} failed; the other ranks are held when they need it. "
+                f"rank {session.rank} of {session.world_size} failed; the other ranks wait when they need this rank. "
                 "c ends this rank with its error, q ends all ranks\n"
             )
         Debugger(session).examine(error.__traceback__)

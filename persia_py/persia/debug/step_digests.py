@@ -61,7 +61,8 @@ def record(step: int, model: torch.nn.Module | None = None, **tensors: torch.Ten
     """
     wrong = [name for name, tensor in tensors.items() if not isinstance(tensor, torch.Tensor | None)]
     if wrong:
-        raise UsageError(f"record(step, ...): {', '.join(wrong)}: expected tensors")
+        found = ", ".join(f"{name}={type(tensors[name]).__name__}" for name in wrong)
+        raise UsageError(f"record(step, ...): expected tensors, found {found}")
     recorder = digests.current()
     if recorder is None or not recorder.due(step):
         return

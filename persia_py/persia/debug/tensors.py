@@ -85,7 +85,7 @@ def load_tensor(name: str, rank: int | None = None, folder: str | os.PathLike[st
     path = _path(name, settings.rank if rank is None else rank, folder)
     try:
         return torch.from_numpy(np.load(path, allow_pickle=False))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         why = getattr(error, "strerror", None) or error
         raise UsageError(f"cannot load a tensor from {path}: {why}; expected a file of save_tensor") from error
 

@@ -113,12 +113,14 @@ def _ask(url: str, subject: str) -> list[bytes]:
         raise UnreachableError(f"NATS at {shown} sent an unexpected response: {text!r}", hint=_NEXT) from error
     except (OSError, NATSError) as error:
         text = str(error) or type(error).__name__
-        hint = _NEXT
+        failed, hint = f"NATS at {shown} is not reachable", _NEXT
         if isinstance(error, ssl.SSLError):
+            failed = f"cannot establish TLS with NATS at {shown}"
             hint = f"check that the certificate of NATS has not expired, and that its CA is {_CA}"
         elif isinstance(error, FileNotFoundError | PermissionError) and not _is_readable(settings.tls_ca):
+            failed = f"cannot establish TLS with NATS at {shown}"
             hint = f"correct the path in PERSIA_TLS_CA ({settings.tls_ca}), or the permissions of this file"
-        raise UnreachableError(f"NATS at {shown} is not reachable: {text}", hint=hint) from error
+        raise UnreachableError(f"{failed}: {text}", hint=hint) from error
     finally:
         _close(client)
     return answers

@@ -85,8 +85,9 @@ def check_regions(regions: Mapping[str, Sequence[int]], world_size: int) -> None
     ]
     told = "; ".join(f"{what}: {', '.join(map(str, ranks))}" for what, ranks in problems if ranks)
     raise UsageError(
-        f"dist.regions: expected each rank, 0 to {world_size - 1}, in one region; {told}",
-        hint="put each rank into one region, such as {east: [0, 1], west: [2, 3]}, or train without dist.regions",
+        f"regions: expected each rank, 0 to {world_size - 1}, in one region; {told}",
+        hint="put each rank into one region, such as {east: [0, 1], west: [2, 3]}, or train without regions "
+        "(dist.regions, DDPOption)",
     )
 
 

@@ -240,7 +240,7 @@ def _admit(
 ) -> None:
     taken = links.get(them.rank)
     if taken is not None and taken.over:
-        _logger.warning("%r disconnected before the run began; another may take its place", known[them.rank])
+        _logger.warning("%r disconnected before the run began; another process may take this rank", known[them.rank])
         links.pop(them.rank).close()
         taken = None
     refused = _reason_to_refuse(me, challenge, them, None if taken is None else known[them.rank])
@@ -326,7 +326,8 @@ def join(address: tuple[str, int], me: Introduction, timeout_s: float) -> Peers:
         kind, text = message["refused"] if message is not None and "refused" in message else ("", "")
         if not text:
             raise UnreachableError(
-                f"rank 0 of job {me.job!r} at {address[0]}:{address[1]} closed the connection during the handshake",
+                f"rank 0 of job {me.job!r} at {address[0]}:{address[1]} closed the connection or did not respond "
+                "during the handshake",
                 hint="see the output of rank 0",
             )
         kinds: dict[str, type[PersiaError]] = {"AuthError": AuthError, "IncompatibleError": IncompatibleError}
@@ -344,5 +345,5 @@ def unreachable(address: tuple[str, int], error: OSError) -> str:
     kind = dropped if isinstance(error, TimeoutError) else "refused" if error.errno == 111 else str(error.strerror)
     text = f"{name}:{port} is not reachable (DNS ok / TCP {kind})"
     if name.startswith("127."):
-        text += "; if it is on another host, PERSIA_SOCKET_IFNAME or PERSIA_ADVERTISE there names a loopback address"
+        text += "; if rank 0 is on another host, its PERSIA_SOCKET_IFNAME or PERSIA_ADVERTISE names a loopback address"
     return text

@@ -104,8 +104,8 @@ def _check_gpus() -> None:
     given = [part for part in visible.split(",") if part.strip()]
     if len(given) < int(count):
         raise UsageError(
-            f"CUDA_VISIBLE_DEVICES={visible!r} lists {len(given)} device(s), but {count} rank(s) need one each "
-            f"(GPU_NUM={count})",
+            f"CUDA_VISIBLE_DEVICES={visible!r} lists too few devices: found {len(given)}, expected {count}, a "
+            f"different one for each rank (GPU_NUM={count})",
             hint="list one device for each rank in CUDA_VISIBLE_DEVICES, or start fewer ranks: GPU_NUM",
         )
 

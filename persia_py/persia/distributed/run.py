@@ -13,6 +13,7 @@ from torch import distributed as torch_distributed
 
 from persia.distributed import lag
 from persia.distributed.control_plane import Peers, left_at
+from persia.embedding.listed import listed
 from persia.runtime import files, flight, job
 from persia.runtime.errors import PersiaError, RunLostError, StorageError, UsageError
 from persia.runtime.exit_codes import ExitCode
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 _logger = get_logger("distributed")
 
 _LISTED = 5
-"""The number of names that a message lists."""
+"""The maximum number of names that a message lists."""
 
 
 class Session(Protocol):
@@ -182,9 +183,8 @@ def report(result: dict[str, Any]) -> None:
         json.dumps(result, allow_nan=False)
     except (TypeError, ValueError) as error:
         wrong = [repr(name) for name, value in result.items() if not _is_json({name: value})]
-        more = f" and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
         raise UsageError(
-            f"report: {', '.join(wrong[:_LISTED])}{more}: expected finite numbers, strings, lists and dicts: {error}",
+            f"report: {listed(wrong, _LISTED)}: expected finite numbers, strings, lists and dicts: {error}",
             hint="report item() of a tensor and tolist() of an array; leave out NaN and infinite values",
         ) from error
     _process.result.update(result)
@@ -223,7 +223,7 @@ def finish() -> None:
     """
     if _process.failed:
         raise RunLostError(
-            f"the run is not finished, its training failed: {_process.failed}",
+            f"the run is not finished, because its training failed: {_process.failed}",
             hint=f"correct the cause, then {RunLostError.hint}",
         )
     for session in list(_process.sessions):
@@ -238,7 +238,7 @@ def finish() -> None:
         others.ended(_process.open_step)
         others.all_gather("finish", None)
     if _process.stopped:
-        _logger.info("the run is not finished, it has stopped: %s", _process.stopped)
+        _logger.info("the run is not finished, because it was stopped: %s", _process.stopped)
     elif settings.rank == 0:
         _write_summary(job.run_dir())
     if others is not None:

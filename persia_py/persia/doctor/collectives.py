@@ -78,7 +78,7 @@ class Failed:
         elif not behind:
             text += "; all ranks were in it: check the network between them"
         size = max(self.ranks) + 1
-        return [text, f"next:  can each rank connect to each other one? persia doctor --matrix {max(size, 2)}"]
+        return [text, f"next:  check the connections between the ranks: persia doctor --matrix {max(size, 2)}"]
 
 
 def _ranks(ranks: Iterable[int]) -> str:

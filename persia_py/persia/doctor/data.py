@@ -108,4 +108,4 @@ def rows(config: Config) -> Check:
         )
     there = [part.name for part in (parts.train, parts.valid, parts.test) if part is not None]
     count = len(parts.train.files.paths)
-    return Check("rows", "ok", f"{count} file(s) of train; parts with rows: {', '.join(there)}")
+    return Check("rows", "ok", f"{count} file{'' if count == 1 else 's'} of train; parts with rows: {', '.join(there)}")

@@ -19,7 +19,7 @@ _DIAGNOSES = {
     5: _IMAGE,
     6: "the model runs in the image, but the data is missing: persia doctor CONFIG names the files to mount",
     7: "one batch passes in one process, but not on the servers",
-    8: "one batch passed: a later row, the memory or the disk is at fault; the message names file and row",
+    8: "one batch passed, so a later row, the memory or the disk is at fault: see the error above",
     9: "one batch passes on one rank, but not on several: see the network, the devices, and how the ranks differ",
     10: "one batch passed on all ranks: see the log of the rank that failed first",
 }

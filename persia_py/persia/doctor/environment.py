@@ -30,7 +30,7 @@ def checks(config: Config) -> Iterator[Check]:
             "env", "fail", f"not set: {', '.join(missing)}", "`env` of persia.yml needs them", f"export {command}"
         )
         return
-    yield Check("env", "ok", f"{len(config.env)} variables of persia.yml: {', '.join(config.env)}")
+    yield Check("env", "ok", f"variables of persia.yml: {', '.join(config.env)}")
 
 
 def variables() -> list[tuple[str, str]]:

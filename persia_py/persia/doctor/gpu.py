@@ -136,7 +136,7 @@ def checks(found: Facts | None = None) -> Iterator[Check]:
 def device(found: Facts) -> Check:
     """Check that torch finds a GPU; otherwise report why it does not."""
     if found.torch_devices:
-        listed = "; ".join(found.smi or ()) or f"{found.torch_devices} device(s)"
+        listed = "; ".join(found.smi or ()) or "nvidia-smi does not list them"
         return Check("gpu", "ok", f"torch sees {found.torch_devices}: {listed}")
     bad: Literal["fail", "warn"] = "fail" if found.wanted else "warn"
     code = ExitCode.CONFIG
@@ -164,7 +164,7 @@ def device(found: Facts) -> Check:
 def _unseen(found: Facts, bad: Literal["fail", "warn"], needed: str) -> Check:
     """Return why torch does not find a GPU of this machine."""
     count = len(found.smi or found.devices)
-    what = f"the machine has {count} GPU(s), but torch.cuda.is_available() is False{needed}"
+    what = f"the machine has {count} GPU{'' if count == 1 else 's'}, but torch.cuda.is_available() is False{needed}"
     if found.torch_cuda is None:
         command = "python -m pip install --force-reinstall torch  # a build with CUDA"
         return Check("gpu", bad, what, "this torch was built for the CPU only", command)

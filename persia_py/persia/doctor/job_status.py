@@ -165,7 +165,7 @@ def show(found: Status) -> None:
             rows = sum(one.rows or 0 for one in servers)
             generation = max(one.generation or 0 for one in servers)
             run = (
-                f"generation {generation}, {rows:,} rows on {len(servers)} server(s)"
+                f"generation {generation}, {rows:,} rows on {len(servers)} server{'' if len(servers) == 1 else 's'}"
                 if generation
                 else "no run has begun"
             )

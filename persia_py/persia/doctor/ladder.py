@@ -118,7 +118,7 @@ def _no_servers() -> str:
 def _no_ranks() -> str:
     """Return why servers cannot be started here; empty if they can."""
     if shutil.which("nats-server") is None and shutil.which("nats-server", path="/usr/sbin:/usr/local/sbin") is None:
-        return "nats-server is not on PATH"
+        return "nats-server is not on PATH; install it, on Debian and Ubuntu: apt install nats-server"
     try:
         for binary in (SERVER, MIDDLEWARE):
             resolve_binary_execute_path(binary)

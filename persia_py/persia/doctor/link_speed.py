@@ -84,7 +84,7 @@ def measure(host: str, port: int) -> Speed:
         answer = client.recv(_COUNT.size, socket.MSG_WAITALL)
         seconds = time.monotonic() - began
     if len(answer) != _COUNT.size:
-        raise ConnectionResetError("the other rank has ended")
+        raise ConnectionResetError("the other rank closed the connection")
     return Speed(sorted(trips)[_PINGS // 2], _COUNT.unpack(answer)[0] / seconds)
 
 

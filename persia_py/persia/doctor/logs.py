@@ -183,11 +183,11 @@ def has_stack(say: Callable[[str], None]) -> bool:
         if listed.returncode == 0 and compose.SERVICE not in listed.stdout.split():  # not a project of Persia
             return False
         done = listed if listed.returncode else compose.ask("compose", "ps", "--all", "--quiet")
-        problem = compose.last_line(done) if done.returncode else ""
+        problem = f"docker compose: {compose.last_line(done)}" if done.returncode else ""
     except UnreachableError as error:
         problem = str(error)
     if problem:
-        say(f"cannot determine whether this folder has a stack: docker compose: {problem}")
+        say(f"cannot determine whether this folder has a stack: {problem}")
         return False
     return bool(done.stdout.strip())
 

@@ -63,7 +63,7 @@ def checks(prometheus: str | None, gateway: str | None) -> Iterator[Check]:
         if given is None:
             continue
         if "@" in given:
-            why = "its address contains an @, as one with a user or a password does, which is not supported"
+            why = "a user and a password in the address are not supported"
             remedy = f"--{name} http://HOST:PORT, at an address that requires no password"
             yield Check(name, "fail", "an address with an @", why, remedy)
         else:

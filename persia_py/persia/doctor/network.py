@@ -250,8 +250,11 @@ def _loopback(given: dict[str, str]) -> Check | None:
         if not numbers or not all(network.is_loopback(number) for number in numbers):
             continue
         found = f"{name}={value}: {numbers[0]} is a loopback address, and NATS is on another host, {nats}"
-        what = "give the address" if name == _ADVERTISE else "name the interface"
-        remedy = f"unset {name} (in containers: docker compose config), or {what} of: ip route get {nats}"
+        what = "the address" if name == _ADVERTISE else "the interface"
+        remedy = (
+            f"unset {name} (docker compose config shows the variables of containers), or set this variable to {what} "
+            f"that ip route get {nats} prints"
+        )
         if name in (_ADVERTISE, "PERSIA_SOCKET_IFNAME"):
             why = "this process would announce an address that other hosts and containers cannot reach"
             return Check("interfaces", "fail", found, why, remedy, ExitCode.UNREACHABLE)

@@ -23,7 +23,7 @@ class User:
     """The process that listens on a port.
 
     Attributes:
-        pid: Its process id; None if it belongs to another user.
+        pid: Its process id; None if it is unknown, for example because the process belongs to another user.
         name: The name of its program; empty if it is unknown.
         words: Its command line.
         environment: Its environment; empty if it belongs to another user.
@@ -37,7 +37,7 @@ class User:
     def __str__(self) -> str:
         """Return the process as ``pid N (program)``."""
         if self.pid is None:
-            return "a process of another user"
+            return "a process that cannot be identified, such as one of another user"
         return f"pid {self.pid} ({self.name})" if self.name else f"pid {self.pid}"
 
     @property

@@ -121,11 +121,11 @@ def read(path: Path) -> tuple[Config | None, Check]:
         return None, Check("config", "fail", str(error), "", error.hint or command)
     findings = document.findings
     if document.config is None:
-        return None, Check("config", "fail", "\n".join(findings.errors), "its other checks are skipped", command)
+        return None, Check("config", "fail", "\n".join(findings.errors), "env and data are not checked", command)
     if findings.warnings:
         return document.config, Check("config", "warn", "\n".join(findings.warnings), "", command)
     config = document.config
-    return config, Check("config", "ok", f"{path}: {len(config.features)} features, {len(config.labels)} labels")
+    return config, Check("config", "ok", f"{path}: features: {len(config.features)}, labels: {len(config.labels)}")
 
 
 def to_json(found: Sequence[Check]) -> str:

@@ -58,7 +58,7 @@ def services(found: Status, job: str) -> Iterator[Check]:
         there = [one for one in found.processes if one.service == kind]
         if not there:
             if kind not in _TRAINING:
-                why = f"job {job} cannot train without one"
+                why = f"job {job} needs at least one process of this service"
                 yield Check(kind, "fail", "none has announced itself", why, "persia status --all", ExitCode.UNREACHABLE)
             continue
         bad = [one for one in there if one.health not in {"serving", "announced"}]
@@ -123,6 +123,6 @@ def missing_parts(found: Status) -> None:
     absent = [kind for kind in ("persia-server", "persia-middleware") if kind not in there]
     if absent:
         raise UnreachableError(
-            f"no {' and no '.join(absent)} has announced itself; a job cannot train without one",
+            f"no {' and no '.join(absent)} has announced itself; a job needs at least one server and one middleware",
             hint=f"start {' and '.join(absent)}, or test without servers: --local; see: persia doctor --only services",
         )

@@ -46,7 +46,7 @@ def states(there: Sequence[Container]) -> Check:
 
 
 def _restarts(container: Container) -> str:
-    return f", {container.restarts} restart(s)" if container.restarts else ""
+    return f", restarts: {container.restarts}" if container.restarts else ""
 
 
 def ranks(found: Sequence[Inside], there: Sequence[Container]) -> Iterator[Check]:

@@ -82,7 +82,7 @@ class InputNames:
             return cls(tuple(map(str, state["id_features"])), dense, labels)
         except (KeyError, TypeError) as error:
             raise CheckpointError(
-                f"{FILE}: expected names of a model's inputs, found something else ({type(error).__name__}: {error})",
+                f"the saved names of the model's inputs are not valid: {type(error).__name__}: {error}",
                 hint="load another checkpoint",
             ) from error
 

@@ -6,10 +6,14 @@ MOST = 10
 """The number of names that a message lists, if its caller does not say otherwise."""
 
 
-def listed(names: Collection[object], most: int = MOST) -> str:
-    """Return names separated by commas: the first ``most`` and the number of the others, or ``none``."""
-    first = ", ".join(str(name) for name, _ in zip(names, range(most), strict=False))
-    more = f" and {len(names) - most} more" if len(names) > most else ""
+def listed(names: Collection[object], most: int = MOST, separator: str = ", ") -> str:
+    """Return the first ``most`` names and the number of the others, or ``none``.
+
+    Parts of a sentence, which may have commas, need ``; `` as the ``separator``.
+    """
+    first = separator.join(str(name) for name, _ in zip(names, range(most), strict=False))
+    end = "" if separator == ", " else separator.rstrip()
+    more = f"{end} and {len(names) - most} more" if len(names) > most else ""
     return f"{first}{more}" or "none"
 
 

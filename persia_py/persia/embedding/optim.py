@@ -74,7 +74,8 @@ class Optimizer:
         _check({"lr": lr}, at_least_zero=("lr",))
         if self._base_lr == 0 and lr != 0:
             raise ConfigError(
-                "update_lr: the optimizer was created with lr=0, which no factor can change; create it with lr above 0",
+                f"cannot set lr={lr}: the optimizer was created with lr=0, which no factor can change; create the "
+                "optimizer with lr above 0",
                 hint="",
             )
 

@@ -99,7 +99,7 @@ class AuthInterceptor(grpc.ServerInterceptor):
         if handler is None or str(handler_call_details.method).startswith(_OPEN_TO_ALL):
             return handler
         if given.get("persia-role") != self._role:
-            return self._refusal(handler, grpc.StatusCode.PERMISSION_DENIED, f"only role {self._role} may call this")
+            return self._refusal(handler, grpc.StatusCode.PERMISSION_DENIED, f"expected a process of role {self._role}")
         expected, found = f"Bearer {self._token}".encode(), str(given.get("authorization", "")).encode()
         if self._token is not None and not hmac.compare_digest(expected, found):
             return self._refusal(handler, grpc.StatusCode.UNAUTHENTICATED, f"no valid token of role {self._role}")

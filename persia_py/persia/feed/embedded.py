@@ -46,7 +46,9 @@ class ScriptFeed:
         """
         global _running
         if _running is not None:
-            raise UsageError("a data script is already running in this process")
+            raise UsageError(
+                "a data script is already running in this process: leave the context whose StreamingDataset started it"
+            )
         _running = self
         self._thread.start()
 

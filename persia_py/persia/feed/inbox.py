@@ -180,7 +180,8 @@ class Inbox:
         queues = [(other, self._queues.get(other)) for other in range(self._replicas)]
         absent = [str(other) for other, queue in queues if queue is None or not (queue.sender or queue.ended)]
         if absent:
-            return f"not connected: data-compose replica {listed(absent)} of {self._replicas}"
+            word = "replica" if len(absent) == 1 else "replicas"
+            return f"not connected: data-compose {word} {listed(absent)} of {self._replicas}"
         return f"data-compose replica {index} is connected and has sent nothing new"
 
     def queued(self) -> int:
@@ -261,8 +262,8 @@ class Inbox:
             )
         if self._replicas not in (None, replicas):
             raise ConfigError(
-                f"data-compose replica {index} has REPLICA_SIZE={replicas}, this run has {self._replicas} replicas; "
-                f"start {self._replicas} replicas, each with REPLICA_SIZE={self._replicas}",
+                f"data-compose replica {index} has REPLICA_SIZE={replicas}, but this run has "
+                f"REPLICA_SIZE={self._replicas}; start every replica with REPLICA_SIZE={self._replicas}",
                 hint="",  # the message is sent to the replica, without a hint
             )
         self._replicas = replicas
@@ -319,8 +320,8 @@ class Inbox:
             wrong = error is None and batches != queue.received
             if wrong:
                 error = DataError(
-                    f"data-compose replica {index} ended after {batches} batches for this rank, but {queue.received} "
-                    "have arrived; a script must send the same batches at every start"
+                    f"data-compose replica {index} ended; batches for this rank: {batches}, received: "
+                    f"{queue.received}; a script must send the same batches at every start"
                 )
             queue.ended, queue.error = True, error
             self._changed.notify_all()

@@ -236,8 +236,8 @@ class RankStream:
             state.world_size,
         ) or welcome.generation > state.generation:
             state.restarted = (
-                f"the trainers began generation {welcome.generation} with {welcome.world_size} ranks after generation "
-                f"{state.generation}"
+                f"the trainers are in generation {welcome.generation} with WORLD_SIZE={welcome.world_size}, the data "
+                f"script in generation {state.generation} with WORLD_SIZE={state.world_size}"
             )
         elif welcome.generation < state.generation:
             connection.broken = True  # the rank is still in the previous generation

@@ -52,9 +52,9 @@ class ReplayCheck:
         self._left -= 1
         if self._left == 0 and self._found != self._expected:
             _logger.warning(
-                "data-compose replica %d: the %d batches that are skipped, because rank %d has received them, differ "
-                "from those it received: some samples were trained on twice or not at all, so the run does not have "
-                "exactly-once results; use a fixed seed and a fixed order in the script, or start a new run",
+                "data-compose replica %d: the skipped batches (%d) differ from those that rank %d has received: some "
+                "samples were trained on twice or not at all, so the run does not have exactly-once results; use a "
+                "fixed seed and a fixed order in the script, or start a new run",
                 self._index,
                 self.batches,
                 self._rank,

@@ -80,7 +80,8 @@ def resolve_binary_execute_path(binary_name: str) -> str:
     found = shutil.which(binary_name) or shutil.which(binary_name, path=str(Path(sys.executable).parent))
     if found is None:
         raise UsageError(
-            f"{binary_name} is neither in THIRD_PARTY_PATH ({override or 'not set'}) nor on PATH",
+            f"no executable {binary_name} in THIRD_PARTY_PATH ({override or 'not set'}), on PATH or next to "
+            f"{sys.executable}",
             hint="install the wheel persia-server of a release, which contains the programs of persia; or in a clone, "
             "run: make setup",
         )

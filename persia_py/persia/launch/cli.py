@@ -20,7 +20,7 @@ _NATS_URL = "nats://persia_nats_service:4222"
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
-    help="Start one part of a job. An option that is not given is read from the environment. PERSIA_NATS_URL defaults "
+    help="Start one part of a job. The defaults of options come from the environment. PERSIA_NATS_URL defaults "
     f"to {_NATS_URL}.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -42,7 +42,7 @@ def nn_worker(
     file: _File = None,
     arguments: _Arguments = None,
     nproc_per_node: Annotated[
-        int | None, typer.Option(help="Ranks on this node. Default: GPU_NUM; one CPU rank if it is 0.")
+        int | None, typer.Option(help="Ranks on this node. Default: GPU_NUM, or 1 if GPU_NUM is 0 or not set.")
     ] = None,
     node_rank: Annotated[int | None, typer.Option(help="Default: REPLICA_INDEX, or 0.")] = None,
     nnodes: Annotated[int | None, typer.Option(help="Default: REPLICA_SIZE, or 1.")] = None,

@@ -74,7 +74,7 @@ def run(script: Path | None, arguments: Sequence[str], *, index: int, size: int,
                 stop([process], events, say=_say)
                 return code_after(event)
             if event is None:
-                _say("the run has ended, but the script has not: stopping it")
+                _say("the run has ended, but the script has not: stopping the script")
                 stop([process], events, say=_say)
                 break
             if process.code == 0:

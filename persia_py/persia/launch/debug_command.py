@@ -59,7 +59,7 @@ def script_of(words: Sequence[str], *, rank: int, ranks: int | None) -> Script:
     elif not left or not Path(left[0]).is_file():
         if not left:
             raise UsageError(
-                f"no script in the command: {shlex.join(words)}",
+                "no script in the command" + (f": {shlex.join(words)}" if words else ""),
                 hint="specify the script after --, such as: -- train.py ARGUMENTS",
             )
         raise UsageError(

@@ -93,7 +93,9 @@ def run(job: DebugRun) -> int:
     events = Events()
     gate = FileGate(name)
     with Logs(job.logs) as logs, events.signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP)):
-        if script.ranks > 1:
+        if not first <= job.rank < first + script.ranks:
+            _say(f"rank {job.rank} runs on another host; the ranks of this host write to {job.logs}/rank-N.log")
+        elif script.ranks > 1:
             _say(f"rank {job.rank} of {world_size} runs here; the other ranks write to {job.logs}/rank-N.log")
         try:
             started = {
@@ -187,7 +189,7 @@ class _Supervision:
             crash = next((place for place, line in enumerate(lines) if line.startswith(_FATAL)), None)
             shown = lines[-_TAIL:] if crash is None else lines[crash:]
             sys.stderr.write("".join(f"  {line}\n" for line in shown))
-            _say(f"its whole output: {path}")
+            _say(f"the whole output of {failed.name}: {path}")
         if failed.code < 0:
             self._write_stacks()
 

@@ -21,7 +21,7 @@ def main() -> None:
     try:
         os.execvp(command[0], command)  # noqa: S606
     except OSError as error:
-        sys.stderr.write(f"error: {command[0]}: {error.strerror}\n")
+        sys.stderr.write(f"error: cannot run {command[0]}: {error.strerror}\n")
         os._exit(127)
 
 

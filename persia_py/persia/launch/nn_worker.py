@@ -52,8 +52,9 @@ def run(script: Path | None, arguments: Sequence[str], *, ranks: int, node: int,
     """
     if ranks < 1 or nodes < 1 or not 0 <= node < nodes:
         raise UsageError(
-            f"found node rank {node}, {nodes} node(s) and {ranks} rank(s) per node: expected a node rank from 0 to "
-            f"{max(nodes, 1) - 1}, and at least one node and one rank (REPLICA_INDEX, REPLICA_SIZE, GPU_NUM)"
+            f"--node-rank {node} --nnodes {nodes} --nproc-per-node {ranks}: expected a node rank from 0 to "
+            f"{max(nodes, 1) - 1}, at least 1 node and at least 1 rank per node",
+            hint="correct these options, or REPLICA_INDEX, REPLICA_SIZE and GPU_NUM, which are their defaults",
         )
     _check_devices(ranks)
     folder = job.run_dir() if settings.nats_url is not None else None
@@ -92,7 +93,7 @@ def supervise(ranks: Sequence[Process], events: Events, folder: Path | None) -> 
     while left:
         event = events.next()
         if isinstance(event, int):
-            _say(f"{signal.Signals(event).name}: ending {len(left)} rank(s)")
+            _say(f"{signal.Signals(event).name}: ending all ranks")
             stop(left, events, grace=SAVING_GRACE, say=_say)
             finished = folder is not None and job.finished_summary(folder, of=job.job_name()) is not None
             return 0 if finished else stopped_by(event)
@@ -141,8 +142,8 @@ def _check_devices(ranks: int) -> None:
     devices = [name.strip() for name in visible.split(",") if name.strip() and name.strip() != "-1"]
     if len(set(devices)) < ranks:
         raise UsageError(
-            f"CUDA_VISIBLE_DEVICES={visible!r} lists {len(set(devices))} device(s), but {ranks} rank(s) need one each "
-            f"(GPU_NUM={gpus})",
+            f"CUDA_VISIBLE_DEVICES={visible!r} lists too few devices: found {len(set(devices))}, expected {ranks}, a "
+            f"different one for each rank (GPU_NUM={gpus})",
             hint="list one device for each rank in CUDA_VISIBLE_DEVICES, or start fewer ranks: GPU_NUM or "
             "--nproc-per-node",
         )

@@ -40,17 +40,18 @@ def check_devices(ranks: int) -> None:
     if not wanted.isdecimal() or int(wanted) == 0:
         processors = len(os.sched_getaffinity(0))
         if ranks > processors:
-            _logger.warning(
-                "%d ranks on %d processor(s): ranks share processors, which makes each step slower", ranks, processors
-            )
+            count = "1 processor" if processors == 1 else f"{processors} processors"
+            _logger.warning("%d ranks share %s, which makes each step slower", ranks, count)
         return
     import torch
 
     there = torch.cuda.device_count()
     if ranks > there:
         raise UsageError(
-            f"--nproc {ranks}: {ranks} GPUs requested, {there} visible; GPU_NUM={wanted} gives each rank one",
-            hint=f"--nproc {there}, or train on the CPU: GPU_NUM=0" if there else "persia doctor --only gpu",
+            f"--nproc {ranks}: {ranks} GPUs requested, {there} visible; with GPU_NUM={wanted}, each rank needs a GPU",
+            hint=f"--nproc {there}, or train on the CPU: GPU_NUM=0"
+            if there
+            else "persia doctor --only gpu; or train on the CPU: GPU_NUM=0",
         )
 
 
@@ -144,7 +145,7 @@ def test_on_servers(config: Config, file: Path) -> int:
     if root is None:
         raise UsageError(
             "persia train --test on servers: PERSIA_CKPT_DIR is not set",
-            hint="set PERSIA_CKPT_DIR to the value of the job, or test without servers: --local",
+            hint="set PERSIA_CKPT_DIR as in the other processes of the job, or test without servers: --local",
         )
     name = f"test-{secrets.token_hex(4)}"  # not the name of a run of a job, so that no later run resumes from it
     with one_batch.private_folder() as folder:

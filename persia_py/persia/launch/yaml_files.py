@@ -20,9 +20,9 @@ def load_yaml(filepath: str | os.PathLike[str]) -> Any:
         with Path(filepath).open(encoding="utf-8") as file:
             return yaml.safe_load(file)
     except OSError as error:
-        raise ConfigError(f"{filepath}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot read {filepath}: {error.strerror or error}") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{filepath}: {error}") from error
+        raise ConfigError(f"{filepath}: not valid YAML in UTF-8: {error}") from error
 
 
 def dump_yaml(content: Mapping[str, Any], filepath: str | os.PathLike[str]) -> None:

@@ -130,7 +130,8 @@ class Autosave:
         started = time.monotonic()
         self._backend.join_checkpoint_thread()
         if (waited := time.monotonic() - started) > 1.0:
-            _logger.warning("training waited %.1f s at step %d for the last checkpoint to be written", waited, step)
+            line = "training waited %.1f s at step %d until the previous checkpoint was complete"
+            _logger.warning(line, waited, step)
         self._retry_at = None
         states = {rng_state.rank_state(rank): each for rank, each in enumerate(ranks) if rank > 0}
         if self._checkpoints.state:
@@ -194,11 +195,16 @@ class Autosave:
         started = time.monotonic()
         try:
             store.put(path, path.name)
-            deleted = store.prune(self._checkpoints.keep_last)
         except PersiaError as error:
             self._checkpoints.not_uploaded += 1
             _logger.error("checkpoint %s is written, but not uploaded: %s%s", path, error, next_step(error))
             return
+        deleted: list[str] = []
+        try:
+            deleted = store.prune(self._checkpoints.keep_last)
+        except PersiaError as error:
+            line = "checkpoint %s is uploaded, but older replicas were not deleted: %s%s"
+            _logger.warning(line, path, error, next_step(error))
         took = time.monotonic() - started
         _logger.info("checkpoint %s uploaded to %s in %.1f s, %d older deleted", path, store.url, took, len(deleted))
 

@@ -353,7 +353,7 @@ def _first_nonfinite_tensor(
     for index, parameter in enumerate(parameters):
         if parameter.grad is not None and not torch.isfinite(local_part(parameter.grad)).all():
             name = names.get(id(parameter), index)
-            what = f"the gradient of dense parameter {name!r}, shape {tuple(parameter.shape)}, is not finite"
+            what = f"the gradient of the weight {name!r} of the model, shape {tuple(parameter.shape)}, is not finite"
             return NonFiniteTensor(what, averaged=True, is_gradient=True)
     if gradients.any_nonfinite:
         return NonFiniteTensor("the sum of the gradients of one id is not finite", is_gradient=True)

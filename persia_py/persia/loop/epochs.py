@@ -117,8 +117,8 @@ class Epochs:
             self.resumed, before = False, self._state.passes_loaded
             _logger.warning(
                 "the first training loop of this resumed run had no batch: its checkpoint is at the end of %s over the "
-                "data. A script that counts its passes from 0 again, as in `for epoch in range(N)`, trains too many; "
-                "one that begins at the next pass, as in `range(ctx.step // STEPS, N)`, trains one too few. Write "
+                "data. A script that counts its passes from 0 again, as in `for epoch in range(N)`, trains too many "
+                "steps; one that begins at the next pass, as in `range(ctx.step // STEPS, N)`, trains too few. Write "
                 "`for epoch in ctx.epochs(N)`",
                 "a pass" if before is None else f"pass {before + 1}",
             )

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,11 @@ class Quarantine:
         self._to_skip = ahead - close
         if close and backend.is_rank_0:
             _logger.error(
-                "not skipped, although their batches always fail: steps %s: %s", _listed(close), self._hardly_the_data()
+                "not skipped, although %s always fail%s: %s: %s",
+                "their batches" if len(close) > 1 else "its batch",
+                "" if len(close) > 1 else "s",
+                _steps(close),
+                self._hardly_the_data(),
             )
 
     def _read(self) -> dict[int, Record]:
@@ -142,7 +146,7 @@ class Quarantine:
         except FileNotFoundError:  # no batch has failed yet
             return []
         except OSError as error:  # the other ranks wait for this one
-            line = "cannot list the records of failed batches in %s: %s; failures of earlier runs are not counted"
+            line = "cannot list the records of failed batches in %s: %s; earlier failures are not counted"
             _logger.warning(line, self._folder, error.strerror or error)
             return []
 
@@ -242,7 +246,8 @@ class Quarantine:
                 "Checkpoints(failing_batches='skip')"
             )
         if nearby := self._nearby_failures(record.step):
-            return f"the batch always fails, like those of steps {_listed(nearby)}: {self._hardly_the_data()}"
+            others = f"{'those' if len(nearby) > 1 else 'that'} of {_steps(nearby)}"
+            return f"the batch always fails, like {others}: {self._hardly_the_data()}"
         return "the batch always fails, and its step is skipped when the run is restarted"
 
     def after_commit(self, step: int) -> None:
@@ -265,6 +270,10 @@ def _place(position: dict[str, Any]) -> Any:
 
 def _listed(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(numbers)))
+
+
+def _steps(numbers: Collection[int]) -> str:
+    return f"step{'s' * (len(numbers) > 1)} {_listed(numbers)}"
 
 
 def _nth(number: int) -> str:

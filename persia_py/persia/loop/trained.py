@@ -61,7 +61,7 @@ class TrainedBatches:
         self._warned = True
         if lost:
             _logger.warning(
-                "step %d: the gradients of its embeddings were computed, but not pushed, so no row has changed: %s",
+                "step %d: the gradients of its embeddings were computed, but not pushed, so it has changed no row: %s",
                 step,
                 _INSTEAD,
             )

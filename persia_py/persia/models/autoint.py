@@ -30,8 +30,9 @@ class AutoInt(nn.Module):
         attention_layers: The number of attention layers.
         heads: The number of heads of each attention layer.
         width: The size of the vector of a field in the attention layers, a multiple of ``heads``.
-        attention: ``sdpa``: torch's fused attention, which keeps no matrix of weights between forward and backward.
-            ``math``: the same formula, operation by operation. The results are equal except for rounding.
+        attention: ``sdpa``: torch's fused attention, which keeps no matrix of weights between the forward and the
+            backward pass. ``math``: the same formula, operation by operation. The results are equal except for
+            rounding.
         deep_mlp: The layer sizes of the MLP. A ReLU follows every layer. Without layers, the model has only the
             attention.
         dropout: The dropout probability of each layer of the MLP.

@@ -131,7 +131,7 @@ def check_inputs(
                 "where the batch is made, or with tensor.float()"
             )
     if len(embedding_tensors) != len(dims):
-        raise DataError(f"{model}: the batch has {len(embedding_tensors)} slots, expected {len(dims)}")
+        raise DataError(f"{model}: slots in the batch: {len(embedding_tensors)}, expected {len(dims)}")
     for index, (tensor, dim) in enumerate(zip(embedding_tensors, dims, strict=True)):
         if tensor.dim() != 2 or tensor.shape[1] != dim:
             raise DataError(

@@ -298,8 +298,9 @@ class EmbeddingCollection(torch.nn.Module):
             if key in missing_keys:
                 missing_keys.remove(key)
             _logger.warning(
-                "the state dict has no reference to the rows of its EmbeddingCollection (%s), so it is not checked "
-                "whether it was saved with the current rows; load() the checkpoint of these rows, if you have not",
+                "the state dict has no reference to the rows of its EmbeddingCollection (key %s), so its weights may "
+                "not belong to the current rows; load the rows from the checkpoint of the state dict: "
+                "collection.load(DIR)",
                 key,
             )
 

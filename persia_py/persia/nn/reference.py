@@ -68,8 +68,8 @@ class RowsVersion:
             packed = bytes(reference.detach().cpu().to(torch.uint8).tolist())
         if packed[:1] != bytes([_VERSION]):
             raise CheckpointError(
-                "the state dict has no reference to rows in the key of its EmbeddingCollection, but "
-                f"{type(reference).__name__} of another form; {_HOW}",
+                "the key of the EmbeddingCollection in the state dict has no reference to rows, but another value "
+                f"({type(reference).__name__}); {_HOW}",
                 hint="",
             )
         if not self._known:
@@ -82,7 +82,7 @@ class RowsVersion:
             saved = int.from_bytes(packed[17:], "little")
             raise CheckpointError(
                 "the state dict does not belong to the rows of this EmbeddingCollection: it was saved with rows after "
-                f"step {saved}, and the collection has rows after step {step}, or of another training. A state dict "
+                f"step {saved}; the collection has rows after step {step}, perhaps of another run. A state dict "
                 f"contains no rows, so the model would get vectors that it was not trained with; {_HOW}",
                 hint="",
             )

@@ -196,7 +196,7 @@ class Session:
         self.evaluation.end()
         warn_unread_model(self._loaded_from, self.rows)
         if len(self._waiting) >= self._staleness:
-            never = "" if self.forwards.backwards else ", and none had a backward pass"
+            never = "" if self.forwards.backwards else " (no forward pass has had a backward pass)"
             raise UsageError(
                 f"EmbeddingCollection: forward passes without a backward pass: {len(self._waiting)}, and "
                 f"staleness={self._staleness} allows no more{never}; call backward() on a loss that depends on their "
@@ -245,7 +245,7 @@ class Session:
 
     def _skip(self, what: str, step: int) -> None:
         self.skipped += 1
-        _logger.warning("step %d changes no row: %s", step, what)
+        _logger.warning("step %d: this rank pushes no gradient: %s", step, what)
         if self.skipped >= MAX_SKIPPED_STEPS:
             raise NonFiniteError(
                 f"{self.skipped} steps in a row had NaN or infinity; the last, step {step}: {what}",

@@ -146,7 +146,7 @@ class Profiler:
         if not self._written and kind is None:
             plan = self._schedule
             _logger.warning(
-                "profile: no step was recorded: the loop ran %d steps, and the first %d are not recorded "
+                "profile: no step was recorded. Steps of the loop: %d; steps at the start that are not recorded: %d "
                 "(profile.wait=%d, profile.warmup=%d); next: train more steps, or lower these two numbers",
                 self._steps,
                 plan.wait + plan.warmup,

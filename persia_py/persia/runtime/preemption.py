@@ -156,7 +156,7 @@ def _terminated(*_: object) -> None:
 def _interrupted(*_: object) -> None:
     """Save the run and leave; the second time, end immediately."""
     if _state.interrupted:
-        os.write(2, b"Ctrl-C again: ending without a checkpoint\n")
+        os.write(2, b"Ctrl-C again: ending without saving the run\n")
         os._exit(ExitCode.INTERRUPTED)
     _state.interrupted = True
     continues = request_stop(ExitCode.INTERRUPTED)

@@ -304,10 +304,10 @@ def get_replica_size() -> int:
 
 def flag(name: str, environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether environment variable ``name`` is switched on (1, true, yes, on; case-insensitive)."""
-    text = environment.get(name, "").strip().lower()
-    if text in {"", "0", "false", "no", "off"}:
+    text = environment.get(name, "").strip()
+    if text.lower() in {"", "0", "false", "no", "off"}:
         return False
-    if text in {"1", "true", "yes", "on"}:
+    if text.lower() in {"1", "true", "yes", "on"}:
         return True
     raise UsageError(f"environment variable {name}={text!r}: must be 1 or 0")
 

@@ -70,7 +70,7 @@ def address(text: str, option: str) -> tuple[str, int]:
     """
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65_535:
-        raise UsageError(f"{option} {text}: expected HOST:PORT, such as 127.0.0.1:8000")
+        raise UsageError(f"{option} {text}: expected HOST:PORT with a port up to 65535, such as 127.0.0.1:8000")
     host = host.removeprefix("[").removesuffix("]")
     if settings.token_file is None and not _is_loopback(host):
         raise AuthError(

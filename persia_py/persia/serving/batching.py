@@ -75,9 +75,10 @@ class Scores:
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """A request: its rows, the deadline and the future of its response, and the callback for its end."""
+    """A request: its rows, its timeout and deadline, the future of its response, and the callback for its end."""
 
     decode: Decode
+    timeout_s: float
     deadline: float
     answer: "asyncio.Future[Scores]"
     ended: Callable[[], None]
@@ -132,9 +133,10 @@ class Batcher:
         """
         limits = self._limits
         if self._waiting >= limits.waiting or self._bytes + size > limits.waiting_bytes:
+            own = f" of {size} bytes" if size else ""
             raise BusyError(
-                f"{self._waiting} requests ({self._bytes} bytes) are waiting, the limits are {limits.waiting} requests "
-                f"and {limits.waiting_bytes} bytes; try again later"
+                f"this request{own} exceeds the limits: {self._waiting} of {limits.waiting} requests and "
+                f"{self._bytes} of {limits.waiting_bytes} bytes are already waiting; try again later"
             )
         self._waiting += 1
         self._bytes += size
@@ -147,8 +149,8 @@ class Batcher:
         """
         if self._bytes + size > self._limits.waiting_bytes:
             raise BusyError(
-                f"requests of {self._bytes} bytes are waiting, the limit is {self._limits.waiting_bytes} bytes; try "
-                "again later"
+                f"{size} more bytes of this request exceed the limit: {self._bytes} of {self._limits.waiting_bytes} "
+                "bytes are already waiting; try again later"
             )
         self._bytes += size
 
@@ -172,7 +174,7 @@ class Batcher:
             answer.set_exception(FailedError(_BROKEN))
             ended()
             return answer
-        job = _Job(decode, time.monotonic() + timeout_s, answer, ended)
+        job = _Job(decode, timeout_s, time.monotonic() + timeout_s, answer, ended)
         self._jobs.add(job)
         self._queue.put(job)
         return answer
@@ -280,7 +282,8 @@ class Batcher:
         if job.answer.cancelled():
             job.result = LateError("the client has disconnected")
         elif time.monotonic() > job.deadline:
-            job.result = LateError("the request waited too long; try again later")
+            text = f"the request waited longer than its timeout of {job.timeout_s:.3g} s; try again later"
+            job.result = LateError(text)
         else:
             try:
                 samples = self._model.transform(job.decode(self._model))

@@ -257,9 +257,9 @@ class Bundle:
         if far > parity.SAME:
             written = self.manifest.versions.get("torch")
             raise CheckpointError(
-                f"{self.path}: the scores of held-out rows differ from those computed when the bundle was written, by "
-                f"{far:.2g} * max(1, |output|); the limit is {parity.SAME:g}. The bundle was written with torch "
-                f"{written}, this is torch {torch.__version__}",
+                f"{self.path}: the model's outputs for held-out rows differ from those computed when the bundle was "
+                f"written, by {far:.2g} * max(1, |output|); the limit is {parity.SAME:g}. The bundle was written with "
+                f"torch {written}, this is torch {torch.__version__}",
                 hint="serve on a machine like the one that wrote the bundle, or export again on this machine"
                 if written == torch.__version__
                 else "serve with the version of torch that wrote the bundle, or export again with this version",

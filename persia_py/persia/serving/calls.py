@@ -117,7 +117,10 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[misc,name-defined,u
 
 
 async def _refuse(_requests: Any, context: Any) -> None:
-    text = "no valid token: send the metadata authorization: Bearer TOKEN"
+    text = (
+        "no valid token: send the metadata authorization: Bearer TOKEN; on the server, persia serve --show-token "
+        "prints the token"
+    )
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
 
 

@@ -21,7 +21,8 @@ def as_rows(data: Any, inputs: Sequence[Input], *, strict: bool) -> Any:
         strict: Whether to refuse records with unknown keys.
 
     Raises:
-        DataError: A value of the dictionary is not a column, or a key is unknown; the message names them.
+        DataError: A value of the dictionary is not a column, a key is unknown, or the columns have different
+            lengths; the message names them.
     """
     names = [each.name for each in inputs]
     if not isinstance(data, Mapping):
@@ -30,12 +31,18 @@ def as_rows(data: Any, inputs: Sequence[Input], *, strict: bool) -> Any:
         return data
     _check_keys(data, names)
     if values := [name for name, column in data.items() if not _is_column(column)]:
+        types = dict.fromkeys(type(data[name]).__name__ for name in values)
         raise DataError(
-            f"input {listed([*map(repr, values)])}: found a single value, expected a list or an array with a value for "
-            "each row",
-            hint="to score one row, pass a list with one dictionary: score([{...}])",
+            f"input {listed([*map(repr, values)])}: found {listed(types)}, expected a list or an array with a value "
+            "for each row",
+            hint="pass a list, a NumPy array or an Arrow array; to score one row, pass a list with one dictionary: "
+            "score([{...}])",
         )
-    return pa.RecordBatch.from_pydict({name: _column(name, column) for name, column in data.items()})
+    columns = {name: _column(name, column) for name, column in data.items()}
+    if len({len(column) for column in columns.values()}) > 1:
+        rows = [f"{name!r} {len(column):,}" for name, column in columns.items()]
+        raise DataError(f"the inputs have different numbers of rows: {listed(rows)}")
+    return pa.RecordBatch.from_pydict(columns)
 
 
 def _check_keys(keys: Iterable[Any], names: list[str]) -> None:

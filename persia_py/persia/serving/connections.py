@@ -14,9 +14,8 @@ _HEADER_BYTES = 32 << 10
 """The maximum size of the header of a request, including the first line."""
 _LOOK_S = 0.5
 _REFUSAL = (
-    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
-    b"connection: close\r\ncontent-length: 33\r\n\r\n"
-    b'{"error": "too many connections"}'
+    "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
+    "connection: close\r\ncontent-length: {}\r\n\r\n{}"
 )
 
 
@@ -40,7 +39,8 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self.since = self.loop.time()
         if len(self.connections) > self.limit:
-            transport.write(_REFUSAL)
+            body = f'{{"error": "the maximum number of connections, {self.limit}, is reached; try again later"}}'
+            transport.write(_REFUSAL.format(len(body), body).encode())
             transport.close()
 
     def data_received(self, data: bytes) -> None:

@@ -109,7 +109,8 @@ class HttpApp:
             if name == b"content-length":
                 length = int(value) if value.isdigit() else 0
             elif name == b"content-encoding" and value.lower() != b"identity":
-                raise EncodingError(f"content-encoding {value.decode('latin-1')} is not supported: leave it out")
+                given = value.decode("latin-1")
+                raise EncodingError(f"content-encoding {given} is not supported: send the body uncompressed")
         self._authorize(scope)
         check()
         if length > limit:
@@ -126,7 +127,7 @@ class HttpApp:
             read = len(body)
             while True:
                 if read > limit:
-                    raise TooLargeError(f"the request has more bytes than the limit of {limit}")
+                    raise TooLargeError(f"the request has at least {read} bytes, the limit is {limit}")
                 if read > size:  # without content-length
                     batcher.grow(read - size)
                     size = read
@@ -144,14 +145,18 @@ class HttpApp:
     def _authorize(self, scope: MutableMapping[str, Any]) -> None:
         expected = self._service.expected
         if expected is not None and not access.allowed(expected, _header(scope, b"authorization")):
-            raise UnauthorizedError("no valid token: send the header Authorization: Bearer TOKEN")
+            raise UnauthorizedError(
+                "no valid token: send the header Authorization: Bearer TOKEN; on the server, persia serve --show-token "
+                "prints the token"
+            )
 
     def _other(self, scope: MutableMapping[str, Any]) -> _Answer:
         """Respond to requests for health, metrics and metadata."""
         path, method = scope["path"].rstrip("/") or "/", scope["method"]
         service = self._service
         ready = service.ready
-        if path not in ("/metrics", "/v2") and not path.startswith(("/v2/health/", "/v2/models/")):
+        health = ("/v2/health/live", "/v2/health/ready")
+        if path not in ("/metrics", "/v2", *health) and not path.startswith("/v2/models/"):
             raise UnknownError(f"no path {path}; the paths are /score, /v2, /metrics")
         if method not in ("GET", "HEAD"):
             raise MethodError(f"{method} {path}: expected GET")
@@ -188,7 +193,8 @@ def _name_and_version(parts: list[str]) -> tuple[str, str | None]:
         return parts[0], None
     if len(parts) == 3 and parts[1] == "versions":
         return parts[0], parts[2]
-    raise UnknownError(f"no path /v2/models/{'/'.join(parts)}")
+    found = "/".join(parts)
+    raise UnknownError(f"expected /v2/models/NAME or /v2/models/NAME/versions/VERSION, found /v2/models/{found}")
 
 
 def _header(scope: MutableMapping[str, Any], wanted: bytes) -> bytes | None:

@@ -68,5 +68,5 @@ def _bundle(folder: Path) -> Found | None:
 
 
 def _missing(given: Path, why: str, new: Path) -> CheckpointError:
-    hint = f"write one: persia export runs/LATEST -o {shlex.quote(str(new))}"
+    hint = f"write a bundle: persia export runs/LATEST -o {shlex.quote(str(new))}"
     return CheckpointError(f"{given}: no bundle: {why}", hint=hint)

@@ -307,5 +307,5 @@ def _missing(folder: Path) -> CheckpointError:
         what = "expected the folder of a bundle, found a file"
     else:
         what = f"no bundle, or one that was not completely written: {MANIFEST} is missing"
-    hint = f"write one: persia export runs/LATEST -o {shlex.quote(str(new_folder(folder)))}"
+    hint = f"write a bundle: persia export runs/LATEST -o {shlex.quote(str(new_folder(folder)))}"
     return CheckpointError(f"{folder}: {what}", hint=hint)

@@ -111,17 +111,19 @@ def _input(given: dict[str, Any], rest: memoryview) -> tuple[tensors.Tensor, int
     """Return a tensor, and the number of bytes after the JSON that belong to it."""
     name, datatype, shape = given.get("name"), given.get("datatype"), given.get("shape")
     if not isinstance(name, str) or not isinstance(datatype, str) or not isinstance(shape, list):
-        raise InvalidError("inputs: each input must have name, datatype and shape")
+        raise InvalidError("inputs: each input must have the strings name and datatype, and the list shape")
     parameters = _parameters(given, name)
     if "shared_memory_region" in parameters:
         raise InvalidError(f"{name}: shared memory is not supported")
     size = parameters.get("binary_data_size")
     if size is None:
         if not isinstance(given.get("data"), list):
-            raise InvalidError(f"{name}: expected data, or the parameter binary_data_size")
+            raise InvalidError(f"{name}: expected the list data, or the parameter binary_data_size")
         return tensors.from_values(name, datatype, shape, given["data"]), 0
     if not isinstance(size, int) or not 0 <= size <= len(rest):
-        raise InvalidError(f"{name}: binary_data_size is {size}, but {len(rest)} bytes are left")
+        raise InvalidError(
+            f"{name}: binary_data_size is {size!r}, expected an integer from 0 to {len(rest)}, the number of bytes left"
+        )
     return tensors.from_raw(name, datatype, shape, rest[:size]), size
 
 

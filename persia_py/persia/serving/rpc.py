@@ -163,7 +163,7 @@ def _rows(request: Any, model: Any) -> Any:
     tensors.check_outputs(each.name for each in request.outputs)
     raws = request.raw_input_contents
     if raws and len(raws) != len(request.inputs):
-        raise InvalidError(f"found {len(raws)} raw_input_contents for {len(request.inputs)} inputs: set one for each")
+        raise InvalidError(f"raw_input_contents: found {len(raws)}, expected {len(request.inputs)}: one for each input")
     found = []
     for index, given in enumerate(request.inputs):
         if raws:

@@ -33,8 +33,8 @@ def split(output: Any, labels: Sequence[str]) -> "list[torch.Tensor]":
         whole = output.unsqueeze(1) if output.dim() == 1 else output
         if whole.dim() != 2 or whole.shape[1] != len(labels):
             raise DataError(
-                f"the model returned {list(output.shape)}, expected [batch, {len(labels)}]: a column for each of the "
-                f"labels {', '.join(labels)}"
+                f"the model returned {list(output.shape)}, expected [batch, {len(labels)}]: a column for each label: "
+                f"{', '.join(labels)}"
             )
         if len(labels) == 1:
             return [whole]
@@ -42,8 +42,8 @@ def split(output: Any, labels: Sequence[str]) -> "list[torch.Tensor]":
     elif isinstance(output, Sequence) and len(output) == len(labels):
         parts = [*output]
     else:
-        found = type(output).__name__ + (f" of {len(output)} outputs" if isinstance(output, Sequence) else "")
-        raise DataError(f"the model returned {found}, expected an output for each of the labels {', '.join(labels)}")
+        found = type(output).__name__ + (f" of length {len(output)}" if isinstance(output, Sequence) else "")
+        raise DataError(f"the model returned {found}, expected an output for each label: {', '.join(labels)}")
     return [part.reshape(-1, 1) for part in parts]
 
 

@@ -148,7 +148,7 @@ class _Process:
             raise
         finally:
             await asyncio.get_running_loop().run_in_executor(None, batcher.close)
-        _logger.info("every request has its response; ending")
+        _logger.info("all connections are closed; ending")
         return self._code
 
     def _http(self, service: Service) -> HttpServer:

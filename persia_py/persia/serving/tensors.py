@@ -243,7 +243,9 @@ def _split(name: str, raw: bytes | memoryview, count: int) -> list[bytes]:
         found.append(bytes(raw[at + 4 : at + 4 + length]))
         at += 4 + length
     if at != end or len(found) != count:
-        raise InvalidError(f"{name}: expected {count} strings, each preceded by its length in four bytes")
+        raise InvalidError(
+            f"{name}: expected {count} strings, each preceded by its length in four bytes, little-endian"
+        )
     return found
 
 

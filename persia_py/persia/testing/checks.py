@@ -280,7 +280,7 @@ def _made(model: Model, given: _Given) -> torch.nn.Module:
         return model
     made: object = model() if callable(model) else model
     if not isinstance(made, torch.nn.Module):
-        raise UsageError(f"persia.testing: the model is a {type(made).__name__}, expected a torch.nn.Module")
+        raise UsageError(f"persia.testing: expected a torch.nn.Module as the model, found {type(made).__name__}")
     return made
 
 

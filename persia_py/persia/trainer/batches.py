@@ -264,8 +264,8 @@ def weights_of(table: pa.RecordBatch, column: str, first_row: int = 0) -> npt.ND
         value = values[int(wrong[0])].as_py()
         found = "null" if value is None else value
         raise DataError(
-            f"train.weight: column {column!r}, row {first_row + int(wrong[0])}: found {found}, allowed: finite numbers "
-            "of at least 0"
+            f"train.weight: column {column!r}, row {first_row + int(wrong[0])}: found {found}, allowed: finite float32 "
+            "numbers of at least 0"
         )
     return weights
 

@@ -77,6 +77,6 @@ class Budget:
         if any(votes) and not self.is_spent:
             self.is_spent = True
             if get_rank() == 0 and self._block is not None:
-                text = "budget: the run has cost %.2f of %g USD: it is saved after step %d, and stops"
+                text = "budget.usd: the run has cost %.2f USD, allowed: %g; the run is saved after step %d, and stops"
                 _logger.warning(text, self.spent, self._block.usd, step)
         return False

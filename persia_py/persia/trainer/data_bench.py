@@ -82,6 +82,8 @@ def advice(found: Sequence[Speed], size: int) -> str:
     fastest = max(found, key=lambda each: each.rows_per_s)
     share = mine.rows_per_s / fastest.rows_per_s
     if share >= NEAR:
-        return f"data.batch_size {size} reads {share:.0%} as fast as the fastest, {fastest.batch_size}: keep it"
+        if mine is fastest:
+            return f"data.batch_size {size} is the fastest: keep it"
+        return f"data.batch_size {size} reads {share:.0%} as fast as {fastest.batch_size}, the fastest: keep it"
     least = min(each.batch_size for each in found if each.rows_per_s >= NEAR * fastest.rows_per_s)
     return f"data.batch_size {size} reads {share:.0%} as fast as {fastest.batch_size}: set {least}, and tune lr again"

@@ -102,7 +102,9 @@ def _batches(
         bounds = pieces(len(samples), ranks)
         if not bounds:
             _logger.warning(
-                "%d rows at the end of a pass are not sent, because each of %d ranks needs a row", len(samples), ranks
+                "at the end of a pass, %s not sent, because each of %d ranks needs a row",
+                "1 row is" if len(samples) == 1 else f"{len(samples)} rows are",
+                ranks,
             )
         for start, stop in bounds:
             meta = None if weights is None else weights[start:stop].tobytes()
@@ -128,4 +130,5 @@ def pieces(rows: int, ranks: int) -> list[tuple[int, int]]:
 def _log(unusual: Unusual) -> None:
     _logger.info("%d rows are sent", unusual.rows)
     for feature, kinds in unusual.counts.items():
-        _logger.info("%s: %s", feature, ", ".join(f"{count} {kind}" for kind, count in kinds.items()))
+        counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        _logger.info("unusual values of feature %r: %s", feature, counts)

@@ -143,8 +143,8 @@ def _refused(mistakes: list[str]) -> ConfigError:
     return ConfigError(
         "\n".join(mistakes),
         hint=(
-            f"correct the file; its first line must be {','.join((*REQUIRED, *OPTIONAL))}, of which the last "
-            f"{len(OPTIONAL)} may be left out; docs/long-runs.md has an example"
+            f"correct the file; its first line must have the columns {','.join(REQUIRED)}, and may have "
+            f"{','.join(OPTIONAL)}; docs/long-runs.md has an example"
         ),
     )
 

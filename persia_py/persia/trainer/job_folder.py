@@ -37,15 +37,16 @@ class JobFolder(RunFolder):
             raise ConfigError(
                 "data.synthetic: found true, allowed: false in a job, where data-compose sends rows",
                 hint=(
-                    "set data.synthetic: false, or train in one process: persia train persia.yml --set "
-                    "data.synthetic=true"
+                    "set data.synthetic: false, or train in one process: persia train persia.yml --local "
+                    "--set data.synthetic=true"
                 ),
             )
         saves = config.checkpoint.dir
         if saves is not None and is_url(saves):
             os.environ["PERSIA_CKPT_DIR"] = saves  # for this rank only; a server accepts any URL that it is sent
         elif saves is not None and settings.rank == 0:
-            _logger.warning("checkpoint.dir has no effect in a job: PERSIA_CKPT_DIR sets the folder of the checkpoints")
+            text = "checkpoint.dir: the folder %s has no effect in a job, whose checkpoints are below PERSIA_CKPT_DIR"
+            _logger.warning(text, saves)
         folder = cls(job.run_dir())
         with folder._naming():
             make_folders(folder.path)

@@ -29,7 +29,7 @@ VARIABLE = "PERSIA_TEST_RUN"
 batch."""
 
 STEPS = {
-    "build": "make the model and open the tables",
+    "build": "read rows, make the model and open the tables",
     "batch": "train on one batch",
     "evaluate": "evaluate the model",
     "checkpoint": "write a checkpoint, and verify it",
@@ -203,7 +203,7 @@ def _verify(trainer: Trainer) -> None:
     checkpoint = open_checkpoint(saved)
     checkpoint.verify()
     if checkpoint.step != 1:
-        raise CheckpointError(f"{saved}: the checkpoint is of step {checkpoint.step}, expected that of step 1")
+        raise CheckpointError(f"{saved}: the checkpoint is of step {checkpoint.step}, expected step 1")
 
 
 def train_rank(config: Config, path: Path, how: str) -> None:

@@ -86,7 +86,7 @@ class OpenRun:
             self._fitted = self._fit()
         else:
             self._before = self.folder.config()
-            check_same(self._before, config)
+            check_same(self.folder.shown, self._before, config)
             self._fitted = fitting.fitted_before(config, self.folder, self.parts)
         self.transform: Transform = self._fitted.transform
         self.objective = Objective(config.compiled.labels)

@@ -26,7 +26,9 @@ def option_of(config: Config) -> DistributedBaseOption | None:
     if dist.regions is None and dist.compression is None:
         return None
     if alone:
-        _logger.warning("dist.regions and dist.compression have no effect with one rank")
+        given = [f"dist.{key}" for key in ("regions", "compression") if getattr(dist, key) is not None]
+        verb = "has" if len(given) == 1 else "have"
+        _logger.warning("%s %s no effect with one rank", " and ".join(given), verb)
         return None
     if dist.regions is not None:
         check_regions(dist.regions, get_world_size())

@@ -101,7 +101,7 @@ class Part:
         if next(iter(self.reader(1)), None) is None:
             shown = ", ".join(self.files.paths[:3]) + (" …" if len(self.files.paths) > 3 else "")
             raise DataError(
-                f"the {self.name} set has no rows (of {shown})",
+                f"the {self.name} set has no rows of {shown}",
                 hint="specify other files" if self.split is None else "change data.split, or specify other files",
             )
 

@@ -47,7 +47,7 @@ def check_out(out: Path, *, force: bool) -> None:
         hint = f"create it: mkdir -p {shlex.quote(str(out.parent))}"
         raise UsageError(f"{out}: there is no folder {out.parent}", hint=hint)
     if out.exists() and not force:
-        raise UsageError(f"{out} already exists", hint="replace it with --force, or choose another name")
+        raise UsageError(f"{out} already exists", hint="choose another name, or replace it with --force")
 
 
 def write(

@@ -127,7 +127,7 @@ def show_evaluation(report: EvaluationReport, found: Found, console: Console | N
 def rows_of(report: EvaluationReport) -> str:
     """Return a description of the evaluated rows: the files, and the part of them if the user did not specify files."""
     shown = shown_paths(report.files)
-    return shown if report.part == "given" else f"the part {report.part} of {shown}"
+    return shown if report.part == "given" else f"the {report.part} set of {shown}"
 
 
 def shown_paths(paths: Sequence[str], most: int = 3) -> str:

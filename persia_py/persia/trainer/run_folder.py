@@ -278,8 +278,13 @@ MAY_CHANGE = (
 """Keys that a resumed run may change. The files of ``data.train`` are compared by name and size."""
 
 
-def check_same(before: Config, now: Config) -> None:
+def check_same(run: str, before: Config, now: Config) -> None:
     """Check that a run can be resumed with a configuration.
+
+    Args:
+        run: The folder of the run, for the message.
+        before: The configuration with which the run was trained so far.
+        now: The new configuration.
 
     Raises:
         ConfigError: Keys that determine the model, the rows or the order of the data differ; the message shows both
@@ -293,8 +298,9 @@ def check_same(before: Config, now: Config) -> None:
     ]
     if changed:
         raise ConfigError(
-            "the configuration differs from that of the run: " + "; ".join(changed),
-            hint="use the run's own persia.yml, or start a new run: without --resume, or a job with another --name",
+            f"the configuration differs from that of the run {run}: {'; '.join(changed)}",
+            hint="use the persia.yml in the folder of the run, or start a new run: without --resume, or a job with "
+            "another --name",
         )
 
 
@@ -359,7 +365,7 @@ def find_checkpoint(given: str | Path) -> Found:
             return Found(folder, place(newest), _core.Checkpoint(newest).step, parent == folder.best)
     why = (folder.read_json(SUMMARY).get("error") or "").partition("\n")[0]
     raise UsageError(
-        f"{folder.shown}: the run has no checkpoint" + (f"; it failed: {why}" if why else " yet"),
+        f"{folder.shown}: the run has no checkpoint" + (f"; it failed: {why}" if why else ""),
         hint=(
             f"continue the run: persia train persia.yml --resume {shlex.quote(folder.shown)}; "
             f"or choose another run in {folder.path.parent}"

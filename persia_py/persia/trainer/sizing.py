@@ -151,7 +151,7 @@ class Sizing:
         about = "" if self.is_exact else "about "
         rows = f"{about}{sum(table.rows for table in self.tables):,} rows"
         away = self.servers - self.servers_here
-        part = f", {away} of {self.servers} servers are on other hosts" if away else ""
+        part = f"; servers on other hosts: {away} of {self.servers}" if away else ""
         fits = f"{'fits' if self.fits else 'does not fit'} in the {shown(self.available)} that are free here{part}"
         if not self.servers:
             return f"memory: trainer {shown(self.trainer)}, including {shown(self.server)} for {rows}; {fits}"

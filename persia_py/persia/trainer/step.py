@@ -167,10 +167,12 @@ class Steps:
         error.hint = f"to use less memory: {_FEWER.format(rows=half) if half < rows and not norms else ''}{_KNOBS}"
         cannot = rows == 1 or not error.can_repeat or bool(norms)
         if norms:
-            error.hint += f"; the rows were not halved, because {norms[0]} normalizes over the rows of a batch"
+            error.hint += f"; the number of rows was not halved, because {norms[0]} normalizes over the rows of a batch"
         elif get_world_size() > 1 and agreed is None:
             cannot = True
-            error.hint += "; the rows were not halved, because the other ranks may have begun to average gradients"
+            error.hint += (
+                "; the number of rows was not halved, because the other ranks may have begun to average gradients"
+            )
         if cannot:
             raise error
         self._state.micro_batch.use(half, self._given)

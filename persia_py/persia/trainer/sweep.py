@@ -178,7 +178,7 @@ def run(trial: Trial) -> None:
     folder = trial.folder
     exists = (folder.path / CONFIG).is_file()
     if exists:
-        check_same(folder.config(), trial.config)
+        check_same(folder.shown, folder.config(), trial.config)
         if folder.read_json(SUMMARY).get("status") == FINISHED:
             trial.reused = True
             _judge(trial)

@@ -382,10 +382,10 @@ class _Loaded:
     def __init__(self, config: Config, model: torch.nn.Module | None, found: Found) -> None:
         if model is None and found.folder.read_json(FACTS).get("model_given_by_script"):
             raise UsageError(
-                f"{found.folder.shown}: the model of this run was given by a script",
+                f"{found.folder.shown}: the model of this run was passed by a script, and is not in its persia.yml",
                 hint=f"use the run in a script: Trainer(config, model).resume({found.folder.shown!r})",
             )
-        check_same(found.folder.config(), config)
+        check_same(found.folder.shown, found.folder.config(), config)
         self.transform = fitting.load(config, found.folder.path)
         self.objective = Objective(config.compiled.labels)
         self.model = models.build(config) if model is None else model

@@ -107,7 +107,7 @@ class Validation:
             return
         self._state.stopped = bool(backend.all_gather("early stop", self._state.stopped)[0])
         if self._state.stopped and get_rank() == 0:
-            _logger.info("no improvement in %d evaluations: training stops", self._state.without_improvement)
+            _logger.info("training stops; evaluations without improvement: %d", self._state.without_improvement)
 
     def checkpoint(self, step: int) -> Place:
         """Return the place of the best checkpoint that is saved after ``step``."""
@@ -121,7 +121,7 @@ class Validation:
             _core.publish_latest(folder)
         except StorageError as error:
             _logger.error(
-                "cannot save the new best model; the previous one is kept, and training continues: %s%s",
+                "cannot save the new best model; the best checkpoint does not change, and training continues: %s%s",
                 error,
                 next_step(error),
             )
@@ -185,13 +185,13 @@ def _delete(path: Place) -> None:
         else:
             retention.remove(path)
     except PersiaError as error:
-        _logger.warning("cannot delete the checkpoint %s: %s%s", path, error, next_step(error))
+        line = "cannot delete the checkpoint %s, which is no longer needed: %s%s"
+        _logger.warning(line, path, error, next_step(error))
     except OSError as error:
         shutil.rmtree(path, ignore_errors=True)  # as much as possible
         if os.path.lexists(path):
-            step = f"rm -r {shlex.quote(str(path))}"
-            line = "cannot delete the checkpoint %s, which is no longer needed: %s; next: %s"
-            _logger.warning(line, path, error, step)
+            line = "cannot delete the checkpoint %s, which is no longer needed: %s; next: rm -r %s"
+            _logger.warning(line, path, error.strerror or error, shlex.quote(str(path)))
 
 
 def may_continue(before: Config, now: Config) -> bool:

@@ -48,7 +48,7 @@ impl Drop for Sums {
 #[pyfunction]
 pub(crate) fn first_nonfinite(py: Python<'_>, tensor: &Bound<'_, PyAny>) -> PyResult<Option<usize>> {
     let shape: Vec<usize> = tensor.getattr("shape")?.extract()?;
-    let values = borrow_f32(tensor, "first_nonfinite", &shape)?;
+    let values = borrow_f32(tensor, "the tensor to check", &shape)?;
     Ok(py.detach(|| find(values.as_ref())))
 }
 

@@ -77,9 +77,10 @@ impl Saver {
         let (tables, number) = (&self.tables, self.number);
         let written = py.detach(|| -> Result<_, TablesError> {
             let snapshot = match tables.write_snapshot(saver.staging(), Some(number)) {
-                // Servers that sent no reply may still be writing.
+                // Servers that sent no reply may still be writing, also if another one refused.
                 Err(
-                    error @ (TablesError::Unreachable { .. }
+                    error @ (TablesError::Unable { .. }
+                    | TablesError::Unreachable { .. }
                     | TablesError::Lost { .. }
                     | TablesError::Recovering { .. }
                     | TablesError::Timeout { .. }),

@@ -127,7 +127,7 @@ pub(crate) fn sum(
     let summed = py.detach(|| step.sum(&taken, scale, Box::new(owners)));
     let (sums, part) = summed.map_err(|error| match &error {
         CudaError::BadGradient { what } => {
-            errors::raise(py, "DataError", format!("gradients of step {number}: {what}"))
+            errors::engine(py, &persia_engine::Error::BadGradient { step: number, what: what.clone() })
         }
         of_device => failed(py, of_device),
     })?;

@@ -180,8 +180,12 @@ fn end(timeout_s: f64) -> Instant {
 }
 
 fn service_of(py: Python<'_>, service: &str) -> PyResult<Service> {
-    Service::from_name(service)
-        .ok_or_else(|| errors::raise(py, "UsageError", format!("{service:?} is not a service of persia")))
+    Service::from_name(service).ok_or_else(|| {
+        let text = format!(
+            "{service:?} is not a service; expected persia-server, persia-middleware, persia-trainer or persia-data"
+        );
+        errors::raise(py, "UsageError", text)
+    })
 }
 
 fn metadata_of(peer: Peer) -> BTreeMap<String, String> {

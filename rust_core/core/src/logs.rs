@@ -22,13 +22,18 @@ pub(crate) fn begin(py: Python<'_>) -> PyResult<()> {
     let of_level = directives(&level).map_err(|error| refused("LOG_LEVEL", &level, &error))?;
     let of_own = directives(&own).map_err(|error| refused("PERSIA_LOG", &own, &error))?;
     let all = || of_level.iter().chain(&of_own);
-    let level = all().rfind(|each| !each.contains('=')).map_or("info", String::as_str);
-    let mut filters = format!("off,persia_wire={level},persia_engine={level},persia_store={level}");
+    let base = all().rfind(|each| !each.contains('=')).map_or("info", String::as_str);
+    let mut filters = format!("off,persia_wire={base},persia_engine={base},persia_store={base}");
     for each in all().filter(|each| each.contains('=')) {
         filters.push(',');
         filters.push_str(each);
     }
-    let filter = EnvFilter::try_new(filters).map_err(|error| refused("PERSIA_LOG", &own, &error))?;
+    let filter = EnvFilter::try_new(filters).map_err(|error| {
+        let text = format!(
+            "LOG_LEVEL={level:?}, PERSIA_LOG={own:?}: {error}; use LEVEL or TARGET=LEVEL, separated by commas"
+        );
+        errors::raise(py, "ConfigError", text)
+    })?;
     BEGUN.call_once(|| {
         let logs =
             tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false);

@@ -104,7 +104,10 @@ impl Remote {
                 Ok(None)
             }
             Err(
-                TablesError::Unreachable { .. } | TablesError::Lost { .. } | TablesError::Recovering { .. },
+                TablesError::Unable { .. }
+                | TablesError::Unreachable { .. }
+                | TablesError::Lost { .. }
+                | TablesError::Recovering { .. },
             ) if Instant::now() < end => Ok(None),
             Err(error) => {
                 let waited = format!("{error} (waited {timeout_s:.0} s)");

@@ -55,7 +55,7 @@ impl Step {
     ) -> Result<(Sums, DeviceTensor), CudaError> {
         if gradients.len() != self.layout.features() {
             let (found, expected) = (gradients.len(), self.layout.features());
-            let what = format!("found {found} gradients, expected {expected}, one for each id feature");
+            let what = format!("found {found}, expected {expected}, one for each id feature");
             return Err(CudaError::BadGradient { what });
         }
         if !self.layout.trains() {

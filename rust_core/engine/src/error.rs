@@ -48,7 +48,7 @@ pub enum Error {
         what: String,
     },
     /// A size exceeds a limit of `persia_types::limits`.
-    #[error("{what}: {size} is above the limit of {limit}; make the batch smaller")]
+    #[error("{what}: {size} is above the limit of {limit}; put less into one batch")]
     TooLarge {
         /// What is too large.
         what: String,
@@ -124,7 +124,7 @@ pub enum Error {
         source: Arc<TablesError>,
     },
     /// A push failed; the engine stops. If a reply was lost, the gradients may be applied on some or all servers.
-    #[error("push of step {step} failed, its gradients may not be applied: {source}")]
+    #[error("push of step {step} failed, and its gradients may be lost: {source}")]
     Push {
         /// The batch's step.
         step: u64,

@@ -61,7 +61,7 @@ impl<'a> Bags<'a> {
             }
         }
         if let Some(index) = self.indices.iter().max().filter(|index| **index as usize >= rows) {
-            return bad_shape(format!("a sample uses row index {index}, but there are {rows} rows"));
+            return bad_shape(format!("a sample uses row index {index}, but the number of rows is {rows}"));
         }
         let other_length = |values: Option<&[f32]>, wanted: usize| {
             values.map(<[f32]>::len).filter(|length| *length != wanted)
@@ -109,7 +109,7 @@ mod tests {
             assert_eq!((refused(good), good.samples()), (String::new(), 3));
         }
         for (bad, named) in [
-            (Bags { indices: &[2, 0, 3], ..GOOD }, "row index 3, but there are 3 rows"),
+            (Bags { indices: &[2, 0, 3], ..GOOD }, "row index 3, but the number of rows is 3"),
             (Bags { offsets: Some(&[]), ..GOOD }, "no offsets"),
             (Bags { offsets: Some(&[1, 2, 2, 3]), ..GOOD }, "from 1 to 3"),
             (Bags { offsets: Some(&[0, 2, 2, 4]), ..GOOD }, "from 0 to 4"),

@@ -39,7 +39,7 @@ impl<'a> Csr<'a> {
         }
         match self.indices.iter().max() {
             Some(last) if *last as usize >= samples => {
-                bad_shape(format!("an id uses sample index {last}, but there are {samples} samples"))
+                bad_shape(format!("an id uses sample index {last}, but the number of samples is {samples}"))
             }
             _ => Ok(()),
         }
@@ -240,7 +240,7 @@ mod tests {
         assert!(refused(&[0, 1, 2], &[2, 0, 1]).contains("from 0 to 2"));
         assert!(refused(&[1, 1, 3], &[2, 0, 1]).contains("from 1 to 3"));
         assert!(refused(&[0, 4, 3], &[2, 0, 1]).contains("ascend"));
-        assert!(refused(&[0, 1, 3], &[2, 0, 3]).contains("sample index 3, but there are 3 samples"));
+        assert!(refused(&[0, 1, 3], &[2, 0, 3]).contains("sample index 3, but the number of samples is 3"));
         let csr = Csr { offsets: &[0, 1, 3], indices: &[2, 0, 1] };
         let sum = SegmentSum {
             gradients: &[0.0; 6],

@@ -55,8 +55,10 @@ impl Upload {
     /// The URL or the environment cannot be used, or the URL names a bucket.
     pub fn create(path: &Path) -> Result<Option<Self>> {
         let Some(place) = Place::find(path, Patience::Save)? else { return Ok(None) };
-        let no_object =
-            || Failure::new(path, io::ErrorKind::InvalidInput, "names a bucket, expected an object");
+        let no_object = || {
+            let what = "the URL names a bucket; expected s3://BUCKET/OBJECT";
+            Failure::new(path, io::ErrorKind::InvalidInput, what)
+        };
         let (dir, name) = place.parent().ok_or_else(no_object)?;
         Ok(Some(Self::new(dir, name)))
     }

@@ -37,15 +37,15 @@ pub struct CommonArgs {
     /// Number of replicas
     #[arg(long, env = "REPLICA_SIZE", value_name = "N", default_value_t = 1)]
     pub replica_size: u32,
-    /// HOST:PORT or unix:/PATH; port 0 selects a free port. Default: the port of this binary, on all addresses if a
-    /// token file is given, otherwise on 127.0.0.1
+    /// HOST:PORT or unix:/PATH; port 0 selects a free port. Default: port 8888 (server) or 7777 (middleware), on all
+    /// addresses if a token file is given, otherwise on 127.0.0.1
     #[arg(long, env = "PERSIA_LISTEN", value_name = "ADDRESS")]
     pub listen: Option<String>,
     /// HOST:PORT of /metrics and /health over HTTP, or `off`. Default: port 9464 (a free port, if it is in use), on the
     /// addresses of --listen's default; `off` with `enable_metrics: false`
     #[arg(long, env = "PERSIA_METRICS_LISTEN", value_name = "ADDRESS")]
     pub metrics_listen: Option<String>,
-    /// File with the secret of the cluster; without it, only processes of this host are served
+    /// File with the secret of the job; without it, only processes of this host are served
     #[arg(long, env = "PERSIA_TOKEN_FILE", value_name = "FILE")]
     pub token_file: Option<PathBuf>,
     /// Certificate chain of this process, PEM; the process then accepts only TLS connections
@@ -60,7 +60,8 @@ pub struct CommonArgs {
     /// Name in the peers' certificates
     #[arg(long, env = "PERSIA_TLS_NAME", value_name = "NAME", default_value = "persia")]
     pub tls_name: String,
-    /// Host that other processes use to reach this one; default: its address on the network of NATS
+    /// Host that other processes use to reach this one; default: the address of the interface PERSIA_SOCKET_IFNAME if
+    /// that is set, otherwise the address on the network of NATS
     #[arg(long, env = "PERSIA_ADVERTISE", value_name = "HOST")]
     pub advertise: Option<String>,
     /// Name of the job; default: job_name of --global-config
@@ -135,8 +136,9 @@ impl MiddlewareArgs {
             )));
         }
         if listed.len() > MAX_SERVERS {
+            let list = if self.servers.is_empty() { KEY } else { "--servers" };
             return Err(Exit::Usage(format!(
-                "{} servers are listed, but the limit is {MAX_SERVERS}",
+                "{list} has {} servers, but the limit is {MAX_SERVERS}",
                 listed.len()
             )));
         }
@@ -330,7 +332,7 @@ fn read<T>(
 ) -> Result<T, Exit> {
     let name = path.display().to_string();
     let text = std::fs::read_to_string(path)
-        .map_err(|error| Exit::Usage(format!("cannot read {name}: {error}; {given_by} sets it")))?;
+        .map_err(|error| Exit::Usage(format!("cannot read {name}: {error}; {given_by} sets its path")))?;
     let parsed = parse(&text, &name).map_err(|errors| {
         let found: Vec<String> = errors.errors.iter().map(ToString::to_string).collect();
         Exit::Usage(format!("{name}: {}", found.join("; ")))

@@ -61,7 +61,8 @@ impl LogLimiter {
             return;
         }
         let peer = peer.map_or_else(|| "this host, by Unix socket".to_owned(), |peer| peer.to_string());
-        tracing::warn!(peer, calls = self.refused, "calls refused: {why}");
+        let last = if self.refused > 1 { "the last one: " } else { "" };
+        tracing::warn!(peer, calls = self.refused, "calls refused: {last}{why}");
         *self = Self { last: Some(Instant::now()), refused: 0 };
     }
 }

@@ -47,8 +47,7 @@ pub fn start(format: LogFormat, level: &str, service: &'static str, replica: u32
 fn filter(level: &str, own: &str) -> Result<EnvFilter, Exit> {
     let levels = "use error, warn, info, debug or trace";
     let parse = |name: &str, value: &str| {
-        directives(value)
-            .map_err(|error| Exit::Usage(format!("cannot use {name}={value}: {error}; {levels}")))
+        directives(value).map_err(|error| Exit::Usage(format!("{name}={value:?}: {error}; {levels}")))
     };
     let mut filters = parse("LOG_LEVEL", level)?;
     match filters.as_slice() {
@@ -58,7 +57,9 @@ fn filter(level: &str, own: &str) -> Result<EnvFilter, Exit> {
     }
     filters.extend(parse("PERSIA_LOG", own)?);
     EnvFilter::builder().parse(filters.join(",")).map_err(|error| {
-        Exit::Usage(format!("cannot use LOG_LEVEL={level} and PERSIA_LOG={own}: {error}; {levels}"))
+        Exit::Usage(format!(
+            "LOG_LEVEL={level:?}, PERSIA_LOG={own:?}: {error}; use LEVEL or TARGET=LEVEL, separated by commas"
+        ))
     })
 }
 
@@ -128,9 +129,9 @@ mod tests {
         }
         assert!(filter("WARNING", "").unwrap().to_string().contains("warn"));
         for (level, own, named) in [
-            ("loud", "", "cannot use LOG_LEVEL=loud: "),
-            ("persia_wire=loud", "persia.wire=debug", "cannot use LOG_LEVEL=persia_wire=loud: "),
-            ("info", "persia.wire=loud", "cannot use PERSIA_LOG=persia.wire=loud: "),
+            ("loud", "", "LOG_LEVEL=\"loud\": "),
+            ("persia_wire=loud", "persia.wire=debug", "LOG_LEVEL=\"persia_wire=loud\": "),
+            ("info", "persia.wire=loud", "PERSIA_LOG=\"persia.wire=loud\": "),
         ] {
             let text = filter(level, own).unwrap_err().to_string();
             assert!(text.starts_with(named), "{text}");

@@ -64,11 +64,11 @@ pub fn start() -> Result<PrometheusHandle, metrics_exporter_prometheus::BuildErr
         metrics::Unit::Seconds,
         "Time until a request was answered or cancelled, by method"
     );
-    metrics::describe_counter!(REQUESTS_FAILED, "Requests answered with an error, by method and code");
-    metrics::describe_counter!(REFUSED_CALLS, "Calls with a missing or wrong token");
+    metrics::describe_counter!(REQUESTS_FAILED, "Requests that failed or were cancelled, by method and code");
+    metrics::describe_counter!(REFUSED_CALLS, "Calls with a missing or wrong token or role");
     metrics::describe_counter!(
         LOOKUP_ROWS,
-        "Unique ids looked up for training, or of an infer job, by outcome"
+        "Unique ids looked up for training or in an infer job, by outcome"
     );
     metrics::describe_counter!(PUSH_ROWS, "Rows pushed, by outcome");
     metrics::describe_counter!(

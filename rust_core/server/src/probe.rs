@@ -48,7 +48,11 @@ pub async fn ask(args: &CommonArgs, kind: Kind) -> Result<ExitCode, Exit> {
     let answer = async {
         let channel = endpoint.channel(tls.as_ref()).map_err(|error| {
             let why = with_causes(&error);
-            Status::unavailable(format!("cannot use {authority} and PERSIA_TLS_NAME: {why}"))
+            let what = match &tls {
+                Some(_) => format!("cannot use {authority} and PERSIA_TLS_NAME"),
+                None => "the address cannot be used".to_owned(),
+            };
+            Status::unavailable(format!("{what}: {why}"))
         })?;
         let request = HealthCheckRequest { service: kind.grpc.into() };
         HealthClient::new(channel).check(request).await

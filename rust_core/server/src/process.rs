@@ -368,15 +368,22 @@ fn is_in_use(bound: &io::Result<TcpListener>) -> bool {
 }
 
 fn cannot_bind(variable: &str, endpoint: &Endpoint, error: &io::Error) -> Exit {
+    let is_socket = matches!(endpoint, Endpoint::Unix(_));
     let why = match error.kind() {
+        // A file that is not a socket is not replaced.
+        io::ErrorKind::AddrInUse if is_socket => format!(
+            "a process listens there, or the file is not a socket; stop the process, or set {variable} to another \
+             address"
+        ),
         io::ErrorKind::AddrInUse => {
             format!(
                 "the address is in use; stop the process that listens there, or set {variable} to another address"
             )
         }
-        io::ErrorKind::PermissionDenied => {
-            format!("{error}; ports below 1024 need privileges, a Unix socket needs a writable folder")
+        io::ErrorKind::PermissionDenied if is_socket => {
+            format!("{error}; the folder of the socket must be writable")
         }
+        io::ErrorKind::PermissionDenied => format!("{error}; ports below 1024 need privileges"),
         _ => error.to_string(),
     };
     Exit::Usage(format!("cannot listen on {endpoint}: {why}"))

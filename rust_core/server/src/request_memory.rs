@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
+use persia_types::TablesError;
 use persia_types::limits::MAX_IN_FLIGHT_BYTES;
+use persia_wire::error::to_status;
 use tokio::sync::{AcquireError, OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, timeout_at};
 use tonic::Status;
@@ -19,6 +21,8 @@ pub(crate) struct MemoryBudget {
     /// Allows one request at a time to exceed the budget.
     extra: Arc<Semaphore>,
     mib: u32,
+    /// The name of this process, for messages.
+    peer: Arc<str>,
     /// What to do if the memory does not suffice, for messages.
     advice: &'static str,
 }
@@ -32,20 +36,26 @@ pub(crate) struct RequestMemory {
 
 impl MemoryBudget {
     /// Create a budget of [`MAX_IN_FLIGHT_BYTES`].
-    pub(crate) fn new(advice: &'static str) -> Self {
-        Self::of((MAX_IN_FLIGHT_BYTES >> MIB) as u32, advice)
+    pub(crate) fn new(peer: &str, advice: &'static str) -> Self {
+        Self::of((MAX_IN_FLIGHT_BYTES >> MIB) as u32, peer, advice)
     }
 
     /// Create a budget of `mib` mebibytes.
-    pub(crate) fn of(mib: u32, advice: &'static str) -> Self {
-        Self { free: Arc::new(Semaphore::new(mib as usize)), extra: Arc::new(Semaphore::new(1)), mib, advice }
+    pub(crate) fn of(mib: u32, peer: &str, advice: &'static str) -> Self {
+        Self {
+            free: Arc::new(Semaphore::new(mib as usize)),
+            extra: Arc::new(Semaphore::new(1)),
+            mib,
+            peer: peer.into(),
+            advice,
+        }
     }
 
     /// Wait for the memory of a request. Requests get memory in the order of their calls. A request larger than the
     /// budget gets the whole budget.
     ///
     /// # Errors
-    /// `Unavailable`, which callers retry, if other requests hold the memory until the deadline.
+    /// [`TablesError::Unable`], which callers retry, if other requests hold the memory until the deadline.
     pub(crate) async fn take(&self, bytes: u64, deadline: Instant) -> Result<RequestMemory, Status> {
         let share = bytes.div_ceil(1 << MIB).min(self.mib.into()) as u32;
         let free = Arc::clone(&self.free);
@@ -58,12 +68,15 @@ impl MemoryBudget {
         };
         match taken {
             Ok(permit) => counted(permit, bytes),
-            Err(_) => Err(Status::unavailable(format!(
-                "no memory for the request before its deadline: other requests hold {} of {} MiB; {}",
-                self.mib as usize - self.free.available_permits(),
-                self.mib,
-                self.advice
-            ))),
+            Err(_) => Err(to_status(&TablesError::Unable {
+                peer: self.peer.to_string(),
+                what: format!(
+                    "no memory for the request before its deadline: other requests hold {} of {} MiB; {}",
+                    self.mib as usize - self.free.available_permits(),
+                    self.mib,
+                    self.advice
+                ),
+            })),
         }
     }
 
@@ -109,7 +122,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_request_waits_for_memory_that_others_hold_and_its_error_says_so() {
-        let budget = MemoryBudget::of(4, "wait");
+        let budget = MemoryBudget::of(4, "the server", "wait");
         let held = take(&budget, 3).await.unwrap();
         let refused = take(&budget, 2).await.unwrap_err();
         assert_eq!(refused.code(), tonic::Code::Unavailable);
@@ -124,7 +137,7 @@ mod tests {
 
     #[tokio::test]
     async fn one_request_whose_turn_has_come_needs_no_budget() {
-        let budget = MemoryBudget::of(4, "wait");
+        let budget = MemoryBudget::of(4, "the server", "wait");
         let _held = take(&budget, 4).await.unwrap();
         let at_turn = |come: bool| {
             let budget = budget.clone();

@@ -120,12 +120,14 @@ impl EmbeddingService {
 
     /// Refuse requests with `Recovering` until `node` has read its rows, and then serve it.
     pub fn starting(node: Arc<StartingNode>) -> Self {
-        Self { node, memory: MemoryBudget::new(MEMORY_ADVICE) }
+        let memory = MemoryBudget::new(&node.peer, MEMORY_ADVICE);
+        Self { node, memory }
     }
 
     /// Limit the memory for requests in flight to `mib` mebibytes.
     pub fn with_memory(self, mib: u32) -> Self {
-        Self { memory: MemoryBudget::of(mib, MEMORY_ADVICE), ..self }
+        let memory = MemoryBudget::of(mib, &self.node.peer, MEMORY_ADVICE);
+        Self { memory, ..self }
     }
 
     /// Wait for the memory of a request before it is received. A training request stops waiting when its turn comes,

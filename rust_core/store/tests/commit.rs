@@ -149,7 +149,7 @@ fn an_added_file_needs_a_valid_new_name_and_its_size() {
     let entry = |bytes, blake3: &str| FileEntry { name: "opt.pt".into(), bytes, blake3: blake3.into() };
     let hash = blake3::hash(b"1234").to_hex().to_string();
     refused(saver.add(entry(5, &hash)), "it has 4 bytes, but its writer reported 5");
-    refused(saver.add(entry(4, "abc")), "is not a blake3 hash");
+    refused(saver.add(entry(4, "abc")), "is not a BLAKE3 hash");
     let error = saver.commit(head(1)).unwrap_err().to_string();
     assert!(error.contains("opt.pt") && error.contains("never added"), "{error}");
     assert!(names(dir.path()).is_empty());
@@ -195,7 +195,7 @@ fn the_error_for_a_missing_checkpoint_describes_the_directory() {
     missing(&parent.path().join("x"), "Not a directory");
     missing(parent.path(), "the folder has no MANIFEST.json, only other files or folders");
     save(&parent.path().join("step-1"), 1).unwrap();
-    missing(parent.path(), "use a checkpoint below it: step-1");
+    missing(parent.path(), "use one of the checkpoints in this folder: step-1");
 }
 
 #[test]

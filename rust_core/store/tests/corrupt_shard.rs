@@ -183,7 +183,7 @@ fn rows_that_cannot_be_read_back_are_not_written() {
         assert!(error.contains(what), "{error}");
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
     };
-    refused(&|rows| rows.shard = 256, "shard 256, expected 0 to 255");
+    refused(&|rows| rows.shard = 256, "the shard is 256, expected 0 to 255");
     refused(&|rows| rows.shard = 4, "belongs to shard 3, but is in shard 4");
     refused(&|rows| rows.tables[0].ids.swap(0, 1), "before id");
     refused(&|rows| rows.tables[0].ids[1] = rows.tables[0].ids[0], "before id");
@@ -191,12 +191,12 @@ fn rows_that_cannot_be_read_back_are_not_written() {
     refused(&|rows| rows.tables[0].state.truncate(9), "9 numbers in state, expected 10");
     refused(&|rows| rows.tables[0].last_used.truncate(4), "4 numbers in last_used, expected 5");
     refused(&|rows| rows.tables.push(rows.tables[0].clone()), "twice");
-    refused(&|rows| rows.tables[0].name.clear(), "table name of 0 bytes");
+    refused(&|rows| rows.tables[0].name.clear(), "the name of a table has 0 bytes");
     refused(&|rows| rows.tables[0].dim = 0, "dim 0");
     let next = ids_of(3, 7)[5..].to_vec();
     refused(
         &|rows| rows.tables[0].admission_counts = vec![(rows.tables[0].ids[0], 1)],
-        "expected at least 1, and no row of the id",
+        "expected none, because the id has a row",
     );
     refused(&|rows| rows.tables[0].admission_counts = vec![(next[0], 0)], "has the admission count 0");
     refused(&|rows| rows.tables[0].admission_counts = vec![(next[1], 1), (next[0], 1)], "before id");

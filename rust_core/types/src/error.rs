@@ -16,8 +16,7 @@ use crate::token::Token;
 pub enum TablesError {
     /// Another run has begun. A run that begins with an older generation fails with `BadRun`.
     #[error(
-        "request {token} (job/generation/rank/step) belongs to another run: the current generation is {current}; \
-         restart the trainer"
+        "request {token} (job/generation/rank/step) belongs to another run: the current generation is {current}"
     )]
     StaleGeneration {
         /// The token of the request.
@@ -26,7 +25,7 @@ pub enum TablesError {
         current: u64,
     },
     /// No run has begun.
-    #[error("no run has begun; TrainCtx and EmbeddingCollection begin one")]
+    #[error("no run has begun; a TrainCtx or an EmbeddingCollection begins a run")]
     NotBegun,
     /// The run cannot begin.
     #[error("cannot begin the run: {what}")]
@@ -127,7 +126,7 @@ pub enum TablesError {
     },
     /// The current run cannot continue: a server or all middlewares stayed unreachable, or a server restarted without
     /// its rows.
-    #[error("{peer} is lost to this run: {what}; restart the trainer")]
+    #[error("{peer} is lost to this run: {what}")]
     Lost {
         /// The name of the peer.
         peer: String,
@@ -143,7 +142,7 @@ pub enum TablesError {
         what: String,
     },
     /// A server is still reading its log, or the checkpoint that it serves.
-    #[error("{peer} is still reading its rows from disk, {} % done", percent(*.done, *.total))]
+    #[error("{peer} is still reading its rows, {} % done", percent(*.done, *.total))]
     Recovering {
         /// The name of the peer.
         peer: String,

@@ -90,7 +90,7 @@ def propose(table: Table, label: Label, roles: Roles) -> tuple[list[Feature], li
             suspect = score is not None and score > LEAK
             left_out.append(LeftOut(column.name, reason, made, suspect))
         elif not made:
-            left_out.append(LeftOut(column.name, f"a column of {column.stored} cannot be a feature", []))
+            left_out.append(LeftOut(column.name, _unusable(column), []))
         else:
             features += made
     _share_tables(features, table)
@@ -115,13 +115,20 @@ class _Names:
 
 def _useless(column: Column, roles: Roles) -> str | None:
     """Return the reason why a column cannot be a feature."""
-    if column.nulls == column.rows or not column.distinct:
-        return "all rows are null"
+    if column.nulls + column.not_finite == column.rows or not column.distinct:
+        return "no row has a value"
     if not column.many and column.exact and column.distinct == 1 and column.missing == 0:
         return f"every row is {column.top[0][0]}"
     if column.name == roles.weight:
-        return "by its name it is the weight of a row, not a property of it: see `weight` below"
+        return "by its name it is the weight of a row, which belongs in train.weight"
     return None
+
+
+def _unusable(column: Column) -> str:
+    """Return the reason why a column with values gives no feature."""
+    if column.span is not None:
+        return "its times cover less than 14 days and at most two hours of the day, so no part of them recurs"
+    return f"a column of {column.stored} cannot be a feature"
 
 
 def _unwanted(column: Column, roles: Roles, score: float | None) -> str | None:
@@ -131,7 +138,7 @@ def _unwanted(column: Column, roles: Roles, score: float | None) -> str | None:
     if column.rows < 20 or column.many or column.kind in ("time", "other", "boolean") or column.span is not None:
         return None
     if column.step is not None and column.unique > NEAR_UNIQUE:
-        return f"it counts the rows: each value is {column.step} more than the one before"
+        return f"it counts the rows: consecutive values differ by {abs(column.step)}"
     if column.name == roles.group and roles.transient:
         return "its values do not recur, such as those of sessions, so the model knows none of the values of new rows"
     if column.kind in ("text", "integer") and column.unique > NEAR_UNIQUE:
@@ -157,6 +164,10 @@ def _count(column: Column) -> str:
     return f"{column.distinct:,}" if column.exact else f"about {column.distinct:,}"
 
 
+def _different(column: Column) -> str:
+    return "all equal" if column.distinct == 1 else f"{_count(column)} different ones"
+
+
 def _features(column: Column, names: _Names, roles: Roles) -> Iterator[Feature]:
     """Yield the features of a column."""
     if column.many:
@@ -179,10 +190,10 @@ def _keys(name: str, column: Column, keys: dict[str, Any]) -> dict[str, Any]:
 
 def _id(column: Column, names: _Names) -> Feature:
     keys: dict[str, Any] = {"type": "id", "dim": DIM}
-    what = f"strings, {_count(column)} different ones" if column.kind == "text" else "true or false"
+    what = f"strings, {_different(column)}" if column.kind == "text" else "true or false"
     reason = f"{what}: each has a separate vector"
     if column.kind == "integer":
-        reason = f"integers, {_count(column)} different ones, taken as names: each has a separate vector"
+        reason = f"integers, {_different(column)}, taken as names: each has a separate vector"
     if column.distinct > MANY:
         keys["admission"] = {"min_count": 2}
         reason += "; a value gets its vector at its second occurrence, so values that occur once take no memory"
@@ -272,7 +283,7 @@ def _number(column: Column, names: _Names) -> Iterator[Feature]:
     if boundaries is None:
         rule: dict[str, Any] = {"quantiles": INTERVALS}
         reason = (
-            f"numbers from {column.quantiles[0]:g} to {column.quantiles[-1]:g}, {_count(column)} different ones: a "
+            f"numbers from {column.quantiles[0]:g} to {column.quantiles[-1]:g}, {_different(column)}: a "
             f"vector for each of {INTERVALS} intervals with equally many rows"
         )
     else:
@@ -282,7 +293,7 @@ def _number(column: Column, names: _Names) -> Iterator[Feature]:
             "divided into intervals with equally many rows; each has a vector"
         )
         if len(boundaries) + 1 >= column.distinct:
-            reason = f"numbers, {_count(column)} different ones: each has a separate vector"
+            reason = f"numbers, {_different(column)}: each has a separate vector"
     yield Feature(name, _keys(name, column, {"type": "bucket", **rule, "dim": DIM}), reason)
     yield _dense(column, names)
 

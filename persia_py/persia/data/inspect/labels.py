@@ -136,7 +136,7 @@ def _of(column: Column, reason: str) -> Label:
 def _of_texts(column: Column, reason: str) -> Label:
     if column.distinct > 2:
         frequent = ", ".join(f"{value} ({share:.0%})" for value, share in column.top)
-        what = f"{column.distinct:,} different strings ({frequent}); a label has exactly two"
+        what = f"{column.distinct:,} different strings, the most frequent: {frequent}; a label has exactly two"
         raise DataError(
             f"label {column.name!r}: {what}",
             hint=f"specify the value to predict: --label {shlex.quote(f'{column.name}={column.top[-1][0]}')}",

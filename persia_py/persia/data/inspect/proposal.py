@@ -11,11 +11,9 @@ from persia.data.inspect.labels import Label
 from persia.data.inspect.roles import Roles
 from persia.data.inspect.scan import Table
 from persia.data.inspect.settings import Setting
+from persia.embedding.listed import listed
 from persia.runtime.errors import DataError
 from persia.runtime.files import is_url
-
-_SHOWN = 10
-"""The maximum number of columns whose reasons a message lists."""
 
 
 @dataclass
@@ -74,10 +72,10 @@ def make(
     """
     features, left_out, alone = propose(table, label, roles)
     if not features:
-        reasons = [f"{column.column}: {column.reason}" for column in left_out[:_SHOWN]]
-        reasons += [f"and {len(left_out) - _SHOWN} more columns"] if len(left_out) > _SHOWN else []
+        reasons = [f"{column.column}: {column.reason}" for column in left_out]
+        why = listed(reasons, separator="; ") if reasons else "the label is the only column"
         raise DataError(
-            f"no column can be a feature ({'; '.join(reasons) or 'the label is the only column'})",
+            f"no column can be a feature: {why}",
             hint="specify data with further columns, or another label: --label COL",
         )
     rows = table.expected_rows
@@ -163,4 +161,6 @@ def _warnings(table: Table, proposal: Proposal) -> Iterator[str]:
             yield f"column {column.name}: {column.numeric:.1%} of the values are numbers, but {place} is {text!r}"
         if column.no_time is not None:
             text, place, kind = column.no_time
-            yield f"column {column.name}: {place} is {text!r}, which is not a valid {kind}: it is read as strings"
+            yield (
+                f"column {column.name}: {place} is {text!r}, which is not a valid {kind}; the column is read as strings"
+            )

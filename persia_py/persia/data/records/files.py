@@ -247,6 +247,12 @@ def open_files(
     """
     given = [paths] if isinstance(paths, str) else list(paths)
     filesystem, found = _find(given, file_format)
+    if file_format is None and _format_of(found[0]) not in FORMATS:
+        endings = ", ".join(ending for each in FORMATS.values() for ending in each)
+        raise UsageError(
+            f"{found[0]}: the extension of the name determines no format; expected one of {endings}",
+            hint=f"rename the file, or set data.format in persia.yml to one of {', '.join(FORMATS)}",
+        )
     file_format = file_format or _format_of(found[0])
     if file_format not in FORMATS:
         raise UsageError(f"format {file_format!r} for {found[0]}: expected one of {', '.join(FORMATS)}")

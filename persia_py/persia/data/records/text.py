@@ -57,8 +57,10 @@ class TextFiles:
             text = io.TextIOWrapper(stream, "utf-8-sig", newline="")
             try:
                 names = next((values for values in csv.reader(text, delimiter=self._delimiter) if values), None)
-            except (UnicodeDecodeError, csv.Error) as error:
+            except UnicodeDecodeError as error:
                 raise DataError(f"{path}: not a text file in UTF-8: {error}") from error
+            except csv.Error as error:
+                raise DataError(f"{path}: cannot read the names of the columns in the first line: {error}") from error
         if names is None:
             raise DataError(f"{path}: the file is empty; expected the names of the columns in its first line")
         return names

@@ -19,7 +19,7 @@ from persia.doctor.dump.archive import FILE, MARGIN, Archive
 from persia.doctor.dump.facts import Facts
 from persia.doctor.log_lines import Source, merged
 from persia.runtime.config_files import EMBEDDING_CONFIG, GLOBAL_CONFIG, find_config, find_persia_yml
-from persia.runtime.errors import PersiaError
+from persia.runtime.errors import CheckpointError, PersiaError
 from persia.runtime.places import Url, below
 from persia.runtime.settings import settings, variable
 
@@ -180,7 +180,7 @@ def _job(archive: Archive, facts: Facts) -> None:
     def status() -> str:
         found = job_status.status(url, job_name())
         processes.extend(found.processes)
-        facts.status = f"{len(found.processes)} processes; " + (
+        facts.status = f"{len(found.processes)} process{'' if len(found.processes) == 1 else 'es'}; " + (
             "; ".join(one.text for one in found.problems) or "no problem"
         )
         return found.to_json()
@@ -296,8 +296,10 @@ def _verified(entry: dict[str, Any]) -> str:
         return f"not verified, it is larger than {_VERIFIED >> 30} GiB; {command}"
     try:
         Checkpoint(entry["path"]).verify()
-    except PersiaError as error:
+    except CheckpointError as error:
         return f"DAMAGED, {error}"
+    except PersiaError as error:
+        return f"not verified, {error}"
     return "every file has its size and hash"
 
 
@@ -309,7 +311,8 @@ def _system(folder: Path | None) -> Iterator[str]:
     yield f"swap: {disk.size(swap.total)}, used {disk.size(swap.used)}\n"
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.is_file():
-        yield f"memory limit of this container: {limit.read_text().strip()}\n"
+        most = limit.read_text().strip()
+        yield f"memory limit of this container: {disk.size(int(most)) if most.isdecimal() else 'none'}\n"
     places = [Path.cwd(), folder, *(Path(each) for each in (settings.checkpoint_root, settings.run_dir) if each)]
     for place in dict.fromkeys(each.absolute() for each in places if each is not None and each.is_dir()):
         usage = shutil.disk_usage(place)

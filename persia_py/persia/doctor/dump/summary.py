@@ -38,7 +38,7 @@ def _lines(archive: Archive, facts: Facts) -> Iterator[str]:
     yield "## The archive"
     yield ""
     redacted = sum(entry.redactions for entry in archive.entries.values())
-    yield f"{len(archive.entries)} files, {archive.size:,} bytes; {redacted} secrets were replaced, see {MANIFEST}."
+    yield f"{len(archive.entries)} files, {archive.size:,} bytes. Replaced secrets: {redacted}, see {MANIFEST}."
     yield "Logs, configuration and paths may contain personal data: read them before the archive is published."
     if archive.skipped:
         yield ""

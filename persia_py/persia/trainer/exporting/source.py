@@ -71,7 +71,7 @@ def _check_digest(checkpoint: Path, transform: Transform) -> None:
     trained = loaded.state(STATE).get("trainer") if STATE in loaded.names else None
     if isinstance(trained, dict) and trained.get("digest") not in (None, transform.digest):
         raise CheckpointError(
-            f"{checkpoint} was trained with the transform {trained['digest']}, the current transform is "
-            f"{transform.digest}: ids or floats would differ",
+            f"{checkpoint}: the checkpoint was trained with the transform {trained['digest']}, but the current "
+            f"transform is {transform.digest}: ids, floats or labels would differ",
             hint="specify the file of its run: --transform RUN/transform.json",
         )

@@ -2,7 +2,7 @@
 
 use persia_engine::{Engine as RankEngine, EngineOptions};
 use persia_types::tables::Run;
-use persia_types::{JobId, Token};
+use persia_types::{JobId, TablesError, Token};
 use pyo3::prelude::*;
 
 use super::Engine;
@@ -92,5 +92,5 @@ impl Engine {
 }
 
 pub(super) fn not_begun(py: Python<'_>) -> PyErr {
-    errors::raise(py, "UsageError", "no run has begun: enter a context first, such as TrainCtx")
+    errors::tables(py, &TablesError::NotBegun)
 }

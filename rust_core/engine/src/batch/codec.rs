@@ -64,7 +64,9 @@ impl Batch {
         let mut reader = Reader { bytes: checked_body(bytes)?, at: MAGIC.len() };
         let version = reader.u16()?;
         if !(1..=VERSION).contains(&version) {
-            return reader.bad(format!("found format version {version}, this build reads 1 to {VERSION}"));
+            return reader.bad(format!(
+                "found format version {version}, but this build reads versions up to {VERSION}; install a newer Persia"
+            ));
         }
         let flags = reader.u16()?;
         if flags & !(REQUIRES_GRAD | HAS_META) != 0 {
@@ -91,7 +93,8 @@ impl Batch {
         };
         if reader.at != reader.bytes.len() {
             let more = reader.bytes.len() - reader.at;
-            return reader.bad(format!("found bytes after the end of the batch: {more}"));
+            return reader
+                .bad(format!("the number of bytes after the end of the batch is {more}, expected 0"));
         }
         Batch::new(parts)
     }
@@ -122,7 +125,7 @@ fn checked_body(bytes: &[u8]) -> Result<&[u8], Error> {
     }
     let (found, expected) = (crc32c::crc32c(body), u32::from_le_bytes(checksum));
     if found != expected {
-        return bad(body.len(), format!("checksum {found:08x}, the sender's is {expected:08x}"));
+        return bad(body.len(), format!("its checksum is {found:08x}, but the sender's is {expected:08x}"));
     }
     Ok(body)
 }
@@ -341,7 +344,7 @@ mod tests {
         let mut longer = bytes.clone();
         longer.extend([0; 3]);
         let error = Batch::from_bytes(&resealed(longer)).unwrap_err().to_string();
-        assert!(error.contains("found bytes after the end of the batch: 3"), "{error}");
+        assert!(error.contains("the number of bytes after the end of the batch is 3"), "{error}");
         let mut future = bytes;
         future[4] = 3;
         assert!(Batch::from_bytes(&resealed(future)).unwrap_err().to_string().contains("version 3"));

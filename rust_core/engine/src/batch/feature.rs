@@ -307,7 +307,7 @@ mod tests {
     #[test]
     fn a_weight_too_few_or_not_finite_is_refused() {
         for (weights, named) in
-            [(&[1.0, 2.0][..], "2 weights for 3 ids"), (&[1.0, f32::NAN, 2.0], "weight NaN at index 1")]
+            [(&[1.0, 2.0][..], "number of weights is 2"), (&[1.0, f32::NAN, 2.0], "weight NaN at index 1")]
         {
             let error = IdFeature::single("a", &[5, 6, 7]).unwrap().with_weights(weights).unwrap_err();
             assert!(error.to_string().contains(named), "{error}");

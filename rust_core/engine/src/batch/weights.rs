@@ -28,7 +28,7 @@ impl Weights {
         let bad = |what: String| Err(Error::BadFeature { feature: feature.into(), what });
         if in_order.len() != inverse.len() {
             return bad(format!(
-                "{} weights for {} ids; pass one weight per id",
+                "the number of weights is {}, but the number of ids is {}; pass one weight per id",
                 in_order.len(),
                 inverse.len()
             ));

@@ -96,7 +96,8 @@ impl Overflows {
                 id,
                 rows = report.rows_nonfinite,
                 steps_so_far = self.0,
-                "rows were not updated: the sum of the gradients of an id is not finite, or is 2^50 or larger; this is the first such id"
+                "rows were not updated, because the sum of their gradients is not finite, or is 2^50 or larger; table and \
+                 id name the first of these rows"
             );
         }
     }

@@ -163,7 +163,10 @@ impl Fitter {
             if let Some(column) =
                 column.filter(|_| self.checked.is_some() && !self.values.contains_key(&feature.name))
             {
-                empty.push(format!("{}: every value of column `{}` is null", feature.name, column.column));
+                empty.push(format!(
+                    "{}: none of {} rows of column `{}` has a value",
+                    feature.name, self.rows, column.column
+                ));
             }
         }
         if !empty.is_empty() {

@@ -204,6 +204,10 @@ fn wrong_ids(found: &Class, values: Option<ValueType>) -> Option<String> {
 
 fn wrong_lists(found: &Class, values: Option<ValueType>, split: bool) -> Option<String> {
     match found {
+        // A list cannot be a bucket, which the error of a single float proposes.
+        Class::List(items) if **items == Class::Real => {
+            Some("lists of integers or strings: floats cannot be ids; cast whole numbers to integers".into())
+        }
         Class::List(items) => wrong_ids(items, values).map(|allowed| format!("lists of {allowed}")),
         Class::Text if split => None,
         Class::Text => Some("lists, or strings if `separator` is set".into()),
@@ -228,7 +232,9 @@ fn wrong_date(date: &Date, found: &Class) -> Option<String> {
 
 fn wrong_label(label: &Label, found: &Class) -> Option<String> {
     match &label.target {
-        Target::EqualsText(_) => (*found != Class::Text).then(|| "strings, because `equals` is one".into()),
-        _ => (!is_number(found)).then(|| "numbers; for strings, set `equals`".into()),
+        Target::EqualsText(_) => {
+            (*found != Class::Text).then(|| "strings, because `equals` is a string".into())
+        }
+        _ => (!is_number(found)).then(|| "numbers; for strings, set `equals` to a string".into()),
     }
 }

@@ -53,9 +53,9 @@ fn value_of(target: &Target, cell: Cell<'_>) -> Option<f32> {
 
 fn allowed(label: &Label) -> &'static str {
     match (&label.target, label.loss) {
-        (Target::EqualsText(_), _) => "a string",
+        (Target::EqualsText(_), _) => "a string; remove rows without a label",
         (Target::Value, Loss::Bce) => {
-            "0 or 1; for other numbers, set greater_than, equals or `loss: mse`, and remove rows without a label"
+            "0 or 1; for other numbers, set `greater_than`, `equals` or `loss: mse`; remove rows without a label"
         }
         _ => "a number; remove rows without a label",
     }

@@ -51,7 +51,7 @@ labels:
             "  when (line 8): column `score_` is Int64, allowed: timestamps, or integers if `unit` says what they \
              count: s, ms, us, ns",
             "  clicked (line 10): there is no column `clik`, did you mean `click`?",
-            "  bought (line 11): column `name` is Utf8, allowed: numbers; for strings, set `equals`",
+            "  bought (line 11): column `name` is Utf8, allowed: numbers; for strings, set `equals` to a string",
         ]
     );
 }
@@ -71,8 +71,8 @@ fn wrong_values_are_reported_with_their_rows() {
             "  u (line 1), row 1234567: found the string \"7\", allowed: an integer, as declared or in the training \
              data (2 such values)",
             "  x (line 1), row 1234567: found the string \"a string\", allowed: a number",
-            "  y (line 2), row 1234567: found the integer 2, allowed: 0 or 1; for other numbers, set greater_than, \
-             equals or `loss: mse`, and remove rows without a label (2 such values)",
+            "  y (line 2), row 1234567: found the integer 2, allowed: 0 or 1; for other numbers, set \
+             `greater_than`, `equals` or `loss: mse`; remove rows without a label (2 such values)",
         ]
     );
 }

@@ -81,7 +81,7 @@ fn a_column_without_numbers_is_an_error() {
     let mut fitter = Fitter::new(features("u: {type: id, dim: 2}"));
     let y: ArrayRef = Arc::new(Float32Array::from(vec![1.0]));
     fitter.update(&batch(vec![("u", Arc::new(NullArray::new(1))), ("y", y)])).unwrap();
-    assert!(fitter.finish().unwrap_err().to_string().contains("u: every value of column `u` is null"));
+    assert!(fitter.finish().unwrap_err().to_string().contains("u: none of 1 rows of column `u` has a value"));
 }
 
 #[test]

@@ -68,8 +68,8 @@ fn check_place(
         return Ok(reply.answered);
     }
     let what = format!(
-        "it is server {own} of {}, but the list has it as server {index} of {count}; list all servers, in the order \
-         of their REPLICA_INDEX",
+        "it is server {own} of {}, but --servers or infer_config.servers of the middleware has it as server {index} \
+         of {count}; list all servers, in the order of their REPLICA_INDEX",
         reply.servers
     );
     Err(to_status(&TablesError::Incompatible { peer: server.peer.clone(), what }))

@@ -57,7 +57,10 @@ impl Lookup {
         let sum = async {
             let mut sum = LookupReport::default();
             while let Some(report) = calls.join_next().await {
-                sum += report.map_err(|error| Status::internal(format!("the look-up failed: {error}")))??;
+                let failed = |error: tokio::task::JoinError| {
+                    Status::internal(format!("the look-up failed: {error}; see the log of the middleware"))
+                };
+                sum += report.map_err(failed)??;
             }
             Ok(sum)
         };

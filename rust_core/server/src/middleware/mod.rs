@@ -59,7 +59,8 @@ pub struct MiddlewareService {
 impl MiddlewareService {
     /// Create a middleware for `servers`. `peer` is its name in messages.
     pub fn new(servers: Arc<ServerPool>, timeout: Duration, peer: String) -> Self {
-        Self { servers, timeout, peer, memory: MemoryBudget::new("start more middlewares") }
+        let memory = MemoryBudget::new(&peer, "start more middlewares");
+        Self { servers, timeout, peer, memory }
     }
 
     async fn serve_lookup(
@@ -83,7 +84,8 @@ impl MiddlewareService {
             let memory =
                 self.memory.take(pooled::kept_bytes(split.parts(), RequestKind::Lookup), deadline).await?;
             let csr = receive_csr(&mut incoming, RequestKind::Lookup, split.parts(), chunk);
-            let late = |_| Status::deadline_exceeded("the look-up was not complete before its deadline");
+            let late =
+                |_| Status::deadline_exceeded("the look-up did not arrive completely before its deadline");
             let csr = timeout_at(deadline, csr).await.map_err(late)??;
             Ok((lookup::Lookup { servers, head, split: Arc::new(split), csr, deadline }, incoming, memory))
         };
@@ -188,7 +190,7 @@ fn bad_reply(peer: &str, error: ChunkError) -> Status {
 fn late(server: &ServerClient, what: &str) -> TablesError {
     TablesError::Unreachable {
         peer: server.peer.clone(),
-        what: format!("no response to a {what} before its deadline"),
+        what: format!("no response to the {what} before its deadline"),
     }
 }
 

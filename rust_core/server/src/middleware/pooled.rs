@@ -153,7 +153,9 @@ pub(super) async fn send_sums(
 /// Run a computation on a thread on which it blocks no other request.
 async fn computed(work: impl FnOnce() + Send + 'static) -> Result<(), Status> {
     let done = tokio::task::spawn_blocking(work).await;
-    done.map_err(|error| Status::internal(format!("pooling failed: {error}")))
+    done.map_err(|error| {
+        Status::internal(format!("cannot pool rows or sum gradients: {error}; see the log of the middleware"))
+    })
 }
 
 #[cfg(test)]

@@ -64,12 +64,18 @@ impl Push {
         let outcomes = async {
             let mut servers = Vec::with_capacity(calls.len());
             while let Some(done) = calls.join_next().await {
-                let (server, outcome) =
-                    done.map_err(|error| Status::internal(format!("the push failed: {error}")))?;
+                let failed = |error: tokio::task::JoinError| {
+                    Status::internal(format!("the push failed: {error}; see the log of the middleware"))
+                };
+                let (server, outcome) = done.map_err(failed)?;
                 let outcome = Some(match outcome {
                     Ok(report) => server_push::Outcome::Applied(report),
                     Err(error) => {
-                        tracing::warn!(server, token = shown(self.head.token), "push not applied: {error}");
+                        tracing::warn!(
+                            server,
+                            token = shown(self.head.token),
+                            "push not acknowledged: {error}"
+                        );
                         server_push::Outcome::Failed(to_failure(&error))
                     }
                 });
@@ -133,7 +139,7 @@ impl Push {
 
 /// The error for a push that the caller did not complete before its deadline.
 pub(super) fn late_caller(_: Elapsed) -> Status {
-    Status::deadline_exceeded("the push was not complete before its deadline")
+    Status::deadline_exceeded("the push did not arrive completely before its deadline")
 }
 
 /// The error of the first server that did not apply its part, if any.

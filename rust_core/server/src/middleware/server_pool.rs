@@ -30,7 +30,7 @@ const MISSING_TIMEOUT: Duration = Duration::from_secs(2);
 /// The credentials for calls to servers.
 #[derive(Debug, Clone, Default)]
 pub struct Link {
-    /// The secret of the cluster.
+    /// The secret of the job.
     pub secret: Option<Secret>,
     /// The TLS settings for calls to servers; None means plain text.
     pub tls: Option<ClientTlsConfig>,
@@ -48,10 +48,11 @@ pub struct ServerClient {
 
 impl ServerClient {
     /// # Errors
-    /// Why TLS cannot be used for calls to this server.
+    /// Why the address, or TLS, cannot be used for calls to this server.
     fn new(peer: String, endpoint: Endpoint, link: &Link) -> Result<Self, String> {
         let channel = endpoint.channel(link.tls.as_ref()).map_err(|error| {
-            format!("cannot call {peer} with PERSIA_TLS_CA and PERSIA_TLS_NAME: {}", with_causes(&error))
+            let with = if link.tls.is_some() { " with PERSIA_TLS_CA and PERSIA_TLS_NAME" } else { "" };
+            format!("cannot call {peer}{with}: {}", with_causes(&error))
         })?;
         let rpc = |role| {
             let credentials = Credentials::new(role, link.secret.as_ref());
@@ -117,7 +118,7 @@ impl ServerPool {
     /// Create a pool of the servers at `endpoints`, in the order of their index.
     ///
     /// # Errors
-    /// `Usage` for TLS settings that cannot be used.
+    /// `Usage` for an address or TLS settings that cannot be used.
     pub fn fixed(endpoints: &[Endpoint], link: &Link) -> Result<Self, Exit> {
         let count = endpoints.len();
         let servers = endpoints.iter().enumerate().map(|(index, endpoint)| {

@@ -72,7 +72,10 @@ impl CheckpointRoot {
         let root = self.0.as_deref().filter(|root| is_url(root));
         let is_plain = url.split('/').skip(3).all(|part| !matches!(part, "" | "." | ".."));
         if !is_plain || root.is_some_and(|root| !path.starts_with(root)) {
-            let root = root.map_or_else(|| "s3://BUCKET/PREFIX".into(), |root| root.display().to_string());
+            let root = root.map_or_else(
+                || "s3://BUCKET/PREFIX".into(),
+                |root| format!("{} (PERSIA_CKPT_DIR of this server)", root.display()),
+            );
             return Err(TablesError::BadShape {
                 what: format!(
                     "checkpoint {url:?}: expected a URL below {root} without an empty component, . or .."

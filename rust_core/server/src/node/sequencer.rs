@@ -212,7 +212,7 @@ impl RankSequencer {
     /// Describe the requests for which the request at `position` waited.
     fn missing(&self, position: Position, timeout: Duration) -> String {
         let seconds = timeout.as_secs_f32();
-        let mut text = format!("the {position} waited {seconds} s for its turn");
+        let mut text = format!("the {position} waited {seconds:.1} s for its turn");
         let sequence = self.sequence.lock();
         let Some((sequence, (_, turn))) = sequence.as_ref().and_then(|s| Some((s, s.turn?))) else {
             return text;

@@ -140,7 +140,7 @@ fn malformed_samples_of_a_look_up_are_refused_by_name_and_bring_no_rows() {
     refused(
         part(),
         &words(&[0, 1, 2, 3], OFFSETS, WEIGHTS, DIVISORS),
-        "a sample uses row index 3, but there are 3 rows",
+        "a sample uses row index 3, but the number of rows is 3",
     );
     refused(part(), &words(PLACES, &[0, 5, 4], WEIGHTS, DIVISORS), "offsets of samples must ascend");
     refused(part(), &words(PLACES, &[0, 2, 3], WEIGHTS, DIVISORS), "from 0 to 3");
@@ -181,7 +181,7 @@ fn malformed_samples_of_a_push_are_refused_by_name_and_change_no_row() {
         part(),
         &of(&[0, 1, 0, 2], STARTS),
         gradients.clone(),
-        "table 0: an id uses sample index 2, but there are 2 samples",
+        "table 0: an id uses sample index 2, but the number of samples is 2",
     );
     refused(part(), &of(SAMPLES, &[0, 3, 2, 4]), gradients.clone(), "table 0: offsets of ids must ascend");
     refused(part(), &of(SAMPLES, &[0, 2, 3, 9]), gradients.clone(), "from 0 to 9");

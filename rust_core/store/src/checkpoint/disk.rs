@@ -116,7 +116,7 @@ pub(super) fn append(path: &Path, content: &[u8]) -> Result<()> {
 /// `Io`. The file then has the old content, or the new one if only the last sync failed.
 pub fn replace_file(path: &Path, content: &[u8]) -> Result<()> {
     let Some(name) = path.file_name() else {
-        let what = "expected the path of a file, but it ends without a name";
+        let what = "the path ends without a file name";
         return Err(CheckpointError::io(path, io::Error::new(io::ErrorKind::InvalidInput, what)));
     };
     let mut draft = OsString::from(".");

@@ -12,10 +12,11 @@ use super::names;
 pub(super) type Result<T> = std::result::Result<T, CheckpointError>;
 
 /// The text and the next step of [`CheckpointError::Busy`].
-const BUSY: &str = "another process is saving, or has just saved, here; stop it, wait until it has ended, or save to a \
-                    different folder";
+const BUSY: &str = "another process is saving, or has just saved, here; stop that process, wait until it ends, or save \
+                    to a different folder or URL";
 /// The text and the next step of [`CheckpointError::Occupied`].
-const OCCUPIED: &str = "exists and is not part of a checkpoint; move it, or save to a different folder";
+const OCCUPIED: &str =
+    "exists and is not part of a checkpoint; move it, or save to a different folder or URL";
 /// The next step of a reader that found a damaged file.
 const READ_ANOTHER: &str = "use another checkpoint, or a replica of this one";
 

@@ -297,7 +297,7 @@ mod tests {
     fn what_does_not_fit_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let bad = |tables: &[(String, usize)]| Import::begin(dir.path(), tables).err().map(|e| e.to_string());
-        assert!(bad(&[(String::new(), 1)]).unwrap().contains("table name of 0 bytes"));
+        assert!(bad(&[(String::new(), 1)]).unwrap().contains("the name of a table has 0 bytes"));
         assert!(bad(&[("user".to_owned(), 0)]).unwrap().contains("dim 0"));
         let mut import = begin(dir.path(), 100);
         let short = import.add(0, 0, &[1, 2], &[0.0; 5]).unwrap_err().to_string();

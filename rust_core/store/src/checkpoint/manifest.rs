@@ -212,14 +212,15 @@ impl Manifest {
         }
         let mut seen = HashSet::new();
         for name in self.files.iter().map(|entry| &entry.name).chain(&self.replaces) {
-            if !names::is_file_name(name) || !seen.insert(name) {
-                return Err(format!(
-                    "names a file {name:?}, which is not allowed in a checkpoint, or names it twice"
-                ));
+            if !names::is_file_name(name) {
+                return Err(format!("names a file {name:?}, which is not allowed in a checkpoint"));
+            }
+            if !seen.insert(name) {
+                return Err(format!("names the file {name:?} twice"));
             }
         }
         match self.files.iter().find(|entry| !content::is_hash(&entry.blake3)) {
-            Some(entry) => Err(format!("has no BLAKE3 hash of {}", entry.name)),
+            Some(entry) => Err(format!("has no valid BLAKE3 hash of {}", entry.name)),
             None => Ok(()),
         }
     }
@@ -231,7 +232,11 @@ const END: &str = "\"\n}\n";
 
 pub(super) fn parse(path: &Path, text: &[u8]) -> Result<Manifest> {
     let corrupt = |what: String| CheckpointError::corrupt(path, what);
-    let changed = || corrupt("has changed since it was written: its own BLAKE3 hash does not match".into());
+    let changed = || {
+        corrupt(
+            "has changed since it was written, or is incomplete: its own BLAKE3 hash does not match".into(),
+        )
+    };
     let (body, hash) = split_hash(text).ok_or_else(changed)?;
     if blake3::hash(body).to_hex().as_bytes() != hash {
         return Err(changed());
@@ -270,7 +275,10 @@ fn describe(dir: &Path) -> String {
     let inside: Vec<&str> = names().filter(|name| dir.join(name).join(MANIFEST).is_file()).collect();
     if !inside.is_empty() {
         let more = if inside.len() > SHOWN { ", ..." } else { "" };
-        return format!("use a checkpoint below it: {}{more}", inside[..inside.len().min(SHOWN)].join(", "));
+        return format!(
+            "use one of the checkpoints in this folder: {}{more}",
+            inside[..inside.len().min(SHOWN)].join(", ")
+        );
     }
     if names().any(|name| names::revision(name).is_some()) {
         return "only a save that was not finished".into();

@@ -30,8 +30,8 @@ pub(super) fn is_file_name(name: &str) -> bool {
 /// The message that says why a name is refused.
 pub(super) fn refusal(name: &str) -> String {
     format!(
-        "{name:?} cannot be the name of a checkpoint file: expected [A-Za-z0-9._-]{{1,128}}, no dot at the start, \
-         and neither {MANIFEST} nor {LATEST}"
+        "{name:?} cannot be the name of a checkpoint file; allowed: 1 to 128 letters (A-Z, a-z), digits, `.`, `_` \
+         and `-`, no dot at the start, and neither {MANIFEST} nor {LATEST}"
     )
 }
 

@@ -51,10 +51,13 @@ impl ShardRows {
     /// Like [`Self::check`], but without weights and state.
     pub(super) fn check_ids(&self) -> Result<(), String> {
         if self.shard >= VIRTUAL_SHARDS {
-            return Err(format!("shard {}, expected 0 to {}", self.shard, VIRTUAL_SHARDS - 1));
+            return Err(format!("the shard is {}, expected 0 to {}", self.shard, VIRTUAL_SHARDS - 1));
         }
         if self.tables.len() > MAX_SLOTS {
-            return Err(format!("{} tables, but the limit is {MAX_SLOTS}", self.tables.len()));
+            return Err(format!(
+                "the number of tables is {}, but the limit is {MAX_SLOTS}",
+                self.tables.len()
+            ));
         }
         let mut names = HashSet::new();
         for table in &self.tables {
@@ -89,7 +92,7 @@ impl TableRows {
         self.check_length("last_used", self.last_used.len(), self.ids.len())?;
         if let Some(pair) = self.ids.windows(2).find(|pair| pair[0] >= pair[1]) {
             return Err(format!(
-                "table {:?}: ids must ascend: id {} before id {}",
+                "table {:?}: ids must ascend, but id {} is before id {}",
                 self.name, pair[0], pair[1]
             ));
         }
@@ -103,15 +106,16 @@ impl TableRows {
         }
         if let Some(pair) = self.admission_counts.windows(2).find(|pair| pair[0].0 >= pair[1].0) {
             return Err(format!(
-                "table {:?}: the ids of admission counts must ascend: id {} before id {}",
+                "table {:?}: the ids of admission counts must ascend, but id {} is before id {}",
                 self.name, pair[0].0, pair[1].0
             ));
         }
         let has_row = |id: &u64| self.ids.binary_search(id).is_ok();
         if let Some((id, count)) = self.admission_counts.iter().find(|(id, count)| *count == 0 || has_row(id))
         {
+            let expected = if has_row(id) { "none, because the id has a row" } else { "at least 1" };
             return Err(format!(
-                "table {:?}: id {id} has the admission count {count}, expected at least 1, and no row of the id",
+                "table {:?}: id {id} has the admission count {count}, expected {expected}",
                 self.name
             ));
         }
@@ -122,7 +126,7 @@ impl TableRows {
 /// Check the sizes of a table against the limits, before anything of that size is allocated.
 pub(super) fn check_sizes(name: &str, dim: usize, state_len: usize, rows: usize) -> Result<(), String> {
     if !(1..=MAX_NAME_BYTES).contains(&name.len()) {
-        return Err(format!("table name of {} bytes, expected 1 to {MAX_NAME_BYTES}", name.len()));
+        return Err(format!("the name of a table has {} bytes, expected 1 to {MAX_NAME_BYTES}", name.len()));
     }
     if !(1..=MAX_DIM).contains(&dim) {
         return Err(format!("table {name:?}: dim {dim}, expected 1 to {MAX_DIM}"));

@@ -94,7 +94,7 @@ impl Saver {
         let path = self.staging.join(&entry.name);
         self.check_name(&entry.name)?;
         if !content::is_hash(&entry.blake3) {
-            return Err(CheckpointError::bad_save(&path, format!("{:?} is not a blake3 hash", entry.blake3)));
+            return Err(CheckpointError::bad_save(&path, format!("{:?} is not a BLAKE3 hash", entry.blake3)));
         }
         let bytes = disk::Input::open(&path)?.len()?;
         if bytes != entry.bytes {

@@ -81,7 +81,7 @@ impl<'a> TableFiles<'a> {
     fn append(&mut self, checkpoint: &Path, table: &TableRows) -> Result<(), TablesError> {
         let Target { dim, oldest_alive, format, .. } = *self.target;
         if table.dim != dim {
-            let what = format!("table {:?} has dim {}, expected {dim}", table.name, table.dim);
+            let what = format!("its table {} has dim {}, but dim {dim} is configured", table.name, table.dim);
             return Err(TablesError::Foreign { path: checkpoint.into(), what });
         }
         let mut order: Vec<(u64, u64, usize)> =

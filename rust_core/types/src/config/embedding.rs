@@ -147,7 +147,7 @@ fn read_hash_stack(reader: &mut Reader, section: &Section<'_>, path: &str) -> Op
         _ => {
             let place = config.get("embedding_size").map_or(config.place, |node| node.place);
             let message = format!(
-                "`hash_stack_rounds: {rounds}` needs buckets; allowed: a whole number from 1 to {}",
+                "`hash_stack_rounds: {rounds}` needs a number of rows; allowed: a whole number from 1 to {}",
                 u32::MAX
             );
             reader.error(place, &size_path, message);

@@ -61,7 +61,7 @@ const SERVER_UNUSED: &[(&str, &str)] = &[
     ("incremental_buffer_size", NO_INCREMENTAL),
     ("incremental_dir", NO_INCREMENTAL),
     ("incremental_channel_capacity", NO_INCREMENTAL),
-    ("full_amount_manager_buffer_size", "a checkpoint has no such buffer"),
+    ("full_amount_manager_buffer_size", "checkpoints are written without this buffer"),
 ];
 
 const DURABILITIES: &[(&str, bool)] = &[("checkpoint", false), ("log", true)];

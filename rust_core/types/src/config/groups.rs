@@ -203,8 +203,8 @@ impl<'a> GroupReader<'a> {
         let needed = usize::BITS - tables.leading_zeros();
         let found = if given.is_some() { "found" } else { "missing, the default is" };
         let message = format!(
-            "{found} {bits}, which distinguishes {most} tables, but there are {tables} (groups: {}, slots without a \
-             group: {alone}); allowed: {needed} or more, or 0 for no prefix",
+            "{found} {bits}, but {tables} tables need more prefix bits (groups: {}, slots without a group: {alone}); \
+             allowed: {needed} or more, or 0 for no prefix",
             tables - alone
         );
         self.reader.error(given.unwrap_or(root), "feature_index_prefix_bit", message);

@@ -275,14 +275,14 @@ impl Reader {
     /// list, which is recorded as an error.
     pub(super) fn texts(&mut self, section: &Section<'_>, path: &str) -> Option<Vec<String>> {
         let node = section.get(last(path))?;
-        let texts: Option<Vec<String>> = match &node.value {
-            Value::Sequence(items) => items.iter().map(Node::as_text).collect(),
-            _ => None,
+        let Value::Sequence(items) = &node.value else {
+            self.error(node.place, path, format!("found {}, allowed: a list of strings", node.found()));
+            return None;
         };
-        if texts.is_none() {
-            self.error(node.place, path, format!("found {}, allowed: a list of names", node.found()));
+        if let Some(item) = items.iter().find(|item| item.as_text().is_none()) {
+            self.error(item.place, path, format!("found {} in the list, allowed: a string", item.found()));
         }
-        texts
+        items.iter().map(Node::as_text).collect()
     }
 
     /// Check that a name may be used in messages, metrics and checkpoints, and report it if not.
@@ -291,11 +291,12 @@ impl Reader {
         if printable && name.trim() == name && (1..=MAX_NAME_BYTES).contains(&name.len()) {
             return;
         }
+        let bytes = name.len();
+        let unit = if bytes == 1 { "byte" } else { "bytes" };
         let message = format!(
-            "found the name {:?} ({} bytes), allowed: 1 to {MAX_NAME_BYTES} printable ASCII characters, \
+            "found the name {:?} ({bytes} {unit}), allowed: 1 to {MAX_NAME_BYTES} printable ASCII characters, \
              no space at either end",
-            shorten(name),
-            name.len()
+            shorten(name)
         );
         self.error(place, path, message);
     }

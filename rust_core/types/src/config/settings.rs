@@ -58,14 +58,17 @@ const INITIALIZERS: &[(&str, InitializerName, &[&str])] = &[
 pub(super) fn read_settings(reader: &mut Reader, section: &Section<'_>, path: &str) -> Option<TableSettings> {
     let at = |key: &str| format!("{path}.{key}");
     let before = reader.error_count();
+    let dtype = reader.choice(section, &at("dtype"), DTYPES);
+    // A wrong dtype is reported already, so the rounding is not compared with the default.
+    let wrong_dtype = dtype.is_none() && section.get("dtype").is_some();
     let mut settings = TableSettings {
-        dtype: reader.choice(section, &at("dtype"), DTYPES).unwrap_or_default(),
+        dtype: dtype.unwrap_or_default(),
         rounding: reader.choice(section, &at("rounding"), ROUNDINGS).unwrap_or_default(),
         ttl: reader.integer(section, &at("ttl"), 1..=u64::from(u32::MAX)).map(|steps| steps as u32),
         ..TableSettings::default()
     };
-    if let (Rounding::Stochastic, Dtype::F32, Some(node)) =
-        (settings.rounding, settings.dtype, section.get("rounding"))
+    if let (Rounding::Stochastic, Dtype::F32, Some(node), false) =
+        (settings.rounding, settings.dtype, section.get("rounding"), wrong_dtype)
     {
         let message = "found `stochastic` for rows of f32, which are not rounded; allowed: nearest, or set `dtype: f16` or \
                        `dtype: bf16`";

@@ -269,7 +269,7 @@ impl Caller {
                 let TablesError::Recovering { peer, done, total } = error else { return error };
                 let progress = if stalled { ", but makes no progress" } else { "" };
                 let what =
-                    format!("it is still reading its rows from disk{progress} ({done} of {total} bytes)");
+                    format!("it is still reading its rows{progress} ({done} of {total} bytes)");
                 TablesError::Lost { peer, what }
             }
             other => other,
@@ -313,8 +313,13 @@ async fn within<T>(
 /// Whether the error is about a server, not about a middleware. A middleware names a server as
 /// [`crate::discovery::Peer::describe`] does: "server 1 of 2 at host:8888".
 fn is_of_server(error: &TablesError) -> bool {
-    matches!(error, TablesError::Recovering { .. } | TablesError::Unable { .. })
-        || matches!(error, TablesError::Unreachable { peer, .. } if peer.starts_with("server"))
+    match error {
+        TablesError::Recovering { .. } => true,
+        TablesError::Unable { peer, .. } | TablesError::Unreachable { peer, .. } => {
+            peer.starts_with("server")
+        }
+        _ => false,
+    }
 }
 
 fn given_up(error: TablesError, what: &str, attempts: u32, time: Duration) -> TablesError {

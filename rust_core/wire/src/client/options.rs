@@ -104,7 +104,8 @@ impl ClientOptions {
         }
         let Some(root) = &self.checkpoint_root else {
             return Err(bad(
-                "the servers write checkpoints below PERSIA_CKPT_DIR, which is not set; set it for servers and trainers"
+                "the servers write checkpoints below PERSIA_CKPT_DIR, which is not set for this process; set it to \
+                 the same folder or URL for servers and trainers"
                     .into(),
             ));
         };

@@ -42,7 +42,7 @@ impl Remote {
     /// Record a failure: log it if it is the first since a success, and prefer other peers for a while.
     pub(super) fn note_failure(&self, what: &dyn std::fmt::Display) {
         if self.failed.lock().replace(Instant::now()).is_none() {
-            tracing::warn!(peer = self.name, %what, "a call to a peer failed; retrying");
+            tracing::warn!(peer = self.name, %what, "a call to a peer failed");
         }
     }
 
@@ -170,10 +170,9 @@ fn endpoints_of(peers: &[Peer]) -> Result<Vec<Endpoint>, TablesError> {
 
 fn of_discovery(error: &DiscoveryError) -> TablesError {
     match error {
-        DiscoveryError::Refused { url, what } => TablesError::Refused {
-            peer: format!("NATS at {url}"),
-            what: format!("{what}; NATS and this process need the same token file (PERSIA_TOKEN_FILE)"),
-        },
+        DiscoveryError::Refused { url, what } => {
+            TablesError::Refused { peer: format!("NATS at {url}"), what: what.clone() }
+        }
         DiscoveryError::NotConnected { url, what, waited } => TablesError::Unreachable {
             peer: format!("NATS at {url}"),
             what: no_connection(what.as_deref(), *waited),

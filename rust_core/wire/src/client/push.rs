@@ -151,9 +151,10 @@ impl Progress {
         self.only = self.missing.iter().copied().collect();
         Err(last.unwrap_or_else(|| {
             let servers: Vec<String> = self.missing.iter().map(u32::to_string).collect();
+            let noun = if servers.len() == 1 { "server" } else { "servers" };
             CallError::unreachable(
                 remote,
-                format!("its reply has no result of server {}", servers.join(", ")),
+                format!("its reply has no result of {noun} {}", servers.join(", ")),
             )
         }))
     }

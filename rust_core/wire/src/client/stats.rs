@@ -62,8 +62,9 @@ fn all_stats(remote: &Remote, reply: &proto::StatsReply) -> Result<Vec<Stats>, C
         return Err(CallError::unreachable(remote, "it has found no server yet"));
     }
     if !missing.is_empty() {
+        let noun = if missing.len() == 1 { "server" } else { "servers" };
         return Err(CallError::Transient(TablesError::Unreachable {
-            peer: format!("server {} of {}", missing.join(", "), reply.servers),
+            peer: format!("{noun} {} of {}", missing.join(", "), reply.servers),
             what: format!("the {} received no response", remote.name),
         }));
     }
@@ -95,12 +96,19 @@ pub(super) fn served(all: Vec<Stats>) -> Result<(u64, ServedCheckpoint), TablesE
             ));
         };
         match &first {
-            Some((generation, other)) if *generation != stats.generation || other.schema != served.schema => {
+            Some((generation, other)) if *generation != stats.generation => {
                 return Err(wrong(format!(
                     "it serves step {} of {}, but server 0 serves step {} of {}: start all servers with the same \
                      checkpoint",
                     served.step, served.path, other.step, other.path
                 )));
+            }
+            Some((_, other)) if other.schema != served.schema => {
+                return Err(wrong(
+                    "its slots or tables are not those of server 0: start all servers with the same embedding \
+                     configuration (PERSIA_EMBEDDING_CONFIG or PERSIA_CONFIG)"
+                        .into(),
+                ));
             }
             Some(_) => {}
             None => first = Some((stats.generation, served)),
@@ -138,8 +146,8 @@ pub(super) fn sum(all: Vec<Stats>) -> Stats {
 
 #[cfg(test)]
 mod tests {
-    use persia_types::Schema;
     use persia_types::tables::TableStats;
+    use persia_types::{Schema, Table};
 
     use super::*;
 
@@ -159,6 +167,12 @@ mod tests {
             "{text}"
         );
         assert!(said(Stats::default()).contains("job_type: Infer"));
+        let mut other = serves(5, 1);
+        if let Some(served) = &mut other.served {
+            served.schema.tables.push(Table::new("user", 4));
+        }
+        let text = said(other);
+        assert!(text.contains("server 1 of 2") && text.contains("slots or tables"), "{text}");
     }
 
     #[test]

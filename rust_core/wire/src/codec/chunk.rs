@@ -53,7 +53,7 @@ impl From<ChunkError> for Status {
     fn from(error: ChunkError) -> Self {
         match error {
             ChunkError::Malformed(error) => crate::error::to_status(&error),
-            damaged => Self::data_loss(damaged.to_string()),
+            damaged => Self::data_loss(format!("a request or reply was {damaged}")),
         }
     }
 }

@@ -117,7 +117,9 @@ pub fn check_parts(parts: &[TablePart]) -> Result<Vec<Part>, TablesError> {
             return Err(TablesError::TooManyIds { ids: all_ids as usize, max: MAX_IDS_PER_REQUEST });
         }
         if all_bytes > MAX_REQUEST_BYTES {
-            return bad(format!("{all_bytes} bytes of rows, but the limit is {MAX_REQUEST_BYTES}"));
+            return bad(format!(
+                "{all_bytes} bytes of rows in one request, but the limit is {MAX_REQUEST_BYTES}: use smaller batches"
+            ));
         }
         let samples = match samples {
             None => None,
@@ -130,7 +132,8 @@ pub fn check_parts(parts: &[TablePart]) -> Result<Vec<Part>, TablesError> {
         };
         if sample_bytes > MAX_REQUEST_BYTES {
             return bad(format!(
-                "{sample_bytes} bytes of samples and their indices, but the limit is {MAX_REQUEST_BYTES}"
+                "{sample_bytes} bytes of samples and their indices in one request, but the limit is \
+                 {MAX_REQUEST_BYTES}: use smaller batches"
             ));
         }
         let mut offsets = Vec::with_capacity(VIRTUAL_SHARDS + 1);

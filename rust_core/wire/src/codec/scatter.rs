@@ -75,8 +75,9 @@ impl<'a, 'b> Scatter<'a, 'b> {
         for ((part, csr), rows) in parts.iter().zip(csr).zip(rows.iter()) {
             let wanted = csr.map_or(part.vectors(), |csr| csr.indices.len());
             if rows.len() != wanted * part.format.dim {
+                let what = if csr.is_some() || part.samples.is_some() { "samples" } else { "ids" };
                 return bad(format!(
-                    "table {}: a buffer of {} floats, expected {wanted} rows of dimension {}",
+                    "table {}: a buffer of {} floats, but dim is {} and the number of {what} is {wanted}",
                     part.table,
                     rows.len(),
                     part.format.dim

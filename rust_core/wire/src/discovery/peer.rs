@@ -149,7 +149,8 @@ impl Peer {
         let (index, replicas) = (number("index")?, number("replicas")?);
         if index >= replicas || replicas > MAX_RANKS {
             return Err(format!(
-                "{}: index {index} of {replicas}, expected an index below the number, and at most {MAX_RANKS}",
+                "{}: index {index} of {replicas}, expected an index below the number of replicas, which is at most \
+                 {MAX_RANKS}",
                 info.id
             ));
         }

@@ -241,7 +241,7 @@ impl Guard {
             Ok(claimed)
         } else {
             Err(Status::unauthenticated(format!(
-                "the token is not that of role {claimed}: caller and server have different token files \
+                "the token is not that of role {claimed}: caller and receiver have different token files \
                  (PERSIA_TOKEN_FILE)"
             )))
         }

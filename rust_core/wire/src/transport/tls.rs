@@ -49,7 +49,7 @@ pub enum TlsError {
         kind: &'static str,
     },
     /// A certificate is set without a key, or a key without a certificate.
-    #[error("{given} is set, but {missing} is not: a server needs both")]
+    #[error("{given} is set, but {missing} is not: set both, or neither")]
     Half {
         /// The variable that is set.
         given: &'static str,

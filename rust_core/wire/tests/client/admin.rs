@@ -101,7 +101,7 @@ fn one_attempt_does_not_show_that_a_server_makes_no_progress() {
     let error = client.clear().unwrap_err();
     assert!(matches!(error, TablesError::Lost { .. }), "{error}");
     let text = error.to_string();
-    assert!(text.contains("it is still reading its rows from disk (43 of 100 bytes)"), "{text}");
+    assert!(text.contains("it is still reading its rows (43 of 100 bytes)"), "{text}");
 }
 
 #[test]

@@ -77,7 +77,7 @@ impl ObjectSaver {
     pub fn add(&mut self, entry: FileEntry) -> Result<()> {
         self.check_name(&entry.name)?;
         if !content::is_hash(&entry.blake3) {
-            let what = format!("{:?} is not a blake3 hash", entry.blake3);
+            let what = format!("{:?} is not a BLAKE3 hash", entry.blake3);
             return Err(CheckpointError::bad_save(&self.dir.url_of(&entry.name), what));
         }
         self.files.push(entry);
@@ -128,7 +128,10 @@ impl ObjectSaver {
         if let Err(error) = self.dir.delete(others) {
             // The checkpoint is complete. The next save to this URL deletes the files that remain.
             let checkpoint = self.dir.url();
-            tracing::warn!(checkpoint, "saved, but cannot delete the files of earlier saves: {error}");
+            tracing::warn!(
+                checkpoint,
+                "saved, but cannot delete the files of earlier saves; the next save to this URL deletes them: {error}"
+            );
         }
         Ok(manifest)
     }

@@ -152,7 +152,7 @@ fn check_format(text: &str) -> std::result::Result<(), String> {
             "has format {format}, but this build reads formats up to {newest}; install a newer Persia"
         )),
         Ok(format) => {
-            Err(format!("has format {format}, which no version has written: the first one is {first}"))
+            Err(format!("has format {format}, which no version has written: the first format is {first}"))
         }
         Err(_) => Err(format!("has no number as {FORMAT_KEY} in its metadata")),
     }

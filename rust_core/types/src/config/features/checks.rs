@@ -18,6 +18,7 @@ pub(super) fn check_crosses(reader: &mut Reader, entries: &[Entry<'_>], names: &
         let Rule::Cross(cross) = &entry.feature.rule else { continue };
         let place = entry.section.get("features").map_or(entry.section.place, |node| node.place);
         let path = format!("{}.features", entry.path);
+        let before = reader.error_count();
         let mut bags = 0;
         for (index, part) in cross.features.iter().enumerate() {
             used.push(part);
@@ -35,7 +36,7 @@ pub(super) fn check_crosses(reader: &mut Reader, entries: &[Entry<'_>], names: &
                     Some("is a sequence: declare it as a bag to combine it".to_owned())
                 }
                 Some(Rule::Bag(bag)) if bag.weights.is_some() => {
-                    Some("has weights, which a cross cannot have".to_owned())
+                    Some("has weights: declare it without weights to combine it".to_owned())
                 }
                 Some(Rule::Bag(_)) if std::mem::replace(&mut bags, 1) > 0 => {
                     Some("is the second bag; a cross has at most one".to_owned())
@@ -46,7 +47,9 @@ pub(super) fn check_crosses(reader: &mut Reader, entries: &[Entry<'_>], names: &
                 reader.error(place, &path, format!("`{part}` {problem}"));
             }
         }
-        if let (0, Some(node)) = (bags, entry.section.get("pooling")) {
+        // A part that is reported already may be a bag.
+        let known = reader.error_count() == before;
+        if let (true, 0, Some(node)) = (known, bags, entry.section.get("pooling")) {
             let message = "has no effect, because no part of this cross is a bag: remove it".into();
             reader.error(node.place, &format!("{}.pooling", entry.path), message);
         }
@@ -89,7 +92,7 @@ pub(super) fn check_tables(reader: &mut Reader, entries: &[Entry<'_>]) {
         if rule.prefix() == shared.prefix() && !equal_numbers(rule, shared) {
             let message = format!(
                 "`{name}` and `{other}` share the table `{}`, and the intervals or parts of one would be ids of the \
-                 other: set a `prefix` for each, or use separate tables",
+                 other: set a different `prefix` for each, or use separate tables",
                 slot.table
             );
             reader.error(place, &path, message);

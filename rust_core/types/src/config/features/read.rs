@@ -116,7 +116,7 @@ fn read_features(reader: &mut Reader, node: &Node, is_time_zone: &dyn Fn(&str) -
     check_tables(reader, &entries);
     let found = reader.error_count() == before && !entries.is_empty();
     if found && entries.iter().all(|entry| entry.feature.slot.is_none()) {
-        let message = format!("no feature has an embedding: {EXAMPLE}");
+        let message = "no feature has an embedding: add a feature such as `user: {type: id, dim: 16}`".into();
         reader.error(node.place, PATH, message);
     }
     entries.into_iter().map(|entry| entry.feature).collect()
@@ -221,8 +221,9 @@ impl FeatureReader<'_, '_> {
     fn sequence(&mut self) -> Sequence {
         let range = 1..=u64::from(MAX_SAMPLE_FIXED_SIZE);
         if self.section.get("last").is_none() {
-            let message =
-                format!("missing: how many of the last ids the model gets, 1 to {MAX_SAMPLE_FIXED_SIZE}");
+            let message = format!(
+                "missing: the number of ids to keep from the end of the list, 1 to {MAX_SAMPLE_FIXED_SIZE}"
+            );
             self.error(self.section.place, "last", message);
         }
         let last = self.reader.integer(self.section, &self.at("last"), range).unwrap_or(1) as u32;
@@ -294,7 +295,8 @@ impl FeatureReader<'_, '_> {
             let unused: Vec<&str> =
                 SLOT[1..].iter().copied().filter(|key| self.section.get(key).is_some()).collect();
             if !unused.is_empty() {
-                let message = format!("found 0, but {} can only be set for an embedding", unused.join(", "));
+                let message =
+                    format!("found `0`, so this feature has no embedding: remove {}", unused.join(", "));
                 self.error(self.section.place, "dim", message);
             }
         }

@@ -142,7 +142,8 @@ labels:
              day_of_year, month, quarter, year",
             "line 6, column 40: features.hour.timezone: found `Berlin`, allowed: a zone of the IANA database, such \
              as Europe/Berlin",
-            "line 7, column 12: features.history.last: missing: how many of the last ids the model gets, 1 to 65536",
+            "line 7, column 12: features.history.last: missing: the number of ids to keep from the end of the list, 1 to \
+             65536",
             "line 8, column 24: features.price.dim: unknown key; allowed: type, column, \
              missing, clip, log1p, standardise, min_max",
             "line 8, column 38: features.price.clip: found `3`, allowed: [low, high], or {quantiles: [low, high]} \

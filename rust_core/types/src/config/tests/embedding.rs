@@ -102,12 +102,12 @@ fn mistakes_in_raw_features_and_hash_stacks_are_named() {
         ("embedding_summation: no", "embedding_summation: found `no`, allowed: true, false"),
         (
             "hash_stack_config: {hash_stack_rounds: 2}",
-            "hash_stack_config.embedding_size: `hash_stack_rounds: 2` needs buckets; allowed: a whole number from 1 to \
+            "hash_stack_config.embedding_size: `hash_stack_rounds: 2` needs a number of rows; allowed: a whole number from 1 to \
              4294967295",
         ),
         (
             "hash_stack_config: {hash_stack_rounds: 2, embedding_size: 0}",
-            "hash_stack_config.embedding_size: `hash_stack_rounds: 2` needs buckets; allowed: a whole number from 1 to \
+            "hash_stack_config.embedding_size: `hash_stack_rounds: 2` needs a number of rows; allowed: a whole number from 1 to \
              4294967295",
         ),
         (
@@ -313,13 +313,13 @@ fn more_tables_than_prefix_bits_hold_are_refused_with_both_numbers() {
     assert_eq!(
         parse(&file(301, "feature_index_prefix_bit: 8")),
         [
-            "line 1, column 27: feature_index_prefix_bit: found 8, which distinguishes 255 tables, but there are 300 \
-          (groups: 1, slots without a group: 299); allowed: 9 or more, or 0 for no prefix"
+            "line 1, column 27: feature_index_prefix_bit: found 8, but 300 tables need more prefix bits (groups: 1, \
+             slots without a group: 299); allowed: 9 or more, or 0 for no prefix"
         ]
     );
     let said = parse(&file(257, ""));
     assert_eq!(said.len(), 1, "{said:?}");
-    let default = "feature_index_prefix_bit: missing, the default is 8, which distinguishes 255 tables";
+    let default = "feature_index_prefix_bit: missing, the default is 8, but 256 tables need more prefix bits";
     assert!(said[0].contains(default), "{said:?}");
     for slots in [2, 300] {
         assert_eq!(

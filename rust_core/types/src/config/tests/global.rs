@@ -93,7 +93,7 @@ mine: {a: 1}
              mean `forward_buffer_size`?"
                 .into(),
             "line 4, column 70: embedding_parameter_server_config.full_amount_manager_buffer_size: accepted, but \
-             has no effect: a checkpoint has no such buffer"
+             has no effect: checkpoints are written without this buffer"
                 .into(),
             "line 5, column 1: embedding_server_config: unknown key without effect, did you mean \
              `embedding_worker_config`?"
@@ -221,7 +221,11 @@ fn each_mistake_is_named() {
         ),
         (
             "common_config: {job_type: Infer, infer_config: {servers: server:8888}}",
-            "line 1, column 58: common_config.infer_config.servers: found `server:8888`, allowed: a list of names",
+            "line 1, column 58: common_config.infer_config.servers: found `server:8888`, allowed: a list of strings",
+        ),
+        (
+            "common_config: {job_type: Infer, infer_config: {servers: [a, ~]}}",
+            "line 1, column 62: common_config.infer_config.servers: found nothing in the list, allowed: a string",
         ),
         (
             "common_config: {job_type: Infer, infer_config: {embedding_checkpoint: ''}}",

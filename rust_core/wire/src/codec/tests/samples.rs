@@ -143,8 +143,11 @@ fn malformed_lists_are_refused_by_name() {
     };
     said(sent(bag_words(&good))).unwrap();
     for (bags, named) in [
-        (Bags { indices: &[2, 0, 3], ..good }, "table 6: a sample uses row index 3, but there are 3 rows"),
-        (Bags { indices: &[2, 0, u32::MAX], ..good }, "row index 4294967295, but there are 3 rows"),
+        (
+            Bags { indices: &[2, 0, 3], ..good },
+            "table 6: a sample uses row index 3, but the number of rows is 3",
+        ),
+        (Bags { indices: &[2, 0, u32::MAX], ..good }, "row index 4294967295, but the number of rows is 3"),
         (Bags { offsets: Some(&[0, 3, 2, 3]), ..good }, "table 6: offsets of samples must ascend"),
         (Bags { offsets: Some(&[0, 2, 2, 2]), ..good }, "from 0 to 2"),
         (Bags { per_sample_weights: Some(&[1.0, f32::NAN, 1.0]), ..good }, "weight NaN at index 1"),
@@ -165,7 +168,7 @@ fn malformed_lists_are_refused_by_name() {
         (
             &[0u32, 1, 3][..],
             &[0u32, 1, 2, 3][..],
-            "table 6: an id uses sample index 3, but there are 3 samples",
+            "table 6: an id uses sample index 3, but the number of samples is 3",
         ),
         (&[0, 1, 2], &[0, 3, 2, 3], "table 6: offsets of ids must ascend"),
         (&[0, 1, 2], &[0, 1, 2, 2], "from 0 to 2"),
