@@ -90,9 +90,10 @@ test-layers:
 	@! $(HAS_DOCKER) || { tools/compose_plugin.sh && tools/base_image.sh && tools/image_layers.sh; }
 
 # Where the images of a test run get their engine from.
-ENGINE = $(if $(ALL),build,$(shell tools/image_engine.sh))
+ENGINE ?= $(if $(ALL),build,$(shell tools/image_engine.sh))
 
-test-images: test-build
+# With BUILT=1, `make test-build` has just run, and tests may run beside this target.
+test-images: $(if $(BUILT),,test-build)
 	@! $(HAS_DOCKER) || [ "$(ENGINE)" = build ] || PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tools/prebuilt_engine.py $(CHECKED)
 	@! $(HAS_DOCKER) || { echo "the engine of the images: $(ENGINE)"; ENGINE=$(ENGINE) $(MAKE) --no-print-directory images; }
 

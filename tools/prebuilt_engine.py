@@ -7,7 +7,6 @@ FOLDER contains what ``make test-build`` copies there: both servers, and the pac
 
 import base64
 import hashlib
-import json
 import shutil
 import subprocess
 import sys
@@ -53,21 +52,25 @@ def strip(file: Path, to: Path) -> None:
 
 
 def wheel(package: Path, extension: Path) -> str:
-    """Write the wheel of ``persia_core``, and return its version."""
+    """Write the wheel of ``persia_core``, and return its version. Its bytes depend only on the content of its files."""
     described = TO / "wheels"
     described.mkdir()
-    words = ["maturin", "pep517", "write-dist-info", "--metadata-directory", described, "--interpreter", sys.executable]
-    subprocess.run(words, cwd=ROOT / "rust_core" / "core", check=True, stdout=subprocess.DEVNULL)
+    words = ["maturin", "pep517", "write-dist-info", "--interpreter", sys.executable, "--metadata-directory"]
+    subprocess.run([*words, str(described)], cwd=ROOT / "rust_core" / "core", check=True, stdout=subprocess.DEVNULL)
     info = next(described.glob("*.dist-info"))
-    files = {f"persia_core/{path.name}": path for path in package.iterdir() if path.suffix in (".py", ".pyi", ".typed")}
-    files |= {f"{info.name}/{path.relative_to(info)}": path for path in info.rglob("*") if path.is_file()}
+    files = {
+        f"persia_core/{path.name}": path
+        for path in sorted(package.iterdir())
+        if path.suffix in (".py", ".pyi", ".typed")
+    }
+    files |= {f"{info.name}/{path.relative_to(info)}": path for path in sorted(info.rglob("*")) if path.is_file()}
     files[f"persia_core/{EXTENSION}"] = extension
     tag = next(line.split()[1] for line in (info / "WHEEL").read_text().splitlines() if line.startswith("Tag:"))
     record = "".join(f"{name},{digest(path)},{path.stat().st_size}\n" for name, path in files.items())
     with zipfile.ZipFile(described / f"{info.name.removesuffix('.dist-info')}-{tag}.whl", "w") as archive:
         for name, path in files.items():
-            archive.write(path, name)
-        archive.writestr(f"{info.name}/RECORD", f"{record}{info.name}/RECORD,,\n")
+            archive.writestr(zipfile.ZipInfo(name), path.read_bytes())
+        archive.writestr(zipfile.ZipInfo(f"{info.name}/RECORD"), f"{record}{info.name}/RECORD,,\n")
     shutil.rmtree(info)
     return info.name.removesuffix(".dist-info").split("-")[1]
 
@@ -80,10 +83,8 @@ def digest(path: Path) -> str:
 
 def bill(*arguments: str) -> str:
     """Return a bill of materials."""
-    words = [sys.executable, ROOT / "tools" / "sbom.py", *arguments]
-    text = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
-    json.loads(text)
-    return text
+    words = [sys.executable, str(ROOT / "tools" / "sbom.py"), *arguments]
+    return subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ class Step:
 STEPS = [
     Step("layers", "test-layers", beside=True),
     Step("build", "test-build"),
-    Step("images", "test-images", needs="layers", beside=True, grows=True),
+    Step("images", "test-images", needs="layers", beside=True, grows=True, variables={"BUILT": "1"}),
     Step("lint", "lint"),
     Step("rust", "test-rust", suite=True),
     Step("python", "test-python", suite=True, grows=True),
