@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import time
@@ -31,6 +32,9 @@ TARGETS = {
 }
 """B3 against FBGEMM: (optimizer, ids per sample) to dim to ratio."""
 
+DEEPREC = 59_068 / 8
+"""Samples per second and vCPU that DeepRec publishes for the model of benches/criteo.py, on 8 vCPUs of its machine."""
+
 PARTS = {
     "store": ("B1", "B2", "B6", "B7", "threads"),
     "step": ("B3",),
@@ -39,6 +43,7 @@ PARTS = {
     "startup": ("B9",),
     "data": ("B10",),
     "serving": ("B11",),
+    "criteo": ("B12",),
 }
 """The ids that each part measures."""
 
@@ -160,6 +165,41 @@ def serving(quick: bool) -> Iterator[Record]:
         yield from lines([sys.executable, str(BENCHES / script), *(["--quick"] if quick else [])], "B11")
 
 
+def criteo(quick: bool) -> Iterator[Record]:
+    """B12: DLRM at batch 512 in the shape of Criteo Kaggle, beside FBGEMM, ``nn.EmbeddingBag`` and DeepRec's figure."""
+    if not PEERS.exists():
+        yield failed("B12", "the peers", "they are not installed: make bench does it, or `make .venv-peers/.installed`")
+        return
+    rates: dict[str, list[Record]] = {}
+    for _ in range(1 if quick else 3):
+        for system, python in (("persia", sys.executable), ("fbgemm", str(PEERS)), ("plain", sys.executable)):
+            script = [python, str(BENCHES / "criteo.py"), "--systems", system, "--seconds", "2" if quick else "6"]
+            for record in lines(script, "B12"):
+                if figures.problem(record):
+                    yield record
+                else:
+                    rates.setdefault(system, []).append(record)
+    medians = {
+        system: statistics.median(figures.number(record, "samples_per_cpu_s") for record in measured)
+        for system, measured in rates.items()
+    }
+    peers = {**medians, "DeepRec's published figure": DEEPREC}
+    own = peers.pop("persia", None)
+    if own is None:
+        return
+    for peer, value in peers.items():
+        yield {
+            "id": "B12",
+            "case": f"batch 512, dim 16: persia against {peer}",
+            "value": round(own),
+            "unit": "samples per CPU-second",
+            "peer": round(value),
+            "ratio": round(figures.ratio(own, value), 3),
+            "target": 1.0,
+            "spread": max(figures.number(record, "spread") for record in rates["persia"]),
+        }
+
+
 def compare(measured: list[Record], dim: int, per_sample: int) -> Iterator[Record]:
     """Convert the rates of one case to ratios. A rate that was not measured has no ratio."""
     rates = {(m["system"], m["optimizer"]): m for m in measured}
@@ -231,7 +271,7 @@ def parse() -> argparse.Namespace:
         "--only",
         choices=PARTS,
         help="the store (B1, B2, B6, B7, threads), the step (B3), the step over sockets (B4), training (B5), "
-        "start-up (B9), files (B10), serving (B11)",
+        "start-up (B9), files (B10), serving (B11), DLRM on data of Criteo's shape (B12)",
     )
     parser.add_argument(
         "--containers", action="store_true", help="B9 with docker compose too; the images must be built"
@@ -252,6 +292,7 @@ def parts(arguments: argparse.Namespace) -> dict[str, Iterable[Record]]:
         "startup": startup(arguments.quick, arguments.containers),
         "data": data(arguments.quick),
         "serving": serving(arguments.quick),
+        "criteo": criteo(arguments.quick),
     }
     return {name: part for name, part in every.items() if arguments.only in (None, name)}
 

@@ -64,7 +64,7 @@ STEPS = [
     Step("layers", "test-layers", beside=True),
     Step("build", "test-build"),
     Step("images", "test-images", needs="layers", beside=True, grows=True, variables={"BUILT": "1"}),
-    Step("lint", "lint"),
+    Step("lint", "lint", beside=True),
     Step("rust", "test-rust", suite=True),
     Step("python", "test-python", suite=True, grows=True),
     Step("compose", "test-compose", suite=True, grows=True, needs="images"),

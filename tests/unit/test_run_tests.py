@@ -242,3 +242,36 @@ def test_pytest_continues_where_it_was_interrupted(tmp_path: Path) -> None:
     passed.unlink()
     code, output = pytest_says("--repeat", "3")
     assert code == 0 and "9 passed" in output
+
+
+def test_images_compile_the_engine_only_if_an_input_of_the_compilation_has_changed(tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    def engine() -> str:
+        done = subprocess.run(["tools/image_engine.sh"], cwd=tmp_path, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    crate = tmp_path / "rust_core" / "wire"
+    (tmp_path / "tools").mkdir()
+    (crate / "src").mkdir(parents=True)
+    shutil.copy2(ROOT / "tools" / "image_engine.sh", tmp_path / "tools")
+    manifest, source = crate / "Cargo.toml", crate / "src" / "lib.rs"
+    manifest.write_text("[package]\n")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    for number in range(10):
+        assert engine() == "build", "the manifest is new"
+        source.write_text(f"// {number}\n")
+        git("add", ".")
+        git("commit", "-m", "a change of a source")
+    libc = os.confstr("CS_GNU_LIBC_VERSION") or ""
+    usable = tuple(map(int, libc.split()[1].split("."))) <= (2, 41)
+    assert engine() == ("prebuilt" if usable else "build")
+    manifest.write_text("[package]\nname = 'wire'\n")
+    assert engine() == "build"
+    git("add", ".")
+    git("commit", "-m", "a change of a manifest")
+    assert engine() == "build"

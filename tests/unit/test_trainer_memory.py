@@ -188,7 +188,7 @@ def test_a_model_that_normalises_over_a_batch_is_never_divided(tmp_path: Path) -
     with pytest.raises(OutOfMemoryError) as caught:
         fit(small(tmp_path), model=Normalising([RuntimeError(CPU_TEXT)]))
     assert "micro_batch" not in caught.value.hint
-    assert caught.value.hint.endswith("because BatchNorm1d 'norm' normalizes over the rows of a batch")
+    assert caught.value.hint.endswith("because BatchNorm1d 'norm' normalizes over the samples of a batch")
 
 
 @pytest.mark.row("S3-07")

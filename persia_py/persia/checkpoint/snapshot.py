@@ -388,10 +388,17 @@ def check_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], pat
     there = [sorted(set(group) - {"param_names"}) for group in groups]
     if own == saved and keys != there:
         number = next(number for number, key in enumerate(keys) if key != there[number])
+        only = [sorted({*a[number]} - {*b[number]}) for a, b in ((there, keys), (keys, there))]
+        sides = [
+            f"{', '.join(options)} only {where}"
+            for options, where in zip(only, ("in the checkpoint", "here"), strict=True)
+            if options
+        ]
         raise CheckpointError(
-            f"{path}: the dense optimizer differs from the one that was saved: the options of parameter group {number} "
-            f"are {', '.join(there[number])} in the checkpoint, {', '.join(keys[number])} here",
-            hint=_OPTIMIZER,
+            f"{path}: the dense optimizer differs from the one that was saved: parameter group {number} has the "
+            f"options {' and '.join(sides)}",
+            hint="create the optimizer with the class of the saved one, and before loading also its learning-rate "
+            "scheduler if it had one; other versions of torch may have other options",
         )
     if own != saved:
         before, now = (", ".join(map(str, counts)) or "no group" for counts in (saved, own))

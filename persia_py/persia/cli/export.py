@@ -70,7 +70,7 @@ def export(
         )
     manifest, parity = done.manifest, done.manifest.parity
     for table in manifest.tables:
-        typer.echo(f"table {table.name}: {table.rows:,} rows of {table.dim} {manifest.rows}")
+        typer.echo(f"table {table.name}: {table.rows:,} rows, dim {table.dim}, {manifest.rows}")
     part = "the given files" if done.part == "given" else f"the {done.part} set"
     typer.echo(
         f"scores of {parity.compared:,} rows of {part} are those of evaluation: the largest |difference| / "

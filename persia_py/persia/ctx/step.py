@@ -138,7 +138,7 @@ class StepCtx(EmbeddingCtx):
         return tensors
 
     def micro_batches(self, batch: TrainingBatch, rows: int) -> Iterator[MicroBatch]:
-        """Iterate over parts of the rows of a batch, in one step.
+        """Iterate over micro-batches of a batch, in one step.
 
         ::
 
@@ -152,10 +152,10 @@ class StepCtx(EmbeddingCtx):
 
         Args:
             batch: A batch of the training loop.
-            rows: The number of rows of each part; the last one may have fewer.
+            rows: The number of samples of each micro-batch; the last one may have fewer.
 
         Raises:
-            UsageError: ``rows`` is below 1, or a layer of the model normalizes over the rows of a batch.
+            UsageError: ``rows`` is below 1, or a layer of the model normalizes over the samples of a batch.
         """
         if rows < 1:
             raise UsageError(f"micro_batches(rows={rows}): must be at least 1")

@@ -368,7 +368,7 @@ def check_together(
 def _log(regions: Mapping[str, Sequence[int]] | None, compression: Compression | None) -> None:
     if regions is not None:
         shown = ", ".join(f"{name} (ranks {', '.join(map(str, ranks))})" for name, ranks in regions.items())
-        _logger.info("dense gradients are averaged in regions, then between them: %s", shown)
+        _logger.info("dense gradients are summed in each region, then over the regions: %s", shown)
     if compression is not None:
         detail = ""
         if compression.name == POWERSGD:

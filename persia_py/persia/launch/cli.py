@@ -80,7 +80,8 @@ def data_loader(
 ) -> None:
     """Run the data script of one data-compose replica.
 
-    FILE defaults to PERSIA_DATALOADER_ENTRY. If neither is set, the rows of PERSIA_CONFIG are sent.
+    FILE defaults to PERSIA_DATALOADER_ENTRY. If neither is set, the training data of the persia.yml that
+    PERSIA_CONFIG names is sent.
     """
     from persia.launch import data_loader
 

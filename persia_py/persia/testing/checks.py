@@ -186,7 +186,10 @@ class _Check:
         with step("build"):
             parameters = [*model.parameters()]
             if not parameters:
-                raise UsageError("the model has no parameters, so nothing can be trained")
+                raise UsageError(
+                    "the model has no parameters, but TrainCtx needs a dense optimizer",
+                    hint="add a layer to the model, or train the rows alone with EmbeddingCollection",
+                )
             optimizer = torch.optim.SGD(parameters, lr=1e-3)
             context = TrainCtx(Adagrad(lr=0.05), optimizer, mixed_precision=False, model=model, configuration=slots)
         self._steps.done.pop()  # one step together with the creation of the model

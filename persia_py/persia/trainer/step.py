@@ -167,7 +167,9 @@ class Steps:
         error.hint = f"to use less memory: {_FEWER.format(rows=half) if half < rows and not norms else ''}{_KNOBS}"
         cannot = rows == 1 or not error.can_repeat or bool(norms)
         if norms:
-            error.hint += f"; the number of rows was not halved, because {norms[0]} normalizes over the rows of a batch"
+            error.hint += (
+                f"; the number of rows was not halved, because {norms[0]} normalizes over the samples of a batch"
+            )
         elif get_world_size() > 1 and agreed is None:
             cannot = True
             error.hint += (
@@ -207,7 +209,7 @@ def check_divides(config: Config, model: torch.nn.Module) -> None:
         return
     key = "train.accumulate" if config.train.accumulate > 1 else "train.micro_batch"
     raise ConfigError(
-        f"{key}: the model normalizes over the rows of a batch ({', '.join(names[:3])}), so the result would differ "
+        f"{key}: the model normalizes over the samples of a batch ({', '.join(names[:3])}), so the result would differ "
         "from that of a whole batch",
         hint=f"use LayerNorm or GroupNorm in the model, or remove {key}",
     )

@@ -94,7 +94,8 @@ impl Remote {
     }
 
     pub(crate) fn wait_ready(&self, py: Python<'_>, timeout_s: f64) -> PyResult<()> {
-        let mut end = Instant::now() + duration(timeout_s);
+        let begun = Instant::now();
+        let mut end = begun + duration(timeout_s);
         let mut read = 0;
         wait::until(py, |_| match self.tables.wait_ready(WAIT_SLICE) {
             Ok(()) => Ok(Some(())),
@@ -110,7 +111,7 @@ impl Remote {
                 | TablesError::Recovering { .. },
             ) if Instant::now() < end => Ok(None),
             Err(error) => {
-                let waited = format!("{error} (waited {timeout_s:.0} s)");
+                let waited = format!("{error} (waited {:.0} s)", begun.elapsed().as_secs_f64());
                 let text = if Instant::now() < end { error.to_string() } else { waited };
                 Err(Python::attach(|py| errors::of_tables(py, &error, text)))
             }

@@ -103,8 +103,8 @@ impl Cuda {
         to.block.copy_from(&from.block, from.bytes.min(to.bytes), &self.sums)
     }
 
-    /// Measure the mean time of `count` calls to `work`, which queues work on the device, until the device
-    /// has done that work. One further call comes before the measurement.
+    /// Return the mean time of `count` calls to `work`, including the time until the device has completed them.
+    /// One warm-up call comes first and is not measured.
     ///
     /// # Errors
     /// [`CudaError`] from `work` or the driver.

@@ -61,7 +61,7 @@ pub struct CommonArgs {
     #[arg(long, env = "PERSIA_TLS_NAME", value_name = "NAME", default_value = "persia")]
     pub tls_name: String,
     /// Host that other processes use to reach this one; default: the address of the interface PERSIA_SOCKET_IFNAME if
-    /// that is set, otherwise the address on the network of NATS
+    /// that is set, otherwise the address of the interface through which this host reaches NATS
     #[arg(long, env = "PERSIA_ADVERTISE", value_name = "HOST")]
     pub advertise: Option<String>,
     /// Name of the job; default: job_name of --global-config

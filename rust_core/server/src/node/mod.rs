@@ -303,7 +303,10 @@ impl Node {
         }
         let highest = self.generation.get();
         if *generation <= highest {
-            let what = format!("generation {generation} is not above {highest}, the highest so far");
+            let what = format!(
+                "generation {generation} is not above {highest}, the latest on this server: another training of this \
+                 job has begun in the meantime; run only one at a time, or set another PERSIA_JOB for this one"
+            );
             return Err(TablesError::BadRun { what });
         }
         Ok(())

@@ -64,10 +64,7 @@ fn a_server_that_makes_no_progress_is_lost() {
     assert!(start.elapsed() < 20 * RPC_TIMEOUT, "{:?}", start.elapsed());
     let text = error.to_string();
     assert!(matches!(error, TablesError::Lost { .. }), "{text}");
-    assert!(
-        text.contains("is still reading its rows") && text.contains("makes no progress"),
-        "{text}"
-    );
+    assert!(text.contains("is still reading its rows") && text.contains("makes no progress"), "{text}");
     // A process that waits until the servers are ready also gets their state.
     let fresh = stack.client();
     let error = fresh.wait_ready(Duration::from_millis(300)).unwrap_err();

@@ -268,8 +268,7 @@ impl Caller {
             error @ TablesError::Recovering { .. } if !self.observes.load(Ordering::Relaxed) => {
                 let TablesError::Recovering { peer, done, total } = error else { return error };
                 let progress = if stalled { ", but makes no progress" } else { "" };
-                let what =
-                    format!("it is still reading its rows{progress} ({done} of {total} bytes)");
+                let what = format!("it is still reading its rows{progress} ({done} of {total} bytes)");
                 TablesError::Lost { peer, what }
             }
             other => other,
