@@ -8,8 +8,7 @@ if [ -n "$overrides" ] && [ -d "$overrides" ]; then
     PYTHONPATH="$overrides${PYTHONPATH:+:$PYTHONPATH}"
     export PATH PYTHONPATH
     if [ "$runs" != persia_core.so ] && [ -f "$overrides/$runs" ] && [ ! -x "$overrides/$runs" ]; then
-        fail 2 "$overrides/$runs is not executable, so the packaged file would run instead" \
-            "in the folder of overrides on the host: chmod +x $runs, or rm $runs"
+        fail 2 "$overrides/$runs is not executable, so the packaged file would run instead" "on the host: chmod +x $runs, or rm $runs"
     fi
 fi
 

@@ -50,7 +50,7 @@ def test_a_state_dict_alone_is_refused_by_another_collection(tmp_path: Path) -> 
     other = make()
     for options in ({}, {"strict": False}):
         with pytest.raises(
-            CheckpointError, match=r"after step 3, .* has rows after step 0.*save\(DIR, model=.*collection.load"
+            CheckpointError, match=r"after step 3; .* has rows after step 0.*save\(DIR, model=.*collection.load"
         ):
             other.load_state_dict(torch.load(tmp_path / "model.pt"), **options)
 
@@ -88,7 +88,7 @@ def test_the_best_state_dict_of_a_training_is_refused_later(tmp_path: Path) -> N
     whole.tables.save(tmp_path / "best")
     train(whole, 2)
     for state in (best, best_on_cpu):
-        with pytest.raises(CheckpointError, match="rows after step 3, .* has rows after step 5"):
+        with pytest.raises(CheckpointError, match="rows after step 3; .* has rows after step 5"):
             whole.load_state_dict(state)
     whole.tables.load(tmp_path / "best")
     whole.load_state_dict(best_on_cpu)

@@ -159,7 +159,7 @@ def test_a_loop_that_is_too_short_is_a_warning(
     monkeypatch.setattr("persia.profile.profiler._logger.propagate", True)
     with pytest.raises(UsageError, match="no profile"):
         profile(tmp_path, Batches(3), TinyModel(), wait=5)
-    assert "the loop ran 3 steps, and the first 6 are not recorded (profile.wait=5" in caplog.text
+    assert "Steps of the loop: 3; steps at the start that are not recorded: 6 (profile.wait=5" in caplog.text
     (found,) = profile(tmp_path, Batches(9), TinyModel(), wait=5, warmup=1, active=50)
     assert found.content["steps"] == [7, 9]
     with pytest.raises(UsageError, match="no profile"):  # an earlier profile is not used instead
