@@ -78,10 +78,11 @@ where
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
         let runtime = runtime.map_err(|error| Exit::Again(format!("cannot start threads: {error}")))?;
         let ended = runtime.block_on(async {
-            common.check()?;
+            // An engine runs the probe with the variables of the container, which its entry point may have corrected.
             if common.health {
                 return probe::ask(&common, kind).await;
             }
+            common.check()?;
             let (process, health) = Process::start(common, kind).await?;
             let discovery = process.discovery.clone();
             tokio::select! {

@@ -24,8 +24,10 @@ fn http(address: &str, path: &str) -> String {
     answer
 }
 
+/// The exit code of `--health`, with both files of slots, as in a container whose entry point removes one of them.
 fn probe(setting: &Setting, binary: &str, endpoint: &Endpoint) -> i32 {
-    let mut probe = setting.start(binary, &["--health", "--listen", &endpoint.to_string()]);
+    let listen = endpoint.to_string();
+    let mut probe = setting.start(binary, &["--health", "--listen", &listen, "--config", "persia.yml"]);
     probe.ended().code().unwrap()
 }
 
