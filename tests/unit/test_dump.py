@@ -193,6 +193,9 @@ def test_the_size_is_bounded() -> None:
         ("AccountKey=abc==;x=1 ssh_key=abc", f"AccountKey={HIDDEN};x=1 ssh_key={HIDDEN}"),
         ("X-Amz-Signature=abc", f"X-Amz-Signature={HIDDEN}"),
         ("Cookie: a=b; c=d", f"Cookie: {HIDDEN}"),
+        ('"token": {\n "name": "op_token"\n}', '"token": {\n "name": "op_token"\n}'),
+        ('"tokens": [\n "a"\n]', '"tokens": [\n "a"\n]'),
+        ("token={abc", f"token={HIDDEN}"),
     ],
 )
 def test_what_is_replaced(text: str, shown: str) -> None:
@@ -328,7 +331,7 @@ def test_a_dump_of_the_stack(tmp_path: Path, verb: Verb, monkeypatch: pytest.Mon
         "command": ["mine", "--password", SECRETS["in a URL"]],
         "volumes": [{"type": "bind", "source": str(folder), "target": "/workspace"}],
     }
-    config = {"name": "proj", "services": {"trainer": trainer}}
+    config = {"name": "proj", "services": {"trainer": trainer}, "volumes": {"token": {"name": "proj_token"}}}
     (folder / "config.json").write_text(json.dumps(config))
     state = {"Status": "exited", "ExitCode": 137, "OOMKilled": True}
     labels = {"com.docker.compose.service": "trainer", "com.docker.compose.container-number": "1"}
@@ -349,7 +352,7 @@ case "$*" in
 "compose logs"*) cat {folder}/logs ;;
 *"--entrypoint cat"*) echo {SECRETS["of the job"]} ;;
 *" persia dump "*) cat {folder}/inner ;;
-"events "*) echo "2026 container oom proj-trainer-1" ;;
+"events "*"label=com.docker.compose.oneoff=False"*) echo "2026 container oom proj-trainer-1" ;;
 "compose images") echo "trainer persia/runtime" ;;
 *) echo "unexpected: $*" >&2; exit 1 ;;
 esac
@@ -360,6 +363,7 @@ esac
     files = content(tmp_path / "d.tar.gz")
     assert_no_secret(tmp_path / "d.tar.gz")
     assert f'"AWS_SECRET_ACCESS_KEY": "{HIDDEN}"' in files["stack/config.json"] and "ads" in files["stack/config.json"]
+    assert json.loads(files["stack/config.json"])["volumes"]["token"] == {"name": "proj_token"}
     assert "trainer-1  exited with exit code 137, out of memory" in files["stack/containers.txt"]
     assert "oom" in files["stack/events.txt"] and "error: no memory" in files["logs/trainer-1.log"]
     assert files["inside/status.json"] == '{"processes": []}'

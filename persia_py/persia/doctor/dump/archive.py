@@ -183,15 +183,22 @@ def write(path: Path, content: bytes) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
-        raise StorageError(f"cannot write the archive to {path}: {error.strerror or error}") from error
+        raise _unwritable(path, error) from error
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
     except BaseException as error:
         path.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise StorageError(f"cannot write the archive to {path}: {error.strerror or error}") from error
+            raise _unwritable(path, error) from error
         raise
+
+
+def _unwritable(path: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"cannot write the archive to {path}: {error.strerror or error}",
+        hint="specify another file, persia dump -o FILE, or write to standard output: persia dump -o - > FILE",
+    )
 
 
 def unpacked(content: bytes) -> dict[str, str]:

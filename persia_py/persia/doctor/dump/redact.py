@@ -60,7 +60,8 @@ _PATTERNS = (
 _PUSH_TOKEN = re.compile(r"(?:[0-9a-f]{16}/)?\d+/\d+/\d+")
 """Matches the name of a batch in logs, which is not a secret."""
 _PLAIN = {"", "null", "~", "none", "true", "false", "(set)", HIDDEN.lower(), "[redacted", "-", "|", "|-", ">", ">-"}
-"""Values that are not secrets: settings without a value, redacted values, and characters of YAML syntax."""
+_PLAIN |= {"{", "["}
+"""Values that are not secrets: settings without a value, redacted values, characters of the syntax of YAML and JSON."""
 _DEPTH = 100
 """The maximum nesting depth of a configuration."""
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
