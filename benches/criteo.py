@@ -1,7 +1,7 @@
 """B12: DLRM at batch 512 on data of the shape of Criteo Kaggle, beside FBGEMM on the CPU, one JSON line per system.
 
-Model and data are those of DeepRec's published figure: 13 dense inputs, 26 slots with the numbers of ids of Criteo
-Kaggle, 33.8 million in all, dim 16, MLPs of 512-256-64-16 and 512-256-1. Ids are drawn by Zipf's law with exponent
+The data is synthetic: 13 dense inputs, and 26 slots with the numbers of ids of Criteo Kaggle, 33.8 million in all. The
+dim is 16, the MLPs are 512-256-64-16 and 512-256-1. Ids are drawn by Zipf's law with exponent
 1.05. The systems are ``persia`` (rows in this process), ``fbgemm`` (the table-batched embedding that torchrec uses on a
 CPU, with fused Adagrad, ids numbered beforehand, fixed arrays) and ``plain`` (``torch.nn.EmbeddingBag(sparse=True)``
 under ``torch.optim.Adagrad``). The model is the same in all of them, under Adam. ``fbgemm`` runs in the environment of
@@ -35,7 +35,7 @@ SIZES = (
     *(1_460, 583, 10_131_227, 2_202_608, 305, 24, 12_517, 633, 3, 93_145, 5_683, 8_351_593, 3_194),
     *(27, 14_992, 5_461_306, 10, 5_652, 2_173, 4, 7_046_547, 18, 15, 286_181, 105, 142_572),
 )
-"""The number of ids of each slot of Criteo Kaggle (the sizes that DLRM's reference implementation prints)."""
+"""The number of ids of each slot of Criteo Kaggle."""
 
 Batch = tuple[npt.NDArray[np.float32], npt.NDArray[np.int64], npt.NDArray[np.float32]]
 
