@@ -106,6 +106,7 @@ def test_an_aborted_run_never_looks_finished(stacks: Stacks, end: str) -> None:
     if end == "down":
         project("stop", "--timeout", "60", timeout=180)
         assert all(code == 75 for _, code in project.states("trainer"))
+        assert [code for _, code in project.states("persia_nats_service")] == [0]
         project("up", "--detach", "--no-build")
         project.says("trainer", "training resumes after step")
     else:
