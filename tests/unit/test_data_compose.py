@@ -10,8 +10,9 @@ import pytest
 from waiting import wait_until
 
 from persia.config import Config, load_config
-from persia.errors import StorageError
-from persia.trainer import fitting
+from persia.embedding.data import PersiaBatch
+from persia.errors import DataError, StorageError
+from persia.trainer import data_compose, fitting
 from persia.trainer.data_compose import pieces
 from persia.trainer.fit_once import fit_once
 from persia.trainer.parts import Parts
@@ -42,6 +43,59 @@ def test_a_batch_is_divided_among_the_ranks(rows: int, ranks: int) -> None:
 
 def test_fewer_rows_than_ranks_are_no_step() -> None:
     assert pieces(2, 3) == []
+
+
+class Sent:
+    """The ``DataCtx`` of a job without its trainers."""
+
+    def __init__(self, transform: str, ranks: int, position: str) -> None:
+        self.transform, self.world_size, self.position = transform, ranks, position
+        self.batches: list[tuple[bytes, str]] = []
+
+    def __enter__(self) -> "Sent":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def resume(self) -> str:
+        return self.position
+
+    def send_data(self, batch: PersiaBatch, position: str) -> None:
+        self.batches.append((batch.data.to_bytes(), position))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "epochs", "data"),
+    [(1, 2, "shuffle: true, window_rows: 8"), (3, 2, "shuffle: false"), (2, 1, "shuffle: true, workers: 3")],
+)
+def test_every_position_gives_the_batches_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, epochs: int, data: str
+) -> None:
+    columns = {"user": [*range(41)], "price": [float(row) for row in range(41)], "clicked": ([0, 1] * 21)[:41]}
+    pa.parquet.write_table(pa.table(columns), tmp_path / "rows.parquet", row_group_size=7)
+    path = tmp_path / "persia.yml"
+    path.write_text(TEXT.replace("data: {", f"data: {{batch_size: 6, epochs: {epochs}, {data}, "))
+    config = load_config(path)
+    transform = fitting.fit(config, Parts(config)).transform.to_json()
+
+    def sent(position: str) -> list[tuple[bytes, str]]:
+        ctx = Sent(transform, ranks, position)
+        monkeypatch.setattr(data_compose, "DataCtx", lambda: ctx)
+        data_compose.send(path)
+        return ctx.batches
+
+    whole = sent("")
+    assert len(whole) == len({position for _, position in whole}) == 7 * epochs * ranks
+    for after, (_, position) in enumerate(whole, 1):
+        assert sent(position) == whole[after:]
+    path.write_text(path.read_text().replace("batch_size: 6", "batch_size: 5"))
+    with pytest.raises(DataError, match=r"batch_size: 6 then, 5 now") as other:
+        sent(whole[0][1])
+    assert other.value.hint == "use the files and settings of the checkpoint, or start a new run"
+    for foreign in ("row 7", "7", '{"row": 7}', "{}"):
+        with pytest.raises(DataError, match="were sent by a data script"):
+            sent(foreign)
 
 
 def test_one_process_fits_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,12 @@
 """The batches that a restarted script or a resumed run sends again or skips, and the warnings."""
 
+import contextlib
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +19,13 @@ from relay import Relay
 from waiting import wait_until
 
 from persia import __version__
+from persia.ctx import DataCtx
 from persia.data import StreamingDataset
-from persia.errors import DataError, UsageError
+from persia.embedding.data import IDTypeFeatureWithSingleID, Label, PersiaBatch
+from persia.errors import DataError, FeatureTypeError, UsageError
 from persia.feed import server as feed_server
-from persia.feed.replay import RoundDigests, batches_to_skip, digests_after
+from persia.feed.protocol import Stopped
+from persia.feed.replay import MAX_POSITION_BYTES, Record, RoundRecords, batches_to_skip, records_after
 from persia.feed.sender import Sender
 
 
@@ -218,23 +223,33 @@ def test_a_run_is_resumed_that_had_nothing_yet_of_some_replica(
 
 
 def test_what_a_resumed_run_keeps_equals_that_of_one_that_was_not_interrupted() -> None:
-    def take(rounds: RoundDigests, taken: list[int], turns: int) -> None:
+    def record(replica: int, taken: int) -> Record:
+        first = 100 * replica
+        return Record(first + taken, f"after {first + taken}", 7 * taken, f"after {first + taken - 1}")
+
+    def take(rounds: RoundRecords, taken: list[int], turns: int) -> None:
         for _ in range(turns):
             for replica in range(2):
                 if replica == 0 or taken[1] < 5:  # it ends early
                     taken[replica] += 1
-                    rounds.take(replica, 100 * replica + taken[replica], taken)
+                    rounds.take(replica, record(replica, taken[replica]), taken)
 
-    whole, taken = RoundDigests(), [0, 0]
+    whole, taken = RoundRecords(), [0, 0]
     take(whole, taken, 4)
     state = whole.state()
-    assert state == {"version": __version__, "batches": 3, "digests": [3, 103]}
-    resumed, again = RoundDigests(3, digests_after(3, 2, state)), [3, 3]
+    positions = [["after 3", 21, "after 2"], ["after 103", 21, "after 102"]]
+    assert state == {"version": __version__, "batches": 3, "digests": [3, 103], "positions": positions}
+    resumed, again = RoundRecords(3, records_after(3, 2, state)), [3, 3]
     take(resumed, again, 1)
     assert resumed.state() == state
     take(whole, taken, 20)
     take(resumed, again, 20)
-    assert resumed.state() == whole.state() == {"version": __version__, "batches": 4, "digests": [4, 104]}
+    positions = [["after 4", 28, "after 3"], ["after 104", 28, "after 103"]]
+    assert (
+        resumed.state()
+        == whole.state()
+        == {"version": __version__, "batches": 4, "digests": [4, 104], "positions": positions}
+    )
     assert batches_to_skip(taken) == 4
 
 
@@ -259,9 +274,144 @@ KNOWN = {"version": __version__, "batches": 3, "digests": [0, 2**32 - 1]}
     ],
 )
 def test_a_checkpoint_with_digests_of_another_form_has_none(state: Any) -> None:
-    assert digests_after(3, 2, KNOWN) == [0, 2**32 - 1]
-    assert digests_after(3, 2, {**KNOWN, "digests": [None, 1]}) == [None, 1]
-    assert digests_after(3, 2, state) == [None, None]
+    assert records_after(3, 2, KNOWN) == [Record(0), Record(2**32 - 1)]
+    assert records_after(3, 2, {**KNOWN, "digests": [None, 1]}) == [Record(None), Record(1)]
+    assert records_after(3, 2, state) == [Record(None), Record(None)]
+
+
+@pytest.mark.parametrize("wrong", [7, None, [], ["a", 1], [1, 1, "b"], ["a", -1, "b"], ["a", 1, 2], ["a", 1, "b", 3]])
+def test_a_checkpoint_with_positions_of_another_form_has_none(wrong: Any) -> None:
+    right = ["a", 1, "b"]
+    assert records_after(3, 2, {**KNOWN, "positions": [right, wrong]}) == [Record(0, "a", 1, "b"), Record(2**32 - 1)]
+    assert records_after(3, 2, {**KNOWN, "positions": [right]}) == [Record(0, "a", 1, "b"), Record(2**32 - 1)]
+    assert records_after(3, 2, {**KNOWN, "positions": wrong}) == [Record(0), Record(2**32 - 1)]
+
+
+def send_from(sender: Sender, begin: int, end: int) -> None:
+    """Send the batches of a script whose position after batch n is the text of n + 1."""
+    for each in range(begin, end):
+        sender.send(batch(each), str(each + 1))
+
+
+def all_queued(run: Ranks, count: int) -> bool:
+    return sum(server.inbox.queued() for server in run.servers) == count
+
+
+@pytest.mark.parametrize("ranks_of_run", [1, 2, 3])
+def test_a_restarted_script_begins_at_its_position(
+    ranks: MakeRanks, replay_warnings: ReplayWarnings, ranks_of_run: int
+) -> None:
+    """The ranks have received all batches up to one of them; at most as many are made again as there are ranks."""
+    for received in range(5 * ranks_of_run):
+        run = ranks(ranks_of_run, buffer=40)
+        first = connect(run)
+        send_from(first, 0, received)
+        wait_until("all batches", partial(all_queued, run, received), 20)
+        first.close()
+        second = connect(run)
+        position = second.resume()
+        begin = int(position or 0)
+        assert begin == (received - 2 * ranks_of_run + 1 if received >= 2 * ranks_of_run else 0)
+        send_from(second, begin, 40)
+        ending = threading.Thread(target=second.end)
+        ending.start()
+        for rank in range(ranks_of_run):
+            assert run.rest(rank) == [*range(rank, 40, ranks_of_run)]
+        ending.join(20)
+        second.close()
+    assert not replay_warnings()
+
+
+def test_a_script_that_ignores_its_position_is_reported(ranks: MakeRanks, replay_warnings: ReplayWarnings) -> None:
+    run = ranks(1, buffer=30)
+    first = connect(run)
+    send_from(first, 0, 5)
+    wait_until("5 batches", lambda: run.servers[0].inbox.queued() == 5, 20)
+    first.close()
+    second = connect(run)
+    assert second.resume() == "4"
+    send_from(second, 0, 3)
+    second.close()
+    assert len(replay_warnings()) == 1
+
+
+def test_a_script_without_positions_begins_at_its_first_batch(
+    ranks: MakeRanks, replay_warnings: ReplayWarnings
+) -> None:
+    run = ranks(1, buffer=30)
+    first = connect(run)
+    send_from(first, 0, 4)
+    first.send(batch(4))
+    first.send(batch(5))
+    wait_until("6 batches", lambda: run.servers[0].inbox.queued() == 6, 20)
+    first.close()
+    second = connect(run)
+    assert second.resume() == "", "the last position known is older than the one that is needed"
+    send_from(second, 0, 8)
+    wait_until("8 batches", lambda: run.servers[0].inbox.queued() == 8, 20)
+    second.close()
+    assert [run.take() for _ in range(8)] == [*range(8)]
+    assert not replay_warnings()
+
+
+def test_a_resumed_run_begins_at_the_position_of_its_checkpoint(
+    ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch, replay_warnings: ReplayWarnings
+) -> None:
+    run = ranks(1)
+    begun: list[int] = []
+
+    def script() -> None:
+        sender = connect(run)
+        begun.append(int(sender.resume() or 0))
+        with contextlib.suppress(Stopped):
+            send_from(sender, begun[-1], 10)
+            sender.end()
+        sender.close()
+
+    def started() -> threading.Thread:
+        thread = threading.Thread(target=script)
+        thread.start()
+        return thread
+
+    data = streaming(run, 2, monkeypatch)
+    first = started()
+    given = iter(data)
+    states = [(next(given), data.state_dict())[1] for _ in range(7)]
+    data.trained(states[5])  # the last is only looked up
+    passed = data.replay_digests()
+    assert passed is not None
+    run.servers[0].stop("enough")
+    first.join(20)
+    for version in (__version__, "0.0.9"):
+        data = streaming(run, 3, monkeypatch)
+        data.load_state_dict(states[5])
+        data.set_replay_digests({**passed, "version": version})
+        second = started()
+        assert [number(each.data) for each in data] == [6, 7, 8, 9]
+        second.join(20)
+    assert begun == [0, 4, 0]
+    assert not replay_warnings()
+
+
+def test_positions_that_cannot_be_used_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str] = []
+    sender = SimpleNamespace(send=lambda _, position: sent.append(position), resume=lambda: "here")
+    ctx = DataCtx()
+    with pytest.raises(UsageError, match="outside its `with` block"):
+        ctx.resume()
+    monkeypatch.setattr(ctx, "_sender", sender)
+    one = PersiaBatch(
+        [IDTypeFeatureWithSingleID("a", np.array([1], np.uint64))], labels=[Label(np.zeros(1, np.float32))]
+    )
+    assert ctx.resume() == "here"
+    with pytest.raises(UsageError, match="before the first send_data"):
+        ctx.resume()
+    ctx.send_data(one, "x" * MAX_POSITION_BYTES)
+    with pytest.raises(DataError, match="the position has 65538 bytes, allowed: at most 65536"):
+        ctx.send_data(one, "\u00e9" * (MAX_POSITION_BYTES // 2 + 1))
+    with pytest.raises(FeatureTypeError, match="position: expected a str, found int"):
+        ctx.send_data(one, 7)  # type: ignore[arg-type]
+    assert len(sent) == 1
 
 
 def test_a_script_that_sends_another_number_of_batches_is_an_error(ranks: MakeRanks) -> None:

@@ -236,7 +236,7 @@ def test_an_error_of_the_script_reaches_the_loop_in_its_place(script: Script) ->
 @pytest.mark.parametrize(
     ("body", "error", "text"),
     [
-        ("sys.exit('no data today')", UsageError, "exited: no data today"),
+        ("sys.exit('no data today')", UsageError, r"ended with sys\.exit\('no data today'\)"),
         ("x = 1", UsageError, "ended without a `with DataCtx"),
         ("import no_such_module", ModuleNotFoundError, "no_such_module"),
         ("def f(:", SyntaxError, "script with space.py"),

@@ -193,7 +193,7 @@ def test_a_data_compose_sends_equal_batches_with_workers(tmp_path: Path) -> None
         reader = parts.train.reader(100, shuffle=True, epochs=2)
         unusual = Unusual()
         batches = data_compose._batches(config, parts, reader, transform, 2, unusual)
-        sent.append(([batch.to_bytes() for batch in batches], unusual.rows))
+        sent.append(([(batch.to_bytes(), position) for batch, position in batches], unusual.rows))
     assert sent[0] == sent[1] and len(sent[0][0]) > 20
 
 

@@ -10,9 +10,10 @@ from typing_extensions import Self
 from persia.discovery import services
 from persia.embedding.data import PersiaBatch
 from persia.feed.protocol import RunRestarted, Stopped
+from persia.feed.replay import MAX_POSITION_BYTES
 from persia.monitor import feeding
 from persia.runtime.contexts import ends_well
-from persia.runtime.errors import FeatureTypeError, UnreachableError, UsageError
+from persia.runtime.errors import DataError, FeatureTypeError, UnreachableError, UsageError
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
 
@@ -36,7 +37,8 @@ class DataCtx:
     process.
 
     A restarted script must send the same batches: the replica skips those that the trainers have already received, and
-    logs a warning if they differ.
+    logs a warning if they differ. A script that can begin at any batch passes its position to :meth:`send_data`, and
+    begins at the one that :meth:`resume` returns.
 
     Args:
         *args: Accepted for compatibility with PersiaML, without effect.
@@ -49,6 +51,7 @@ class DataCtx:
         self._discovery: Discovery | None = None
         self._announcement: Announcement | None = None
         self._exported: tuple[FeedMetrics, Exporter] | None = None
+        self._begun = False  # whether the script has sent a batch, or has asked for its position
 
     def __enter__(self) -> Self:
         """Connect to every trainer rank; wait until they run and request data.
@@ -68,6 +71,7 @@ class DataCtx:
             from persia.feed import embedded
 
             self._sender = embedded.ScriptSender(embedded.running())
+        self._begun = False
         return self
 
     def _connect(self) -> "Sender":
@@ -140,18 +144,52 @@ class DataCtx:
                 self._discovery.close()
             self._sender = self._announcement = self._discovery = None
 
-    def send_data(self, persia_batch: PersiaBatch) -> None:
+    def resume(self) -> str:
+        """Return the position at which this script must begin, because the run is resumed or the script restarted.
+
+        The first batch that the script sends afterwards must be the one that followed ``send_data(batch, position)``
+        with this position. At most a few batches before the point of interruption are made again; the trainers skip
+        them, and a warning is logged if they differ.
+
+        Returns:
+            The position; empty if the script must begin at its first batch: in a new run, when the script had sent
+            fewer than two batches to a rank, when it passed no positions, or when another version of Persia wrote the
+            checkpoint.
+
+        Raises:
+            UsageError: After :meth:`send_data`, at a second call, or outside the ``with`` block.
+        """
+        sender = self._entered()
+        if self._begun:
+            raise UsageError("DataCtx.resume: call it once, before the first send_data")
+        self._begun = True
+        return sender.resume()
+
+    def send_data(self, persia_batch: PersiaBatch, position: str = "") -> None:
         """Send a batch. Block while the buffer of its rank is full.
+
+        Args:
+            persia_batch: The batch.
+            position: A text, at most 64 KiB in UTF-8, from which the script can make the batches that follow, such as
+                the state of its reader as JSON. :meth:`resume` of a restarted script returns it.
 
         Raises:
             FeatureTypeError: The argument is not a :class:`~persia.embedding.data.PersiaBatch`.
-            DataError: The batch is too large to be sent.
+            DataError: The batch is too large to be sent, or the position is too long.
             UsageError: Outside the ``with`` block.
         """
         if not isinstance(persia_batch, PersiaBatch):
             raise FeatureTypeError(f"send_data: expected a PersiaBatch, found {type(persia_batch).__name__}")
+        if not isinstance(position, str):
+            raise FeatureTypeError(f"send_data: position: expected a str, found {type(position).__name__}")
+        if len(position.encode()) > MAX_POSITION_BYTES:
+            raise DataError(
+                f"send_data: the position has {len(position.encode())} bytes, allowed: at most {MAX_POSITION_BYTES}",
+                hint="send what is needed to find the next batch only, such as a file and a row",
+            )
         began = time.monotonic()
-        self._entered().send(persia_batch.data)
+        self._begun = True
+        self._entered().send(persia_batch.data, position)
         if self._exported is not None:
             self._exported[0].sent(persia_batch.data.batch_size, began)
 

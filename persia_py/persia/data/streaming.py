@@ -11,7 +11,7 @@ from persia.embedding.data import PersiaBatch
 from persia.features import Transform
 from persia.feed.embedded import ScriptFeed
 from persia.feed.inbox import Inbox
-from persia.feed.replay import RoundDigests, batches_to_skip, digests_after
+from persia.feed.replay import RoundRecords, batches_to_skip, records_after
 from persia.runtime import contexts
 from persia.runtime.errors import DataError, UsageError
 from persia.runtime.logging import get_logger
@@ -61,7 +61,7 @@ class StreamingDataset(IterableDataset):
         self._taken: list[int] = []  # the number of batches of each replica that were taken from the inbox
         self._trained: list[int] = []  # the number of batches that were trained on
         self._state: list[int] = []  # the number of batches that were yielded
-        self._rounds = RoundDigests()  # the digests of the batches that were taken
+        self._rounds = RoundRecords()  # the records of the batches that were taken
         # the digests of the batches that were trained on, as a checkpoint saves them
         self._replay_digests: dict[str, Any] | None = None
         self._drop = 0
@@ -82,10 +82,10 @@ class StreamingDataset(IterableDataset):
         if self._again:
             return self._again.popleft()
         while (taken := inbox.take(stop)) is not None:
-            replica, batch, digest = taken
+            replica, batch, record = taken
             self._taken = self._taken + [0] * (inbox.replicas - len(self._taken))
             self._taken[replica] += 1
-            self._rounds.take(replica, digest, self._taken)
+            self._rounds.take(replica, record, self._taken)
             if not self._drop:
                 return _Taken(list(self._taken), PersiaBatch.wrap(batch), self._rounds.state())
             self._drop -= 1
@@ -116,11 +116,11 @@ class StreamingDataset(IterableDataset):
         """
         self._inbox = inbox
         replicas, rounds = len(self._trained), batches_to_skip(self._trained)
-        digests = digests_after(rounds, replicas, self._replay_digests)
+        records = records_after(rounds, replicas, self._replay_digests)
         self._drop = sum(self._trained) - rounds * replicas
         self._taken = [rounds] * replicas
-        self._rounds = RoundDigests(rounds, digests)
-        inbox.open(self.buffer_size, skip=rounds, replicas=replicas or None, digests=digests, transform=self._transform)
+        self._rounds = RoundRecords(rounds, records)
+        inbox.open(self.buffer_size, skip=rounds, replicas=replicas or None, records=records, transform=self._transform)
 
     def _context(self) -> Any:
         """Return the backend of the current context. Drop a stream that belongs to another context."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from persia.feed.inbox import Inbox, SenderCallbacks
 from persia.feed.protocol import Stopped
-from persia.feed.replay import ReplayCheck
+from persia.feed.replay import Record, ReplayCheck
 from persia.runtime.errors import ConfigError, UsageError
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
@@ -81,7 +81,8 @@ class ScriptFeed:
             self._finish(None)
         except SystemExit as error:
             reported = not error.code or self._reported is not None
-            self._finish(None if reported else UsageError(f"the data script {self._path} exited: {error.code}"))
+            text = f"the data script {self._path} ended with sys.exit({error.code!r})"
+            self._finish(None if reported else UsageError(text))
         except Stopped:
             pass
         except BaseException as error:
@@ -113,16 +114,16 @@ class ScriptFeed:
         self._connected = True
         ignored = SenderCallbacks(taken=lambda _: None, stopped=lambda _: None, replaced=lambda: None)
         position = self.inbox.connect(0, 1, _SELF, ignored)
-        return ReplayCheck(0, 0, position.received, position.digest) if position else ReplayCheck(0, 0, 0, None)
+        return ReplayCheck(0, 0, position.received, position.record) if position else ReplayCheck(0, 0, 0, Record())
 
-    def send(self, number: int, batch: Batch) -> None:
+    def send(self, number: int, batch: Batch, position: str) -> None:
         """Add batch ``number`` to the inbox; wait while it is full.
 
         Raises:
             Stopped: Training has ended.
         """
         self.inbox.wait_for_room(0)
-        self.inbox.put(0, _SELF, number, number, batch, batch.to_bytes())
+        self.inbox.put(0, _SELF, number, number, batch, batch.to_bytes(), position)
 
     def report_end(self, batches: int, error: BaseException | None = None) -> None:
         """Report that all batches are sent, or that the script failed."""
@@ -151,16 +152,24 @@ class ScriptSender:
         """The transform that makes the batches, as JSON; empty if the script makes its own batches."""
         return self._feed.inbox.transform
 
-    def send(self, batch: Batch) -> None:
+    def resume(self) -> str:
+        """Return the position at which to begin; empty: at the first batch."""
+        if self._sent == 0 and self._replay.batches > 1 and self._replay.position_before:
+            self._sent = self._replay.batches - 1
+            self._replay.begin_at_last()
+            return self._replay.position_before
+        return ""
+
+    def send(self, batch: Batch, position: str = "") -> None:
         """Add a batch to the inbox; wait while it is full.
 
         Raises:
             Stopped: Training has ended.
         """
         if self._sent < self._replay.batches:
-            self._replay.skip(batch)
+            self._replay.skip(self._sent, batch)
         else:
-            self._feed.send(self._sent, batch)
+            self._feed.send(self._sent, batch, position)
         self._sent += 1
 
     def end(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from persia.embedding.listed import listed
 from persia.feed.protocol import Stopped
-from persia.feed.replay import Digest, extend
+from persia.feed.replay import Record
 from persia.runtime.errors import ConfigError, DataError, UsageError
 from persia.runtime.logging import get_logger
 from persia.runtime.settings import settings
@@ -33,13 +33,13 @@ class Position:
         received: The number of its batches that this rank has received; they are not sent again.
         queued: The number of received batches that were not taken yet.
         buffer: The maximum number of waiting batches.
-        digest: The digest of the received batches; None if it is unknown.
+        record: What is known of the received batches.
     """
 
     received: int
     queued: int
     buffer: int
-    digest: Digest
+    record: Record
 
 
 @dataclass
@@ -62,8 +62,9 @@ class _ReplicaQueue:
     """The batches of one data-compose replica."""
 
     received: int = 0
-    digest: Digest = 0  # the digest of the received batches
-    waiting: deque[tuple[int, Batch, Digest]] = field(default_factory=deque)
+    record: Record = field(default_factory=Record)  # of the received batches
+    skipped: int = 0  # the number of received batches when its process connected first
+    waiting: deque[tuple[int, Batch, Record]] = field(default_factory=deque)
     sender: str | None = None  # None while the replica is not connected
     callbacks: SenderCallbacks | None = None
     ended: bool = False
@@ -89,7 +90,7 @@ class Inbox:
         self._replicas: int | None = None
         self._buffer: int | None = None
         self._skip = 0
-        self._digests: list[Digest] = []
+        self._records: list[Record] = []
         self._turn = 0
         self._stopped: str | None = None
 
@@ -101,7 +102,7 @@ class Inbox:
         *,
         skip: int = 0,
         replicas: int | None = None,
-        digests: list[Digest] | None = None,
+        records: list[Record] | None = None,
         transform: str = "",
     ) -> None:
         """Let senders connect.
@@ -110,12 +111,12 @@ class Inbox:
             buffer: The maximum number of waiting batches for each replica.
             skip: The number of batches of each replica that the resumed run has trained on.
             replicas: The number of replicas of the resumed run; None if any number is allowed.
-            digests: The digest of the skipped batches of each replica; None if they are unknown.
+            records: What is known of the skipped batches of each replica; None if nothing is.
             transform: The transform that makes the batches, as JSON, for the built-in data-compose.
         """
         with self._changed:
             self.transform = transform
-            self._buffer, self._skip, self._digests = buffer, skip, digests or []
+            self._buffer, self._skip, self._records = buffer, skip, records or []
             if replicas is not None:
                 self._replicas = replicas
             self._changed.notify_all()
@@ -130,8 +131,8 @@ class Inbox:
         """Whether :meth:`open` was called."""
         return self._buffer is not None
 
-    def take(self, stop: threading.Event) -> tuple[int, Batch, Digest] | None:
-        """Wait for the next batch; return its replica, the batch, and the digest of the replica's batches up to it.
+    def take(self, stop: threading.Event) -> tuple[int, Batch, Record] | None:
+        """Wait for the next batch; return its replica, the batch, and the record of the replica's batches up to it.
 
         Return None after the last batch, after :meth:`stop`, and when ``stop`` is set; call :meth:`wake` after setting
         it. The wait has no time limit, but is logged.
@@ -147,12 +148,12 @@ class Inbox:
                     return None
                 queue = self._queues.get(index)
                 if queue is not None and queue.waiting:
-                    seq, batch, digest = queue.waiting.popleft()
+                    seq, batch, record = queue.waiting.popleft()
                     self._turn = index + 1
                     self._changed.notify_all()
                     if queue.callbacks is not None:
                         queue.callbacks.taken(seq)
-                    return index, batch, digest
+                    return index, batch, record
                 if queue is not None and queue.error is not None:
                     raise queue.error
                 if not self._changed.wait(REMIND_S):
@@ -182,6 +183,12 @@ class Inbox:
         if absent:
             word = "replica" if len(absent) == 1 else "replicas"
             return f"not connected: data-compose {word} {listed(absent)} of {self._replicas}"
+        queue = self._queues[index]
+        if queue.skipped == queue.received > 1:
+            return (
+                f"data-compose replica {index} is connected and skips the {queue.skipped} batches that this rank has "
+                "received before"
+            )
         return f"data-compose replica {index} is connected and has sent nothing new"
 
     def queued(self) -> int:
@@ -250,9 +257,11 @@ class Inbox:
                 )
             if queue.callbacks is not None:
                 queue.callbacks.replaced()
+            if queue.sender is None:
+                queue.skipped = queue.received
             queue.sender, queue.callbacks = sender, callbacks
             self._changed.notify_all()
-            return Position(queue.received, len(queue.waiting), self._buffer or 0, queue.digest)
+            return Position(queue.received, len(queue.waiting), self._buffer or 0, queue.record)
 
     def _check_replica(self, index: int, replicas: int) -> None:
         if index >= replicas:
@@ -270,11 +279,13 @@ class Inbox:
 
     def _queue(self, index: int) -> _ReplicaQueue:
         if index not in self._queues:
-            known = self._digests[index] if index < len(self._digests) else None
-            self._queues[index] = _ReplicaQueue(received=self._skip, digest=known if self._skip else 0)
+            known = self._records[index] if index < len(self._records) else Record(None)
+            self._queues[index] = _ReplicaQueue(self._skip, known if self._skip else Record())
         return self._queues[index]
 
-    def put(self, index: int, sender: str, seq: int, number: int, batch: Batch, encoded: bytes) -> None:
+    def put(
+        self, index: int, sender: str, seq: int, number: int, batch: Batch, encoded: bytes, position: str = ""
+    ) -> None:
         """Add a batch of a replica.
 
         Args:
@@ -284,6 +295,7 @@ class Inbox:
             number: The number of the batch among those for this rank, from 0.
             batch: The batch.
             encoded: The encoded batch, for the digest; it is not kept.
+            position: The position of the script after the batch; empty if it has none.
 
         Raises:
             DataError: The batch is not the next one, or too many batches are waiting.
@@ -297,8 +309,8 @@ class Inbox:
             if len(queue.waiting) >= (self._buffer or 0):
                 raise DataError(f"data-compose replica {index} sent more than the {self._buffer} batches that may wait")
             queue.received += 1
-            queue.digest = extend(queue.digest, encoded)
-            queue.waiting.append((seq, batch, queue.digest))
+            queue.record = queue.record.extended(encoded, position)
+            queue.waiting.append((seq, batch, queue.record))
             self._changed.notify_all()
 
     def end(self, index: int, sender: str, batches: int, error: BaseException | None = None) -> None:

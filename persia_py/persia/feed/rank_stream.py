@@ -14,7 +14,7 @@ import grpc
 from persia import __version__
 from persia.feed import channel
 from persia.feed.protocol import PROTOCOL
-from persia.feed.replay import ReplayCheck
+from persia.feed.replay import Record, ReplayCheck
 from persia.proto import feed_pb2 as pb
 from persia.proto import feed_pb2_grpc as services
 from persia.runtime.errors import IncompatibleError, PersiaError, UsageError
@@ -83,14 +83,14 @@ class RankStream:
     def __init__(self, state: SenderState, rank: int, locate: Callable[[int], str | None]) -> None:
         self.rank = rank
         self.skip: int | None = None
-        self.replay = ReplayCheck(state.index, rank, 0, None)
+        self.replay = ReplayCheck(state.index, rank, 0, Record())
         self.transform = ""
         self.stopped: str | None = None
         self.address = ""
         self.delivered = False
         self._state = state
         self._locate = locate
-        self._pending: deque[tuple[int, int, bytes]] = deque()  # number, seq, encoded batch
+        self._pending: deque[tuple[int, int, bytes, str]] = deque()  # number, seq, encoded batch, position
         self._buffer = 0
         self._queued = 0  # batches of an earlier process of this replica that are waiting at the rank
         self._call: grpc.Future[Any] | None = None
@@ -111,9 +111,9 @@ class RankStream:
         """Whether the next batch must wait until the rank has taken one."""
         return self.stopped is None and len(self._pending) + self._queued >= self._buffer
 
-    def add(self, number: int, seq: int, data: bytes) -> None:
+    def add(self, number: int, seq: int, data: bytes, position: str) -> None:
         """Add batch ``number`` of this rank."""
-        self._pending.append((number, seq, data))
+        self._pending.append((number, seq, data, position))
 
     def close(self, timeout: float) -> None:
         """Close the connection. The caller has set ``state.closed`` and does not hold the lock."""
@@ -244,10 +244,12 @@ class RankStream:
         else:
             if self.skip is None:  # a later welcome includes batches that this process has sent
                 digest = welcome.digest if welcome.HasField("digest") else None
-                self.replay = ReplayCheck(state.index, self.rank, welcome.skip, digest)
+                last = welcome.last_digest if welcome.HasField("last_digest") else None
+                record = Record(digest, last=last, position_before=welcome.position_before)
+                self.replay = ReplayCheck(state.index, self.rank, welcome.skip, record)
                 self.transform = welcome.transform
             self.skip, self._buffer = welcome.skip, welcome.buffer
-            own = sum(number < welcome.skip for number, _, _ in self._pending)
+            own = sum(number < welcome.skip for number, *_ in self._pending)
             self._queued = max(0, welcome.queued - own)
             for _ in range(own - min(own, welcome.queued)):
                 self._pending.popleft()  # taken while the connection was down
@@ -276,13 +278,13 @@ class RankStream:
                 return
 
     def _due(self, connection: "_Connection") -> bool:
-        return self._state.ended or any(number >= connection.next for number, _, _ in self._pending)
+        return self._state.ended or any(number >= connection.next for number, *_ in self._pending)
 
     def _next(self, connection: "_Connection") -> pb.FeedRequest:
-        for number, seq, data in self._pending:
+        for number, seq, data, position in self._pending:
             if number >= connection.next:
                 connection.next = number + 1
-                return pb.FeedRequest(batch=pb.FeedBatch(seq=seq, data=data))
+                return pb.FeedRequest(batch=pb.FeedBatch(seq=seq, data=data, position=position))
         connection.end_sent = True
         return pb.FeedRequest(end=pb.FeedEnd(batches=self._state.batches, error=self._state.failure))
 

@@ -1,10 +1,12 @@
 """Checks whether a restarted data script sends the same batches, by digests of the batches in their order.
 
-A digest is a CRC over the checksums at the end of encoded batches: 0 before the first batch, None if unknown.
+A digest is a CRC over the checksums at the end of encoded batches: 0 before the first batch, None if unknown. A
+position is a text that the script passed to ``send_data`` with a batch; a restarted script can begin there.
 """
 
 import zlib
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 from persia import __version__
@@ -17,13 +19,37 @@ Digest = int | None
 
 _CHECKSUM_BYTES = 4
 _KEPT = 3
-"""The number of digests that are kept for a replica. Replicas take turns, so none is more than two batches ahead of a
+"""The number of records that are kept for a replica. Replicas take turns, so none is more than two batches ahead of a
 round."""
+
+MAX_POSITION_BYTES = 1 << 16
+"""The maximum size of a position."""
 
 
 def extend(digest: Digest, encoded: bytes) -> Digest:
     """Return the digest after one more encoded batch."""
     return None if digest is None else zlib.crc32(encoded[-_CHECKSUM_BYTES:], digest)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a rank knows of the batches of a replica, up to one of them.
+
+    Attributes:
+        digest: The digest of these batches.
+        position: The position of the script after the last of these batches; empty if it is unknown.
+        last: The digest of the last of these batches alone; None if it is unknown or there is none.
+        position_before: The position before the last batch.
+    """
+
+    digest: Digest = 0
+    position: str = ""
+    last: Digest = None
+    position_before: str = ""
+
+    def extended(self, encoded: bytes, position: str) -> "Record":
+        """Return the record after one more encoded batch."""
+        return Record(extend(self.digest, encoded), position, extend(0, encoded), self.position)
 
 
 class ReplayCheck:
@@ -33,24 +59,33 @@ class ReplayCheck:
         index: The data-compose replica.
         rank: The rank.
         batches: The number of batches that the rank received.
-        digest: The digest of these batches; None if it is unknown, in which case nothing is compared.
+        record: What the rank knows of these batches. What is unknown is not compared.
+
+    Attributes:
+        batches: The number of batches that the rank received.
+        position_before: The position before the last of these batches; empty if it is unknown.
     """
 
-    def __init__(self, index: int, rank: int, batches: int, digest: Digest) -> None:
+    def __init__(self, index: int, rank: int, batches: int, record: Record) -> None:
         self.batches = batches
+        self.position_before = "" if record.last is None else record.position_before
         self._index = index
         self._rank = rank
-        self._expected = digest
+        self._last = record.last
+        self._first = 0  # the first batch that is compared
+        self._expected = record.digest
         self._found: Digest = 0
-        self._left = batches
 
-    def skip(self, batch: Batch) -> None:
-        """Add the next skipped batch to the digest. After the last one, warn if the digests differ."""
-        if self._expected is None:
+    def begin_at_last(self) -> None:
+        """Compare the last batch only, because the script does not begin at its first batch."""
+        self._first, self._expected = self.batches - 1, self._last
+
+    def skip(self, number: int, batch: Batch) -> None:
+        """Add skipped batch ``number`` of the rank to the digest. After the last one, warn if the digests differ."""
+        if self._expected is None or number < self._first:
             return
         self._found = extend(self._found, batch.to_bytes())
-        self._left -= 1
-        if self._left == 0 and self._found != self._expected:
+        if number + 1 == self.batches and self._found != self._expected:
             _logger.warning(
                 "data-compose replica %d: the skipped batches (%d) differ from those that rank %d has received: some "
                 "samples were trained on twice or not at all, so the run does not have exactly-once results; use a "
@@ -61,40 +96,46 @@ class ReplayCheck:
             )
 
 
-class RoundDigests:
-    """The digests of all replicas after the same number of batches, which a resumed run will skip.
+class RoundRecords:
+    """The records of all replicas after the same number of batches, which a resumed run will skip.
 
     Args:
         number: The number of batches of each replica at the start.
-        digests: The digests after these batches.
+        records: The records after these batches.
     """
 
-    def __init__(self, number: int = 0, digests: list[Digest] | None = None) -> None:
+    def __init__(self, number: int = 0, records: list[Record] | None = None) -> None:
         self._number = number
-        self._digests = [
-            deque([digest]) for digest in digests or []
+        self._records = [
+            deque([record]) for record in records or []
         ]  # for each replica; the first is that after ``number`` batches
 
-    def take(self, replica: int, digest: Digest, taken: list[int]) -> None:
+    def take(self, replica: int, record: Record, taken: list[int]) -> None:
         """Add a batch that was taken from the inbox.
 
         Args:
             replica: The replica of the batch.
-            digest: The digest of the replica's batches up to this one.
+            record: The record of the replica's batches up to this one.
             taken: The number of batches taken of each replica, including this one.
         """
-        while len(self._digests) <= replica:
-            self._digests.append(deque([0]))
-        if len(self._digests[replica]) < _KEPT:  # after another replica has ended there is no further round
-            self._digests[replica].append(digest)
+        while len(self._records) <= replica:
+            self._records.append(deque([Record()]))
+        if len(self._records[replica]) < _KEPT:  # after another replica has ended there is no further round
+            self._records[replica].append(record)
         while self._number < batches_to_skip(taken):
             self._number += 1
-            for kept in self._digests:
+            for kept in self._records:
                 kept.popleft()
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint: integers, strings and lists."""
-        return {"version": __version__, "batches": self._number, "digests": [kept[0] for kept in self._digests]}
+        records = [kept[0] for kept in self._records]
+        return {
+            "version": __version__,
+            "batches": self._number,
+            "digests": [record.digest for record in records],
+            "positions": [[record.position, record.last, record.position_before] for record in records],
+        }
 
 
 def batches_to_skip(taken: list[int]) -> int:
@@ -102,22 +143,33 @@ def batches_to_skip(taken: list[int]) -> int:
     return max(0, min(taken, default=0) - 1)
 
 
-def digests_after(batches: int, replicas: int, state: object) -> list[Digest]:
-    """Return the digests of all replicas after this number of batches, from a result of :meth:`RoundDigests.state`.
+def records_after(batches: int, replicas: int, state: object) -> list[Record]:
+    """Return the records of all replicas after this number of batches, from a result of :meth:`RoundRecords.state`.
 
     Args:
         batches: The number of batches of each replica.
         replicas: The number of replicas.
-        state: The state in a checkpoint. It may have any type; an unsuitable one gives None for each digest.
+        state: The state in a checkpoint. It may have any type; an unsuitable one gives records in which nothing is
+            known.
     """
     if batches == 0:
-        return [0] * replicas
+        return [Record()] * replicas
     match state:
         case {"version": str(version), "batches": int(number), "digests": list(digests)}:
             same = (version, number, len(digests)) == (__version__, batches, replicas)
             if same and all(map(_is_digest, digests)):
-                return list(digests)
-    return [None] * replicas  # another version may encode batches differently
+                return [Record(digest, *_positions(state, index)) for index, digest in enumerate(digests)]
+    return [Record(None)] * replicas  # another version may encode batches differently
+
+
+def _positions(state: object, index: int) -> tuple[str, Digest, str]:
+    """Return the last three attributes of a replica's :class:`Record`; all are unknown if the checkpoint has none."""
+    match state:
+        case {"positions": list(positions)} if index < len(positions):
+            match positions[index]:
+                case [str(position), last, str(position_before)] if _is_digest(last):
+                    return position, last, position_before
+    return "", None, ""
 
 
 def _is_digest(value: object) -> bool:

@@ -125,8 +125,31 @@ class Sender:
         if stopped and self._stopped:
             raise Stopped(self._streams[0].stopped)
 
-    def send(self, batch: Batch) -> None:
+    def resume(self) -> str:
+        """Return the position at which the script can begin; empty: at its first batch.
+
+        The position is that after the batch before the oldest of the ranks' last batches. So each rank's last batch is
+        sent again, is compared with that which the rank has received, and is skipped.
+        """
+
+        def before_last(stream: RankStream) -> int:
+            return (stream.replay.batches - 2) * self.world_size + stream.rank
+
+        oldest = min(self._streams, key=before_last)
+        if before_last(oldest) < 0 or not oldest.replay.position_before:
+            return ""
+        with self._state.changed:
+            self._state.batches = before_last(oldest) + 1
+        for stream in self._streams:
+            stream.replay.begin_at_last()
+        return oldest.replay.position_before
+
+    def send(self, batch: Batch, position: str = "") -> None:
         """Send a batch. Block until its rank has space.
+
+        Args:
+            batch: The batch.
+            position: The position of the script after the batch; empty if it has none.
 
         Raises:
             Stopped: The ranks have stopped accepting batches.
@@ -140,10 +163,12 @@ class Sender:
         with state.changed:
             self._check()
             seq, state.batches = state.batches, state.batches + 1
+            if seq == 0 and (received := sum(each.replay.batches for each in self._streams)):
+                _logger.info("skipping the first batches of the script, which the ranks have received: %d", received)
             if stream.stopped is not None:
                 return
         if number < stream.replay.batches:
-            stream.replay.skip(batch)
+            stream.replay.skip(number, batch)
             return
         data = batch.to_bytes()
         if len(data) > MAX_BATCH_BYTES:
@@ -153,7 +178,7 @@ class Sender:
             self._wait(lambda: not stream.full)
             self._check()
             if stream.stopped is None:
-                stream.add(number, seq, data)
+                stream.add(number, seq, data, position)
                 state.changed.notify_all()
 
     def end(self) -> None:

@@ -160,8 +160,9 @@ class _FeedService(services.TrainerServicer):
             yield pb.FeedReply(
                 welcome=pb.FeedWelcome(
                     generation=generation, rank=rank, world_size=world_size,
-                    skip=position.received, buffer=position.buffer, queued=position.queued, digest=position.digest,
-                    transform=self._inbox.transform,
+                    skip=position.received, buffer=position.buffer, queued=position.queued,
+                    digest=position.record.digest, last_digest=position.record.last,
+                    position_before=position.record.position_before, transform=self._inbox.transform,
                 )
             )  # fmt: skip
             reading = (requests, hello, rank, world_size, replies)
@@ -234,7 +235,8 @@ class _FeedService(services.TrainerServicer):
                     except DataError as error:
                         replies.put((grpc.StatusCode.DATA_LOSS, f"batch {seq} arrived damaged: {error}"))
                         return
-                    self._inbox.put(index, sender, seq, number, batch, request.batch.data)
+                    data, position = request.batch.data, request.batch.position
+                    self._inbox.put(index, sender, seq, number, batch, data, position)
                 elif request.WhichOneof("part") == "end":
                     text, total = request.end.error, request.end.batches
                     failed = DataError(f"data-compose replica {index}: its script failed: {text}") if text else None

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17persia/proto/feed.proto\x12\tpersia.v1\"\x86\x01\n\x0b\x46\x65\x65\x64Request\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.persia.v1.FeedHelloH\x00\x12%\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x14.persia.v1.FeedBatchH\x00\x12!\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x12.persia.v1.FeedEndH\x00\x42\x06\n\x04part\"x\n\tFeedHello\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x15\n\rreplica_index\x18\x02 \x01(\r\x12\x14\n\x0creplica_size\x18\x03 \x01(\r\x12\x10\n\x08protocol\x18\x04 \x01(\r\x12\x0f\n\x07version\x18\x05 \x01(\t\x12\x0e\n\x06sender\x18\x06 \x01(\t\"&\n\tFeedBatch\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\")\n\x07\x46\x65\x65\x64\x45nd\x12\x0f\n\x07\x62\x61tches\x18\x01 \x01(\x04\x12\r\n\x05\x65rror\x18\x02 \x01(\t\"\x8a\x01\n\tFeedReply\x12)\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.persia.v1.FeedWelcomeH\x00\x12%\n\x05taken\x18\x02 \x01(\x0b\x32\x14.persia.v1.FeedTakenH\x00\x12#\n\x04stop\x18\x03 \x01(\x0b\x32\x13.persia.v1.FeedStopH\x00\x42\x06\n\x04part\"\xa4\x01\n\x0b\x46\x65\x65\x64Welcome\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x0c\n\x04skip\x18\x04 \x01(\x04\x12\x0e\n\x06\x62uffer\x18\x05 \x01(\r\x12\x0e\n\x06queued\x18\x06 \x01(\r\x12\x13\n\x06\x64igest\x18\x07 \x01(\x07H\x00\x88\x01\x01\x12\x11\n\ttransform\x18\x08 \x01(\tB\t\n\x07_digest\"\x18\n\tFeedTaken\x12\x0b\n\x03seq\x18\x01 \x01(\x04\"\x1a\n\x08\x46\x65\x65\x64Stop\x12\x0e\n\x06reason\x18\x01 \x01(\t2C\n\x07Trainer\x12\x38\n\x04\x46\x65\x65\x64\x12\x16.persia.v1.FeedRequest\x1a\x14.persia.v1.FeedReply(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17persia/proto/feed.proto\x12\tpersia.v1\"\x86\x01\n\x0b\x46\x65\x65\x64Request\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.persia.v1.FeedHelloH\x00\x12%\n\x05\x62\x61tch\x18\x02 \x01(\x0b\x32\x14.persia.v1.FeedBatchH\x00\x12!\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x12.persia.v1.FeedEndH\x00\x42\x06\n\x04part\"x\n\tFeedHello\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x15\n\rreplica_index\x18\x02 \x01(\r\x12\x14\n\x0creplica_size\x18\x03 \x01(\r\x12\x10\n\x08protocol\x18\x04 \x01(\r\x12\x0f\n\x07version\x18\x05 \x01(\t\x12\x0e\n\x06sender\x18\x06 \x01(\t\"8\n\tFeedBatch\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x10\n\x08position\x18\x03 \x01(\t\")\n\x07\x46\x65\x65\x64\x45nd\x12\x0f\n\x07\x62\x61tches\x18\x01 \x01(\x04\x12\r\n\x05\x65rror\x18\x02 \x01(\t\"\x8a\x01\n\tFeedReply\x12)\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.persia.v1.FeedWelcomeH\x00\x12%\n\x05taken\x18\x02 \x01(\x0b\x32\x14.persia.v1.FeedTakenH\x00\x12#\n\x04stop\x18\x03 \x01(\x0b\x32\x13.persia.v1.FeedStopH\x00\x42\x06\n\x04part\"\xe7\x01\n\x0b\x46\x65\x65\x64Welcome\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\x0c\n\x04skip\x18\x04 \x01(\x04\x12\x0e\n\x06\x62uffer\x18\x05 \x01(\r\x12\x0e\n\x06queued\x18\x06 \x01(\r\x12\x13\n\x06\x64igest\x18\x07 \x01(\x07H\x00\x88\x01\x01\x12\x11\n\ttransform\x18\x08 \x01(\t\x12\x18\n\x0blast_digest\x18\t \x01(\x07H\x01\x88\x01\x01\x12\x17\n\x0fposition_before\x18\n \x01(\tB\t\n\x07_digestB\x0e\n\x0c_last_digest\"\x18\n\tFeedTaken\x12\x0b\n\x03seq\x18\x01 \x01(\x04\"\x1a\n\x08\x46\x65\x65\x64Stop\x12\x0e\n\x06reason\x18\x01 \x01(\t2C\n\x07Trainer\x12\x38\n\x04\x46\x65\x65\x64\x12\x16.persia.v1.FeedRequest\x1a\x14.persia.v1.FeedReply(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,17 +36,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FEEDHELLO']._serialized_start=175
   _globals['_FEEDHELLO']._serialized_end=295
   _globals['_FEEDBATCH']._serialized_start=297
-  _globals['_FEEDBATCH']._serialized_end=335
-  _globals['_FEEDEND']._serialized_start=337
-  _globals['_FEEDEND']._serialized_end=378
-  _globals['_FEEDREPLY']._serialized_start=381
-  _globals['_FEEDREPLY']._serialized_end=519
-  _globals['_FEEDWELCOME']._serialized_start=522
-  _globals['_FEEDWELCOME']._serialized_end=686
-  _globals['_FEEDTAKEN']._serialized_start=688
-  _globals['_FEEDTAKEN']._serialized_end=712
-  _globals['_FEEDSTOP']._serialized_start=714
-  _globals['_FEEDSTOP']._serialized_end=740
-  _globals['_TRAINER']._serialized_start=742
-  _globals['_TRAINER']._serialized_end=809
+  _globals['_FEEDBATCH']._serialized_end=353
+  _globals['_FEEDEND']._serialized_start=355
+  _globals['_FEEDEND']._serialized_end=396
+  _globals['_FEEDREPLY']._serialized_start=399
+  _globals['_FEEDREPLY']._serialized_end=537
+  _globals['_FEEDWELCOME']._serialized_start=540
+  _globals['_FEEDWELCOME']._serialized_end=771
+  _globals['_FEEDTAKEN']._serialized_start=773
+  _globals['_FEEDTAKEN']._serialized_end=797
+  _globals['_FEEDSTOP']._serialized_start=799
+  _globals['_FEEDSTOP']._serialized_end=825
+  _globals['_TRAINER']._serialized_start=827
+  _globals['_TRAINER']._serialized_end=894
 # @@protoc_insertion_point(module_scope)

@@ -32,12 +32,14 @@ class FeedHello(_message.Message):
     def __init__(self, job: _Optional[str] = ..., replica_index: _Optional[int] = ..., replica_size: _Optional[int] = ..., protocol: _Optional[int] = ..., version: _Optional[str] = ..., sender: _Optional[str] = ...) -> None: ...
 
 class FeedBatch(_message.Message):
-    __slots__ = ("seq", "data")
+    __slots__ = ("seq", "data", "position")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
     seq: int
     data: bytes
-    def __init__(self, seq: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    position: str
+    def __init__(self, seq: _Optional[int] = ..., data: _Optional[bytes] = ..., position: _Optional[str] = ...) -> None: ...
 
 class FeedEnd(_message.Message):
     __slots__ = ("batches", "error")
@@ -58,7 +60,7 @@ class FeedReply(_message.Message):
     def __init__(self, welcome: _Optional[_Union[FeedWelcome, _Mapping]] = ..., taken: _Optional[_Union[FeedTaken, _Mapping]] = ..., stop: _Optional[_Union[FeedStop, _Mapping]] = ...) -> None: ...
 
 class FeedWelcome(_message.Message):
-    __slots__ = ("generation", "rank", "world_size", "skip", "buffer", "queued", "digest", "transform")
+    __slots__ = ("generation", "rank", "world_size", "skip", "buffer", "queued", "digest", "transform", "last_digest", "position_before")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +69,8 @@ class FeedWelcome(_message.Message):
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     TRANSFORM_FIELD_NUMBER: _ClassVar[int]
+    LAST_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    POSITION_BEFORE_FIELD_NUMBER: _ClassVar[int]
     generation: int
     rank: int
     world_size: int
@@ -75,7 +79,9 @@ class FeedWelcome(_message.Message):
     queued: int
     digest: int
     transform: str
-    def __init__(self, generation: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., skip: _Optional[int] = ..., buffer: _Optional[int] = ..., queued: _Optional[int] = ..., digest: _Optional[int] = ..., transform: _Optional[str] = ...) -> None: ...
+    last_digest: int
+    position_before: str
+    def __init__(self, generation: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., skip: _Optional[int] = ..., buffer: _Optional[int] = ..., queued: _Optional[int] = ..., digest: _Optional[int] = ..., transform: _Optional[str] = ..., last_digest: _Optional[int] = ..., position_before: _Optional[str] = ...) -> None: ...
 
 class FeedTaken(_message.Message):
     __slots__ = ("seq",)

@@ -6,8 +6,11 @@ A replica reads its part of the training rows. The ranks send it the transform o
 """
 
 import itertools
+import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +44,7 @@ def send(path: Path) -> None:
         ConfigError: The file has errors.
         UsageError: A file of data does not exist, or the trainers send no transform.
         CheckpointError: The transform was fitted for other features.
-        DataError: A row is invalid; the message names file and row.
+        DataError: A row is invalid; the message names file and row. Or the run is resumed with other data.
     """
     config = load_for_job(path)
     set_variables(config)
@@ -59,9 +62,32 @@ def send(path: Path) -> None:
     unusual = Unusual()
     with DataCtx() as ctx:
         transform = _transform_of(config, ctx)
-        for batch in _batches(config, parts, reader, transform, ctx.world_size, unusual):
-            ctx.send_data(batch)
+        sent = _resume(reader, ctx.resume())
+        for batch, position in _batches(config, parts, reader, transform, ctx.world_size, unusual, sent):
+            ctx.send_data(batch, position)
     _log(unusual)
+
+
+def _resume(reader: RecordReader, position: str) -> int:
+    """Set the reader to a position that this module has sent. Return how many pieces of its next batch were sent.
+
+    Raises:
+        DataError: The data differs from that of the position, or the position is that of a data script.
+    """
+    if not position:
+        return 0
+    try:
+        at = json.loads(position)
+        sent, state = int(at["pieces"]), at["reader"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            "the batches that the ranks have received were sent by a data script; data-compose of a table cannot "
+            "continue at a position of this script",
+            hint="resume with this data script (PERSIA_DATALOADER_ENTRY), or start a new run",
+        ) from error
+    reader.load_state_dict(state)
+    _logger.info("continuing in epoch %d, at the rows after those that the ranks have received", reader.epoch)
+    return sent
 
 
 def _transform_of(config: Config, ctx: DataCtx) -> Transform:
@@ -79,40 +105,69 @@ def _transform_of(config: Config, ctx: DataCtx) -> Transform:
         raise fitting.not_loaded("the transform of the trainers", error, hint) from error
 
 
+@dataclass(frozen=True)
+class _Read:
+    """Rows that were read.
+
+    Attributes:
+        rows: The rows.
+        epoch: The epoch of the rows.
+        before: The position of the reader before the rows.
+        after: The position of the reader after the rows.
+    """
+
+    rows: pa.RecordBatch
+    epoch: int
+    before: dict[str, Any]
+    after: dict[str, Any]
+
+
+def _read(reader: RecordReader) -> Iterator[_Read]:
+    before = reader.state_dict()
+    for rows in reader:
+        after = reader.state_dict()
+        yield _Read(rows, reader.epoch, before, after)
+        before = after
+
+
 def _batches(
-    config: Config, parts: Parts, reader: RecordReader, transform: Transform, ranks: int, unusual: Unusual
-) -> Iterator[PersiaBatch]:
-    """Yield the batch of each rank in turn, for each batch of the reader."""
+    config: Config, parts: Parts, reader: RecordReader, transform: Transform, ranks: int, unusual: Unusual, sent: int = 0
+) -> Iterator[tuple[PersiaBatch, str]]:
+    """Yield the batch of each rank in turn, for each batch of the reader, and the position after it.
+
+    Of the first batch of the reader, ``sent`` pieces are left out.
+    """
     weight, data = config.train.weight, config.data
 
     def make(rows: pa.RecordBatch, first_row: int) -> tuple[Samples, npt.NDArray[np.float32] | None]:
         weights = None if weight is None else weights_of(rows, weight, first_row)
         return transform(rows, first_row=first_row), weights
 
-    def made(read: tuple[int, pa.RecordBatch]) -> tuple[Samples, npt.NDArray[np.float32] | None]:
+    def made(read: _Read) -> tuple[_Read, Samples, npt.NDArray[np.float32] | None]:
         try:
-            return make(read[1], 0)
+            return read, *make(read.rows, 0)
         except DataError as error:
             raise parts.train.with_place(error, make) from error
 
-    read = ((reader.epoch, rows) for rows in reader)
     section = None if data.persistent else _epoch
-    for samples, weights in in_order(read, made, data.workers, section=section):
+    for read, samples, weights in in_order(_read(reader), made, data.workers, section=section):
         unusual.add(len(samples), samples.report.counts)
         bounds = pieces(len(samples), ranks)
         if not bounds:
             _logger.warning(
-                "at the end of a pass, %s not sent, because each of %d ranks needs a row",
+                "at the end of an epoch, %s not sent, because each of the %d ranks needs a row",
                 "1 row is" if len(samples) == 1 else f"{len(samples)} rows are",
                 ranks,
             )
-        for start, stop in bounds:
+        for piece, (start, stop) in enumerate(bounds[sent:], sent + 1):
             meta = None if weights is None else weights[start:stop].tobytes()
-            yield to_batch(samples.slice(start, stop), meta=meta)
+            at, pieces_sent = (read.before, piece) if piece < ranks else (read.after, 0)
+            yield to_batch(samples.slice(start, stop), meta=meta), json.dumps({"reader": at, "pieces": pieces_sent})
+        sent = 0
 
 
-def _epoch(read: tuple[int, pa.RecordBatch]) -> int:
-    return read[0]
+def _epoch(read: _Read) -> int:
+    return read.epoch
 
 
 def pieces(rows: int, ranks: int) -> list[tuple[int, int]]:
@@ -128,7 +183,7 @@ def pieces(rows: int, ranks: int) -> list[tuple[int, int]]:
 
 
 def _log(unusual: Unusual) -> None:
-    _logger.info("%d rows are sent", unusual.rows)
+    _logger.info("end of all epochs; rows read and transformed: %d", unusual.rows)
     for feature, kinds in unusual.counts.items():
         counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         _logger.info("unusual values of feature %r: %s", feature, counts)
