@@ -1,6 +1,7 @@
 """``persia config pick``: the cheapest instance in a price table on which a configuration fits."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -73,7 +74,7 @@ def _none(prices: Path, table: "Sequence[Instance]", memory: float, gpus: int, *
     from persia.trainer import instances
 
     enough = [each for each in table if each.gpus >= gpus]
-    needed = f"{memory / instances.GIB:.1f} GiB of memory"
+    needed = f"{math.ceil(10 * memory / instances.GIB) / 10} GiB of memory"  # above ``most``, which is rounded down
     if not enough:
         count = max(each.gpus for each in table)
         return ConfigError(
@@ -82,7 +83,7 @@ def _none(prices: Path, table: "Sequence[Instance]", memory: float, gpus: int, *
         )
     largest = max(enough, key=lambda each: each.memory)
     of = f" with at least {_gpus(gpus)}" if gpus else ""
-    most = f"{largest.memory / instances.GIB:.1f} GiB"
+    most = f"{math.floor(10 * largest.memory / instances.GIB) / 10} GiB"
     smaller = ", or make the run smaller: docs/profiling.md#memory" if is_estimate else ""
     return ConfigError(
         f"{prices}: no instance{of} has {needed}; the largest is {largest} with {most}",

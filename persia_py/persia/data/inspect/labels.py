@@ -1,5 +1,6 @@
 """Chooses the label."""
 
+import math
 import re
 import shlex
 from dataclasses import dataclass
@@ -147,10 +148,9 @@ def _of_texts(column: Column, reason: str) -> Label:
 
 
 def _greater(column: Column, value: str, reason: str) -> Label:
-    try:
-        bound = float(value)
-    except ValueError:
-        raise UsageError(f"--label '{column.name}>{value}': {value!r} is not a number") from None
+    bound = _number(value)
+    if bound is None:
+        raise UsageError(f"--label '{column.name}>{value}': {value!r} is not a finite number")
     if column.numbers is None:
         raise UsageError(f"--label '{column.name}>{value}': the column is {column.stored}, expected numbers")
     return _checked(column, {"greater_than": _plain(bound)}, reason, numbers_of(column.values) > bound)
@@ -160,13 +160,25 @@ def _equal(column: Column, value: str, reason: str) -> Label:
     if column.kind == "text":
         return _checked(column, {"equals": value}, reason, _true(pc.equal(column.values, value)))
     if column.kind == "boolean":
-        wanted = value.lower() == "true"
+        wanted = {"true": True, "1": True, "false": False, "0": False}.get(value.lower())
+        if wanted is None:
+            raise UsageError(
+                f"--label {column.name}={value}: the column is {column.stored}, expected true, false, 1 or 0"
+            )
         return _checked(column, {"equals": wanted}, reason, _true(pc.equal(column.values, wanted)))
-    try:
-        number = float(value)
-    except ValueError:
-        raise UsageError(f"--label {column.name}={value}: the column is {column.stored}, expected a number") from None
+    number = _number(value)
+    if number is None:
+        raise UsageError(f"--label {column.name}={value}: the column is {column.stored}, expected a finite number")
     return _checked(column, {"equals": _plain(number)}, reason, numbers_of(column.values) == number)
+
+
+def _number(text: str) -> float | None:
+    """Return a finite number; None if the text is another."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _true(values: pa.Array) -> npt.NDArray[np.bool_]:
