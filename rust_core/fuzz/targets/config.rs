@@ -35,7 +35,7 @@ fn parsed<T: PartialEq + Debug>(
     if !text.contains('\r') {
         let other = parse(&text.replace('\n', "\r\n"), "file.yml");
         let configs = [&found, &other].map(|found| found.as_ref().ok().map(|parsed| &parsed.config));
-        assert_eq!(configs[0], configs[1], "with other ends of lines");
+        assert_eq!(configs[0], configs[1], "with other line endings");
     }
     match found {
         Ok(parsed) => Some(parsed.config),
@@ -59,12 +59,12 @@ fn check_schema(schema: &Schema) {
     let names: HashSet<&str> = schema.slots.iter().map(|slot| &*slot.name).collect();
     assert_eq!(names.len(), schema.slots.len());
     let sent = serde_json::to_string(schema).expect("a schema is JSON");
-    assert_eq!(serde_json::from_str::<Schema>(&sent).expect("and JSON a schema"), *schema);
+    assert_eq!(serde_json::from_str::<Schema>(&sent).expect("the JSON is a schema"), *schema);
     let store = Store::new(schema.clone(), StoreOptions { capacity: 1000, ..StoreOptions::default() });
     store
-        .expect("the store takes it")
+        .expect("the store accepts it")
         .check_begin(&run(schema.clone()))
-        .expect("with every table's settings");
+        .expect("the store accepts every table's settings");
 }
 
 fn run(schema: Schema) -> Run {

@@ -202,7 +202,7 @@ fn check_rows(split: &Split, of_servers: &[ReceivedLookup], ids: &[Vec<Id>]) {
             for chunk in row_chunks(at as u32, part.format, rows) {
                 scatter
                     .take(&split.rows(server, chunk).expect("rows that were asked for"))
-                    .expect("once each");
+                    .expect("each row arrives once");
             }
         }
     }

@@ -46,7 +46,9 @@ impl<'a> Bags<'a> {
         let (indices, samples) = (self.indices.len(), self.samples());
         if let Some(offsets) = self.offsets {
             let (Some(first), Some(last)) = (offsets.first(), offsets.last()) else {
-                return bad_shape("no offsets of samples, expected one more than samples".into());
+                return bad_shape(
+                    "no offsets of samples, expected one more than the number of samples".into(),
+                );
             };
             if *first != 0 || *last as usize != indices {
                 return bad_shape(format!(

@@ -118,8 +118,8 @@ impl Fitter {
             let known = *self.values.entry(name.clone()).or_insert(*values);
             if known != *values {
                 let message =
-                    "has integers in one part of the data and strings in another: cast one of them".into();
-                mistakes.push(Mistake { feature: name.clone(), line: 0, row: None, message });
+                    "found integers in one part of the data, strings in another: cast the column to one type";
+                mistakes.push(Mistake { feature: name.clone(), line: 0, row: None, message: message.into() });
             }
         }
         for (column, more) in self.columns.iter_mut().zip(&other.columns) {
@@ -153,7 +153,7 @@ impl Fitter {
                     fitted.features.insert(feature.name.clone(), found);
                 }
                 None => empty.push(format!(
-                    "{}: none of {} rows of column `{}` has a number",
+                    "{}: none of {} rows of column `{}` has a finite number",
                     feature.name, self.rows, column.column
                 )),
             }
@@ -164,7 +164,7 @@ impl Fitter {
                 column.filter(|_| self.checked.is_some() && !self.values.contains_key(&feature.name))
             {
                 empty.push(format!(
-                    "{}: none of {} rows of column `{}` has a value",
+                    "{}: none of {} rows of column `{}` has a value; declare `values` (integer or string)",
                     feature.name, self.rows, column.column
                 ));
             }

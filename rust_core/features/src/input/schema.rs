@@ -157,7 +157,7 @@ fn wrongs(rule: &Rule, values: Option<ValueType>) -> Vec<(&str, Wrong<'_>)> {
                         let list =
                             matches!(found, Class::List(item) if is_number(item) || **item == Class::Null);
                         let strings = split && *found == Class::Text;
-                        refuse(!list && !strings, "lists of numbers")
+                        refuse(!list && !strings, "lists of numbers, or strings if `separator` is set")
                     }),
                 ));
             }
@@ -196,7 +196,9 @@ fn wrong_ids(found: &Class, values: Option<ValueType>) -> Option<String> {
                 ValueType::Integer => "integers",
                 ValueType::String => "strings",
             };
-            Some(format!("{wanted}, as declared or in the training data; other values would get other ids"))
+            Some(format!(
+                "{wanted}, as declared or as in the training data; values of another type would get other ids"
+            ))
         }
         _ => None,
     }
@@ -210,22 +212,21 @@ fn wrong_lists(found: &Class, values: Option<ValueType>, split: bool) -> Option<
         }
         Class::List(items) => wrong_ids(items, values).map(|allowed| format!("lists of {allowed}")),
         Class::Text if split => None,
-        Class::Text => Some("lists, or strings if `separator` is set".into()),
-        _ => Some("lists".into()),
+        _ => Some("lists, or strings if `separator` is set".into()),
     }
 }
 
 fn wrong_date(date: &Date, found: &Class) -> Option<String> {
+    let needs_time = matches!(date.part, DatePart::Minute | DatePart::Hour | DatePart::HourOfWeek);
     match found {
         Class::Timestamp | Class::Text => None,
-        Class::Day if matches!(date.part, DatePart::Minute | DatePart::Hour | DatePart::HourOfWeek) => {
-            Some("timestamps: a date has no time of day".into())
-        }
+        Class::Day if needs_time => Some("timestamps: a date has no time of day".into()),
         Class::Day => None,
         Class::Integer if date.unit.is_some() => None,
         Class::Integer => {
             Some("timestamps, or integers if `unit` says what they count: s, ms, us, ns".into())
         }
+        _ if needs_time => Some("timestamps, or strings such as 2024-05-01T10:00:00Z".into()),
         _ => Some("timestamps, dates, or strings such as 2024-05-01T10:00:00Z".into()),
     }
 }

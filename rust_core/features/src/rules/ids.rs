@@ -130,8 +130,8 @@ impl IdRule {
 
     pub(crate) fn allowed(&self) -> &'static str {
         match self.values {
-            ValueType::Integer => "an integer, as declared or in the training data",
-            ValueType::String => "a string, as declared or in the training data",
+            ValueType::Integer => "an integer, as declared or as in the training data",
+            ValueType::String => "a string, as declared or as in the training data",
         }
     }
 }
@@ -283,9 +283,9 @@ impl ReadCells for ReadDates<'_> {
                 (None, Some(part)) => Some(rule.hasher.int(part)),
                 (None, None) => {
                     tally.wrong(row, || {
-                        let integers = if rule.unit.is_some() { ", or an integer" } else { "" };
                         format!(
-                            "found {}, allowed: a timestamp, such as 2024-05-01T10:00:00Z{integers}",
+                            "found {}, allowed: a timestamp, such as 2024-05-01T10:00:00Z, or an integer if `unit` \
+                             is set, in the years -9999 to 9999",
                             cell.found()
                         )
                     });

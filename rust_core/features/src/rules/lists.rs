@@ -196,6 +196,7 @@ impl ReadLists for ReadWeights<'_> {
         item: impl Fn(usize) -> Item<'a, I>,
     ) -> Weights {
         let mut weights = Weights::default();
+        let strings = if self.separator.is_some() { ", or a string to split" } else { "" };
         for row in 0..rows {
             let mut absent = false;
             match (item(row), self.separator) {
@@ -213,7 +214,7 @@ impl ReadLists for ReadWeights<'_> {
                         Cell::Null => self.tally.count(Unusual::Null),
                         Cell::Missing => self.tally.count(Unusual::Missing),
                         _ => self.tally.wrong(row, || {
-                            format!("found {} as weights, allowed: a list of numbers", cell.found())
+                            format!("found {} as weights, allowed: a list of numbers{strings}", cell.found())
                         }),
                     }
                 }

@@ -321,7 +321,7 @@ fn note(
     report.add_counts(index, &tally.counts);
     if let (Some((row, message)), Some(first)) = (tally.first_wrong, first_row) {
         let count = tally.counts[Unusual::WrongType as usize];
-        let message = if count > 1 { format!("{message} ({count} such values)") } else { message };
+        let message = if count > 1 { format!("{message} (one of {count} wrong values)") } else { message };
         mistakes.push(Mistake { feature: feature.into(), line, row: Some(first + row as u64), message });
     }
 }

@@ -163,7 +163,10 @@ fn step(
         }
         Rule::Date(date) => {
             let zone = time::zone(&date.timezone).ok_or_else(|| TransformError::Contradiction {
-                what: format!("{}: unknown time zone {:?}", feature.name, date.timezone),
+                what: format!(
+                    "{}: the time zone {:?} is not in the database of this build",
+                    feature.name, date.timezone
+                ),
             })?;
             let exceptions = Exceptions { if_null: date.if_null, if_missing: date.if_missing };
             let hasher = IdHasher::new(&date.prefix, false);

@@ -68,11 +68,11 @@ fn wrong_values_are_reported_with_their_rows() {
     assert_eq!(
         lines,
         [
-            "  u (line 1), row 1234567: found the string \"7\", allowed: an integer, as declared or in the training \
-             data (2 such values)",
+            "  u (line 1), row 1234567: found the string \"7\", allowed: an integer, as declared or as in the \
+             training data (one of 2 wrong values)",
             "  x (line 1), row 1234567: found the string \"a string\", allowed: a number",
             "  y (line 2), row 1234567: found the integer 2, allowed: 0 or 1; for other numbers, set \
-             `greater_than`, `equals` or `loss: mse`; remove rows without a label (2 such values)",
+             `greater_than`, `equals` or `loss: mse`; remove rows without a label (one of 2 wrong values)",
         ]
     );
 }
@@ -84,7 +84,7 @@ fn a_type_that_changed_since_the_fit_is_refused() {
     let other = batch(vec![("u", Arc::new(Int64Array::from(vec![7])) as ArrayRef)]);
     let error = transform.batches([&other], STRICT).unwrap_err().to_string();
     assert!(
-        error.contains("column `u` is Int64, allowed: strings, as declared or in the training data"),
+        error.contains("column `u` is Int64, allowed: strings, as declared or as in the training data"),
         "{error}"
     );
 }

@@ -77,7 +77,7 @@ fn a_column_without_numbers_is_an_error() {
     let mut fitter = Fitter::new(features(BLOCK));
     fitter.update(&data(&[None, Some(f64::NAN)])).unwrap();
     let error = fitter.finish().unwrap_err().to_string();
-    assert_eq!(error.matches("none of 2 rows of column `x` has a number").count(), 4, "{error}");
+    assert_eq!(error.matches("none of 2 rows of column `x` has a finite number").count(), 4, "{error}");
     let mut fitter = Fitter::new(features("u: {type: id, dim: 2}"));
     let y: ArrayRef = Arc::new(Float32Array::from(vec![1.0]));
     fitter.update(&batch(vec![("u", Arc::new(NullArray::new(1))), ("y", y)])).unwrap();
