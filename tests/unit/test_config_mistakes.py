@@ -296,7 +296,7 @@ def test_mistakes_of_features_are_in_the_same_error(persia_yml: Path, features: 
             "1:7: the tag `tag:yaml.org,2002:python/object:os.system` is not supported: remove it",
         ),
         ("data: *absent\n", "1:7: the alias `*absent` has no anchor `&absent` before it"),
-        ("{[a]: 1}\n", "1:2: a key must be a word, found a list"),
+        ("{[a]: 1}\n", "1:2: a key must be a string, found a list"),
         ("a: " + "[" * 40 + "]" * 40, "1:35: nested deeper than 32 levels"),
         (
             "run:\n  name: a\u2028b\n",

@@ -203,8 +203,8 @@ def parse(text: str, override: str = "") -> Node:
         TreeError: The text is empty, is not YAML, or is beyond a limit.
     """
     start = Place(0, 0, override) if override else Place(1, 1)
-    size = len(text)
-    if size > MAX_BYTES or (size := len(text.encode(errors="surrogatepass"))) > MAX_BYTES:
+    size = len(text.encode(errors="surrogatepass"))
+    if size > MAX_BYTES:
         raise TreeError(start, f"the file has {size} bytes, the limit is {MAX_BYTES}")
     text = text.removeprefix("\ufeff")
     if (odd := _ODD_BREAK.search(text)) is not None:
@@ -279,7 +279,7 @@ class _Builder:
             return
         into = self._open[-1]
         if into.is_mapping and len(into.children) % 2 == 0 and not isinstance(node, Scalar):
-            raise TreeError(node.place, f"a key must be a word, found {node.found()}")
+            raise TreeError(node.place, f"a key must be a string, found {node.found()}")
         into.children.append(node)
 
     def _count(self, nodes: int, place: Place) -> None:
@@ -370,4 +370,4 @@ def _node_of(value: Any, place: Place, depth: int) -> Node:
     if isinstance(value, Mapping):
         entries = [(Scalar(place, str(key)), _node_of(item, place, depth + 1)) for key, item in value.items()]
         return Entries(place, entries)
-    raise TreeError(place, f"found a {type(value).__name__}, allowed: a string, number, boolean, null, list or mapping")
+    raise TreeError(place, f"found {type(value).__name__}, allowed: a string, number, boolean, null, list or mapping")

@@ -85,7 +85,7 @@ fn connection_hint(error: &Error, what: &str) -> String {
         _ => return String::new(),
     };
     let place = endpoint().map_or_else(
-        || "AWS_REGION and the network; another store needs AWS_ENDPOINT_URL".to_owned(),
+        || "AWS_REGION and the network; a store other than AWS S3 needs AWS_ENDPOINT_URL".to_owned(),
         |endpoint| format!("the network and AWS_ENDPOINT_URL={}", without_password(&endpoint)),
     );
     format!("{problem} {place}")

@@ -33,7 +33,7 @@ impl Place {
             Err(failure) if is_unknown(&failure) => failure.source.to_string(),
             Err(failure) => return Err(failure),
         };
-        let advice = "checkpoints are committed by conditional puts: use a store that has them, or set \
+        let advice = "checkpoints are committed by conditional puts: use a store that supports them, or set \
                       AWS_CONDITIONAL_PUT=disabled for trainers and servers and let only one job at a time save below \
                       this URL";
         Err(Failure::new(self.url_of(name), io::ErrorKind::Unsupported, format!("{what}; {advice}")))

@@ -60,9 +60,9 @@ impl LogLimiter {
         if self.last.is_some_and(|last| last.elapsed() < LOG_INTERVAL) {
             return;
         }
-        let peer = peer.map_or_else(|| "this host, by Unix socket".to_owned(), |peer| peer.to_string());
-        let last = if self.refused > 1 { "the last one: " } else { "" };
-        tracing::warn!(peer, calls = self.refused, "calls refused: {last}{why}");
+        let peer = peer.map_or_else(|| "this host, over a Unix socket".to_owned(), |peer| peer.to_string());
+        let refused = if self.refused > 1 { "calls refused, the last one" } else { "call refused" };
+        tracing::warn!(peer, calls = self.refused, "{refused}: {why}");
         *self = Self { last: Some(Instant::now()), refused: 0 };
     }
 }

@@ -65,7 +65,10 @@ pub fn start() -> Result<PrometheusHandle, metrics_exporter_prometheus::BuildErr
         "Time until a request was answered or cancelled, by method"
     );
     metrics::describe_counter!(REQUESTS_FAILED, "Requests that failed or were cancelled, by method and code");
-    metrics::describe_counter!(REFUSED_CALLS, "Calls with a missing or wrong token or role");
+    metrics::describe_counter!(
+        REFUSED_CALLS,
+        "Calls with a missing or wrong token, or with a missing or unknown role"
+    );
     metrics::describe_counter!(
         LOOKUP_ROWS,
         "Unique ids looked up for training or in an infer job, by outcome"

@@ -40,7 +40,7 @@ fn the_list_is_newest_first_and_explains_unusable_ones() {
     assert_eq!(steps, [Some(100), Some(9), None, None]);
     let why: Vec<String> =
         listed[2..].iter().map(|one| one.manifest.as_ref().unwrap_err().to_string()).collect();
-    assert!(why[0].contains("new: no checkpoint here: only a save that was not finished"), "{why:?}");
+    assert!(why[0].contains("new: no checkpoint here: a save into this folder has not finished"), "{why:?}");
     assert!(why[1].contains("step-20/MANIFEST.json: has changed since"), "{why:?}");
 }
 

@@ -122,8 +122,8 @@ fn false_metadata_is_refused() {
     };
     refused("\"rows\":9", "\"rows\":8", "more than the 8 rows");
     refused("\"rows\":9}", "\"rows\":99", "damaged");
-    refused("\"dim\":4", "\"dim\":5", "not 5 long");
-    refused("\"state_len\":4", "\"state_len\":3", "not 3 long");
+    refused("\"dim\":4", "\"dim\":5", "whose length is not 5");
+    refused("\"state_len\":4", "\"state_len\":3", "whose length is not 3");
     refused("\"dim\":4", "\"dim\":0", "dim 0");
     refused("\"name\":\"user\"", "\"name\":\"uses\"", "does not name table \"uses\"");
     refused("\"name\":\"empty\"", "\"name\":\"\"     ", "0 bytes");

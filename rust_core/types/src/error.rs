@@ -58,11 +58,15 @@ pub enum TablesError {
         what: String,
     },
     /// A training request was sent, but no optimizer is configured.
-    #[error("no embedding optimizer is configured: training needs TrainCtx(embedding_optimizer=...)")]
+    #[error(
+        "no embedding optimizer is configured: training needs TrainCtx(embedding_optimizer=...) or \
+         EmbeddingCollection(optimizer=...)"
+    )]
     NoOptimizer,
     /// There is no memory for rows.
     #[error(
-        "table {table}: no memory for {bytes} more bytes of rows; lower the capacity in global_config.yml"
+        "table {table}: no memory for {bytes} more bytes of rows; use more servers or more memory or, in a job that \
+         trains, lower the capacity in global_config.yml"
     )]
     OutOfMemory {
         /// The table's name.
@@ -97,7 +101,7 @@ pub enum TablesError {
     },
     /// The request has ids that another server holds.
     #[error(
-        "{peer} holds the shards {} to {}, the request has ids of shard {shard}: start all processes with the same \
+        "{peer} holds the shards {} to {}, but the request has ids of shard {shard}: start all processes with the same \
          number of servers", .held.start, .held.end.saturating_sub(1)
     )]
     WrongShard {

@@ -68,7 +68,7 @@ fn check_place(
         return Ok(reply.answered);
     }
     let what = format!(
-        "it is server {own} of {}, but --servers or infer_config.servers of the middleware has it as server {index} \
+        "it is server {own} of {}, but --servers or infer_config.servers of the middleware lists it as server {index} \
          of {count}; list all servers, in the order of their REPLICA_INDEX",
         reply.servers
     );

@@ -294,7 +294,9 @@ impl Node {
         let NodeOptions { job: own, servers: configured, .. } = &self.options;
         let differs = |what: String| Err(TablesError::Incompatible { peer: self.peer.clone(), what });
         if job != own {
-            return differs(format!("it serves job {own:?}, but the run belongs to job {job:?}"));
+            return differs(format!(
+                "it serves job {own:?}, but the run belongs to job {job:?}: set the same PERSIA_JOB for all processes"
+            ));
         }
         if servers != *configured {
             return differs(format!(
@@ -304,7 +306,7 @@ impl Node {
         let highest = self.generation.get();
         if *generation <= highest {
             let what = format!(
-                "generation {generation} is not above {highest}, the latest on this server: another training of this \
+                "generation {generation} is not above {highest}, the latest on this server: another run of this \
                  job has begun in the meantime; run only one at a time, or set another PERSIA_JOB for this one"
             );
             return Err(TablesError::BadRun { what });

@@ -59,7 +59,7 @@ impl Wal {
         let segment = loop {
             let number = replayed.segment;
             let next = number.checked_add(1);
-            let next = next.ok_or_else(|| format!("segment {number} has the highest possible number"))?;
+            let next = next.ok_or_else(|| format!("log segment {number} has the highest possible number"))?;
             let (bytes, torn) = self.replay_segment(number, next, &mut replayed, &mut each)?;
             let describe = |error: io::Error| format!("{}: {error}", files.segment(number).display());
             let open = || std::fs::File::open(files.segment(number)).map(Arc::new).map_err(describe);

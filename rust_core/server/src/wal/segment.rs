@@ -71,8 +71,8 @@ impl Segment {
         if let Err(error) = self.truncate() {
             tracing::warn!(
                 path = %self.path.display(),
-                "cannot remove an incomplete or refused record from the log; requests are refused until it is \
-                 removed: {error}"
+                "cannot remove an incomplete or refused record from the log: {error}; each logged request retries \
+                 the removal, and is refused until it succeeds"
             );
         }
     }

@@ -132,7 +132,8 @@ pub fn replace_file(path: &Path, content: &[u8]) -> Result<()> {
 /// Mark `dir` as the staging directory of a save, durably.
 pub(super) fn mark(dir: &Path) -> Result<()> {
     const TEXT: &[u8] =
-        b"A save of Persia writes here. If no process is saving, it has failed; the next save removes this folder.\n";
+        b"A save of Persia writes to this folder. If no process is saving, that save has failed; the next save removes \
+          this folder.\n";
     write_new(&dir.join(MARKER), TEXT)?;
     sync_dir(dir)
 }

@@ -98,7 +98,7 @@ impl Import {
         let Some(Table { name, dim, buffers }) = self.tables.get_mut(table) else {
             return Err(CheckpointError::bad_save(
                 self.saver.staging(),
-                format!("there is no table {table}"),
+                format!("there is no table with index {table}"),
             ));
         };
         if weights.len() != ids.len() * *dim {

@@ -281,7 +281,7 @@ fn describe(dir: &Path) -> String {
         );
     }
     if names().any(|name| names::revision(name).is_some()) {
-        return "only a save that was not finished".into();
+        return "a save into this folder has not finished; use another checkpoint".into();
     }
     match found.len() {
         0 => "the folder is empty".into(),

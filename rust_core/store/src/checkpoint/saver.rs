@@ -48,7 +48,9 @@ impl Saver {
         let (manifest, highest) =
             recover::recover_locked(dir).map_err(|error| error.with_next("save to a different folder"))?;
         let revision = highest.checked_add(1).ok_or_else(|| {
-            let what = format!("its last save has the largest number, {highest}; save to a different folder");
+            let what = format!(
+                "its last save has the highest possible number, {highest}; save to a different folder"
+            );
             CheckpointError::bad_save(dir, what)
         })?;
         let previous = manifest.into_iter().flat_map(|old| old.files).map(|entry| entry.name).collect();

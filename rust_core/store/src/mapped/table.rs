@@ -54,7 +54,7 @@ impl MappedTable {
             return Err(corrupt(
                 &ids,
                 format!(
-                    "has {} bytes, expected a multiple of 8, for fewer than {NO_ROW} ids",
+                    "has {} bytes, expected 8 bytes per id and fewer than {NO_ROW} ids",
                     ids.content().len()
                 ),
             ));

@@ -37,7 +37,7 @@ impl Store {
     pub(super) fn check_transfer(&self, start: TransferStart) -> io::Result<()> {
         if self.is_cancelled(start) {
             return Err(io::Error::other(
-                "the transfer was cancelled, because another run begins or the snapshot was aborted",
+                "the transfer was cancelled, because another run has begun or the snapshot was aborted",
             ));
         }
         Ok(())

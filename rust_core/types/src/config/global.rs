@@ -36,13 +36,13 @@ const SERVER_KEYS: &[&str] = &[
     "full_amount_manager_buffer_size",
 ];
 
-const NO_PUSH: &str = "metrics are not pushed: servers and middlewares serve them, for Prometheus to fetch";
+const NO_PUSH: &str = "metrics are not pushed: Prometheus scrapes servers and middlewares";
 const NO_SERVING: &str = "only an infer job (`job_type: Infer`) serves a checkpoint";
 const SERVES: &str = "an infer job changes no row of its checkpoint";
 const NO_WORKER: &str = "the trainer holds the waiting batches; TrainCtx and DataLoader limit their number";
 const NO_INCREMENTAL: &str = "this version does not have incremental updates yet";
 const JOB_TYPE_UNUSED: &[(&str, &str)] =
-    &[("job_type", "TrainCtx and eval_ctx decide whether rows are learned")];
+    &[("job_type", "TrainCtx and eval_ctx decide whether rows are updated")];
 const JOB_TYPES: &[(&str, JobType)] =
     &[("Train", JobType::Train), ("Eval", JobType::Train), ("Infer", JobType::Infer)];
 const METRICS_UNUSED: &[(&str, &str)] = &[("push_interval_sec", NO_PUSH), ("push_interval_seconds", NO_PUSH)];

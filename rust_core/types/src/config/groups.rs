@@ -136,8 +136,8 @@ impl<'a> GroupReader<'a> {
         let (one, other) = (&self.slots[one], &self.slots[other]);
         if one.hash_stack != other.hash_stack {
             let message = format!(
-                "the slots `{}` and `{}` have different hash_stack_config; slots of one group share rows: set both \
-                 to the same value, or take one slot out of the group",
+                "the slots `{}` and `{}` have different values of hash_stack_config; slots of one group share rows: \
+                 set both to the same value, or take one slot out of the group",
                 other.name, one.name
             );
             self.reader.error(place, path, message);

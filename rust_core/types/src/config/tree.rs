@@ -242,7 +242,7 @@ impl Builder {
             (Value::Mapping(entries), Some(key)) => entries.push((key, node)),
             (_, _) => match node.value {
                 Value::Scalar { text, .. } => open.key = Some(Key { place, text }),
-                _ => return Err(place.error(format!("a key must be a word, found {}", node.found()))),
+                _ => return Err(place.error(format!("a key must be a string, found {}", node.found()))),
             },
         }
         Ok(())

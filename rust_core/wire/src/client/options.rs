@@ -113,8 +113,10 @@ impl ClientOptions {
         let real_root = without_links(root)
             .map_err(|error| bad(format!("PERSIA_CKPT_DIR={}: {error}", root.display())))?;
         let outside = || {
+            let kind = if is_url(root) { "URL" } else { "folder" };
             bad(format!(
-                "it is not below PERSIA_CKPT_DIR={}, where servers and trainers share checkpoints; use a folder below it",
+                "it is not below PERSIA_CKPT_DIR={}, where servers and trainers share checkpoints; use a {kind} \
+                 below it",
                 root.display()
             ))
         };

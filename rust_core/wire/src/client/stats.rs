@@ -98,8 +98,8 @@ pub(super) fn served(all: Vec<Stats>) -> Result<(u64, ServedCheckpoint), TablesE
         match &first {
             Some((generation, other)) if *generation != stats.generation => {
                 return Err(wrong(format!(
-                    "it serves step {} of {}, but server 0 serves step {} of {}: start all servers with the same \
-                     checkpoint",
+                    "its checkpoint is not that of server 0: it serves step {} of {}, and server 0 serves step {} of \
+                     {}; start all servers with the same checkpoint",
                     served.step, served.path, other.step, other.path
                 )));
             }

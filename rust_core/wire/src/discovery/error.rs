@@ -18,7 +18,7 @@ pub enum DiscoveryError {
         name: String,
     },
     /// The address of NATS is invalid.
-    #[error("PERSIA_NATS_URL={url:?}: {what}; expected nats://HOST:PORT")]
+    #[error("address of NATS {url:?} (PERSIA_NATS_URL): {what}; expected nats://HOST:PORT")]
     BadUrl {
         /// The address, without user and password.
         url: String,

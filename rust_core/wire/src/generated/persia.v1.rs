@@ -2378,6 +2378,9 @@ pub struct FeedBatch {
     /// PersiaBatch.to_bytes(), which includes a checksum
     #[prost(bytes = "bytes", tag = "2")]
     pub data: ::prost::bytes::Bytes,
+    /// of the script after the batch; empty if it has none
+    #[prost(string, tag = "3")]
+    pub position: ::prost::alloc::string::String,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct FeedEnd {
@@ -2431,6 +2434,12 @@ pub struct FeedWelcome {
     /// the trainers' transform as JSON, for the built-in data-compose; empty if there is none
     #[prost(string, tag = "8")]
     pub transform: ::prost::alloc::string::String,
+    /// CRC-32 of the checksum of the last skipped batch; absent if it is unknown
+    #[prost(fixed32, optional, tag = "9")]
+    pub last_digest: ::core::option::Option<u32>,
+    /// of the script before the last skipped batch; empty if it is unknown
+    #[prost(string, tag = "10")]
+    pub position_before: ::prost::alloc::string::String,
 }
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct FeedTaken {

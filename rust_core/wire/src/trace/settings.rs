@@ -129,7 +129,7 @@ impl TraceSettings {
                 format!("check the host name, and that {variable}={path} is a certificate in PEM format")
             }
             None => format!(
-                "check the host name, or set {} to a file with the authority of the certificate",
+                "check the host name, or set {} to the certificate file of the authority",
                 CERTIFICATE[1]
             ),
         };
@@ -189,7 +189,7 @@ mod tests {
         assert!(text.contains(&format!("OTEL_EXPORTER_OTLP_CERTIFICATE={path}")), "{text}");
         // Without an authority, it is the next step to set one.
         let text = read(&[https]).unwrap().unwrap().without_tls("no native certs found").to_string();
-        assert!(text.contains("set OTEL_EXPORTER_OTLP_CERTIFICATE to a file"), "{text}");
+        assert!(text.contains("set OTEL_EXPORTER_OTLP_CERTIFICATE to the certificate file"), "{text}");
     }
 
     #[test]

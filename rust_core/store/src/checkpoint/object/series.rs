@@ -55,7 +55,8 @@ pub(in crate::checkpoint) fn hint(parent: &Place) -> Result<Option<String>> {
 /// `BadSave` if `dir` is a whole bucket; `Occupied` if `LATEST` exists but was not written by a save; `Io`.
 pub(in crate::checkpoint) fn publish_latest(dir: &Place) -> Result<()> {
     let Some((parent, name)) = dir.parent() else {
-        let what = "it is a whole bucket, next to which nothing can be put; use a prefix in the bucket";
+        let what =
+            "it is a bucket, and LATEST cannot be put next to a bucket; save below a prefix of the bucket";
         return Err(CheckpointError::cannot(PUBLISH, Path::new(dir.url()), what));
     };
     if hint(&parent)?.is_none() && parent.sizes(&[LATEST.to_owned()])?.iter().any(Option::is_some) {

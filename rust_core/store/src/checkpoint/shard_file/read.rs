@@ -330,7 +330,9 @@ fn list<'a>(
     if let Some((row, offset)) =
         offsets.find(|(row, offset)| row.checked_mul(length) != usize::try_from(*offset).ok())
     {
-        return Err(format!("has lists that are not {length} long: the offset at index {row} is {offset}"));
+        return Err(format!(
+            "has a list whose length is not {length}: the offset at index {row} is {offset}"
+        ));
     }
     numbers(values, rows * length, f32::from_le_bytes)
 }

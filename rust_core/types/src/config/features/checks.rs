@@ -39,7 +39,7 @@ pub(super) fn check_crosses(reader: &mut Reader, entries: &[Entry<'_>], names: &
                     Some("has weights: declare it without weights to combine it".to_owned())
                 }
                 Some(Rule::Bag(_)) if std::mem::replace(&mut bags, 1) > 0 => {
-                    Some("is the second bag; a cross has at most one".to_owned())
+                    Some("is another bag; a cross has at most one".to_owned())
                 }
                 Some(_) => None,
             };
@@ -57,7 +57,7 @@ pub(super) fn check_crosses(reader: &mut Reader, entries: &[Entry<'_>], names: &
     for entry in entries {
         let zero = entry.section.get("dim").filter(|node| node.as_number() == Some(0.0));
         if let Some(node) = zero.filter(|_| !used.contains(&entry.feature.name.as_str())) {
-            let message = format!("found `0`, but no cross has this feature; allowed: 1 to {MAX_DIM}");
+            let message = format!("found `0`, but no cross uses this feature; allowed: 1 to {MAX_DIM}");
             reader.error(node.place, &format!("{}.dim", entry.path), message);
         }
     }
@@ -91,8 +91,8 @@ pub(super) fn check_tables(reader: &mut Reader, entries: &[Entry<'_>]) {
         let (rule, shared) = (&entry.feature.rule, &one.feature.rule);
         if rule.prefix() == shared.prefix() && !equal_numbers(rule, shared) {
             let message = format!(
-                "`{name}` and `{other}` share the table `{}`, and the intervals or parts of one would be ids of the \
-                 other: set a different `prefix` for each, or use separate tables",
+                "`{name}` and `{other}` share the table `{}`, but equal ids would mean different values: set a \
+                 different `prefix` for each, or use separate tables",
                 slot.table
             );
             reader.error(place, &path, message);

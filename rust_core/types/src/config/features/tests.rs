@@ -135,7 +135,7 @@ labels:
             "line 3, column 29: features.site.prefx: unknown key, did you mean `prefix`?; allowed: type, column, \
              values, prefix, lower, if_null, if_empty, if_missing, dim, table, dtype, rounding, optimizer, init, \
              admission, ttl",
-            "line 4, column 26: features.tags.dim: found `0`, but no cross has this feature; allowed: 1 to 4096",
+            "line 4, column 26: features.tags.dim: found `0`, but no cross uses this feature; allowed: 1 to 4096",
             "line 5, column 43: features.age.boundaries: found [`3`, `2`], allowed: a list of 1 to 65536 numbers, \
              each larger than the one before it",
             "line 6, column 9: features.hour.part: missing, allowed: minute, hour, weekday, hour_of_week, day, \
@@ -189,7 +189,7 @@ fn contradictions_are_refused() {
         ("u: {type: id, dim: 2}, c: {type: cross, dim: 2, features: [u, u]}", "`u` is named twice"),
         (
             "a: {type: bag, dim: 2}, b: {type: bag, dim: 2}, c: {type: cross, dim: 2, features: [a, b]}",
-            "`b` is the second bag",
+            "`b` is another bag",
         ),
         (
             "u: {type: id, dim: 2}, v: {type: id, dim: 3, table: u}",

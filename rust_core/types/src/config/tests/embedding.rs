@@ -126,7 +126,7 @@ fn mistakes_in_raw_features_and_hash_stacks_are_named() {
     };
     let said = group("");
     assert_eq!(said.len(), 1, "{said:?}");
-    assert!(said[0].contains("the slots `b` and `a` have different hash_stack_config"), "{}", said[0]);
+    assert!(said[0].contains("`b` and `a` have different values of hash_stack_config"), "{}", said[0]);
     let text = "slots_config: {a: {dim: 8, hash_stack_config: &h {hash_stack_rounds: 2, embedding_size: 9}}, \
                 b: {dim: 8, hash_stack_config: *h}}\nfeature_groups: {g: [a, b]}";
     EmbeddingConfig::parse(text, "f").unwrap();

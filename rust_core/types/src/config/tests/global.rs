@@ -83,8 +83,8 @@ mine: {a: 1}
     let parsed = GlobalConfig::parse(text, "f").unwrap();
     assert_eq!(parsed.config, GlobalConfig::default());
     let warnings: Vec<String> = parsed.warnings.iter().map(ToString::to_string).collect();
-    let no_push = "accepted, but has no effect: metrics are not pushed: servers and middlewares serve them, for \
-                   Prometheus to fetch";
+    let no_push = "accepted, but has no effect: metrics are not pushed: Prometheus scrapes servers \
+                   and middlewares";
     assert_eq!(
         warnings,
         [

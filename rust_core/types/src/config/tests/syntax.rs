@@ -52,7 +52,7 @@ fn tags_and_keys_that_are_no_words_are_refused() {
     assert!(parse("!a%0ab").contains("the tag `!a\\nb` is not"), "{}", parse("!a%0ab"));
     let place = parse("slots_config:\n  x:\n    \"a\\nb\": 1\n    dim: 8");
     assert!(place.contains("a\\nb") && !place.contains("a\nb"), "{place}");
-    assert!(parse("? [a, b]\n: c").contains("line 1, column 3: a key must be a word, found a list"));
+    assert!(parse("? [a, b]\n: c").contains("line 1, column 3: a key must be a string, found a list"));
 }
 
 #[test]
