@@ -215,7 +215,7 @@ def test_rows_that_are_no_rows_are_named_all_at_once(tmp_path: Path, monkeypatch
         "column 'id' is null in 2 rows: 3, 28",
         "column 'weights' is null, or has a null, in 2 rows: 10, 14",
         "does not have the length of the first vector, 2, in 2 rows: 6 (length 1), 15 (length 3)",
-        "has NaN, infinity, or a number beyond float32 in 3 rows: 21, 32, 39",
+        "has NaN, infinity, or a number outside the range of float32 in 3 rows: 21, 32, 39",
         "Correct or remove these rows",
     ):
         assert text in str(error), error
@@ -245,7 +245,7 @@ def test_files_that_are_no_rows_are_refused(tmp_path: Path) -> None:
     empty = pa.array([None, []], pa.list_(pa.float32()))
     assert "the vector of row 2 is empty" in error(write(tmp_path / "v.parquet", pa.array([1, 2]), empty))
     good = write(tmp_path / "good.parquet", pa.array([1, 2]), vectors(2), ("user", "vector"))
-    assert "no column 'id'; its columns are user, vector; use --id-column" in error(good)
+    assert "no column 'id'; its columns are user, vector; choose one with --id-column" in error(good)
     assert "--weights-column" in error(good, "--id-column", "user")
     assert "is double: expected integers or strings" in error(
         write(tmp_path / "f.parquet", pa.array([1.0, 2.0]), vectors(2))
@@ -264,7 +264,7 @@ def test_an_import_replaces_nothing_unasked(tmp_path: Path) -> None:
     assert "--force" in str(refused(*words))
     said(*words, "--force")
     inside = refused(*words[:-1], tmp_path / "run")
-    assert isinstance(inside, UsageError) and "a folder of checkpoints, such as step-0" in str(inside)
+    assert isinstance(inside, UsageError) and "contains checkpoints, such as step-0" in str(inside)
 
 
 def test_a_run_starts_from_imported_rows(configure: Configure, tmp_path: Path) -> None:

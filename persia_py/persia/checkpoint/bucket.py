@@ -68,8 +68,11 @@ class Bucket:
             from botocore.exceptions import BotoCoreError
         except ImportError as error:
             raise UsageError(
-                f"uploads to {self.url} need boto3, which cannot be imported: {error}",
-                hint="pip install 'persia[s3]'; without boto3: persia ckpt copy, which cannot continue an upload",
+                f"multipart uploads to {self.url} need boto3, which cannot be imported: {error}",
+                hint=(
+                    f"pip install 'persia[s3]', then run: {self.again}; to upload a checkpoint without boto3: "
+                    "persia ckpt copy, which cannot continue an interrupted upload"
+                ),
             ) from error
         endpoint = s3_endpoint()
         # As obstore does: the name of the bucket is in the path if an endpoint is given.
@@ -170,7 +173,7 @@ class Bucket:
             what = f"{' or '.join(lacks)} is not allowed ({status} {code} in {operation})"
             needed = " and ".join(map(self._resource, lacks))
             hint = f"allow {needed} for the credentials in use (AWS_ACCESS_KEY_ID or a role), then run: {self.again}"
-        return StorageError(f"{at}: {what}: {said}", hint=hint)
+        return StorageError(": ".join(part for part in (at, what, said) if part), hint=hint)
 
     def _resource(self, permission: str) -> str:
         """Return a permission and the resource that a policy gives it for."""

@@ -232,7 +232,7 @@ class _Object:
         if head is None or self._is_same(head, [digest for _, digest, _ in sent]) is False:
             self.bucket.call("delete_object", Key=self.key)
             what = (
-                f"the store has no such object after the upload of {self.path}"
+                f"the object does not exist after the upload of {self.path}"
                 if head is None
                 else f"the uploaded object differs from {self.path} ({self.size:,} bytes), and was deleted: the store "
                 f"has {_described(head)}"

@@ -142,7 +142,7 @@ class ObjectStore:
         if directory.exists():
             raise StorageError(
                 f"{what}: the destination already exists",
-                hint=f"choose a folder that does not exist, or remove {directory}",
+                hint=f"move or remove {directory}; with persia ckpt copy, you can choose another folder instead",
             )
         with self._reporting(what):
             directory.parent.mkdir(parents=True, exist_ok=True)

@@ -91,7 +91,7 @@ def export_rows(
     if table not in tables:
         raise UsageError(f"{directory} has no table {table!r}; its tables are {listed(tables)}")
     if out.suffix != ".parquet":
-        raise UsageError(f"{out}: expected the name of a Parquet file, such as {out.with_suffix('.parquet')}")
+        raise UsageError(f"{out}: expected the name of a Parquet file, which ends in .parquet")
     if out.exists() and not force:
         raise UsageError(f"{out} already exists; choose another name, or replace it with --force")
     temporary = out.with_name(f".{out.name}.tmp")

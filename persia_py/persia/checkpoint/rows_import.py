@@ -100,7 +100,7 @@ def _check_target(folder: Path, *, force: bool) -> None:
     inside = next(folder.glob(f"*/{_MANIFEST}"), None)
     if inside is not None:
         raise UsageError(
-            f"{folder} is a folder of checkpoints, such as {inside.parent.name}; choose a folder without checkpoints, "
+            f"{folder} contains checkpoints, such as {inside.parent.name}; choose a folder without checkpoints, "
             f"such as {folder / 'imported'}"
         )
 
@@ -147,7 +147,8 @@ class _Reader:
         for name, option in ((columns.id, "--id-column"), (columns.weights, "--weights-column")):
             if name not in schema.names:
                 raise DataError(
-                    f"{path} has no column {name!r}; its columns are {listed(schema.names, _COLUMNS)}; use {option}"
+                    f"{path} has no column {name!r}; its columns are {listed(schema.names, _COLUMNS)}; "
+                    f"choose one with {option}"
                 )
         self._transform = _id_transform(path, schema.field(columns.id), columns)
         self._check_weights(schema.field(columns.weights).type)
@@ -189,9 +190,7 @@ class _Reader:
             for batch in self._file.iter_batches(size, columns=names):
                 yield batch.select(names)
         except OSError as error:
-            raise StorageError(
-                f"cannot read {self.path}: {error.strerror or error}", hint="check the path and its owner"
-            ) from error
+            raise _unread(self.path, error) from error
         except pa.ArrowException as error:
             raise DataError(f"cannot read {self.path}: {error}") from error
 
@@ -207,7 +206,7 @@ class _Reader:
         no_id = _Mistakes(f"column {id_column!r} is null")
         no_vector = _Mistakes(f"column {weights_column!r} is null, or has a null,")
         other_dim = _Mistakes(f"column {weights_column!r} does not have the length of the first vector, {self.dim},")
-        not_finite = _Mistakes(f"column {weights_column!r} has NaN, infinity, or a number beyond float32")
+        not_finite = _Mistakes(f"column {weights_column!r} has NaN, infinity, or a number outside the range of float32")
         mistakes = [no_id, no_vector, other_dim, not_finite]
         first = 1
         for batch in self._batches(max(1, BATCH_BYTES // (4 * self.dim))):
@@ -243,6 +242,13 @@ def _true(mask: pa.BooleanArray) -> npt.NDArray[np.bool_]:
     return found
 
 
+def _unread(path: Path, error: OSError) -> DataError | StorageError:
+    """Return the error for a file that cannot be read. Arrow's errors for a damaged file have no number."""
+    if error.errno is None:
+        return DataError(f"{path} is damaged: {' '.join(str(error).split())}", hint="write or copy the file again")
+    return StorageError(f"cannot read {path}: {error.strerror or error}", hint="check the path and its owner")
+
+
 def _open(path: Path) -> pq.ParquetFile:
     if path.is_dir():
         check_not_persiaml(path)
@@ -252,9 +258,7 @@ def _open(path: Path) -> pq.ParquetFile:
     except FileNotFoundError as error:
         raise UsageError(f"{path}: no such file") from error
     except OSError as error:
-        raise StorageError(
-            f"cannot read {path}: {error.strerror or error}", hint="check the path and its owner"
-        ) from error
+        raise _unread(path, error) from error
     except pa.ArrowException as error:
         raise DataError(f"{path}: not a readable Parquet file: {error}") from error
 

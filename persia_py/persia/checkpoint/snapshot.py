@@ -195,7 +195,7 @@ class Writing:
             self._thread.join(min(REMIND_S, left))
             if self._thread.is_alive() and left > REMIND_S:
                 _logger.warning(
-                    "rank %d still waits for %s after %.0f s",
+                    "rank %d still waits for %s, which began %.0f s ago",
                     settings.rank,
                     self.what,
                     time.monotonic() - self._started,

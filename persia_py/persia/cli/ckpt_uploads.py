@@ -17,7 +17,7 @@ def export(folder: str, url: str, *, force: bool) -> None:
     again = f"persia ckpt export {shlex.quote(folder)} {shlex.quote(url)}{' --force' if force else ''}"
     done = multipart.export(folder, url, again, force=force)
     if done.files_before == done.files:
-        said = f"{done.files} files, {done.bytes:,} bytes; all were there already, no file was sent"
+        said = f"{done.files} files, {done.bytes:,} bytes; the store already had all of them, so none was sent"
         typer.echo(f"ok: {folder} is at {url}: {said}")
         return
     typer.echo(f"ok: {folder} is at {url}: {done.files} files, {done.bytes:,} bytes, {done.parts} parts sent")
