@@ -150,8 +150,8 @@ def test_one_batch_of_each_part_is_copied(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--test", "--resume"], "--resume, --test are mutually exclusive"),
-        (["--sweep", "train.seed=1,2", "--nproc", "2"], "--nproc, --sweep are mutually exclusive"),
+        (["--test", "--resume"], "--resume, --test cannot be combined"),
+        (["--sweep", "train.seed=1,2", "--nproc", "2"], "--nproc, --sweep cannot be combined"),
     ],
 )
 def test_options_that_exclude_each_other(tmp_path: Path, verb: Verb, options: list[str], text: str) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from persia.trainer.run_folder import RunFolder
 
 
-def _finished(file: Path, folder: "RunFolder", config: "Config", set_: list[str]) -> str:
+def _finished(file: Path, folder: "RunFolder", config: "Config", set_: list[str], *, local: bool) -> str:
     """Return the message about a run that has no steps left, with the command that continues its training."""
     from persia.trainer.run_folder import SUMMARY
 
@@ -28,12 +28,12 @@ def _finished(file: Path, folder: "RunFolder", config: "Config", set_: list[str]
         change = f"data.epochs={2 * config.data.epochs}"
     key = change.partition("=")[0]
     overrides = [*(each for each in set_ if not each.startswith(key)), change]
-    return f"{folder.shown}: {said}\nto continue training: {_again(file, overrides, folder)}"
+    return f"{folder.shown}: {said}\nto continue training: {_again(file, overrides, folder, local=local)}"
 
 
-def _again(file: Path, overrides: list[str], folder: "RunFolder") -> str:
+def _again(file: Path, overrides: list[str], folder: "RunFolder", *, local: bool) -> str:
     """Return the command that continues a run."""
-    options = "".join(f" --set {shlex.quote(each)}" for each in overrides)
+    options = "".join(f" --set {shlex.quote(each)}" for each in overrides) + (" --local" if local else "")
     return f"persia train {shlex.quote(str(file))}{options} --resume {shlex.quote(folder.shown)}"
 
 
@@ -111,7 +111,7 @@ def train(
     if sync_cuda:
         train_modes.synchronise_cuda()
     if sweep:
-        raise typer.Exit(train_modes.sweep(file, set_ or (), sweep, confirmed=yes))
+        raise typer.Exit(train_modes.sweep(file, set_ or (), sweep, confirmed=yes, local=local))
     if profile:
         set_ = [*(set_ or ()), *train_modes.profile_option(file, set_ or ())]
     config = load_config(file, set_ or ())
@@ -121,7 +121,7 @@ def train(
         from persia.launch import ranks
 
         raise typer.Exit(ranks.train(config, file, nproc, name=train_modes.name_of(run, config) if resume else None))
-    folder = _train(config, file, run, set_ or [], resume=resume)
+    folder = _train(config, file, run, set_ or [], resume=resume, local=local)
     if folder is not None and compare is not None:
         compare(config, folder)
     if folder is not None:
@@ -149,7 +149,9 @@ def _show(config: "Config", folder: "RunFolder") -> None:
     typer.echo(folder.shown)
 
 
-def _train(config: "Config", file: Path, run: Path | None, set_: list[str], *, resume: bool) -> "RunFolder | None":
+def _train(
+    config: "Config", file: Path, run: Path | None, set_: list[str], *, resume: bool, local: bool
+) -> "RunFolder | None":
     """Train in this process, and return the run's folder. An interrupted run exits from here."""
     from persia.runtime.exit_codes import ExitCode
     from persia.runtime.interruptible import interruptible
@@ -176,10 +178,10 @@ def _train(config: "Config", file: Path, run: Path | None, set_: list[str], *, r
             for report in reports:
                 shown.report(report)
         if folder is not None and shown.reports == 0 and folder.read_json(SUMMARY).get("status") != STOPPED:
-            typer.echo(_finished(file, folder, config, set_))
+            typer.echo(_finished(file, folder, config, set_, local=local))
     except (KeyboardInterrupt, SystemExit) as error:
         code = error.code if isinstance(error, SystemExit) else ExitCode.INTERRUPTED
         if folder is not None and code:
-            typer.echo(f"next:  {_again(file, set_, folder)}", err=True)
+            typer.echo(f"next:  {_again(file, set_, folder, local=local)}", err=True)
         sys.exit(code)
     return folder

@@ -50,7 +50,7 @@ def check_together(options: set[str]) -> None:
         UsageError: Two such options are given.
     """
     if len(options) > 1 and options not in _TOGETHER:
-        raise UsageError(f"{', '.join(sorted(options))} are mutually exclusive")
+        raise UsageError(f"{', '.join(sorted(options))} cannot be combined")
 
 
 def check_needs(*, profile: bool, test: bool, sweep: bool, yes: bool, replace_rows: bool) -> None:
@@ -60,7 +60,7 @@ def check_needs(*, profile: bool, test: bool, sweep: bool, yes: bool, replace_ro
         UsageError: An option would have no effect.
     """
     if profile and (test or sweep):
-        raise UsageError(f"--profile, {'--test' if test else '--sweep'} are mutually exclusive")
+        raise UsageError(f"--profile, {'--test' if test else '--sweep'} cannot be combined")
     if yes and not sweep:
         raise UsageError("--yes has no effect without --sweep")
     if replace_rows and not test:
@@ -187,7 +187,7 @@ def _check_servers(*, replace_rows: bool) -> None:
         )
 
 
-def sweep(file: Path, overrides: Sequence[str], options: Sequence[str], *, confirmed: bool) -> int:
+def sweep(file: Path, overrides: Sequence[str], options: Sequence[str], *, confirmed: bool, local: bool) -> int:
     """Run the trials of a sweep, print them in a table ordered by metric, and return the exit code."""
     from persia.trainer import sweep as sweeps
 
@@ -205,7 +205,7 @@ def sweep(file: Path, overrides: Sequence[str], options: Sequence[str], *, confi
     found = sweeps.trials(file, overrides, options)
     given = "".join(f" --set {shlex.quote(each)}" for each in overrides)
     swept = "".join(f" --sweep {shlex.quote(each)}" for each in options)
-    command = f"persia train {shlex.quote(str(file))}{given}"
+    command = f"persia train {shlex.quote(str(file))}{given}{' --local' if local else ''}"
     done = 0
     try:
         for done, trial in enumerate(found):
