@@ -283,7 +283,7 @@ def test_two_exports_to_one_folder(tmp_path: Path) -> None:
 def test_export_says_what_it_wrote_and_refuses_what_exists(verb: Verb, folder: Path) -> None:
     out, _ = verb("export", "runs/LATEST", "-o", "said", "--rows", "int8", "--held-out", "train.parquet")
     assert "table item: " in out and " rows, dim 4, int8\n" in out and "wrote said: " in out
-    assert "scores of 601 rows of the given files are those of evaluation" in out
+    assert "scores of 600 rows of the given files, and of one row without values, agree with those of evaluation" in out
     for arguments, named in (
         (("runs/one", "-o", "said"), "said already exists"),
         (("runs/one", "-o", "none/new"), "mkdir -p none"),

@@ -162,7 +162,7 @@ def test_binary_tensors(client: Client) -> None:
     assert [*struct.unpack("<3f", content[split:])] == SCORES
     status, _, content = client.ask("POST", INFER, head + b"".join(raws) + b"x", length)
     size = sum(map(len, raws))
-    message = f"{size + 1} bytes follow the JSON, but binary_data_size of the inputs adds up to {size}"
+    message = f"the number of bytes after the JSON is {size + 1}, expected {size}: the sum of binary_data_size"
     assert (status, content["error"]) == (400, message)
 
 
@@ -181,7 +181,7 @@ def replaced(index: int, **keys: Any) -> list[dict[str, Any]]:
         (INPUTS[:4], "inputs are missing: price; the model takes user, site, tags, price"),
         ([*INPUTS, {**INPUTS[0], "name": "usr"}], "usr: no such input; did you mean user?"),
         ([*INPUTS, INPUTS[0]], "user: the input is given twice"),
-        (replaced(0, data=[3, 4]), "user: found 2 values, expected 3 for shape [3]"),
+        (replaced(0, data=[3, 4]), "user: the number of values is 2, expected 3 for shape [3]"),
         (replaced(0, shape=[2], data=[3, 4]), "different numbers of rows: user 2"),
         (replaced(0, data=[3, 4, 5.5]), "user: data is not INT64"),
         (replaced(0, data=[3, 4, 2**63]), "user: data is not INT64"),

@@ -73,8 +73,9 @@ def export(
         typer.echo(f"table {table.name}: {table.rows:,} rows, dim {table.dim}, {manifest.rows}")
     part = "the given files" if done.part == "given" else f"the {done.part} set"
     typer.echo(
-        f"scores of {parity.compared:,} rows of {part} are those of evaluation: the largest |difference| / "
-        f"max(1, |output|) is {parity.largest:.1g}; at most {parity.bound:g} is allowed"
+        f"scores of {parity.compared - 1:,} rows of {part}, and of one row without values, agree with those of "
+        f"evaluation: the largest |difference| / max(1, |output|) is {parity.largest:.1g}; at most {parity.bound:g} is "
+        "allowed"
     )
     typer.echo(f"wrote {out}: {done.bytes:,} bytes, {manifest.identity}")
 

@@ -71,10 +71,10 @@ class Bundle:
         except CheckpointError as error:
             raise damaged(path / manifest.transform, str(error)) from error
         if self._transform.digest != manifest.source.transform:
-            raise damaged(path / manifest.transform, "is not the transform of the manifest")
+            raise damaged(path / manifest.transform, "its digest differs from that in the manifest")
         embedding = self._transform.features.embedding_config()
         if [(each.name, each.dim) for each in manifest.tables] != embedding.tables:
-            raise damaged(path / manifest.transform, "does not have the tables of the manifest")
+            raise damaged(path / manifest.transform, "its tables differ from those in the manifest")
         mapped = [(self._file(files, each.ids), self._file(files, each.weights)) for each in manifest.tables]
         self._rows: MappedRows | None
         try:
@@ -84,7 +84,7 @@ class Bundle:
             raise
         slots = self._transform.slots
         if sorted(slots) != sorted(manifest.model.slots):
-            raise damaged(path / manifest.transform, "does not have the features of the model")
+            raise damaged(path / manifest.transform, "its features differ from those of the model in the manifest")
         self._order = [slots.index(slot) for slot in manifest.model.slots]
         self._model = dense.load(path, manifest.model, self._file(files, manifest.model.file).content())
         self._parity = files.get(manifest.parity.file)  # None while the bundle is being written

@@ -190,7 +190,8 @@ class File:
             raise damaged(path, f"has {len(mapped):,} bytes, the manifest says {self.bytes:,}")
         if verify and (found := tuple(mapped.hashes(CHUNK, threads))) != self.chunks:
             first = next(at for at, pair in enumerate(zip(found, self.chunks, strict=True)) if pair[0] != pair[1])
-            raise damaged(path, f"has changed since it was written, in the {CHUNK:,} bytes from {first * CHUNK:,} on")
+            start, end = first * CHUNK, min((first + 1) * CHUNK, self.bytes)
+            raise damaged(path, f"has changed since it was written, between byte {start:,} and byte {end:,}")
         return mapped
 
 
@@ -268,7 +269,7 @@ class Manifest:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise damaged(path, f"is not a bundle manifest: {error}") from error
         if wrong := [each.name for each in manifest.files if _NAME.fullmatch(each.name) is None]:
-            raise damaged(path, f"lists files that a bundle cannot have: {listed([*map(repr, wrong)])}")
+            raise damaged(path, f"lists names that a file of a bundle cannot have: {listed([*map(repr, wrong)])}")
         return manifest
 
     @classmethod

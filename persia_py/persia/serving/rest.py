@@ -52,7 +52,9 @@ class InferRequest:
             found.append(tensor)
             at += size
         if at != len(rest):
-            raise InvalidError(f"{len(rest)} bytes follow the JSON, but binary_data_size of the inputs adds up to {at}")
+            raise InvalidError(
+                f"the number of bytes after the JSON is {len(rest)}, expected {at}: the sum of binary_data_size"
+            )
         return tensors.to_table(found, model.columns)
 
     def answer(self, name: str, scores: Scores, outputs: list[str]) -> tuple[bytes, int | None]:
@@ -84,9 +86,9 @@ class InferRequest:
 
     def _output(self, output: dict[str, Any]) -> tuple[str, bool]:
         name = _text(output.get("name"), "outputs: name") or ""
-        parameters = _parameters(output, name)
+        parameters = _parameters(output, f"output {name!r}")
         if parameters.get("classification"):
-            raise InvalidError(f"{name}: classification is not supported")
+            raise InvalidError(f"output {name!r}: classification is not supported")
         return name, parameters.get("binary_data", self._binary) is True
 
 
@@ -111,14 +113,14 @@ def _input(given: dict[str, Any], rest: memoryview) -> tuple[tensors.Tensor, int
     """Return a tensor, and the number of bytes after the JSON that belong to it."""
     name, datatype, shape = given.get("name"), given.get("datatype"), given.get("shape")
     if not isinstance(name, str) or not isinstance(datatype, str) or not isinstance(shape, list):
-        raise InvalidError("inputs: each input must have the strings name and datatype, and the list shape")
+        raise InvalidError("inputs: each input must have the strings 'name' and 'datatype', and the list 'shape'")
     parameters = _parameters(given, name)
     if "shared_memory_region" in parameters:
         raise InvalidError(f"{name}: shared memory is not supported")
     size = parameters.get("binary_data_size")
     if size is None:
         if not isinstance(given.get("data"), list):
-            raise InvalidError(f"{name}: expected the list data, or the parameter binary_data_size")
+            raise InvalidError(f"{name}: expected the list 'data', or the parameter 'binary_data_size'")
         return tensors.from_values(name, datatype, shape, given["data"]), 0
     if not isinstance(size, int) or not 0 <= size <= len(rest):
         raise InvalidError(

@@ -178,10 +178,11 @@ def _rows(request: Any, model: Any) -> Any:
                 "raw_input_contents"
             )
         values = getattr(given.contents, field)
-        others = sum(len(value) for other, value in given.contents.ListFields() if other.name != field)
+        others = [other.name for other, _ in given.contents.ListFields() if other.name != field]
         if others:
             raise InvalidError(
-                f"{given.name}: the datatype is {given.datatype}, but contents has values of another datatype"
+                f"{given.name}: datatype {given.datatype}: expected values in {field} alone, found values in "
+                f"{', '.join(others)}"
             )
         found.append(tensors.from_values(given.name, given.datatype, given.shape, [*values]))
     return tensors.to_table(found, model.columns)

@@ -196,7 +196,7 @@ class _Process:
         host, port = listening.getsockname()[:2]
         where = [f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"]
         if remote is not None and rpc is not None:
-            where.append(f"gRPC at {rpc[0]}:{remote.port}")
+            where.append(f"gRPC at {f'[{rpc[0]}]' if ':' in rpc[0] else rpc[0]}:{remote.port}")
         _logger.info("serving %s, bundle %s: %s", service.name, service.model.identity, ", ".join(where))
 
 

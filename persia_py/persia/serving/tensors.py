@@ -76,7 +76,9 @@ def from_raw(name: str, datatype: str, shape: Iterable[int], raw: bytes | memory
     dtype = _dtype(name, datatype)
     if len(raw) != count * dtype.itemsize:
         size = count * dtype.itemsize
-        raise InvalidError(f"{name}: found {len(raw)} bytes, expected {size} for {datatype} of shape {[*sizes]}")
+        raise InvalidError(
+            f"{name}: the number of bytes is {len(raw)}, expected {size} for {datatype} of shape {[*sizes]}"
+        )
     if datatype == "BOOL":
         return Tensor(name, datatype, sizes, np.frombuffer(raw, np.uint8) != 0)
     return Tensor(name, datatype, sizes, np.frombuffer(raw, dtype))
@@ -94,7 +96,7 @@ def from_values(name: str, datatype: str, shape: Iterable[int], values: Any) -> 
             raise InvalidError(f"{name}: data mixes lists and values at one level")
         values = [each for part in values for each in part]
     if len(values) != count:
-        raise InvalidError(f"{name}: found {len(values)} values, expected {count} for shape {[*sizes]}")
+        raise InvalidError(f"{name}: the number of values is {len(values)}, expected {count} for shape {[*sizes]}")
     if datatype == "BYTES":
         return Tensor(name, datatype, sizes, _strings(name, values))
     dtype = _dtype(name, datatype)
@@ -244,7 +246,8 @@ def _split(name: str, raw: bytes | memoryview, count: int) -> list[bytes]:
         at += 4 + length
     if at != end or len(found) != count:
         raise InvalidError(
-            f"{name}: expected {count} strings, each preceded by its length in four bytes, little-endian"
+            f"{name}: expected strings, each preceded by its length in four bytes, little-endian; the number of "
+            f"strings must be {count}"
         )
     return found
 

@@ -83,7 +83,7 @@ def _check_vectors(bundle: Bundle, ctx: EmbeddingCtx, samples: Samples) -> None:
 
 def _refuse(bundle: Bundle, found: Floats, wanted: Floats, size: int, far: float) -> None:
     form, bound = bundle.manifest.rows, bundle.manifest.parity.bound
-    at = int(np.argmax(np.abs(found.astype(np.float64) - wanted).max(1)))
+    at = max(range(len(found)), key=lambda row: parity.difference(found[row : row + 1], wanted[row : row + 1]))
     raise UsageError(
         f"the bundle's scores differ from those of evaluation: the held-out row with index {at} has the output "
         f"{found[at].tolist()} in batches of {size}, and {wanted[at].tolist()} in evaluation; the largest "
