@@ -93,4 +93,4 @@ def cpu_seconds(up: int, down: int, rounds: int) -> float:
 
 
 if __name__ == "__main__":
-    print(cpu_seconds(832 * 1024, 6_815_744, 50) * 1e3, "ms CPU a round")
+    print(cpu_seconds(832 * 1024, 6_815_744, 50) * 1e3, "ms of CPU time per round trip")

@@ -308,12 +308,12 @@ def main() -> int:
     print(path)
     if arguments.write or not (arguments.only or arguments.quick):
         left = page.write(records, f"{machine()}{', a short run' if arguments.quick else ''}.")
-        print("docs/performance.md: its tables are those of this run")
+        print("docs/performance.md: replaced the tables that have records of this run")
         for name in left:
-            print(f"docs/performance.md: table {name} is that of an earlier run, because a part of it failed")
+            print(f"docs/performance.md: did not replace table {name}, because it has a failed record or no result")
     lost = sum(figures.problem(record) is not None for record in records)
     if lost:
-        print(f"{lost} of {len(records)} records are not results (exit code {UNMEASURED})")
+        print(f"invalid or failed records: {lost} of {len(records)} (exit code {UNMEASURED})")
     return UNMEASURED if lost else 0
 
 

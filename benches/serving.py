@@ -116,7 +116,7 @@ def write_for_peers(folder: Path) -> None:
     std = 1 / (one - zero)
     spec = {"ids": slots[:-1], "bag": BAG, "floats": FLOATS, "mean": (-zero * std).tolist(), "std": std.tolist()}
     if sorted(slots[:-1]) != sorted(IDS) or slots[-1] != BAG:
-        raise RuntimeError(f"the peers take the bag last, the model has {slots}")
+        raise RuntimeError(f"the peers expect the slots {[*IDS, BAG]} with {BAG!r} last; the model has {slots}")
     (folder / "spec.json").write_text(json.dumps(spec))
 
 
@@ -158,7 +158,8 @@ def served(system: str, folder: Path, pinned: bool) -> Iterator[tuple[int, int]]
                     break
             except OSError:
                 if process.poll() is not None:
-                    raise RuntimeError((folder / f"{system}.log").read_text()[-2000:]) from None
+                    text = (folder / f"{system}.log").read_text()[-2000:]
+                    raise RuntimeError(f"{system} ended with {process.returncode} at its start: {text}") from None
                 time.sleep(0.1)
         yield port, process.pid
     finally:
@@ -244,7 +245,9 @@ def measure(options: argparse.Namespace, folder: Path) -> Iterator[figures.Recor
                 wanted = wanted or found
                 far = float(np.abs(np.array(found) - np.array(wanted)).max())
                 if far > 1e-4:
-                    raise RuntimeError(f"{system}: scores differ by {far}; nothing is measured")
+                    raise RuntimeError(
+                        f"{system}: scores differ from those of {options.systems[0]} by up to {far:.1g}; limit: 1e-4"
+                    )
                 sys.stderr.write(f"{system}, {rows} rows a request; scores differ by at most {far:.1g}\n")
                 curves[system, rows] = rising((port, pid), files, rows, options, folder, pinned)
     if options.curves is not None:

@@ -143,8 +143,8 @@ def main() -> None:
                 logits = model(test.ids, test.dense).double().numpy()
             found.append(quality(logits, labels))
         below, excess = best - statistics.mean(each[0] for each in found), statistics.mean(each[1] for each in found)
-        expected = f"  expected {parameters / (2 * arguments.rows):.4f}" if name == "ml" else ""
-        print(f"{name}  AUC {below:.4f} below  log loss {excess - least:.4f} above{expected}")
+        expected = f", expected {parameters / (2 * arguments.rows):.4f}" if name == "ml" else ""
+        print(f"{name}  AUC {below:.4f} below, log loss {excess - least:.4f} above that of the teacher{expected}")
 
 
 if __name__ == "__main__":

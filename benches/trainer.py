@@ -162,7 +162,7 @@ def observed(folder: Path) -> Iterator[None]:
             reader.kill()
             reader.wait()
         if not log.read_text(encoding="utf-8") or not seen.exists() or not seen.read_bytes():
-            raise RuntimeError(f"{address}: no scrape has had the metrics, or {log} is empty: nothing was observed")
+            raise RuntimeError(f"no scrape of http://{address}/metrics had metrics of a context, or {log} is empty")
     seen.unlink()
 
 

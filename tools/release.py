@@ -90,7 +90,7 @@ def prepare(options: argparse.Namespace) -> Release:
     """
     found = [*missing_programs(images=options.images)]
     if options.borrow and not options.rehearse:
-        what = "--borrow: a release installs its dependencies, which its bill of materials lists"
+        what = "--borrow needs --rehearse: a release installs its own dependencies, for its bill of materials"
         found.append(ReleaseError(what, "make release, or make release REHEARSE=1 BORROW=.venv"))
     unfit = [*problems(ROOT)]
     if options.rehearse:
@@ -141,7 +141,7 @@ def make(release: Release) -> None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ReleaseError(f"another process makes {release.folder}", "wait for its end") from error
+            raise ReleaseError(f"another process is making {release.folder}", "wait until it ends") from error
         discard_others(release)
         steps = [*WHEEL_STEPS, *(IMAGE_STEPS if release.images else ()), LAST]
         for step in remaining(release, steps):
@@ -150,7 +150,7 @@ def make(release: Release) -> None:
     for path in [*release_files.files_of(release.folder), release.folder / release_files.SUMS]:
         print(f"  {path.stat().st_size:>12,}  {path.name}")
     if release.images:
-        print("images, which `docker save` exports:")
+        print("images (export them with `docker save`):")
         for name in release_install.IMAGES:
             print(f"  {release.image(name)}")
     print(f"compiled for glibc {'.'.join(map(str, release_files.GLIBC))} or later; {release.details['install']}")
@@ -173,7 +173,7 @@ def main() -> int:
         print(f"error: {refused}\nnext:  {refused.following}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; make release continues", file=sys.stderr)
+        print("interrupted; repeat the command to continue", file=sys.stderr)
         return 130
     return 0
 

@@ -21,6 +21,8 @@ DEMO = ("matplotlib", "torchmetrics")
 PROGRAMS = ("persia-embedding-sharded-server", "persia-embedding-sharded-middleware")
 INHERITED = re.compile(r"PIP_\w+|SSL_CERT_\w+|REQUESTS_CA_BUNDLE|(https?|no|all)_proxy|LANG|TMPDIR", re.IGNORECASE)
 """The variables that a bare environment keeps: how packages are downloaded."""
+AGAIN = "remove the folder of the release, then repeat the command"
+READ_LOG = "read the log of this step, whose path is printed above"
 
 Run = Callable[..., str]
 """Runs a command, with ``cwd`` and ``env``; returns its output."""
@@ -84,11 +86,11 @@ class Bare:
         code = "import persia, persia_core; print(persia.__file__, persia_core.__file__, sep='\\n')"
         for file in self.run("python", "-c", code).split():
             if not Path(file).is_relative_to(self.folder):
-                raise ReleaseError(f"the bare environment imports {file}", "unset PYTHONPATH, then make release")
+                raise ReleaseError(f"the bare environment imports {file}", "repeat the command without BORROW")
         for program in PROGRAMS:
             said = self.run(program, "--version")
             if f"{program} {version} " not in said:
-                raise ReleaseError(f"{program} --version says {said.strip()!r}, expected {version}", "make release")
+                raise ReleaseError(f"{program} --version says {said.strip()!r}, expected {version}", AGAIN)
 
     def train(self) -> str:
         """Train the demo in one process, and on servers if there is a nats-server. Returns what was done."""
@@ -121,9 +123,9 @@ def check_versions(said: str, version: str, revision: str) -> None:
     """
     lines = said.splitlines()
     if f"persia {version}" not in lines or not any(line.startswith(f"persia_core {version} from ") for line in lines):
-        raise ReleaseError(f"persia --version says {said.strip()!r}, expected version {version}", "make release")
+        raise ReleaseError(f"persia --version says {said.strip()!r}, expected version {version}", AGAIN)
     if f"revision {revision}" not in re.split(r", |\n", said):
-        raise ReleaseError(f"persia --version says {said.strip()!r}, expected revision {revision}", "make release")
+        raise ReleaseError(f"persia --version says {said.strip()!r}, expected revision {revision}", AGAIN)
 
 
 def check_summary(folder: Path) -> float:
@@ -134,13 +136,11 @@ def check_summary(folder: Path) -> float:
     """
     found = sorted(folder.rglob("summary.json"))
     if not found:
-        raise ReleaseError(f"the demo wrote no summary.json in {folder}", "read its log")
+        raise ReleaseError(f"the demo wrote no summary.json in {folder}", READ_LOG)
     summary: dict[str, Any] = json.loads(found[-1].read_text())
     auc = float({**summary, **summary.get("result", {})}.get("auc") or 0)
     if summary.get("status") != "finished" or auc < AUC:
-        raise ReleaseError(
-            f"{found[-1]}: status {summary.get('status')}, AUC {auc}, expected at least {AUC}", "read its log"
-        )
+        raise ReleaseError(f"{found[-1]}: status {summary.get('status')}, AUC {auc}, expected at least {AUC}", READ_LOG)
     return auc
 
 
@@ -190,7 +190,7 @@ def check_image(name: str, image: str, version: str, revision: str, run: Run) ->
     found = inspect(image, run)["Config"]["Labels"] or {}
     for label, expected in labels(version, revision).items():
         if found.get(label) != expected:
-            raise ReleaseError(f"{image} has the label {label}={found.get(label)}, expected {expected}", "make release")
+            raise ReleaseError(f"{image} has the label {label}={found.get(label)}, expected {expected}", AGAIN)
 
     def inside(*words: str) -> str:
         return run(["docker", "run", "--rm", "--network", "none", "--entrypoint", words[0], image, *words[1:]])
@@ -200,7 +200,7 @@ def check_image(name: str, image: str, version: str, revision: str, run: Run) ->
     if name in {"server", "runtime"}:
         for program in PROGRAMS:
             if f"{program} {version} " not in inside(program, "--version"):
-                raise ReleaseError(f"{program} in {image} is not version {version}", "make release")
+                raise ReleaseError(f"{program} in {image} is not version {version}", AGAIN)
     if name == "runtime":
         demo = " && ".join(
             [
@@ -211,7 +211,7 @@ def check_image(name: str, image: str, version: str, revision: str, run: Run) ->
         )
         summary = json.loads(inside("sh", "-euc", demo))
         if summary["status"] != "finished" or summary["auc"] < AUC:
-            raise ReleaseError(f"the demo in {image} ended with {summary}", "make release")
+            raise ReleaseError(f"the demo in {image} ended with {summary}, expected an AUC of at least {AUC}", READ_LOG)
 
 
 MAKE_BUNDLE = """
@@ -266,7 +266,7 @@ def check_serving(runtime: str, serving: str, run: Run) -> None:
     finally:
         run(["docker", "volume", "rm", volume])
     if found["rows"] != 200 or found["far"] > FAR:
-        raise ReleaseError(f"{serving} serves scores that differ from those of {runtime}: {found}", "make release")
+        raise ReleaseError(f"{serving} serves scores that differ from those of {runtime}: {found}", READ_LOG)
 
 
 def packages_of(image: str, run: Run) -> tuple[str, str]:

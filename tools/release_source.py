@@ -136,9 +136,8 @@ def problems(root: Path) -> Iterator[ReleaseError]:
     changed = git(root, "status", "--porcelain").splitlines()
     if changed:
         names = ", ".join(line[3:] for line in changed[:5]) + (", …" if len(changed) > 5 else "")
-        yield ReleaseError(
-            f"{len(changed)} files differ from the commit: {names}", "git commit, or git stash --include-untracked"
-        )
+        differ = "1 file differs" if len(changed) == 1 else f"{len(changed)} files differ"
+        yield ReleaseError(f"{differ} from the commit: {names}", "git commit, or git stash --include-untracked")
     try:
         own = version(root)
         yield from _problems_of(root, own)
@@ -156,7 +155,8 @@ def _problems_of(root: Path, own: str) -> Iterator[ReleaseError]:
         yield ReleaseError(what, "make upgrade-data")
     tags = git(root, "tag", "--list", f"v{own}")
     if tags and git(root, "rev-list", "-n", "1", f"v{own}") != git(root, "rev-parse", "HEAD"):
-        yield ReleaseError(f"version {own} is released: the tag v{own} is another commit", "make next-version V=NEXT")
+        what = f"version {own} is released: the tag v{own} points to another commit"
+        yield ReleaseError(what, "make next-version V=NEXT")
 
 
 def set_version(root: Path, new: str, today: datetime.date) -> list[str]:
@@ -201,7 +201,7 @@ def main() -> int:
     try:
         if len(sys.argv) != 2:
             raise ReleaseError(
-                f"the version in {WORKSPACE} is {version(ROOT)}; none was given", "make next-version V=0.2.0"
+                f"expected one version; {WORKSPACE} has version {version(ROOT)}", "make next-version V=0.2.0"
             )
         for file in set_version(ROOT, sys.argv[1], datetime.datetime.now(datetime.timezone.utc).date()):
             print(f"changed {file}")

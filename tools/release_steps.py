@@ -210,7 +210,9 @@ def rebuild(release: Release, sources: Path) -> None:
     release.run(words, cwd=sources, env=build_environment(release))
     (made,) = out.glob("*.whl")
     if release_files.sha256(made) != release_files.sha256(release.folder / made.name):
-        raise ReleaseError(f"the source archive gives another {made.name}", "compare the two with unzip -l")
+        released = release.folder / made.name
+        what = f"a build from the source archive gives a different {made.name}"
+        raise ReleaseError(what, f"compare the output of: unzip -v {made}; unzip -v {released}")
 
 
 def install(release: Release) -> list[Path]:

@@ -135,10 +135,12 @@ def read(path: Path) -> Samples:
             raise DataError(f"{path}: damaged ({_one_line(error)}); {_restore(path)}") from error
         raise StorageError(f"cannot read {path}: {error.strerror}; {_restore(path)}") from error
     _check_columns(path, table)
-    try:
-        numbers = {name: table[name].cast(pa.float32()).to_numpy() for name in (*DENSE, LABEL)}
-    except pa.ArrowException as error:
-        raise DataError(f"{path}: a column of numbers contains other values ({error}); {_restore(path)}") from error
+    numbers: dict[str, Floats] = {}
+    for name in (*DENSE, LABEL):
+        try:
+            numbers[name] = table[name].cast(pa.float32()).to_numpy()
+        except pa.ArrowException as error:
+            raise DataError(f"{path}: column {name}: expected numbers ({error}); {_restore(path)}") from error
     _check_numbers(path, numbers)
     values = [table[name] for name in CATEGORICAL] + [pa.array(numbers[name]) for name in DENSE]
     values += [pa.array(bucket(numbers[name])) for name, bucket in BUCKETS.items()]
@@ -279,7 +281,7 @@ class Batches(IterableDataset):
         other = {key: state_dict.get(key) for key in self._identity()}
         if other != self._identity():
             raise DataError(
-                f"cannot resume: the position belongs to {other}, this run has {self._identity()}; "
+                f"cannot resume: the position is that of a run with {other}, but this run has {self._identity()}; "
                 "use the options of the run that is resumed"
             )
         self._start = self._next = int(state_dict["next"])

@@ -49,7 +49,7 @@ def main(
     batch_size: census.BatchSize = census.BATCH_SIZE,
     lr: Annotated[float, typer.Option(min=0, help="Learning rate, which decreases linearly to 0.")] = 3e-3,
     staleness: Annotated[
-        int, typer.Option(min=1, envvar="EMBEDDING_STALENESS", help="Pushes that a look-up may miss, plus one.")
+        int, typer.Option(min=1, envvar="EMBEDDING_STALENESS", help="K: a look-up may miss up to K - 1 pushes.")
     ] = 4,
     reproducible: Annotated[
         bool, typer.Option(envvar="REPRODUCIBLE", help="Make equal runs bit-identical, with staleness 1.")

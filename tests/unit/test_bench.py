@@ -78,7 +78,7 @@ def test_an_invalid_case_is_told_and_the_others_go_on(
     out = capsys.readouterr().out.splitlines()
     assert out[1] == "invalid B1 update: 1.69 times as fast as its limit"
     assert [line.split()[0] for line in out[2:4]] == ["ok", "ok"]
-    assert out[-1] == "1 of 3 records are not results (exit code 3)"
+    assert out[-1] == "invalid or failed records: 1 of 3 (exit code 3)"
 
 
 @pytest.mark.parametrize(

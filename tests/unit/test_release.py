@@ -114,13 +114,13 @@ def test_a_release_is_refused_until_everything_agrees(clone: Path) -> None:
     commit(clone)
     assert refusals(clone) == ""
     (clone / "forgotten.py").touch()
-    assert "1 files differ from the commit: forgotten.py | git commit" in refusals(clone)
+    assert "1 file differs from the commit: forgotten.py | git commit" in refusals(clone)
     (clone / "forgotten.py").unlink()
     git(clone, "tag", "v10.0.0")
     assert refusals(clone) == "", "the tag is this commit"
     (clone / "later.py").touch()
     commit(clone)
-    assert "version 10.0.0 is released: the tag v10.0.0 is another commit | make next-version" in refusals(clone)
+    assert "version 10.0.0 is released: the tag v10.0.0 points to another commit | make next-version" in refusals(clone)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_make_release_names_all_that_is_wrong_and_the_next_commands(clone: Path)
     assert done.returncode == 2 and not (clone / "dist").exists(), done.stdout
     for text in (
         "error: --borrow",
-        "error: 1 files differ",
+        "error: 1 file differs",
         "error: CHANGELOG.md has no section",
         "error: tests/data/upgrade/9.9.9 is",
     ):
@@ -377,7 +377,7 @@ def test_a_command_that_asks_gets_no_answer(tmp_path: Path) -> None:
 
 def test_two_releases_at_once_are_refused(tmp_path: Path, steps: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def again(_: release_steps.Release) -> list[Path]:
-        with pytest.raises(ReleaseError, match="another process makes"):
+        with pytest.raises(ReleaseError, match="another process is making"):
             release.make(made(tmp_path))
         raise ReleaseError("enough", "")
 
