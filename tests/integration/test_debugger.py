@@ -316,11 +316,11 @@ def test_with_servers_no_limit_of_persia_ends_a_rank(make_stack: MakeStack, star
     terminal = start(*("-m", "persia", "debug", "run", "--rank", 1, "--nproc", 2, "--", SERVED), spares=2, env=env)
     stops(terminal, 0)
     began = time.monotonic()
-    says(tmp_path, 0, "rank 0 has reached the limit of staleness 4")
+    says(tmp_path, 0, "rank 0 has reached its staleness limit of 4")
     wait_until("the limit of a step in a collective, which is doubled", lambda: time.monotonic() - began > 5, 20)
     terminal.type("c\n")
     stops(terminal, 1)  # in a reproducible run, the server waits for this rank
-    says(tmp_path, 0, "the limit of staleness 1")
+    says(tmp_path, 0, "its staleness limit of 1")
     terminal.type("c\n")
     assert terminal.wait() == 0, f"{terminal.content}\n{log_of(tmp_path, 0)}"
     ended_well(stack)

@@ -11,6 +11,7 @@ from persia.runtime.errors import DataError, StorageError, UsageError
 _COLUMNS = ["step", "name", "md5", "norm"]
 _SHARED = ("parameter/", "gradient/")
 _SHOWN = 8
+_PREVIOUS = "-previous"
 """The maximum number of files that a message lists."""
 
 Line = tuple[str, str]
@@ -74,15 +75,15 @@ def diff(a: Path, b: Path) -> Compared:
     firsts: list[Difference] = []
     count, unmatched, shared_only = 0, 0, False
     for rank, one, other in pairs:
-        different_ranks = _rank(one) != _rank(other)
+        different_ranks = _rank(one).removesuffix(_PREVIOUS) != _rank(other).removesuffix(_PREVIOUS)
         shared_only |= different_ranks
         left, right = (_read(path, shared_only=different_ranks) for path in (one, other))
         common = left.keys() & right.keys()
         if not common:
-            shared = "no tensor of the same step"
+            shared, why = "no tensor", ""
             if different_ranks:
-                shared = "no parameter and no gradient of the same step, which are compared if the ranks differ,"
-            raise UsageError(f"{one} and {other} have {shared} in common")
+                shared, why = "no parameter and no gradient", "; if the ranks differ, only these are compared"
+            raise UsageError(f"{one} and {other} have {shared} of the same step in common{why}")
         count += len(common)
         steps = {step for step, _ in left} & {step for step, _ in right}
         unmatched = max(unmatched, len({step for step, _ in left} ^ {step for step, _ in right}))
@@ -121,8 +122,8 @@ def _pairs(a: Path, b: Path) -> list[tuple[str, Path, Path]]:
 
 
 def _rank(path: Path) -> str:
-    found = re.fullmatch(r"rank-(\d+)(-previous)?\.csv", path.name)
-    return path.name if found is None else found[1] if found[2] is None else f"{found[1]}{found[2]}"
+    found = re.fullmatch(rf"rank-(\d+)({_PREVIOUS})?\.csv", path.name)
+    return path.name if found is None else f"{found[1]}{found[2] or ''}"
 
 
 def _read(path: Path, *, shared_only: bool) -> Digests:

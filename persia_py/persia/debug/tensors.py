@@ -107,7 +107,7 @@ def compare(a: torch.Tensor, b: torch.Tensor) -> Comparison:
             raise UsageError(f"compare: expected two tensors, found {type(each).__name__}")
     if a.shape != b.shape or a.dtype != b.dtype:
         found = f"{tuple(a.shape)} of {a.dtype} and {tuple(b.shape)} of {b.dtype}"
-        raise UsageError(f"compare: expected two tensors of one shape and dtype, found {found}")
+        raise UsageError(f"compare: expected two tensors of the same shape and dtype, found {found}")
     if a.numel() == 0:
         raise UsageError("compare: the tensors are empty, so nothing can be compared")
     a, b = a.detach().cpu(), b.detach().cpu()

@@ -107,7 +107,7 @@ class _Watcher:
         if held < most:
             return False
         _logger.warning(
-            "rank %d has reached the limit of staleness %d. Its next look-up waits for rank %d, which is stopped at %s",
+            "rank %d has reached its staleness limit of %d. Its next look-up waits for rank %d, which is stopped at %s",
             *(self._session.rank, most, rank, site),
         )
         return True
