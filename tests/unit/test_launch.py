@@ -155,9 +155,9 @@ def test_a_path_in_a_variable_may_end_in_a_blank(
         (
             ["data-loader", "train.py", "--replica-index", "1"],
             {"PERSIA_NATS_URL": "nats://a:1"},
-            "REPLICA_INDEX is 1, but REPLICA_SIZE is 1: indexes go from 0 to 0",
+            "the replica index is 1, but the number of replicas is 1: indexes go from 0 to 0",
         ),
-        (["data-loader", "train.py", "--replica-size", "0"], {}, "REPLICA_SIZE is 0; it must be at least 1"),
+        (["data-loader", "train.py", "--replica-size", "0"], {}, "the number of replicas is 0; it must be at least 1"),
         (["embedding-parameter-server", "--replica-index", "2", "--replica-size", "2"], {}, "indexes go from 0 to 1"),
         (["embedding-worker", "--embedding-config", "no.yml"], {}, "--embedding-config no.yml: no such file"),
         (
@@ -339,7 +339,7 @@ def test_output_that_cannot_be_written_stops_no_program() -> None:
     assert process.code == 0 and lines[-1] == "49999"
 
 
-@pytest.mark.parametrize("content", [None, "short"])
+@pytest.mark.parametrize("content", [None, "short", "x" * 4097])
 def test_an_unusable_token_file_is_exit_code_5(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str | None
 ) -> None:
