@@ -74,7 +74,7 @@ def test_a_mounted_table_trains_without_a_script(stacks: Stacks, tmp_path: Path)
     summary = finished(project)
     assert summary["world_size"] == 2
     assert summary["result"]["test"]["labels"]["label"]["auc"] > 0.6
-    assert "rows are sent" in project.logs("data_compose")
+    assert "rows read and transformed" in project.logs("data_compose")
     for service in ("emb_server", "middleware"):  # 1: not serving yet, or not any more
         probes = project.inspect(service, "{{range .State.Health.Log}}{{.ExitCode}} {{end}}")
         assert all(codes and {*codes.split()} <= {"0", "1"} for codes in probes), probes

@@ -138,10 +138,10 @@ def test_a_script_that_always_fails_leaves_nothing_out(run_folder: Path, caplog:
     fail(3, run_folder, lambda: Batches(STEPS), body, policy="skip")
     fail(3, run_folder, lambda: Batches(STEPS), body, policy="skip")
     assert record(run_folder, 14)["times"] == 3
-    assert "the batch always fails, like that of step 13: if more than one of 100 steps" in caplog.text
+    assert "the batch always fails, like that of step 13: if more than one of 100 consecutive steps" in caplog.text
     caplog.clear()
     fail(2, run_folder, lambda: Batches(STEPS), body, policy="skip")
-    assert "not skipped, although their batches always fail: steps 13, 14" in caplog.text
+    assert "steps 13, 14 are not skipped, although their batches always fail: if more" in caplog.text
     assert "skipped, model and rows unchanged" not in caplog.text
     assert (record(run_folder, 13)["times"], record(run_folder, 14)["times"]) == (5, 3)
     _, checkpoints, _ = run(run_folder, lambda: Batches(STEPS), step, "skip")  # corrected
@@ -190,7 +190,7 @@ def test_a_script_that_always_fails_leaves_nothing_out_where_each_step_is_saved(
     assert record(run_folder, 14)["times"] == 3
     assert "the batch always fails, like that of step 13" in caplog.text
     fail(1, run_folder, lambda: Batches(STEPS), body, policy="skip", every=1)
-    assert "not skipped, although its batch always fails: step 14" in caplog.text
+    assert "step 14 is not skipped, although its batch always fails: if more" in caplog.text
     assert names(run_folder) == ["LATEST", "poison", "step-11", "step-12", "step-13"]
 
 

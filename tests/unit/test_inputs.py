@@ -354,7 +354,7 @@ def test_a_collection_with_other_features_is_refused(tmp_path: Path, caplog: pyt
     more.load(tmp_path / "checkpoint")
     with torch.no_grad():
         assert [*more({**ids, "d": torch.arange(3)})] == ["a", "b", "c", "d"]
-    said = "was trained without these features, which read rows of its tables: d (table "
+    said = "was trained without these features, which use its tables: d (table "
     assert any(said in record.message for record in caplog.records)
     one = tables("a")
     one({"a": torch.arange(3)})["a"].sum().backward()

@@ -149,7 +149,11 @@ def test_the_verb_picks_or_waits(verb: Verb, prices: str) -> None:
     ("words", "message", "hint"),
     [
         (["--memory-gib", "65"], "no instance has 65.0 GiB of memory; the largest is large in a with 64.0 GiB", "add"),
-        (["--memory-gib", "64.01"], "no instance has 64.1 GiB of memory; the largest is large in a with 64.0 GiB", "add"),
+        (
+            ["--memory-gib", "64.01"],
+            "no instance has 64.1 GiB of memory; the largest is large in a with 64.0 GiB",
+            "add",
+        ),
         (
             ["--memory-gib", "1", "--gpus", "2"],
             "no instance has at least 2 GPUs; the largest number is 1",

@@ -306,7 +306,7 @@ def test_a_feature_that_the_model_was_trained_without_is_named(
     path, _, _ = of_collection
     EmbeddingCollection([TABLES[0], TableConfig("b", 4, ["b", "c"])], Adagrad(0.1)).load(path)
     (warning,) = warnings(caplog, "")
-    assert "its model was trained without these features, which read rows of its tables: c (table b)" in warning
+    assert "was trained without these features, which use its tables: c (table b)" in warning
 
 
 @pytest.mark.parametrize("reads", ["nothing", "model.pt", "the file"])

@@ -41,7 +41,8 @@ def named_error(
     if "device" in str(error) and (found := _devices(dense, names, embeddings, model)):
         return UsageError(
             f"the model failed: {str(error).splitlines()[0]}; {found}",
-            hint="move the model to the device of the batch: model.to(DEVICE) before the optimizer is created",
+            hint="move the model to the device of the batch: model.to(DEVICE) before the optimizer is created; or, to "
+            "move batches to the GPU of the model, pass its number to the context: device_id=N",
         )
     others = [
         f"{titled('dense input', index, name)} is {_dtype(tensor)}"
@@ -162,8 +163,9 @@ class TruncatedSlots:
             if truncated and slot not in self._logged:
                 self._logged.add(slot)
                 _logger.warning(
-                    "slot %r: some samples have more ids than sample_fixed_size, so only their first ids are used; "
-                    "dropped ids in this batch: %d. Further dropped ids are counted in ctx.engine.stats()['slots']",
+                    "slot %r: some samples have more ids than sample_fixed_size (`last` in persia.yml), so only their "
+                    "first ids are used; dropped ids in this batch: %d. Further dropped ids are counted in "
+                    "ctx.engine.stats()['slots']",
                     slot,
                     truncated,
                 )
@@ -177,7 +179,7 @@ def check_rows(given: object, where: str) -> None:
         raise UsageError(
             f"{where}(embedding_config=...): found slots, such as features.embedding_config() returns; expected "
             "persia.embedding.EmbeddingConfig, which sets how rows are initialized",
-            hint="leave out embedding_config; to set the slots: PERSIA_CONFIG=persia.yml in the environment",
+            hint="do not pass slots here; set them with PERSIA_CONFIG=persia.yml in the environment",
         )
     raise UsageError(
         f"{where}(embedding_config=...): expected persia.embedding.EmbeddingConfig, found {type(given).__name__}"

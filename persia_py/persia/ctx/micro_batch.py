@@ -47,7 +47,7 @@ def check_splits(model: torch.nn.Module | None) -> None:
         raise UsageError(
             "cannot split a batch into micro-batches: the model normalizes over the samples of a batch "
             f"({', '.join(names[:3])}), so the gradients would not be those of the whole batch; use LayerNorm or "
-            "GroupNorm, or call eval() of these layers"
+            "GroupNorm, or call eval() on these layers"
         )
 
 

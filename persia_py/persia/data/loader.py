@@ -66,8 +66,8 @@ class DataLoader:
         if self.reproducible:
             if embedding_staleness is not None and self.staleness > 1:
                 _logger.warning(
-                    "DataLoader(embedding_staleness=%d): training is reproducible (the argument, or REPRODUCIBLE in "
-                    "the environment), so the staleness is 1",
+                    "DataLoader(embedding_staleness=%d): training is reproducible (reproducible=True, or REPRODUCIBLE "
+                    "in the environment), so the staleness is 1",
                     self.staleness,
                 )
             self.staleness = 1

@@ -27,7 +27,7 @@ class IterableDataset(ABC):
 
     def __init__(self, buffer_size: int = 10) -> None:
         if buffer_size < 1:
-            raise UsageError(f"buffer_size={buffer_size}: must be at least 1")
+            raise UsageError(f"{type(self).__name__}(buffer_size={buffer_size}): must be at least 1")
         self.buffer_size = buffer_size
 
     @abstractmethod

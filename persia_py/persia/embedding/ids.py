@@ -85,8 +85,8 @@ def as_offsets(feature: str, value: object, ids: int, hint: str = "") -> Offsets
         found = f"{len(offsets)}, from {offsets[0]} to {offsets[-1]}" if len(offsets) else "none"
         falls = ", not ascending" if (np.diff(offsets) < 0).any() else ""
         raise DataError(
-            f"feature {feature!r}: expected batch + 1 offsets that ascend from 0 to the number of ids ({ids}){hint}; "
-            f"found {found}{falls}"
+            f"feature {feature!r}: expected batch size + 1 offsets that ascend from 0 to the number of ids "
+            f"({ids}){hint}; found {found}{falls}"
         )
     return np.ascontiguousarray(offsets)
 

@@ -30,11 +30,11 @@ _File = Annotated[
     str | None, typer.Argument(metavar="[FILE]", help="A script, with arguments if any: 'train.py --lr 1'.")
 ]
 _Arguments = Annotated[list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="Arguments of the script.")]
-_Index = Annotated[int | None, typer.Option(help="Default: REPLICA_INDEX, or 0.")]
-_Size = Annotated[int | None, typer.Option(help="Default: REPLICA_SIZE, or 1.")]
+_Index = Annotated[int | None, typer.Option(help="Index of this replica, from 0. Default: REPLICA_INDEX, or 0.")]
+_Size = Annotated[int | None, typer.Option(help="Number of replicas. Default: REPLICA_SIZE, or 1.")]
 _Config = Annotated[Path | None, typer.Option(help="The job's persia.yml. Default: PERSIA_CONFIG.")]
-_Slots = Annotated[Path | None, typer.Option(help="Default: PERSIA_EMBEDDING_CONFIG.")]
-_General = Annotated[Path | None, typer.Option(help="Default: PERSIA_GLOBAL_CONFIG.")]
+_Slots = Annotated[Path | None, typer.Option(help="An embedding_config.yml. Default: PERSIA_EMBEDDING_CONFIG.")]
+_General = Annotated[Path | None, typer.Option(help="A global_config.yml. Default: PERSIA_GLOBAL_CONFIG.")]
 
 
 @app.command()
@@ -44,8 +44,10 @@ def nn_worker(
     nproc_per_node: Annotated[
         int | None, typer.Option(help="Ranks on this node. Default: GPU_NUM, or 1 if GPU_NUM is 0 or not set.")
     ] = None,
-    node_rank: Annotated[int | None, typer.Option(help="Default: REPLICA_INDEX, or 0.")] = None,
-    nnodes: Annotated[int | None, typer.Option(help="Default: REPLICA_SIZE, or 1.")] = None,
+    node_rank: Annotated[
+        int | None, typer.Option(help="Index of this node, from 0. Default: REPLICA_INDEX, or 0.")
+    ] = None,
+    nnodes: Annotated[int | None, typer.Option(help="Number of nodes. Default: REPLICA_SIZE, or 1.")] = None,
 ) -> None:
     """Run the ranks of one trainer replica.
 
@@ -74,7 +76,8 @@ def data_loader(
     until_finished: Annotated[
         bool,
         typer.Option(
-            "--until-finished", help="End with 0 when the run is finished or stopped, and with 75 after SIGTERM before."
+            "--until-finished",
+            help="Exit with code 0 when the run is finished or stopped, and with code 75 if SIGTERM arrives before.",
         ),
     ] = False,
 ) -> None:
@@ -143,10 +146,10 @@ def _replica(given_index: int | None, given_size: int | None) -> tuple[int, int]
     index, size = _or(given_index, "REPLICA_INDEX", 0), _or(given_size, "REPLICA_SIZE", 1)
     if size < 1:
         hint = "correct --replica-size or REPLICA_SIZE"
-        raise UsageError(f"REPLICA_SIZE is {size}; it must be at least 1", hint=hint)
+        raise UsageError(f"the number of replicas is {size}; it must be at least 1", hint=hint)
     if not 0 <= index < size:
         raise UsageError(
-            f"REPLICA_INDEX is {index}, but REPLICA_SIZE is {size}: indexes go from 0 to {size - 1}",
+            f"the replica index is {index}, but the number of replicas is {size}: indexes go from 0 to {size - 1}",
             hint="correct the index (--replica-index or REPLICA_INDEX) or the size (--replica-size or REPLICA_SIZE)",
         )
     return index, size

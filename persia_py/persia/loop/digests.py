@@ -68,7 +68,7 @@ class Digests:
             folder.mkdir(parents=True, exist_ok=True)
             if self._path.exists():
                 self._path.replace(previous := folder / f"rank-{rank}-previous.csv")
-                _logger.info("renamed the digests of the previous run to %s", previous)
+                _logger.info("renamed the digests of an earlier start to %s", previous)
             self._append([COLUMNS])
 
     def due(self, step: int) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 from persia.checkpoint.policy import Checkpoints
 from persia.distributed import run
+from persia.distributed.link import names
 from persia.loop.feeder import FedBatch
 from persia.loop.hooks import Loop
 from persia.runtime import files
@@ -114,10 +115,10 @@ class Quarantine:
         self._to_skip = ahead - close
         if close and backend.is_rank_0:
             _logger.error(
-                "not skipped, although %s always fail%s: %s: %s",
-                "their batches" if len(close) > 1 else "its batch",
-                "" if len(close) > 1 else "s",
+                "%s %s always fail%s: %s",
                 _steps(close),
+                "are not skipped, although their batches" if len(close) > 1 else "is not skipped, although its batch",
+                "" if len(close) > 1 else "s",
                 self._hardly_the_data(),
             )
 
@@ -161,8 +162,8 @@ class Quarantine:
 
     def _hardly_the_data(self) -> str:
         return (
-            f"if more than one of {MIN_STEP_DISTANCE} steps always fails, the data is probably not the cause; "
-            f"correct the error, and remove {self._folder}, or only the records of the steps to retry"
+            f"if more than one of {MIN_STEP_DISTANCE} consecutive steps always fails, the data is probably not the "
+            f"cause; correct the error, and remove {self._folder}, or only the records of the steps to retry"
         )
 
     def before_lookup(self, fed_batch: FedBatch) -> bool:
@@ -186,9 +187,9 @@ class Quarantine:
             return False
         self._checkpoints.skipped += 1
         _logger.warning(
-            "step %d skipped, model and rows unchanged: its batch on rank %s always fails; %d skipped so far",
+            "step %d skipped, model and rows unchanged: its batch on %s always fails; %d skipped so far",
             step,
-            _listed(rank for rank, fails in enumerate(votes) if fails),
+            names([rank for rank, fails in enumerate(votes) if fails]),
             self._checkpoints.skipped,
         )
         return True

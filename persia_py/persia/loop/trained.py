@@ -111,6 +111,6 @@ class TrainedBatches:
         """
         if self._lost and not self._backwards:
             raise UsageError(
-                f"TrainCtx has trained on none of {self._forwards} batches: their gradients were computed, but not "
+                f"TrainCtx has trained on none of {self._forwards} batches: gradients were computed, but not "
                 f"pushed. {_INSTEAD}. To train the model alone, pass TrainCtx an embedding optimizer with lr=0"
             )

@@ -184,8 +184,9 @@ class TrainingLoop:
     def _log_end(self, left: list[int]) -> None:
         if any(left):
             _logger.warning(
-                "all ranks stop after step %d: the data of rank %s has ended; unused batches: at least %s",
+                "all ranks stop after step %d: the data of rank%s %s has ended; unused batches: at least %s",
                 self.step,
+                "s" * (left.count(0) > 1),
                 listed([rank for rank, count in enumerate(left) if not count]),
                 listed([f"{count} of rank {rank}" for rank, count in enumerate(left) if count]),
             )

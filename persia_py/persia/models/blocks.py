@@ -136,8 +136,8 @@ def check_inputs(
         if tensor.dim() != 2 or tensor.shape[1] != dim:
             raise DataError(
                 f"{model}: slot {index} has shape {list(tensor.shape)}, expected [batch, {dim}]; "
-                "set this dim for the slot, and pool its vectors (embedding_summation: true in embedding_config.yml; a "
-                "feature without the key last in persia.yml)"
+                f"set dim {dim} for the slot, and pool its vectors: set embedding_summation: true in "
+                "embedding_config.yml, or remove the key `last` from the feature in persia.yml"
             )
 
 

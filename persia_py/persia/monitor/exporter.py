@@ -68,7 +68,8 @@ class Exporter:
         if port > _LAST_PORT:
             raise UsageError(
                 f"{_VARIABLE}: local rank {offset} would have port {port}, above {_LAST_PORT}",
-                hint=f"choose a port of at most {_LAST_PORT} minus the ranks of a host, or 0 for free ports",
+                hint=f"choose a port of at most {_LAST_PORT} minus the number of ranks on a host, or port 0, with "
+                "which each rank uses a free port",
             )
         try:
             served = metrics_port.serve(host, port, self.registry)
@@ -155,7 +156,7 @@ def _gateway() -> str | None:
     if given is None or "@" not in given:
         return given
     raise UsageError(
-        f"{_GATEWAY} contains an @, as a URL with a user or a password does, which is not supported",
+        f"{_GATEWAY} contains an @; a URL with a user or a password is not supported",
         hint=f"use a gateway on the network of the job that requires no password: {_GATEWAY}=http://HOST:9091",
     )
 

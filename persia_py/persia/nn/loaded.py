@@ -66,7 +66,7 @@ def check_features(loaded: snapshot.Load, features: Mapping[str, str]) -> None:
     }
     if new:
         _logger.warning(
-            "%s: its model was trained without these features, which read rows of its tables: %s",
+            "%s: the model of the checkpoint was trained without these features, which use its tables: %s",
             loaded.path,
             listed([f"{feature} (table {table})" for feature, table in new.items()]),
         )

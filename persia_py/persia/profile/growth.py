@@ -298,9 +298,9 @@ class MemoryWatch:
         ]
         content = ("\n".join(lines) + "\n").encode()
         written = self._writing(self._report, lambda: files.write_whole(self._report, content))
-        hint = "usual causes: a list that gets an item each step, or tensors kept with their graph: .detach(), .item()"
+        causes = "a list that gets an item each step, or tensors kept with their graph (call .detach() or .item())"
         place = f"; the report is in {self._report}" if written else ""
-        _logger.warning("memory: %s\n%s%s", "\n".join(lines), hint, place)
+        _logger.warning("memory: %s\nusual causes: %s%s", "\n".join(lines), causes, place)
 
 
 def _log(sample: Sample) -> None:

@@ -70,7 +70,7 @@ def read(folder: Path) -> list[RankProfile]:
     if not found:
         raise UsageError(
             f"{folder} has no profile",
-            hint="record one: persia train persia.yml --profile, or a job with the block `profile: {}`",
+            hint="record one: persia train persia.yml --profile; for a job, add the block `profile: {}` to persia.yml",
         )
     size = int(found[0].content["world_size"])
     missing = sorted({*range(size)} - {each.rank for each in found})

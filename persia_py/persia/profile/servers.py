@@ -60,8 +60,8 @@ class Servers:
             return cls({})
         if silent := [each.number("index") for each in found if not each.text("metrics")]:
             _logger.warning(
-                "profile: servers that serve no metrics are omitted: %s; next: enable_metrics: true in "
-                "global_config.yml, or PERSIA_METRICS_LISTEN=HOST:PORT",
+                "profile: servers that serve no metrics are omitted: %s; next: set enable_metrics: true in "
+                "global_config.yml, or PERSIA_METRICS_LISTEN=HOST:PORT for each server",
                 listed(silent),
             )
         return cls({each.number("index"): each.text("metrics") for each in found if each.text("metrics")})

@@ -244,7 +244,7 @@ class _Check:
         if any(not torch.allclose(one, other, equal_nan=True) for one, other in zip(scores, again, strict=True)):
             raise DataError(
                 "the model returns different scores after its state dict was loaded: a weight is missing from the "
-                "state dict"
+                "state dict, or the scores in eval mode are random"
             )
 
 

@@ -131,7 +131,13 @@ def _read(reader: RecordReader) -> Iterator[_Read]:
 
 
 def _batches(
-    config: Config, parts: Parts, reader: RecordReader, transform: Transform, ranks: int, unusual: Unusual, sent: int = 0
+    config: Config,
+    parts: Parts,
+    reader: RecordReader,
+    transform: Transform,
+    ranks: int,
+    unusual: Unusual,
+    sent: int = 0,
 ) -> Iterator[tuple[PersiaBatch, str]]:
     """Yield the batch of each rank in turn, for each batch of the reader, and the position after it.
 

@@ -251,14 +251,15 @@ def open_files(
         endings = ", ".join(ending for each in FORMATS.values() for ending in each)
         raise UsageError(
             f"{found[0]}: the extension of the name determines no format; expected one of {endings}",
-            hint=f"rename the file, or set data.format in persia.yml to one of {', '.join(FORMATS)}",
+            hint=f"rename the file; or, for the data of a persia.yml, set data.format to {' or '.join(FORMATS)}",
         )
+    why = "" if file_format else f" (the format is that of the first file, {found[0]})"
     file_format = file_format or _format_of(found[0])
     if file_format not in FORMATS:
         raise UsageError(f"format {file_format!r} for {found[0]}: expected one of {', '.join(FORMATS)}")
     if wrong := [path for path in found if _format_of(path) not in (file_format, Path(path).suffix)]:
         ending = " or ".join(FORMATS[file_format])
-        raise UsageError(f"format {file_format!r} for {wrong[0]}: expected a name that ends in {ending}")
+        raise UsageError(f"format {file_format!r} for {wrong[0]}: expected a name that ends in {ending}{why}")
     users = used_by or {}
     text = TextFiles(filesystem, file_format, header, users) if file_format in text_files.FORMATS else None
     with naming(found[0], None if text is None else text.mistake):
