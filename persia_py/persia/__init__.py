@@ -62,7 +62,7 @@ def _check_core(version: str) -> None:
         raise ImportError(
             "persia_core, the compiled part of persia, is not installed; "
             "install the wheel persia-core, or in a clone run: make setup"
-        ) from error
+        ) from None
     built = getattr(core, "__version__", "unknown")
     if built != version:
         errors = importlib.import_module("persia_core.errors") if hasattr(core, "errors") else None

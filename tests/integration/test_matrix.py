@@ -159,7 +159,10 @@ def test_outcomes_of_connections_are_told_apart() -> None:
     ("env", "text"),
     [
         ({"RANK": "2"}, "RANK is 2, but WORLD_SIZE is 2: ranks go from 0 to 1"),
-        ({"RANK": "1", "WORLD_SIZE": "4"}, "found WORLD_SIZE=4\nnext:  specify the number of all ranks: --matrix 4"),
+        (
+            {"RANK": "1", "WORLD_SIZE": "4"},
+            "contradicts WORLD_SIZE=4\nnext:  specify the number of all ranks: --matrix 4",
+        ),
         ({"RANK": "1"}, "neither PERSIA_NATS_URL nor both MASTER_ADDR and a numeric MASTER_PORT"),
         ({"RANK": "1"}, "torchrun and `persia debug run` set MASTER_ADDR and MASTER_PORT on every rank"),
     ],

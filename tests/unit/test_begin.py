@@ -1,10 +1,13 @@
 """A generation begins when the servers have space for its number."""
 
 import itertools
+import logging
+from types import SimpleNamespace
 
 import pytest
 
 from persia.backend import begin
+from persia.backend.remote import RemoteBackend
 from persia.errors import RunLostError, StorageError, UsageError
 
 
@@ -39,3 +42,26 @@ def test_another_error_is_not_retried() -> None:
 
     with pytest.raises(UsageError, match="mine"):
         begin.begin_when_stored(wrong)
+
+
+def test_the_log_names_the_generation_of_each_training_loop(caplog: pytest.LogCaptureFixture) -> None:
+    """Status shows the newest generation, and each loop begins one."""
+
+    def renew(_: bool) -> int:
+        engine.generation += 1
+        return int(engine.generation)
+
+    engine = SimpleNamespace(generation=1, renew=renew, open=lambda *_: None)
+    backend = SimpleNamespace(activity=0, _peers=None, rank=0, _job="one", engine=engine, gradient_scale=1.0)
+    logger = logging.getLogger("persia")
+    logger.addHandler(caplog.handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        for _ in range(2):
+            RemoteBackend.open_loop(backend, 1, False, 1)  # type: ignore[arg-type]
+    finally:
+        logger.removeHandler(caplog.handler)
+        logger.setLevel(level)
+    named = [each for each in (1, 2, 3) if f"training loop in generation {each} of job one" in caplog.text]
+    assert named == [2, 3]

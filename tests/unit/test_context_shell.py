@@ -290,4 +290,4 @@ def test_a_stop_before_the_container_runs_leaves_no_copy(workspace: Path, docker
 def test_without_an_image_the_next_step_is_told(workspace: Path, verb: Verb, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(workspace))
     _, errors = verb("debug", "shell", "--context", str(workspace), code=3)
-    assert "docker is not on PATH" in errors and "docker compose build" in errors
+    assert "docker is not on PATH" in errors and "next:  install Docker with its compose plugin" in errors

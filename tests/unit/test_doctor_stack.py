@@ -138,6 +138,17 @@ def test_containers_that_have_ended_are_named(engine: Engine, verb: Verb) -> Non
     assert "skip  ranks          no rank runs" in out
 
 
+def test_the_last_health_check_of_an_unhealthy_container_is_shown(engine: Engine, verb: Verb) -> None:
+    checks = [{"ExitCode": 0, "Output": "older"}, {"ExitCode": 7, "Output": "\n".join(["not serving", "x " * 500] * 9)}]
+    bad = {"Status": "unhealthy", "Log": checks}
+    good = {"Status": "healthy", "Log": checks[:1]}
+    engine([inspect("middleware", "m", Health=bad), inspect("emb_server", "e", Health=good)], {})
+    found = stack.states(containers.containers())
+    line = next(each for each in found.found.splitlines() if "last health check" in each)
+    assert line.startswith("middleware-1: unhealthy, last health check: exit code 7: not serving; x x"), line
+    assert line.endswith("and 8 more") and len(line) < 2000 and "older" not in found.found
+
+
 # --- Ranks
 
 

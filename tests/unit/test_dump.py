@@ -321,6 +321,7 @@ def test_a_dump_of_the_stack(tmp_path: Path, verb: Verb, monkeypatch: pytest.Mon
     inner = Archive(Redactor())
     inner.add("status.json", '{"processes": []}')
     inner.add("SUMMARY.md", "* Status: 3 processes; no problem\n* Newest checkpoint: step-9\n")
+    inner.add("config/persia.yml", "model: {}\n")
     inner.skip("stacks.txt", "there is none")
     (folder / "inner").write_bytes(inner.packed("inner"))
     environment = {"AWS_SECRET_ACCESS_KEY": SECRETS["in the environment"], "PERSIA_JOB": "ads"}
@@ -334,6 +335,7 @@ def test_a_dump_of_the_stack(tmp_path: Path, verb: Verb, monkeypatch: pytest.Mon
     config = {"name": "proj", "services": {"trainer": trainer}, "volumes": {"token": {"name": "proj_token"}}}
     (folder / "config.json").write_text(json.dumps(config))
     state = {"Status": "exited", "ExitCode": 137, "OOMKilled": True}
+    state["Health"] = {"Status": "unhealthy", "Log": [{"ExitCode": 1, "Output": "not serving\n"}]}
     labels = {"com.docker.compose.service": "trainer", "com.docker.compose.container-number": "1"}
     inspected = {"Id": "id1", "Name": "/proj-trainer-1", "Config": {"Labels": labels}, "State": state}
     (folder / "inspect.json").write_text(json.dumps([inspected]))
@@ -359,8 +361,16 @@ esac
 """)
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("PERSIA_CONFIG", "/workspace/persia.yml")
     verb("dump", "-o", "d.tar.gz")
+    assert os.environ["PERSIA_CONFIG"] == "/workspace/persia.yml"
     files = content(tmp_path / "d.tar.gz")
+    skipped = json.loads(files["MANIFEST.json"])["skipped"]
+    of_container = "/workspace/persia.yml is a path in the containers, and was not read on this host"
+    assert skipped["PERSIA_CONFIG"] == f"{of_container}; see inside/config/persia.yml"
+    assert not any("ConfigError" in text for text in [*skipped.values(), files["SUMMARY.md"], files["doctor.txt"]])
+    last_check = "trainer-1  unhealthy, last health check: exit code 1: not serving"
+    assert last_check in files["stack/containers.txt"]
     assert_no_secret(tmp_path / "d.tar.gz")
     assert f'"AWS_SECRET_ACCESS_KEY": "{HIDDEN}"' in files["stack/config.json"] and "ads" in files["stack/config.json"]
     assert json.loads(files["stack/config.json"])["volumes"]["token"] == {"name": "proj_token"}

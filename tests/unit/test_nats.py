@@ -5,11 +5,13 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
+from persia.cli import status
 from persia.discovery import nats
-from persia.errors import UnreachableError
+from persia.errors import UnreachableError, UsageError
 
 
 @contextmanager
@@ -37,6 +39,38 @@ def refuses() -> Iterator[int]:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield taken.getsockname()[1]
+
+
+def test_the_form_that_reaches_a_stack_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    form = "docker compose run --rm --no-deps trainer persia status"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("persia.discovery.nats.in_container", lambda: False)
+
+    def fails(*_: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    with refuses() as port:
+        for expected in (False, True):
+            with pytest.raises(UnreachableError) as found:
+                nats.services(f"nats://127.0.0.1:{port}", job=None)
+            assert (form in (found.value.hint or "")) is expected
+            (tmp_path / "docker-compose.yaml").touch()
+    (tmp_path / "docker-compose.yaml").unlink()
+    monkeypatch.setattr("persia.discovery.nats._check_listens", fails)
+    with pytest.raises(UnreachableError) as found:
+        nats.services("nats://persia_nats_service:4222", job=None)
+    assert form in (found.value.hint or "") and "persia_nats_service" in (found.value.hint or "")
+    monkeypatch.setattr("persia.discovery.nats.in_container", lambda: True)
+    with pytest.raises(UnreachableError) as found:
+        nats.services("nats://persia_nats_service:4222", job=None)
+    assert form not in (found.value.hint or "")
+
+
+def test_status_without_an_address_names_the_form_for_a_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PERSIA_NATS_URL", raising=False)
+    with pytest.raises(UsageError) as found:
+        status._url(None)
+    assert "docker compose run --rm --no-deps trainer persia status" in (found.value.hint or "")
 
 
 @pytest.mark.parametrize("failing", [refuses, closes_after_its_greeting])

@@ -88,7 +88,7 @@ def test_the_page_has_the_symptoms_of_usual_failures(monkeypatch: pytest.MonkeyP
         handshake.host(handshake.listen("127.0.0.1"), me(0), 60.0, "127.0.0.1:40167")
     assert f"`{str(late.value).partition(': ')[2].partition(';')[0]}`" in page
     source = inspect.getsource(training)
-    assert "all ranks stop after step %d: the data of rank %s has ended" in source
+    assert "all ranks stop after step %d: the data of rank%s %s has ended" in source
     assert "`all ranks stop after step 64: the data of rank 1 has ended`" in page
 
 

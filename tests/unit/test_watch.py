@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fake_nvml import Device, FakeNvml
@@ -75,7 +76,7 @@ def test_gpus_have_rows_of_their_own(
     assert [int(gpus[0][name]) >> 20 for name in ("gpu_used_bytes", "gpu_total_bytes")] == [70000, 81559]
     assert [row["gpu_percent"] for row in gpus[:2]] == ["93", ""]
     assert all(row["rss_bytes"] == "" and row["pid"] == "" for row in gpus)
-    table = watch._table(watch.Watch(lambda: watch.of_run(run), run).sample())
+    table = watch._table(watch.Watch(lambda: watch.of_run(run), run).sample(), 160)
     assert "gpu 0: 73.4 of 85.5 GB, 93 % busy" in [str(each) for each in table.renderables]
     smi.write_text("#!/bin/sh\necho broken >&2; exit 9\n")
     with pytest.raises(UsageError, match="nvidia-smi"):
@@ -102,7 +103,7 @@ def test_each_process_has_its_use_of_its_gpu(
         ("gpu 1", "1", str(9 << 30), "50", total),
     ]
     shown = io.StringIO()
-    Console(file=shown, width=160).print(watch._table(watch.Watch(lambda: watch.of_run(run), run).sample()))
+    Console(file=shown, width=160).print(watch._table(watch.Watch(lambda: watch.of_run(run), run).sample(), 160))
     head, line = (each.split() for each in shown.getvalue().splitlines()[:2])
     assert head[-5:] == ["gpu", "gpu", "memory", "gpu", "%"] and line[-4:] == ["1", "5.4", "GB", "61"]
 
@@ -145,7 +146,7 @@ def test_the_network_of_the_host_is_a_rate_of_all_interfaces_but_loopback(
     rows = watching.sample()
     assert (rows[0].rx_bytes_per_s, rows[0].tx_bytes_per_s) == (4_000_000, 1_500_000)
     shown = io.StringIO()
-    Console(file=shown, width=160).print(watch._table(rows))
+    Console(file=shown, width=160).print(watch._table(rows, 160))
     assert f"{socket.gethostname()}: network receives 4.00 MB/s, sends 1.50 MB/s" in shown.getvalue()
 
 
@@ -185,6 +186,24 @@ def test_a_process_that_is_gone_or_elsewhere_has_no_figures(run: Path, monkeypat
     assert [row.cpu_percent for row in rows] == [None, None]
     assert [row.rx_bytes_per_s is None for row in rows] == [True, False]
     assert all(row.step is None for row in rows)
+
+
+def test_the_table_fits_80_columns() -> None:
+    usage = {"cpu_percent": 123.4, "rss_bytes": 12_345_000_000, "preemptions_per_s": 1234.5}
+    disk = {"read_bytes_per_s": 123_456_789, "written_bytes_per_s": 0}
+    progress = {"step": 123_456, "samples_per_s": 1_234_567, "loss": 0.4321, "data_wait": 0.5}
+    figures: dict[str, Any] = {**usage, **disk, **progress, "gpu": "0", "gpu_used_bytes": 7e10, "gpu_percent": 93}
+    hosts = ["0a1b2c3d4e5f", "f5e4d3c2b1a0"]
+    rows = [watch.Row("t", f"persia-middleware {at}", host, 1_234_567, **figures) for at, host in enumerate(hosts)]
+    shown = io.StringIO()
+    Console(file=shown, width=80).print(watch._table(rows, 80))
+    lines = shown.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80 and "…" not in shown.getvalue(), shown.getvalue()
+    text = " ".join(lines)
+    for cell in ("12,345 MB", "1234.5", "123.5 MB/s", "123456", "1,234,567", "0.4321", "50%", "70.0 GB", *hosts):
+        assert cell in text, cell
+    tables = sum(line.startswith("process ") for line in lines)
+    assert tables > 1 and sum(line.startswith("persia-middleware 0 ") for line in lines) == tables
 
 
 @pytest.mark.row("S3-37")

@@ -268,6 +268,8 @@ class RemoteBackend(Backend):
                 self.engine.join(generation, taken)
                 self.trained_step = trained
             self._peers.loops += 1
+        if self.rank == 0:
+            _logger.info("training loop in generation %d of job %s", self.engine.generation, self._job)
         return self.engine.open(staleness, reproducible, buffer, self.gradient_scale)
 
     def close_loop(self, pipeline: Pipeline, *, together: bool) -> None:

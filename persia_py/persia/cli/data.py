@@ -100,7 +100,7 @@ def data_synth(
     try:
         counts = tuple(int(float(count)) for count in ids.split(","))
     except (ValueError, OverflowError) as error:
-        raise UsageError(f"--ids {ids}: expected numbers with commas between them, such as 1000,10000,1e6") from error
+        raise UsageError(f"--ids {ids}: expected comma-separated numbers, such as 1000,10000,1e6") from error
     teacher = synth.Teacher(counts, dense, exponent, positive, seed)
     made = synth.write(out, rows, teacher, skip=skip)
     typer.echo(f"wrote {out}: {made.rows:,} rows, {made.positive:.2%} positive")

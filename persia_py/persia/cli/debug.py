@@ -17,9 +17,11 @@ app = typer.Typer(no_args_is_help=True, help=HELP)
 _OWN = {"allow_interspersed_args": False}
 """Options after the script are those of the script."""
 _Words = Annotated[
-    list[str], typer.Argument(metavar="-- SCRIPT [ARGUMENTS]", help="The script, or a launch line of torchrun.")
+    list[str], typer.Argument(metavar="-- SCRIPT [ARGUMENTS]", help="The script, or a torchrun command.")
 ]
-_Nproc = Annotated[int | None, typer.Option("--nproc", help="Ranks. Default: torchrun's, GPU_NUM, or RANK + 1.")]
+_Nproc = Annotated[
+    int | None, typer.Option("--nproc", help="Ranks. Default: those of torchrun, GPU_NUM, or the debugged rank + 1.")
+]
 
 
 @app.callback()
@@ -106,7 +108,7 @@ def _running(rank: int | None, job: str | None, pid: int | None) -> "list[Rank]"
 def debug_attach(
     rank: Annotated[int | None, typer.Option(help="The rank.")] = None,
     job: Annotated[str | None, typer.Option(help="The job of the rank, if several run.")] = None,
-    pid: Annotated[int | None, typer.Option(help="The process of the rank, if that is known.")] = None,
+    pid: Annotated[int | None, typer.Option(help="The process ID of the rank.")] = None,
     port: Annotated[int | None, typer.Option(help="The port on 127.0.0.1. Default: 5678 + RANK.")] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds in which the editor has to attach.")] = 300.0,
 ) -> None:

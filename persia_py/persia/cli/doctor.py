@@ -40,7 +40,7 @@ def doctor(
         str | None, typer.Option(metavar="URL", help="Check what this Prometheus scrapes, and which series are absent.")
     ] = None,
     gateway: Annotated[
-        str | None, typer.Option(metavar="URL", help="Check what this push gateway has, and push 42 to it.")
+        str | None, typer.Option(metavar="URL", help="Check what this push gateway has, and push a test value to it.")
     ] = None,
     image: Annotated[bool, typer.Option("--image", help="Run the checks of versions and GPUs in the image.")] = False,
     stack: Annotated[

@@ -1,6 +1,7 @@
 """``persia dump``: a redacted archive of a run or of the stack, for a report."""
 
 import sys
+from contextlib import nullcontext
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -57,7 +58,8 @@ def dump(
     here.learn_secrets(archive, folder)
     if of_stack:
         archive.attempt("stack", lambda: stack.collect(archive, facts), None)
-    here.collect(archive, facts, folder)
+    with here.without_container_paths(archive) if of_stack else nullcontext():
+        here.collect(archive, facts, folder)
     if repro:
         from persia.doctor.dump import repro as reproduction
 
@@ -79,4 +81,4 @@ def dump(
         return
     path = out or Path(f"{name}.tar.gz")
     write(path, packed)
-    typer.echo(f"{path}: {len(archive.entries)} files, {len(packed):,} bytes; its {SUMMARY} is the text of a report")
+    typer.echo(f"{path}: {len(archive.entries)} files, {len(packed):,} bytes; its {SUMMARY} is the draft of a report")

@@ -82,13 +82,14 @@ def _watch(
 
 
 def _url(given: str | None) -> str:
-    from persia.discovery import services
+    from persia.discovery import nats, services
     from persia.runtime.errors import UsageError
 
     try:
         return services.nats_url(given)
     except UsageError as error:
         error.hint = (
+            f"for a stack of docker compose: {nats.IN_CONTAINER}; "
             "for a running job of persia up: . runs/NAME/job.env; for another job: persia status --nats-url "
             "nats://HOST:4222; for a run of `persia train`: persia status --watch runs/LATEST"
         )

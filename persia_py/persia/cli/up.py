@@ -14,7 +14,9 @@ def up(
     ranks: Annotated[int | None, typer.Option(min=1, help="Trainer ranks. Default: 1.")] = None,
     name: Annotated[
         str | None,
-        typer.Option(help="The run's name; if it was interrupted, it is resumed. Default: run.name, or the time."),
+        typer.Option(
+            help="The name of the run. An interrupted run of this name is resumed. Default: run.name, or the time."
+        ),
     ] = None,
 ) -> None:
     """Run a whole job on this host. The options apply to a persia.yml only."""

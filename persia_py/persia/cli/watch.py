@@ -26,6 +26,8 @@ from persia.runtime.errors import UsageError
 
 METRICS, SUMMARY, LATEST = "metrics.jsonl", "summary.json", "LATEST"
 """Files in the folder of a run. They are defined in :mod:`persia.trainer.run_folder`, which imports torch."""
+_GAP = 2
+"""The number of spaces between two columns."""
 _TAIL = 1 << 16
 """The number of bytes at the end of ``metrics.jsonl`` that are read."""
 
@@ -247,7 +249,7 @@ def show(watch: Watch, seconds: float, count: int | None) -> None:
     console = Console()
     with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
         for rows in _samples(watch, seconds, count):
-            live.update(_table(rows), refresh=True)
+            live.update(_table(rows, console.width), refresh=True)
 
 
 def write_csv(watch: Watch, seconds: float, count: int | None) -> None:
@@ -268,14 +270,30 @@ def _samples(watch: Watch, seconds: float, count: int | None) -> Iterator[list[R
         done += 1
 
 
-def _table(rows: list[Row]) -> Group:
-    table = Table(box=None, pad_edge=False)
+def _fitting(heads: list[str], lines: list[list[str]], width: int) -> Iterator[Table]:
+    """Yield one table, or several that are not wider than ``width``; each begins with the column of the processes."""
+    wide = [max(map(len, column)) for column in zip(heads, *lines, strict=True)]
+    columns = list(range(1, len(heads)))
+    while columns:
+        chosen, used = [0], wide[0]
+        while columns and (len(chosen) == 1 or used + _GAP + wide[columns[0]] <= width):
+            used += _GAP + wide[columns[0]]
+            chosen.append(columns.pop(0))
+        table = Table(box=None, pad_edge=False)
+        for at in chosen:
+            table.add_column(heads[at], justify="left" if heads[at] in ("process", "host") else "right", no_wrap=True)
+        for line in lines:
+            table.add_row(*(line[at] for at in chosen))
+        yield table
+
+
+def _table(rows: list[Row], width: int) -> Group:
     heads = ["process", "pid", "cpu %", "memory", "preempted/s", "disk", "step", "samples/s", "loss", "data wait"]
     several = len({row.host for row in rows}) > 1
     on_gpus = any(row.gpu is not None and row.gpu_total_bytes is None for row in rows)
     heads += ["gpu", "gpu memory", "gpu %"] if on_gpus else []
-    for head in [*heads, "host"] if several else heads:
-        table.add_column(head, justify="left" if head in ("process", "host") else "right", no_wrap=True)
+    heads += ["host"] if several else []
+    lines: list[list[str]] = []
     for row in rows:
         if row.gpu_total_bytes is not None:
             continue
@@ -291,7 +309,7 @@ def _table(rows: list[Row]) -> Group:
             held = None if row.gpu_used_bytes is None else f"{row.gpu_used_bytes / 1e9:.1f} GB"
             cells += [row.gpu, held, row.gpu_percent]
         cells += [row.host] if several else []
-        table.add_row(*("-" if cell is None else str(cell) for cell in cells))
+        lines.append(["-" if cell is None else str(cell) for cell in cells])
     seen = next((row for row in rows if row.rx_bytes_per_s is not None and row.tx_bytes_per_s is not None), None)
     if seen is None:
         network = "the network is not shown, because no process of the table runs on this host"
@@ -304,7 +322,7 @@ def _table(rows: list[Row]) -> Group:
         for row in rows
         if row.gpu_total_bytes is not None
     ]
-    return Group(table, *map(Text, gpus), Text(f"{network}. Ctrl-C ends"))
+    return Group(*_fitting(heads, lines, width), *map(Text, gpus), Text(f"{network}. Ctrl-C ends"))
 
 
 def _used_of(here: list[Gpu], process: Watched) -> dict[str, Any]:

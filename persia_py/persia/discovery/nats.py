@@ -9,10 +9,11 @@ import time
 import uuid
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from persia.runtime.errors import AuthError, UnreachableError, UsageError
-from persia.runtime.settings import settings
+from persia.runtime.settings import in_container, settings
 from persia.runtime.tokens import token
 
 with warnings.catch_warnings():
@@ -33,6 +34,8 @@ _QUIET = 0.5
 _LONGEST = 3.0
 """The time limit for all responses, in seconds."""
 _NEXT = "start NATS, or correct its address (PERSIA_NATS_URL)"
+IN_CONTAINER = "docker compose run --rm --no-deps trainer persia status (other commands likewise)"
+"""The form of a command that reaches the processes of a stack, run in the folder of ``docker-compose.yaml``."""
 _CA = "that of PERSIA_TLS_CA, or without this variable one that this system trusts"
 _USER = "persia"
 _DEFAULT_PORT = 4222
@@ -113,7 +116,7 @@ def _ask(url: str, subject: str) -> list[bytes]:
         raise UnreachableError(f"NATS at {shown} sent an unexpected response: {text!r}", hint=_NEXT) from error
     except (OSError, NATSError) as error:
         text = str(error) or type(error).__name__
-        failed, hint = f"NATS at {shown} is not reachable", _NEXT
+        failed, hint = f"NATS at {shown} is not reachable", _next(error, urlsplit(target).hostname or "")
         if isinstance(error, ssl.SSLError):
             failed = f"cannot establish TLS with NATS at {shown}"
             hint = f"check that the certificate of NATS has not expired, and that its CA is {_CA}"
@@ -124,6 +127,17 @@ def _ask(url: str, subject: str) -> list[bytes]:
     finally:
         _close(client)
     return answers
+
+
+def _next(error: Exception, host: str) -> str:
+    """Return the next step; outside a container, for a stack of docker compose, the form that works."""
+    if in_container():
+        return _NEXT
+    if isinstance(error, socket.gaierror) and "." not in host:
+        return f"{host} may be a service of docker compose, whose name resolves only in a container: {IN_CONTAINER}"
+    if Path("docker-compose.yaml").is_file():
+        return f"{_NEXT}; for the stack of this folder: {IN_CONTAINER}"
+    return _NEXT
 
 
 def _check_listens(target: str) -> None:

@@ -46,7 +46,7 @@ def nats_url(given: str | None = None) -> str:
     """
     url = (given or "").strip() or settings.nats_url
     if url is None:
-        raise UsageError("PERSIA_NATS_URL is not set, so there is no job with services; set it to nats://HOST:PORT")
+        raise UsageError("PERSIA_NATS_URL is not set, so no process of a job can be found; set it to nats://HOST:PORT")
     return url
 
 

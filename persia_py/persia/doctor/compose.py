@@ -59,6 +59,11 @@ def ask(*words: str, seconds: float = _ASK_S, given: str | None = None) -> "subp
         ) from error
 
 
+def next_step() -> str:
+    """Return the next step if nothing can run in containers here."""
+    return INSTALL if shutil.which("docker") is None else STACK_NEEDED
+
+
 def unavailable() -> str | None:
     """Return why nothing can run in containers here; None if it can."""
     if shutil.which("docker") is None:
@@ -109,7 +114,7 @@ def checks() -> Iterator[Check]:
     """Yield the checks of the image: its identity, its mounts, and the doctor inside it."""
     reason = unavailable()
     if reason is not None:
-        remedy = INSTALL if shutil.which("docker") is None else STACK_NEEDED
+        remedy = next_step()
         why = "nothing can be run in containers here"
         yield Check("image", "fail", reason, why, remedy, ExitCode.UNREACHABLE)
         return
@@ -162,7 +167,7 @@ def differences() -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]
     import importlib.metadata
 
     if (reason := unavailable()) is not None:
-        raise UnreachableError(f"--diff-env: {reason}", hint=STACK_NEEDED)
+        raise UnreachableError(f"--diff-env: {reason}", hint=next_step())
     words = run_words("python", "-c", _DISTRIBUTIONS, options=["--no-TTY"])
     done = ask(*words[1:], seconds=_RUN_S)
     if done.returncode != 0:

@@ -4,12 +4,14 @@ The images of servers and of NATS have no Python, so the probe is a bash script;
 """
 
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from persia.doctor import compose
+from persia.embedding.listed import listed
 from persia.runtime.errors import UnreachableError
 
 SERVICES = ("persia_nats_service", "emb_server", "middleware", "data_compose", "trainer", "serving")
@@ -20,6 +22,8 @@ _LABEL = "com.docker.compose."
 _CONNECT_S = 5
 """Seconds within which an address must respond, including the start of bash."""
 _PROBE_S = 30.0
+_SHOWN = 300
+"""The number of characters of a line of a health check that are shown."""
 _PROBE = r"""
 export LC_ALL=C
 seconds=$1
@@ -79,6 +83,8 @@ class Container:
         health: ``healthy``, ``unhealthy``, ``starting``; empty without a health check.
         addresses: Its IP addresses.
         restarts: The number of times that the engine has restarted it.
+        last_check: The exit code and the first lines of the last health check; empty if the container is healthy, or
+            has had none.
     """
 
     id: str
@@ -91,6 +97,7 @@ class Container:
     health: str
     addresses: tuple[str, ...]
     restarts: int
+    last_check: str = ""
 
     @property
     def name(self) -> str:
@@ -184,7 +191,16 @@ def _container(inspected: Mapping[str, Any]) -> Container:
         health=(state.get("Health") or {}).get("Status", ""),
         addresses=tuple(each["IPAddress"] for each in networks.values() if each.get("IPAddress")),
         restarts=int(inspected.get("RestartCount") or 0),
+        last_check=_last_check(state.get("Health") or {}),
     )
+
+
+def _last_check(health: Mapping[str, Any]) -> str:
+    if health.get("Status") == "healthy" or not (log := health.get("Log")):
+        return ""
+    said = str(log[-1].get("Output") or "").split("\n")
+    lines = [textwrap.shorten(line, _SHOWN, placeholder=" …") for line in said if line.strip()]
+    return f"exit code {log[-1].get('ExitCode')}: {listed(lines, separator='; ') if lines else 'no output'}"
 
 
 def peers(there: Sequence[Container]) -> list[Peer]:

@@ -226,7 +226,7 @@ def check_stack() -> None:
         UnreachableError: Nothing can run in containers here.
     """
     if (reason := compose.unavailable()) is not None:
-        raise UnreachableError(f"persia debug: {reason}", hint=compose.STACK_NEEDED)
+        raise UnreachableError(f"persia debug: {reason}", hint=compose.next_step())
 
 
 def _warn(context: Context) -> None:

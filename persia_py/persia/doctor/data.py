@@ -6,10 +6,10 @@ from typing import Any
 
 from persia.config import Config
 from persia.doctor.check import Check
-from persia.doctor.gpu import in_container
 from persia.runtime.errors import PersiaError
 from persia.runtime.exit_codes import ExitCode
 from persia.runtime.files import is_url
+from persia.runtime.settings import in_container
 
 _LISTED = 5
 """The number of files that a check lists."""

@@ -11,6 +11,7 @@ from typing import Literal
 
 from persia.doctor.check import Check
 from persia.runtime.exit_codes import ExitCode
+from persia.runtime.settings import in_container
 
 _SMI_S = 20.0
 """The time limit for nvidia-smi, in seconds; the first call after a boot loads the driver."""
@@ -48,11 +49,6 @@ class Facts:
     torch_devices: int = 0
     engine_cuda: bool = False
     visible: str | None = None
-
-
-def in_container() -> bool:
-    """Whether this process runs in a container."""
-    return Path("/.dockerenv").exists() or Path("/run/.containerenv").exists()
 
 
 def wanted() -> int:

@@ -251,5 +251,5 @@ def since(text: str) -> float:
         return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
     except (ValueError, OverflowError, OSError) as error:
         raise UsageError(
-            f"--since {text}: expected 30s, 10m, 2h, 1d, or a time such as 2026-11-25T16:00:00Z"
+            f"--since {text}: expected a duration such as 30s, 10m, 2h or 1d, or a time such as 2026-11-25T16:00:00Z"
         ) from error

@@ -204,6 +204,6 @@ def check_service(service: str, sources: Sequence[Source], *, in_stack: bool) ->
     if not any(is_of(each, service) for each in names):
         listed = ", ".join(sorted(names)) or "none"
         raise UsageError(
-            f"--service {service}: no process has this prefix; there are: {listed}",
+            f"--service {service}: no process name begins with this; processes: {listed}",
             hint="specify the beginning of a name, such as: persia logs --service server",
         )

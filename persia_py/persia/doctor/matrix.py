@@ -75,7 +75,7 @@ def here(size: int, *, measure: bool = False) -> Iterator[Check]:
     """
     if (given := variable("WORLD_SIZE")) not in (None, str(size)):
         raise UsageError(
-            f"--matrix {size}: found WORLD_SIZE={given}", hint=f"specify the number of all ranks: --matrix {given}"
+            f"--matrix {size} contradicts WORLD_SIZE={given}", hint=f"specify the number of all ranks: --matrix {given}"
         )
     os.environ["WORLD_SIZE"] = str(size)
     reload_env()

@@ -36,6 +36,7 @@ def states(there: Sequence[Container]) -> Check:
     wide = max((len(each.name) for each in there), default=0)
     places = {each.name: " ".join(each.addresses) or "-" for each in there}
     lines = [f"{each.name:<{wide}}  {places[each.name]:<15}  {each.state}{_restarts(each)}" for each in there]
+    lines += [f"{each.name}: {each.health}, last health check: {each.last_check}" for each in there if each.last_check]
     bad = [each for each in there if (each.status != "running" and each.exit_code) or each.health == "unhealthy"]
     if not bad:
         return Check("containers", "ok", "\n".join(lines))

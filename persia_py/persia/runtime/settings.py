@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from persia.runtime.errors import UsageError
 
@@ -250,6 +251,12 @@ class Settings:
 
 settings = Settings()
 """The settings of this process."""
+
+
+def in_container() -> bool:
+    """Whether this process runs in a container."""
+    marks = (Path("/.dockerenv"), Path("/run/.containerenv"))  # of Docker and Podman
+    return "KUBERNETES_SERVICE_HOST" in os.environ or any(mark.exists() for mark in marks)
 
 
 def reload_env() -> None:

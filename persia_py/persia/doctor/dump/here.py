@@ -18,7 +18,7 @@ from persia.doctor import disk, environment, gpu, logs, run, versions
 from persia.doctor.dump.archive import FILE, MARGIN, Archive
 from persia.doctor.dump.facts import Facts
 from persia.doctor.log_lines import Source, merged
-from persia.runtime.config_files import EMBEDDING_CONFIG, GLOBAL_CONFIG, find_config, find_persia_yml
+from persia.runtime.config_files import CONFIG, EMBEDDING_CONFIG, GLOBAL_CONFIG, find_config, find_persia_yml
 from persia.runtime.errors import CheckpointError, PersiaError
 from persia.runtime.places import Url, below
 from persia.runtime.settings import settings, variable
@@ -67,6 +67,23 @@ def collect(archive: Archive, facts: Facts, folder: Path | None) -> None:
     archive.collect("stacks.txt", _stacks)
     if folder is not None:
         archive.attempt("run", lambda: of_run(archive, facts, folder), None)
+
+
+@contextlib.contextmanager
+def without_container_paths(archive: Archive) -> Iterator[None]:
+    """Ignore the variables whose configuration files exist only in the containers, and note this in the archive."""
+    named = {CONFIG: "persia.yml", EMBEDDING_CONFIG: "embedding_config.yml", GLOBAL_CONFIG: "global_config.yml"}
+    given = {name: os.environ.get(name, "") for name in named}
+    only_there = {name: path for name, path in given.items() if path and not Path(path).is_file()}
+    for name, path in only_there.items():
+        inside = f"inside/config/{named[name]}"
+        see = f"; see {inside}" if inside in archive.entries else ""
+        archive.skip(name, f"{path} is a path in the containers, and was not read on this host{see}")
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(only_there)
 
 
 def _versions(archive: Archive, facts: Facts) -> None:

@@ -62,8 +62,8 @@ def _config(folder: Path | None) -> Config:
     path = find_persia_yml()
     if path is None:
         raise UsageError(
-            "--repro: there is no persia.yml to reproduce: neither a run nor this folder has one, and PERSIA_CONFIG is "
-            "not set",
+            f"--repro: there is no persia.yml to reproduce: none in {'' if folder is None else f'{folder} or in '}"
+            f"{Path.cwd()}, and PERSIA_CONFIG is not set",
             hint="specify the folder of a run of persia train: persia dump runs/NAME --repro; or set PERSIA_CONFIG",
         )
     return open_document(path, []).checked()

@@ -45,6 +45,8 @@ def collect(archive: Archive, facts: Facts) -> None:
     there: list[Container] = archive.attempt("stack/containers.txt", containers.containers, [])
     if there:
         lines = [f"{each.name}  {each.state}  {each.id[:12]}\n" for each in there]
+        checked = [each for each in there if each.last_check]
+        lines += [f"{each.name}  {each.health}, last health check: {each.last_check}\n" for each in checked]
         archive.add("stack/containers.txt", "".join(lines))
     facts.ends += [f"{each.name}: {each.state}" for each in there if each.status != "running"]
     project = f"label=com.docker.compose.project={settings.get('name', '')}"
