@@ -40,7 +40,7 @@ def test_a_process_waits_until_the_name_of_nats_has_an_address(tmp_path: Path) -
     with start(0.5) as process:
         output, errors = process.communicate(timeout=60)
         assert process.returncode != 0 and not output
-        assert "cannot determine the address of this host on the network of NATS at nats://late-nats:4222" in errors
+        assert "cannot determine the address from which this host reaches NATS at nats://late-nats:4222" in errors
     with start(60) as process:
         assert process.stderr is not None
         assert any("waiting for NATS" in line for line in process.stderr)

@@ -356,7 +356,7 @@ def test_variables_of_a_configuration(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found.status == "fail" and "not set: MY_HOME" in found.found and "export MY_HOME=VALUE" in found.next
     assert found.found in verb("doctor", str(path), "--only", "env", code=2)[0]
     _, errors = verb("train", str(path), "--test", "--local", code=2)
-    assert "the configuration needs variables that are not set: MY_HOME" in errors
+    assert "the configuration needs variables that are not set, or are empty: MY_HOME" in errors
     monkeypatch.setenv("MY_HOME", "/here")
     (found,) = environment.checks(load_config(path))
     assert found.status == "ok"

@@ -335,6 +335,22 @@ def test_a_script_that_ignores_its_position_is_reported(ranks: MakeRanks, replay
     assert len(replay_warnings()) == 1
 
 
+def test_a_rank_that_waits_after_a_resume_says_what_the_script_may_be_doing(ranks: MakeRanks) -> None:
+    run = ranks(1)
+    inbox = run.servers[0].inbox
+    inbox.open(3, skip=5, replicas=1)
+    sender = connect(run)
+    said = inbox._missing(0)
+    assert said.endswith(
+        "unless its script uses DataCtx.resume, it first makes the 5 batches again that this rank has received"
+    )
+    for each in range(6):
+        sender.send(batch(each))
+    wait_until("a batch", lambda: inbox.queued() == 1, 20)
+    assert inbox._missing(0) == "data-compose replica 0 is connected and has sent nothing new"
+    sender.close()
+
+
 def test_a_script_without_positions_begins_at_its_first_batch(
     ranks: MakeRanks, replay_warnings: ReplayWarnings
 ) -> None:

@@ -162,7 +162,7 @@ def test_a_transform_survives_json_and_pickle(features: Features, transform: Tra
         assert other.digest == transform.digest
         assert arrays(other(table()), other.slots) == arrays(transform(table()), transform.slots)
     changed = Features.parse(TEXT.replace("quantiles: 2", "quantiles: 3"), "persia.yml")
-    with pytest.raises(ForeignCheckpointError, match="`age` has changed.*Restore these features") as of_others:
+    with pytest.raises(ForeignCheckpointError, match="`age` has changed.*Restore the features of the") as of_others:
         changed.load(transform.to_json())
     with pytest.raises(CheckpointError, match="cannot read the transform") as damaged:
         Transform.from_json("{}")
@@ -233,7 +233,7 @@ def test_mistakes_of_the_data_are_reported_together(transform: Transform) -> Non
 def test_what_is_no_table_is_refused_by_type(features: Features, transform: Transform) -> None:
     with pytest.raises(FeatureTypeError, match="found int, allowed: a table"):
         features.fit(3)  # type: ignore[arg-type]
-    with pytest.raises(FeatureTypeError, match="record 1 is int, allowed: a dict"):
+    with pytest.raises(FeatureTypeError, match="record 1: found int, allowed: a dict"):
         transform([{}, 3], strict=False)  # type: ignore[list-item]
     with pytest.raises(FeatureTypeError, match="allowed: a table or a record batch"):
         transform(pa.array([1]))

@@ -186,8 +186,8 @@ class Inbox:
         queue = self._queues[index]
         if queue.skipped == queue.received > 1:
             return (
-                f"data-compose replica {index} is connected and skips the {queue.skipped} batches that this rank has "
-                "received before"
+                f"data-compose replica {index} is connected and has sent nothing yet; unless its script uses "
+                f"DataCtx.resume, it first makes the {queue.skipped} batches again that this rank has received"
             )
         return f"data-compose replica {index} is connected and has sent nothing new"
 

@@ -116,7 +116,7 @@ def compare(config: Config, folder: RunFolder) -> None:
     if not width or rows * width > MAX_VALUES:
         raise ConfigError(
             f"--baseline lightgbm: found {rows:,} rows with {width} usable columns; expected at least 1 column, and at "
-            f"most {MAX_VALUES:,} values, which are held in memory",
+            f"most {MAX_VALUES:,} values (rows times columns), because all values are held in memory",
             hint="leave out --baseline, or train a run on fewer rows or columns" if width else "leave out --baseline",
         )
     _logger.info("training lightgbm on %d rows of %d columns", rows, width)

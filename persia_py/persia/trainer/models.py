@@ -174,7 +174,7 @@ def _own(config: Config, place: str, inputs: Inputs) -> torch.nn.Module:
     _check_arguments(config, place, [*parameters.values()])
     model = _make(config, kind, place, {**wanted, **config.model.arguments})
     if not isinstance(model, torch.nn.Module):
-        raise _refused(config, [f"model.class: {place} returned a {type(model).__name__}, expected a torch.nn.Module"])
+        raise _refused(config, [f"model.class: {place}: expected a torch.nn.Module, found {type(model).__name__}"])
     return model
 
 
@@ -183,7 +183,7 @@ def _check_arguments(config: Config, place: str, parameters: list[inspect.Parame
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         return
     allowed = [each.name for each in parameters]
-    listed = f"the arguments are {', '.join(allowed)}" if allowed else "there are no arguments"
+    listed = f"the arguments are {', '.join(allowed)}" if allowed else "it takes no arguments"
     if wrong := [argument for argument in config.model.arguments if argument not in allowed]:
         raise _refused(config, [_placed(config, place, f"`{each}` is not an argument; {listed}") for each in wrong])
 
@@ -195,7 +195,8 @@ def _import(config: Config, place: str) -> Callable[..., torch.nn.Module]:
     folder = str(config.folder)
     sys.path.insert(0, folder)
     try:
-        found = getattr(importlib.import_module(module), name, None)
+        imported = importlib.import_module(module)
+        found = getattr(imported, name, None)
     except ModuleNotFoundError as error:
         hint = f"correct model.class, or move the module into {folder}"
         if error.name is not None and not f"{module}.".startswith(f"{error.name}."):
@@ -209,7 +210,8 @@ def _import(config: Config, place: str) -> Callable[..., torch.nn.Module]:
     finally:
         sys.path.remove(folder)
     if found is None:
-        raise ConfigError(f"model.class: {place}: module {module} has no {name}")
+        file = getattr(imported, "__file__", None) or "built in"
+        raise ConfigError(f"model.class: {place}: module {module} ({file}) has no {name}")
     kind: Callable[..., torch.nn.Module] = found
     return kind
 

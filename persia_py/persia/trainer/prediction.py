@@ -91,7 +91,7 @@ def write(
                     if column in kept.schema.names:
                         raise UsageError(
                             f"the rows already have a column {column!r}, the name of a column of scores",
-                            hint="choose the columns to keep: --keep COLUMN",
+                            hint=f"choose the columns to keep, without {column}: --keep COLUMN",
                         )
                     kept = kept.append_column(column, pa.array(found[label], pa.float32()))
                 writer = writer or pq.ParquetWriter(part, kept.schema)

@@ -299,7 +299,7 @@ def check_same(run: str, before: Config, now: Config) -> None:
     if changed:
         raise ConfigError(
             f"the configuration differs from that of the run {run}: {'; '.join(changed)}",
-            hint="use the persia.yml in the folder of the run, or start a new run: without --resume, or a job with "
+            hint="use the persia.yml in the folder of the run, or start a new run: leave out --resume, or give the job "
             "another --name",
         )
 
@@ -406,6 +406,6 @@ def _find(path: Path) -> tuple[RunFolder, Path | None]:
             return RunFolder(parent), path
     runs = sorted((each.parent for each in Path("runs").glob(f"*/{METRICS}")), key=_started)
     raise UsageError(
-        f"{path}: no run; expected the folder of a run such as runs/LATEST, or a checkpoint in it",
+        f"{path}: no run; expected the folder of a run, the file LATEST next to it, or a checkpoint in it",
         hint=f"the newest run is {runs[-1]}" if runs else "train one first: persia train persia.yml",
     )

@@ -43,7 +43,8 @@ def start_folder(config: Config, *, in_job: bool) -> Place | None:
             f"train.start_from: {folder} is a {kind}, not a checkpoint of `persia ckpt import`",
             hint=(
                 f"to start a new run with its rows: persia ckpt rows {given} --table T -o T.parquet, then: persia ckpt "
-                f"import T.parquet --table T -o DIR; to continue that run: persia train persia.yml --resume {run}"
+                "import T.parquet --table T -o DIR, and set train.start_from: DIR; to continue that run: persia train "
+                f"persia.yml --resume {run}"
             ),
         )
     return folder

@@ -147,8 +147,8 @@ class TrainerState:
         """
         if state_dict["digest"] != self.digest:
             raise CheckpointError(
-                f"the checkpoint was trained with the transform {state_dict['digest']}, but the current transform is "
-                f"{self.digest}: ids, floats or labels would differ",
+                f"the model of the checkpoint was trained with the transform {state_dict['digest']}, but the current "
+                f"transform is {self.digest}: ids, floats or labels would differ",
                 hint="restore the transform.json of the checkpoint's run, or start a new run",
             )
         best = state_dict["best"]

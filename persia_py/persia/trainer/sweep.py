@@ -139,7 +139,7 @@ def trials(file: Path, overrides: Sequence[str], options: Sequence[str]) -> list
             raise UsageError(f"--sweep: {' '.join(same.settings)} and {' '.join(trial.settings)} are the same settings")
     if Parts(found[0].config).valid is None:
         raise UsageError(
-            "--sweep: there is no validation set to compare the trials by; the test set is not used",
+            "--sweep: there is no validation set to compare the trials on; the test set is not used",
             hint="set data.valid, or a share in data.split.fractions",
         )
     return found

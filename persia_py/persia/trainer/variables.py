@@ -24,7 +24,7 @@ def set_variables(config: Config) -> Callable[[], None]:
     missing = [name for name, value in config.env.items() if value is None and not os.environ.get(name, "").strip()]
     if missing:
         raise ConfigError(
-            "env: the configuration needs variables that are not set: " + ", ".join(missing),
+            "env: the configuration needs variables that are not set, or are empty: " + ", ".join(missing),
             hint="export " + " ".join(f"{name}=VALUE" for name in missing),
         )
     before: dict[str, str | None] = {}

@@ -45,7 +45,7 @@ impl Checkpoint {
         });
         let described = |stack: Option<HashStack>| {
             stack.map_or("none".to_owned(), |stack| {
-                format!("{} rounds of {} buckets", stack.rounds, stack.buckets)
+                format!("{{hash_stack_rounds: {}, embedding_size: {}}}", stack.rounds, stack.buckets)
             })
         };
         let mut lines: Vec<String> = pairs

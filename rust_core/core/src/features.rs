@@ -252,7 +252,7 @@ fn input(data: &Bound<'_, PyAny>) -> PyResult<Input> {
     let mut rows = Vec::with_capacity(list.len());
     for (index, record) in list.iter().enumerate() {
         let Ok(record) = record.cast::<PyDict>() else {
-            let message = format!("record {index} is {}, allowed: a dict", record.get_type().name()?);
+            let message = format!("record {index}: found {}, allowed: a dict", record.get_type().name()?);
             return Err(errors::feature_type(py, message));
         };
         rows.push(row(record)?);

@@ -91,7 +91,8 @@ pub enum CudaError {
     },
     /// The library of the driver lacks a function, or a call of it failed.
     #[error(
-        "CUDA device {ordinal}: the NVIDIA driver is damaged or too old: {what}; update it, then run: nvidia-smi"
+        "CUDA device {ordinal}: the NVIDIA driver is damaged or too old: {what}; update the driver, then run: \
+         nvidia-smi"
     )]
     BrokenDriver {
         /// The requested device.
@@ -186,7 +187,10 @@ mod tests {
                 CudaError::Failed { ordinal, what, code },
                 ["a copy failed with CUDA_ERROR_UNKNOWN", "compute-sanitizer"],
             ),
-            (CudaError::BrokenDriver { ordinal, what: "no cuInit".into() }, ["no cuInit", "update it"]),
+            (
+                CudaError::BrokenDriver { ordinal, what: "no cuInit".into() },
+                ["no cuInit", "update the driver"],
+            ),
         ] {
             let text = error.to_string();
             assert!(text.contains("CUDA device 3"), "{text}");

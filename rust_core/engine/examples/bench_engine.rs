@@ -250,7 +250,7 @@ fn main() {
     let shares = zipf();
     for whole in [false, true] {
         if whole {
-            println!("whole steps, nanoseconds of processor time per id, median (best); then on the clock");
+            println!("whole steps, nanoseconds per id: processor time, median (best); then wall-clock time");
             println!(
                 "dim   L  ids      optimizer  whole step     deduplicate  look up  pool  segment sum  push"
             );

@@ -76,7 +76,7 @@ pub enum TransformError {
         what: String,
     },
     /// The transform was fitted for other features.
-    #[error("the transform was fitted for other features: {}. Restore these features in the configuration, or fit again in a new run", .differences.join("; "))]
+    #[error("the transform was fitted for other features: {}. Restore the features of the transform in the configuration, or fit again in a new run", .differences.join("; "))]
     OtherFeatures {
         /// The differences.
         differences: Vec<String>,

@@ -95,7 +95,7 @@ fn differences(file: &FeaturesConfig, stored: &FeaturesConfig) -> Vec<String> {
         }
     }
     let (here, there) = (names(file), names(stored));
-    all.extend(there.iter().filter(|name| !here.contains(name)).map(|name| format!("`{name}` is gone")));
+    all.extend(there.iter().filter(|name| !here.contains(name)).map(|name| format!("`{name}` is missing")));
     if all.is_empty() && here != there {
         all.push("the order of the features or labels has changed".into());
     }

@@ -347,7 +347,7 @@ fn reached_by(endpoint: Endpoint, host: Option<&str>) -> Endpoint {
     }
 }
 
-/// The address of this host on the network of NATS. Waits until the host name of NATS can be resolved.
+/// The address from which this host reaches NATS. Waits until the host name of NATS can be resolved.
 async fn host_towards(url: &str) -> String {
     let mut failures = 0;
     loop {

@@ -212,7 +212,7 @@ impl<'a> Reader<'a> {
         match self.u8()? {
             0 => Ok(false),
             1 => Ok(true),
-            other => self.bad(format!("found {other}, expected 0 or 1")),
+            other => self.bad(format!("found {other} as the flag of a name, expected 0 or 1")),
         }
     }
 

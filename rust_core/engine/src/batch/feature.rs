@@ -214,13 +214,13 @@ fn wide(offsets: &[u32]) -> Vec<usize> {
 fn check_offsets(name: &str, ids: usize, offsets: &[usize]) -> Result<(), Error> {
     let bad = |what: String| Err(Error::BadFeature { feature: name.into(), what });
     let (Some(first), Some(last)) = (offsets.first(), offsets.last()) else {
-        return bad("no offsets, expected one more than samples".into());
+        return bad("found no offsets, expected one more than the number of samples".into());
     };
     if *first != 0 || *last != ids {
-        return bad(format!("offsets go from {first} to {last}, expected 0 to {ids}"));
+        return bad(format!("offsets go from {first} to {last}, expected 0 to {ids}, the number of ids"));
     }
     match offsets.windows(2).position(|bounds| bounds[0] > bounds[1]) {
-        Some(sample) => bad(format!("offsets do not ascend at sample {sample}")),
+        Some(sample) => bad(format!("offsets descend at sample {sample}")),
         None => Ok(()),
     }
 }

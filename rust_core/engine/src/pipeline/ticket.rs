@@ -132,7 +132,7 @@ impl PushTicket {
             let Some(gradient) = gradient else { continue };
             let (feature, found) = (plan.feature(batch, index), gradient.as_ref().as_ref().len());
             if found != feature.samples() * dim {
-                let want = format!("{} × {dim}", feature.samples());
+                let want = format!("{} × {dim} (samples × dim)", feature.samples());
                 return bad(format!("id feature {:?} has {found} floats, expected {want}", feature.name()));
             }
         }

@@ -45,7 +45,8 @@ pub(super) fn push(
             "it was given {rows} rows and reported {rows_pushed} rows: {rows_applied} applied, {rows_missing} missing, \
              {rows_nonfinite} non-finite, {rows_duplicate} duplicate"
         );
-        return Err(failed(TablesError::Incompatible { peer: "the holder of the rows".into(), what }));
+        let peer = "the process that holds the rows".into();
+        return Err(failed(TablesError::Incompatible { peer, what }));
     }
     Ok(report)
 }

@@ -144,7 +144,7 @@ fn a_file_whose_features_changed_is_refused_by_name() {
     assert_eq!(same.load(&json).unwrap().digest(), old.digest());
     let other = features("u: {type: id, dim: 2, prefix: x}, w: {type: id, dim: 2}");
     let error = other.load(&json).unwrap_err().to_string();
-    for part in ["`u` has changed", "`w` is new", "`v` is gone"] {
+    for part in ["`u` has changed", "`w` is new", "`v` is missing"] {
         assert!(error.contains(part), "{error}");
     }
     let pair = ", c: {type: cross, features: [u, v], dim: 2}";

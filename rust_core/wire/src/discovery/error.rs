@@ -67,7 +67,7 @@ pub enum DiscoveryError {
     },
     /// The host name of NATS has no IPv4 address, or there is no route to it.
     #[error(
-        "cannot determine the address of this host on the network of NATS at {url}: {what}; correct \
+        "cannot determine the address from which this host reaches NATS at {url}: {what}; correct \
          PERSIA_NATS_URL, or set PERSIA_ADVERTISE to the address of this host"
     )]
     NoAddress {
