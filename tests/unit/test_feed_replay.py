@@ -335,7 +335,10 @@ def test_a_script_that_ignores_its_position_is_reported(ranks: MakeRanks, replay
     assert len(replay_warnings()) == 1
 
 
-def test_a_rank_that_waits_after_a_resume_says_what_the_script_may_be_doing(ranks: MakeRanks) -> None:
+def test_a_rank_that_waits_after_a_resume_says_what_the_script_may_be_doing(
+    ranks: MakeRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PERSIA_NATS_URL", "nats://not-used:4222")
     run = ranks(1)
     inbox = run.servers[0].inbox
     inbox.open(3, skip=5, replicas=1)

@@ -115,5 +115,5 @@ def test_the_command_prints_the_best_quality(tmp_path: Path, capfd: pytest.Captu
     assert "5,000 rows" in printed and "best AUC 0." in printed
     made = synth.write(tmp_path / "b.parquet", 5000, synth.Teacher((50, 1000), 1))
     assert f"on these labels the teacher has AUC {made.auc:.4f}, log loss {made.log_loss:.4f}" in printed
-    with pytest.raises(UsageError, match="--ids many: expected numbers"):
+    with pytest.raises(UsageError, match="--ids many: expected comma-separated numbers"):
         app(["data", "synth", str(path), "--ids", "many"], standalone_mode=False)
