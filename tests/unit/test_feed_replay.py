@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -114,6 +115,22 @@ def test_batches_that_differ_from_those_received_give_one_warning(
         "fixed seed and a fixed order in the script, or start a new run"
     )
     assert replay_warnings() == [text.format(rank) for rank in warned]
+
+
+def test_retries_do_not_draw_random_numbers_of_the_script(ranks: MakeRanks) -> None:
+    run = ranks(1)
+    asked: list[None] = []
+
+    def find() -> list[dict[str, Any]]:
+        asked.append(None)
+        return run.find()
+
+    sender = Sender(JOB, 0, 1, find=find, start_timeout=20)
+    before, begun = random.getstate(), len(asked)
+    run.kill()
+    wait_until("two retries", lambda: len(asked) >= begun + 2, 20)
+    sender.close()
+    assert random.getstate() == before
 
 
 def cut(relay: Relay, sender: Sender) -> None:

@@ -25,6 +25,7 @@ _SAME_BUILD = "start every process of the job from the same build, and with the 
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.1, 5.0
 """Seconds between two attempts to connect; the pause doubles from the first value to the last."""
+_jitter = random.Random()  # not the generator of the module, which the data script may have seeded
 
 
 @dataclass
@@ -147,7 +148,7 @@ class RankStream:
                     self._handle_error(error, address)
             pause = _FIRST_PAUSE_S if self.skip != before else min(_LAST_PAUSE_S, 2 * pause)
             with state.changed:
-                state.changed.wait_for(self._done, pause * random.uniform(0.5, 1))
+                state.changed.wait_for(self._done, pause * _jitter.uniform(0.5, 1))
 
     def _done(self) -> bool:
         return self.delivered or self.stopped is not None or self._state.over
