@@ -147,7 +147,9 @@ def test_an_export_is_refused_before_it_writes(saved: tuple[Path, object], tmp_p
     assert "its tables are a, b" in str(refused("ckpt", "rows", folder, "--table", "c", "-o", out))
     assert "--table is missing" in str(refused("ckpt", "rows", folder, "-o", out))
     assert "-o a.parquet" in str(refused("ckpt", "rows", folder, "--table", "a"))
-    assert "which ends in .parquet" in str(refused("ckpt", "rows", folder, "--table", "a", "-o", out.with_suffix(".csv")))
+    assert "which ends in .parquet" in str(
+        refused("ckpt", "rows", folder, "--table", "a", "-o", out.with_suffix(".csv"))
+    )
     assert isinstance(refused("ckpt", "rows", tmp_path / "none", "--table", "a", "-o", out), CheckpointError)
     absent = refused("ckpt", "rows", folder, "--table", "a", "-o", tmp_path / "none" / "a.parquet")
     assert isinstance(absent, StorageError) and "none/a.parquet" in str(absent)

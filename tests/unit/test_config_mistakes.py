@@ -290,7 +290,10 @@ def test_mistakes_of_features_are_in_the_same_error(persia_yml: Path, features: 
             "data:\n\ttrain: a\n",
             "2:1: not valid YAML: while scanning for the next token, found character that cannot start any token",
         ),
-        ("a: 1\n---\nb: 2\n", "2:1: a second document begins here; a file holds one: remove the `---`"),
+        (
+            "a: 1\n---\nb: 2\n",
+            "2:1: a second document begins here, but a file may have only one: remove the `---` or `...` before it",
+        ),
         (
             "data: !!python/object:os.system {}\n",
             "1:7: the tag `tag:yaml.org,2002:python/object:os.system` is not supported: remove it",

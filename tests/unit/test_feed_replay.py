@@ -111,8 +111,8 @@ def test_batches_that_differ_from_those_received_give_one_warning(
         assert not ended
     text = (
         "data-compose replica 0: the skipped batches (3) differ from those that rank {} has received: some "
-        "samples were trained on twice or not at all, so the run does not have exactly-once results; use a "
-        "fixed seed and a fixed order in the script, or start a new run"
+        "samples may be trained on twice or not at all; use a fixed seed and a fixed order in the script, then "
+        "start a new run, or continue this one"
     )
     assert replay_warnings() == [text.format(rank) for rank in warned]
 

@@ -173,7 +173,9 @@ def test_mistakes_of_a_profile_are_named(tmp_path: Path) -> None:
         Schedule(active=0)
     made = {"rank": 0, "world_size": 2, "seconds": 1.0, "calls": {}, "engine": {}, "staleness": 4, "steps": [1, 2]}
     (tmp_path / "rank-0.json").write_text(json.dumps(made))
-    with pytest.raises(UsageError, match="expected the files of 2 ranks, found none of rank 1: did a rank end"):
+    with pytest.raises(
+        UsageError, match="expected the files of 2 ranks, found none of rank 1: if a rank ended with an error"
+    ):
         report.read(tmp_path)
     (tmp_path / "rank-0.json").write_text(json.dumps({**made, "world_size": 1}))
     (tmp_path / "rank-1.json").write_text(json.dumps({**made, "rank": 1, "world_size": 1}))

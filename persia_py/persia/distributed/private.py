@@ -19,12 +19,12 @@ _NAMED = "PERSIA_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME, if
 
 
 def check(address: str, *, rank: int, backend: str) -> None:
-    """Check the addresses at which other ranks reach this one; with ``PERSIA_ALLOW_PUBLIC=1`` warn only.
+    """Check the addresses at which other ranks reach this one. With ``PERSIA_ALLOW_PUBLIC=1``, only log a warning.
 
     Args:
-        address: The host that this rank announces, a name or a number.
+        address: The host that this rank announces: a host name or an IP address.
         rank: This rank. The others connect to rank 0.
-        backend: What connects the ranks: ``gloo`` or ``nccl``.
+        backend: The torch backend that connects the ranks: ``gloo`` or ``nccl``.
 
     Raises:
         UsageError: An address is public; the message names the address and what selected it.
@@ -55,7 +55,7 @@ def problem(address: str, *, rank: int, backend: str) -> UsageError | None:
 
 
 def is_public(number: str) -> bool:
-    """Whether an address, a number, is reached from the Internet (IANA's special-purpose registries: ``is_global``)."""
+    """Whether an IP address is reached from the Internet (IANA's special-purpose registries: ``is_global``)."""
     try:
         address = ipaddress.ip_address(number.strip("[]").partition("%")[0])
     except ValueError:

@@ -88,8 +88,8 @@ class ReplayCheck:
         if number + 1 == self.batches and self._found != self._expected:
             _logger.warning(
                 "data-compose replica %d: the skipped batches (%d) differ from those that rank %d has received: some "
-                "samples were trained on twice or not at all, so the run does not have exactly-once results; use a "
-                "fixed seed and a fixed order in the script, or start a new run",
+                "samples may be trained on twice or not at all; use a fixed seed and a fixed order in the script, then "
+                "start a new run, or continue this one",
                 self._index,
                 self.batches,
                 self._rank,

@@ -76,7 +76,11 @@ def read(folder: Path) -> list[RankProfile]:
     missing = sorted({*range(size)} - {each.rank for each in found})
     if missing or len(found) > size:
         more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-        lacks = f"found none of rank {', '.join(map(str, missing[:_SHOWN]))}{more}: did a rank end with an error?"
+        ranks = ", ".join(map(str, missing[:_SHOWN]))
+        lacks = (
+            f"found none of rank {ranks}{more}: if a rank ended with an error, record the profile again; if it ran on "
+            "another machine, copy its rank-N.json to this folder"
+        )
         problem = lacks if missing else f"found those of {len(found)}: remove the files of an older run"
         raise UsageError(f"{place}: expected the files of {size} rank{'s' * (size > 1)}, {problem}")
     return found

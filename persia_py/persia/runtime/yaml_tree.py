@@ -260,7 +260,10 @@ class _Builder:
         elif isinstance(event, yaml.AliasEvent):
             self._repeat(event.anchor, place)
         elif isinstance(event, yaml.DocumentStartEvent) and self.root is not None:
-            raise TreeError(place, "a second document begins here; a file holds one: remove the `---`")
+            raise TreeError(
+                place,
+                "a second document begins here, but a file may have only one: remove the `---` or `...` before it",
+            )
 
     def _repeat(self, anchor: str | None, place: Place) -> None:
         node = self._anchors.get(anchor or "")

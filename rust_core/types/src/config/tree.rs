@@ -193,7 +193,9 @@ impl Builder {
             },
             Event::Alias(anchor) => self.repeat(anchor, place),
             Event::DocumentStart(_) if self.root.is_some() => {
-                Err(place.error("a second document begins here; a file holds one: remove the `---`"))
+                Err(place.error(
+                    "a second document begins here, but a file may have only one: remove the `---` or `...` before it",
+                ))
             }
             Event::DocumentStart(_)
             | Event::DocumentEnd
