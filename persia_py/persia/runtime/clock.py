@@ -1,7 +1,7 @@
 """The clock for time limits, which stops while a debugger holds a rank of the run.
 
-Every limit on the wait of one rank for another is measured by :func:`now`: a user may stay at a breakpoint
-indefinitely, and no rank ends.
+The limits on the wait of one rank for another are measured by :func:`now`, so that no rank ends while a user stays at a
+breakpoint. The exception is torch's own limit of a collective, one day, which does not stop.
 """
 
 import threading

@@ -63,7 +63,7 @@ class Polled(Generic[Answer]):
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
-        """Poll once, then start polling. A first poll that fails is retried 3 times.
+        """Poll once, then start polling. If the first poll gets no valid response, it is retried 3 times.
 
         Raises:
             UnreachableError: There is no response, or it has an unknown format.

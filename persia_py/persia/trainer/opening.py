@@ -39,7 +39,9 @@ FP16_GROWTH = 2000
 
 
 class OpenRun:
-    """A run that is open but not trained yet. A resumed run loads its transform, and never fits it again.
+    """A run that is prepared for training, unless it is a finished run that is resumed.
+
+    A resumed run loads its transform, and never fits it again.
 
     Args:
         config: The configuration.

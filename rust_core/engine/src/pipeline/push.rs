@@ -17,7 +17,8 @@ use crate::pipeline::worker::{guarded, join, spawn};
 use crate::step::backward;
 use crate::step::gradients::Backward;
 
-/// The push thread of one engine. When this is dropped, the thread pushes the queued gradients and ends.
+/// The push thread of one engine. When this is dropped, the thread pushes the queued gradients and ends. After a
+/// failure of the engine, it discards them instead.
 pub(crate) struct PushThread {
     pub(crate) scheduler: Arc<Scheduler>,
     handle: Option<JoinHandle<()>>,
