@@ -1,5 +1,6 @@
 """Data-compose of a persia.yml: the batches of the trainer, divided among ranks; a fit that processes share."""
 
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,8 +11,11 @@ import pytest
 from waiting import wait_until
 
 from persia.config import Config, load_config
+from persia.data.records import RecordReader
+from persia.data.records.files import open_files
 from persia.embedding.data import PersiaBatch
 from persia.errors import DataError, StorageError
+from persia.feed.replay import MAX_POSITION_BYTES
 from persia.trainer import data_compose, fitting
 from persia.trainer.data_compose import pieces
 from persia.trainer.fit_once import fit_once
@@ -72,7 +76,8 @@ class Sent:
 def test_every_position_gives_the_batches_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, epochs: int, data: str
 ) -> None:
-    columns = {"user": [*range(41)], "price": [float(row) for row in range(41)], "clicked": ([0, 1] * 21)[:41]}
+    numbers = [float(row) for row in range(41)]
+    columns = {"user": [*range(41)], "price": numbers, "w": numbers, "clicked": ([0, 1] * 21)[:41]}
     pa.parquet.write_table(pa.table(columns), tmp_path / "rows.parquet", row_group_size=7)
     path = tmp_path / "persia.yml"
     path.write_text(TEXT.replace("data: {", f"data: {{batch_size: 6, epochs: {epochs}, {data}, "))
@@ -89,13 +94,27 @@ def test_every_position_gives_the_batches_after_it(
     assert len(whole) == len({position for _, position in whole}) == 7 * epochs * ranks
     for after, (_, position) in enumerate(whole, 1):
         assert sent(position) == whole[after:]
-    path.write_text(path.read_text().replace("batch_size: 6", "batch_size: 5"))
+    path.write_text(f"{path.read_text()}train: {{weight: w}}\n")
+    with pytest.raises(DataError, match="other columns are read"):
+        sent(whole[0][1])
+    path.write_text(path.read_text().replace("train: {weight: w}", "").replace("batch_size: 6", "batch_size: 5"))
     with pytest.raises(DataError, match=r"batch_size: 6 then, 5 now") as other:
         sent(whole[0][1])
     assert other.value.hint == "use the files and settings of the checkpoint, or start a new run"
     for foreign in ("row 7", "7", '{"row": 7}', "{}"):
         with pytest.raises(DataError, match="were sent by a data script"):
             sent(foreign)
+
+
+def test_a_position_stays_short_however_many_columns_are_read(tmp_path: Path) -> None:
+    """A longer one than MAX_POSITION_BYTES would end the job."""
+    names = [f"a_column_with_a_long_name_{number}" for number in range(5000)]
+    assert len("".join(names)) > MAX_POSITION_BYTES
+    rows = pa.table({name: [1, 2] for name in names})
+    pa.parquet.write_table(rows, tmp_path / "wide.parquet")
+    reader = RecordReader(open_files(str(tmp_path / "wide.parquet")), 1)
+    short = data_compose._short(reader.state_dict()["of"])
+    assert len(json.dumps(short)) < 1000
 
 
 def test_one_process_fits_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ A replica reads its part of the training rows. The ranks send it the transform o
 ``data.batch_size * train.accumulate``, are divided among the ranks.
 """
 
+import hashlib
 import itertools
 import json
 from collections.abc import Iterator
@@ -78,14 +79,20 @@ def _resume(reader: RecordReader, position: str) -> int:
         return 0
     try:
         at = json.loads(position)
-        sent, state = int(at["pieces"]), at["reader"]
+        sent, state = int(at["pieces"]), {**at["reader"], "of": {"columns": "", **at["reader"]["of"]}}
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             "the batches that the ranks have received were sent by a data script; data-compose of a table cannot "
             "continue at a position of this script",
             hint="resume with this data script (PERSIA_DATALOADER_ENTRY), or start a new run",
         ) from error
-    reader.load_state_dict(state)
+    identity = reader.state_dict()["of"]
+    if state["of"]["columns"] != _short(identity)["columns"]:
+        raise DataError(
+            "the data differs from that of the checkpoint: other columns are read",
+            hint="use the files and settings of the checkpoint, or start a new run",
+        )
+    reader.load_state_dict({**state, "of": {**state["of"], "columns": identity["columns"]}})
     _logger.info("continuing in epoch %d, at the rows after those that the ranks have received", reader.epoch)
     return sent
 
@@ -103,6 +110,12 @@ def _transform_of(config: Config, ctx: DataCtx) -> Transform:
     except CheckpointError as error:
         hint = "start data-compose and the trainers from the same build"
         raise fitting.not_loaded("the transform of the trainers", error, hint) from error
+
+
+def _short(identity: dict[str, Any]) -> dict[str, Any]:
+    """Return the identity of a reader with a digest of its columns, because each batch carries it."""
+    columns = "\n".join(identity["columns"]).encode()
+    return {**identity, "columns": hashlib.sha256(columns).hexdigest()[:16]}
 
 
 @dataclass(frozen=True)
@@ -155,6 +168,7 @@ def _batches(
         except DataError as error:
             raise parts.train.with_place(error, make) from error
 
+    identity = _short(reader.state_dict()["of"])
     section = None if data.persistent else _epoch
     for read, samples, weights in in_order(_read(reader), made, data.workers, section=section):
         unusual.add(len(samples), samples.report.counts)
@@ -168,7 +182,8 @@ def _batches(
         for piece, (start, stop) in enumerate(bounds[sent:], sent + 1):
             meta = None if weights is None else weights[start:stop].tobytes()
             at, pieces_sent = (read.before, piece) if piece < ranks else (read.after, 0)
-            yield to_batch(samples.slice(start, stop), meta=meta), json.dumps({"reader": at, "pieces": pieces_sent})
+            position = json.dumps({"reader": {**at, "of": identity}, "pieces": pieces_sent})
+            yield to_batch(samples.slice(start, stop), meta=meta), position
         sent = 0
 
 
