@@ -269,7 +269,10 @@ def test_an_import_replaces_nothing_unasked(tmp_path: Path) -> None:
     assert isinstance(inside, UsageError) and "contains checkpoints, such as step-0" in str(inside)
 
 
-def test_a_run_starts_from_imported_rows(configure: Configure, tmp_path: Path) -> None:
+def test_a_run_starts_from_imported_rows(
+    configure: Configure, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="persia")
     configure(SLOTS)
     source = write(tmp_path / "v.parquet", pa.array(range(1000, 1100)), vectors(100))
     import_rows([(source, "a")], tmp_path / "run" / "step-0")
@@ -288,9 +291,10 @@ def test_a_run_starts_from_imported_rows(configure: Configure, tmp_path: Path) -
     state = torch.optim.lr_scheduler.StepLR(fresh()[1], 3)
     with make(checkpoints=Checkpoints(tmp_path / "run", every=2, state={"decay": state})) as ctx:
         assert has_rows(ctx) and ctx.step == 0
+        assert "training starts at step 1 with the rows of" in caplog.text and "resumes" not in caplog.text
         train(ctx, DataLoader(Batches(3)))
     with make(checkpoints=Checkpoints(tmp_path / "run", every=2, state={"decay": state})) as ctx:
-        assert has_rows(ctx) and ctx.step == 3
+        assert has_rows(ctx) and ctx.step == 3 and "training resumes after step 3" in caplog.text
 
 
 def test_new_rows_beside_imported_ones_are_those_of_the_script(tmp_path: Path) -> None:

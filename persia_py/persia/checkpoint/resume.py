@@ -49,7 +49,10 @@ def resume(checkpoints: Checkpoints, state: RunState) -> bool:
     if not loaded.imported:
         checkpoints.check_has_state(loaded)
     state.restore(loaded)
-    _logger.info("training resumes after step %d, from %s", loaded.step, loaded.path)
+    if loaded.imported:  # it has rows, but no model and no step
+        _logger.info("training starts at step 1 with the rows of %s", loaded.path)
+    else:
+        _logger.info("training resumes after step %d, from %s", loaded.step, loaded.path)
     return True
 
 
