@@ -75,12 +75,14 @@ test-all: | $(BIN)/python ## Run every test: also all faults, storms, the image'
 	$(RUN_TESTS) --all
 
 # One compilation for the Rust tests, the extension and the servers. Copies, because another clone may build into TARGET.
+# Each is replaced in one step, and only if it differs, because `make test` repeats this target while it builds images from the copies.
 test-build: $(INSTALLED) $(NVRTC) $(PACKAGE)
 	$(CARGO) build --manifest-path $(MANIFEST) --workspace --all-targets --all-features --locked
 	@mkdir -p $(CHECKED)/persia_core
-	@ln -sf $(CURDIR)/rust_core/core/python/persia_core/* $(CHECKED)/persia_core/
-	@cp --remove-destination $(TARGET)/debug/libpersia_core.so $(CHECKED)/persia_core/persia_core.abi3.so
-	@cp --remove-destination $(TARGET)/debug/persia-embedding-sharded-server $(TARGET)/debug/persia-embedding-sharded-middleware $(CHECKED)/
+	@ln -sf $(filter-out %.so,$(wildcard $(CURDIR)/rust_core/core/python/persia_core/*)) $(CHECKED)/persia_core/
+	@copy() { cmp -s "$$1" "$$2" || { cp "$$1" "$$2.new"; mv -f "$$2.new" "$$2"; }; }; \
+	copy $(TARGET)/debug/libpersia_core.so $(CHECKED)/persia_core/persia_core.abi3.so; \
+	for name in persia-embedding-sharded-server persia-embedding-sharded-middleware; do copy $(TARGET)/debug/$$name $(CHECKED)/$$name; done
 
 # Without a Docker engine the tests in containers are reported as skipped.
 HAS_DOCKER := docker version >/dev/null 2>&1

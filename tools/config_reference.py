@@ -51,11 +51,11 @@ is_valid, errors = persia.config.validate_config("persia.yml")
 
 * **`--set KEY=VALUE`** changes or adds a key. `KEY` is a path such as `train.dense_optimizer.lr`; `VALUE` is YAML. The
   option can be repeated. If a key is set twice, the last value is used.
-* **`persia config check`** accepts `persia.yml`, `embedding_config.yml` and `global_config.yml` together, in any
-  order, and recognizes each by its blocks. It compares the slots of the first two files. Without arguments, it checks
-  the files that a job in this folder would read. It also checks that the data of `persia.yml` has the columns that
-  are read, with suitable types. It reads no rows. A data file that does not exist causes only a warning. `--no-data`
-  omits this check.
+* **`persia config check`** accepts `persia.yml`, `embedding_config.yml` and `global_config.yml` together, in any order,
+  and recognizes each by its blocks. It compares the slots of `persia.yml` with those of `embedding_config.yml`. Without
+  arguments, it checks the files that a job in this folder would read. It also checks that the data of `persia.yml` has
+  the columns that are read, with suitable types. It reads no rows. A data file that does not exist causes only a
+  warning. `--no-data` omits this check.
 * **Slots.** A script takes its slots from `PERSIA_CONFIG=persia.yml` or from
   `PERSIA_EMBEDDING_CONFIG=embedding_config.yml`. Setting both variables is an error. If neither is set, the slots are
   those of `config/embedding_config.yml` next to the script or in the working directory. Capacity and other limits of a
