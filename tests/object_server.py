@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import pytest
 from typing_extensions import Self
@@ -25,9 +25,9 @@ SIGNED = "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request, S
 class Server:
     """An S3 server with its objects in memory."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, host: str = "127.0.0.1") -> None:
         self.log = log
-        command = [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", "0"]
+        command = [sys.executable, "-m", "moto.server", "--host", host, "--port", "0"]
         with log.open("wb") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
         self.address = wait_until("moto to listen", self._says_where, 120, evidence=log.read_text)
@@ -50,10 +50,15 @@ class Server:
 
     def keys(self, prefix: str = "") -> list[str]:
         """Return the keys of all objects below ``prefix``, without it."""
-        path = f"/{BUCKET}?list-type=2&max-keys=1000&prefix={prefix}"
-        found = re.findall(r"<Key>([^<]*)</Key>", self.request("GET", path).decode())
-        assert len(found) < 1000
-        return sorted(unquote(key).removeprefix(prefix) for key in found)
+        found, token = list[str](), ""
+        while True:
+            path = f"/{BUCKET}?list-type=2&prefix={prefix}" + (f"&continuation-token={quote(token)}" if token else "")
+            page = self.request("GET", path).decode()
+            found += re.findall(r"<Key>([^<]*)</Key>", page)
+            more = re.search(r"<NextContinuationToken>([^<]*)</NextContinuationToken>", page)
+            if more is None:
+                return sorted(unquote(key).removeprefix(prefix) for key in found)
+            token = more[1]
 
     def close(self) -> None:
         """End the program."""

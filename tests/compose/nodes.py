@@ -23,6 +23,8 @@ from compose.conftest import Result, docker
 TOOLS = ("dockerd", "ip", "iptables", "nsenter", "umount")
 STORE = ("imagedb", "distribution", "layerdb", "repositories.json")
 """What an engine has below ``image/DRIVER``."""
+GATEWAY = "10.200.0.254"
+"""The address of this host in the network of the machines."""
 
 
 def unusable() -> str | None:
@@ -73,7 +75,7 @@ class Machine:
         shell(*inside, "addr", "add", f"{self.address}/24", "dev", "e0")
         shell(*inside, "link", "set", "e0", "up")
         shell(*inside, "link", "set", "lo", "up")
-        shell(*inside, "route", "add", "default", "via", "10.200.0.254")
+        shell(*inside, "route", "add", "default", "via", GATEWAY)
         self._folder.mkdir(parents=True)
         driver = self._share_images()
         # The empty file replaces the configuration of this host, which sets another folder.
@@ -165,7 +167,7 @@ class Swarm:
         """Start the machines, and join them."""
         bridge = f"{self._tag}br"
         shell("ip", "link", "add", bridge, "type", "bridge")
-        shell("ip", "addr", "add", "10.200.0.254/24", "dev", bridge)
+        shell("ip", "addr", "add", f"{GATEWAY}/24", "dev", bridge)
         shell("ip", "link", "set", bridge, "up")
         # The engine of this host makes the kernel drop forwarded packets, including frames of a bridge.
         shell("iptables", "-I", "FORWARD", "-i", bridge, "-o", bridge, "-j", "ACCEPT")

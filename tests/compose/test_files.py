@@ -78,6 +78,16 @@ def test_all_variables_of_tls_reach_the_services(services: dict[str, Any]) -> No
         assert {f"PERSIA_TLS_{part}" for part in ("CERT", "KEY", "CA", "NAME")} <= set(services[name]["environment"])
 
 
+def test_an_object_store_is_chosen_for_all_that_read_or_write_it(services: dict[str, Any]) -> None:
+    chosen = Project("persia-files", EXAMPLE, PERSIA_CKPT_DIR="s3://bucket/a", AWS_REGION="here").config()["services"]
+    for name in ("emb_server", "data_compose", "trainer"):
+        assert services[name]["environment"]["PERSIA_CKPT_DIR"] == "/checkpoints", name
+        assert chosen[name]["environment"]["PERSIA_CKPT_DIR"] == "s3://bucket/a", name
+        assert chosen[name]["environment"]["AWS_REGION"] == "here", name
+        keys = {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL"}
+        assert keys <= set(services[name]["environment"]), name
+
+
 @pytest.mark.row("S0-14", "S0-15")
 def test_what_is_chosen_reaches_the_services() -> None:
     folders = {"CUR_DIR": "/one", "DATA_DIR": "/two", "THIRD_PARTY": "/three", "PERSIA_DIR": "/four"}

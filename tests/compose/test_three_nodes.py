@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from object_server import BUCKET, Server
 from waiting import wait_until
 
 from compose import nodes
 from compose.conftest import Stacks
-from compose.nodes import Swarm
+from compose.nodes import GATEWAY, Swarm
 from compose.test_stack import EXAMPLE, finished
 
 pytestmark = [pytest.mark.usefixtures("images"), pytest.mark.nightly, pytest.mark.slow]
@@ -23,6 +24,7 @@ SAVE_EVERY = 100
 NAME = "persia"
 FILES = ("--compose-file=docker-compose.yaml", "--compose-file=docker-compose.swarm.yaml")
 MINUTES = 600.0
+URL = f"s3://{BUCKET}/census"
 
 
 @pytest.fixture
@@ -39,10 +41,10 @@ def swarm() -> Iterator[Swarm]:
 
 
 class Job:
-    """The demo on the swarm, and its shared folder."""
+    """The demo on the swarm, and its shared folder; with a ``store``, its checkpoints are in this object store."""
 
-    def __init__(self, swarm: Swarm, folder: Path) -> None:
-        self.swarm, self.shared = swarm, folder / "shared"
+    def __init__(self, swarm: Swarm, folder: Path, store: Server | None) -> None:
+        self.swarm, self.shared, self._store = swarm, folder / "shared", store
         shutil.copytree(EXAMPLE, folder / "workspace")
         for name in ("checkpoints", "runs"):
             (self.shared / name).mkdir(parents=True)
@@ -56,6 +58,10 @@ class Job:
             "PERSIA_START_TIMEOUT": "300",
             "PERSIA_RPC_TIMEOUT": "20",
         }
+        if store is not None:
+            keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
+            port = store.address.rsplit(":", 1)[1]
+            self._variables |= keys | {"PERSIA_CKPT_DIR": URL, "AWS_ENDPOINT_URL": f"http://{GATEWAY}:{port}"}
 
     def deploy(self) -> None:
         first = self.swarm.machines[0]
@@ -66,8 +72,14 @@ class Job:
 
     def saved(self) -> int:
         """Return the step of the newest automatic checkpoint, or 0."""
-        paths = (self.shared / "checkpoints").glob("**/step-*/MANIFEST.json")
-        return max((int(path.parent.name.removeprefix("step-")) for path in paths), default=0)
+        if self._store is None:
+            folder = self.shared / "checkpoints"
+            names = [path.relative_to(folder).as_posix() for path in folder.glob("**/MANIFEST.json")]
+        else:
+            names = self._store.keys()
+        return max(
+            (int(step) for name in names for step in re.findall(r"/step-(\d+)/MANIFEST\.json$", name)), default=0
+        )
 
     def trained(self) -> int:
         """Return the last step of the newest attempt, which rank 0 records when it ends."""
@@ -92,12 +104,26 @@ class Job:
         self.swarm.machines[0]("service", "scale", "--detach", f"{NAME}_trainer={count}")
 
 
+@pytest.fixture
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server | None]:
+    if request.param == "a shared folder":
+        yield None
+        return
+    found = Server(tmp_path / "moto.log", host="0.0.0.0")  # noqa: S104 (the machines reach it through their gateway)
+    try:
+        found.empty()
+        yield found
+    finally:
+        found.close()
+
+
 @pytest.mark.timeout(3000, func_only=True)
+@pytest.mark.parametrize("store", ["a shared folder", "an object store"], indirect=True)
 def test_a_drained_machine_costs_no_step_and_a_lost_one_changes_no_result(
-    swarm: Swarm, stacks: Stacks, tmp_path: Path
+    swarm: Swarm, stacks: Stacks, store: Server | None, tmp_path: Path
 ) -> None:
     first = swarm.machines[0]
-    job = Job(swarm, tmp_path / "job")
+    job = Job(swarm, tmp_path / "job", store)
     job.deploy()
     job.wait("a checkpoint", lambda: job.saved() >= SAVE_EVERY)
     services = [f"{NAME}_{name}" for name in ("emb_server", "trainer", "data_compose")]
@@ -129,6 +155,8 @@ def test_a_drained_machine_costs_no_step_and_a_lost_one_changes_no_result(
     job.wait("the run to finish", lambda: job.summary().get("status") == "finished", 900)
     resumed = re.findall(r"training resumes after step (\d+),", swarm.logs(f"{NAME}_trainer"))
     assert max(map(int, resumed)) >= before
+    if store is not None:
+        assert not list((job.shared / "checkpoints").iterdir()), "no checkpoint is in the shared folder"
 
     alone = stacks(EXAMPLE, **RUN)
     done = alone.train()

@@ -258,6 +258,8 @@ def test_images_compile_the_engine_only_if_an_input_of_the_compilation_has_chang
     (crate / "src").mkdir(parents=True)
     shutil.copy2(ROOT / "tools" / "image_engine.sh", tmp_path / "tools")
     manifest, source = crate / "Cargo.toml", crate / "src" / "lib.rs"
+    compose = tmp_path / "docker-compose.yaml"
+    compose.write_text("  build:\n    target: server\n  user: 1\n")
     manifest.write_text("[package]\n")
     git("init")
     git("add", ".")
@@ -270,6 +272,11 @@ def test_images_compile_the_engine_only_if_an_input_of_the_compilation_has_chang
     libc = os.confstr("CS_GNU_LIBC_VERSION") or ""
     usable = tuple(map(int, libc.split()[1].split("."))) <= (2, 41)
     assert engine() == ("prebuilt" if usable else "build")
+    compose.write_text("  build:\n    target: server\n  user: 2\n")
+    assert engine() == ("prebuilt" if usable else "build"), "no image is built differently"
+    compose.write_text("  build:\n    target: runtime\n  user: 2\n")
+    assert engine() == "build"
+    git("checkout", "docker-compose.yaml")
     manifest.write_text("[package]\nname = 'wire'\n")
     assert engine() == "build"
     git("add", ".")
