@@ -346,7 +346,7 @@ def check_module(module: torch.nn.Module, state: dict[str, Any], path: Place) ->
     The prefixes of wrappers, such as ``module.`` of DistributedDataParallel, are ignored.
 
     Raises:
-        CheckpointError: Keys or shapes differ; the message lists the first differences, and their number.
+        CheckpointError: Keys or shapes differ; the message lists the first differences, and the number of the others.
     """
     own, state = module.state_dict(), fitted(module, state)
     # The module itself handles extra state that an older version did not save.

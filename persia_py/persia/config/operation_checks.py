@@ -101,7 +101,7 @@ def _is_address(text: str) -> bool:
     try:
         parts = urlsplit(text)
         has_port = parts.port is None or parts.port > 0
-    except ValueError:  # unbalanced brackets, or a port that is not a number
+    except ValueError:  # such as unbalanced brackets, or a port that is not a number
         return False
     written = text.isascii() and text.isprintable() and " " not in text
     return written and has_port and parts.scheme in ("http", "https") and bool(parts.hostname)

@@ -323,7 +323,7 @@ class Peers:
                 if time.monotonic() - reminded > REMIND_S:
                     reminded = time.monotonic()
                     where = self._positions.of(late())
-                    _logger.warning("still waiting for %s after %.0f s%s", what(), reminded - started, where)
+                    _logger.warning("still waiting, after %.0f s, for %s%s", reminded - started, what(), where)
 
     def _lost_error(self) -> RunLostError:
         assert self._lost is not None  # noqa: S101  # every caller has checked

@@ -4,7 +4,7 @@ A description is compiled once. It converts equal values to equal ids and floats
 serving, from Arrow tables and from JSON records::
 
     features = read_features("persia.yml")
-    transform = features.fit(training_table)      # pyarrow, polars, duckdb, pandas 3
+    transform = features.fit(training_table)      # pyarrow, polars, duckdb, pandas
     batch = to_batch(transform(some_rows))        # for DataLoader and TrainCtx
     served = transform('[{"user": "u1"}]', strict=False, labels=False)
 

@@ -245,7 +245,7 @@ class EmbeddingCollection(torch.nn.Module):
         if [*pooling] != [*self._pooling]:
             _logger.warning(
                 "from now on, this EmbeddingCollection returns its features in the order of the checkpoint's model, "
-                "followed by new features: %s; before, the order was: %s",
+                "with new features at the end. The order is now: %s; before, it was: %s",
                 listed(pooling, _FEATURES),
                 listed(self._pooling, _FEATURES),
             )

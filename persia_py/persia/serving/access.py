@@ -74,7 +74,7 @@ def address(text: str, option: str) -> tuple[str, int]:
     host = host.removeprefix("[").removesuffix("]")
     if settings.token_file is None and not _is_loopback(host):
         raise AuthError(
-            f"{option} {text}: refusing to listen without a token: any host of the network could connect",
+            f"{option} {text}: refusing to listen without a token: any host on the network could connect",
             hint="set PERSIA_TOKEN_FILE to a file with a secret of at least 32 bytes, or listen on 127.0.0.1",
         )
     return host, int(port)

@@ -220,7 +220,7 @@ enum Input {
 fn no_table(data: &Bound<'_, PyAny>) -> PyErr {
     let kind = data.get_type().name().map_or_else(|_| "an object".into(), |name| name.to_string());
     let message = format!(
-        "found {kind}, allowed: a table with the Arrow PyCapsule interface (pyarrow, polars, duckdb, pandas 3 or later)"
+        "found {kind}, allowed: a table with the Arrow PyCapsule interface (pyarrow, polars, duckdb, pandas 2.2 or later)"
     );
     errors::feature_type(data.py(), message)
 }

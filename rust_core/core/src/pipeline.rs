@@ -181,7 +181,7 @@ impl Waiting {
         }
         if self.logged.elapsed() > LOG_INTERVAL {
             self.logged = Instant::now();
-            let text = format!("still waiting for {what} after {:.0} s", waited.as_secs_f64());
+            let text = format!("still waiting, after {:.0} s, for {what}", waited.as_secs_f64());
             return Python::attach(|py| log_warning(py, &text));
         }
         Ok(())

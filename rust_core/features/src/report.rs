@@ -158,6 +158,14 @@ impl Tally {
         self.counts[what as usize] += 1;
     }
 
+    /// Add another tally. Its first wrong value is kept only if this tally has none.
+    pub(crate) fn add(&mut self, other: Self) {
+        for (sum, count) in self.counts.iter_mut().zip(other.counts) {
+            *sum += count;
+        }
+        self.first_wrong = self.first_wrong.take().or(other.first_wrong);
+    }
+
     /// Record a value that strict mode refuses.
     #[cold]
     pub(crate) fn wrong(&mut self, row: usize, message: impl FnOnce() -> String) {

@@ -116,8 +116,7 @@ fn all_levels_agree_on_any_bits() {
     }
 }
 
-/// Check that the share of draws that round `number` up is its distance from the lower neighbour, so that the
-/// expected value is exact.
+/// Check that the mean of the results over evenly spaced draws is `number`, up to the resolution of the draws.
 fn check_expectation<H: Half>(number: f32) {
     const DRAWS: u32 = 1 << 16;
     let exact = |bits| f64::from(wide::<H>(bits));

@@ -187,31 +187,42 @@ pub fn parse<A: CommandFactory + FromArgMatches>() -> Result<A, Exit> {
 
 /// The flags that are not given while their variables are set, as clap's messages quote them, with those variables.
 fn by_variable(command: &clap::Command) -> Vec<(String, String)> {
-    let given: Vec<String> = std::env::args().collect();
     command
         .get_arguments()
         .filter_map(|arg| {
             let (flag, name) = (format!("--{}", arg.get_long()?), arg.get_env()?);
-            let is_given = given.iter().any(|word| word.split('=').next() == Some(flag.as_str()));
             let is_set = std::env::var_os(name).is_some();
-            (is_set && !is_given).then(|| (format!("'{flag} "), format!("'{} ", name.display())))
+            (is_set && !is_given(&flag)).then(|| (format!("'{flag} "), format!("'{} ", name.display())))
         })
         .collect()
+}
+
+/// Whether this process was started with the flag.
+fn is_given(flag: &str) -> bool {
+    let mut words = std::env::args_os().filter_map(|word| word.into_string().ok());
+    words.any(|word| word.split('=').next() == Some(flag))
+}
+
+/// What sets a value, for messages: the flag if it is given, otherwise the variable.
+fn set_by<'a>(flag: &'a str, variable: &'a str) -> &'a str {
+    if is_given(flag) { flag } else { variable }
 }
 
 impl CommonArgs {
     /// Check the flags that do not depend on a file.
     ///
     /// # Errors
-    /// `Usage` with the name of the variable.
+    /// `Usage` with the name of the flag or of the variable that sets the value.
     pub fn check(&self) -> Result<(), Exit> {
         let Self { replica_index: index, replica_size: size, .. } = self;
+        let size_is = format!("{} is {size}", set_by("--replica-size", "REPLICA_SIZE"));
         if *size == 0 || *size as usize > MAX_SERVERS {
-            return Err(Exit::Usage(format!("REPLICA_SIZE is {size}; it must be from 1 to {MAX_SERVERS}")));
+            return Err(Exit::Usage(format!("{size_is}; it must be from 1 to {MAX_SERVERS}")));
         }
         if index >= size {
             return Err(Exit::Usage(format!(
-                "REPLICA_INDEX is {index}, but REPLICA_SIZE is {size}: indexes go from 0 to {}",
+                "{} is {index}, but {size_is}: indexes go from 0 to {}",
+                set_by("--replica-index", "REPLICA_INDEX"),
                 size - 1
             )));
         }

@@ -183,7 +183,7 @@ impl Process {
         let Some(listen) = self.args.metrics_listen(METRICS_PORT, enabled)? else { return Ok(None) };
         if self.secret.is_none() && !listen.is_local() {
             return Err(Exit::Auth(format!(
-                "PERSIA_METRICS_LISTEN: refusing to listen on {listen} without a token: any host of the network \
+                "PERSIA_METRICS_LISTEN: refusing to listen on {listen} without a token: any host on the network \
                  could connect; set PERSIA_TOKEN_FILE, or listen on 127.0.0.1"
             )));
         }

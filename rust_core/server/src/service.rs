@@ -3,6 +3,7 @@
 use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
 
+use bytes::Bytes;
 use futures_util::Stream;
 use persia_types::tables::{FileEntry, Run};
 use persia_types::{JobId, Mode, TablesError};
@@ -15,8 +16,9 @@ use persia_wire::proto::{self, lookup_reply, server_push};
 use persia_wire::send::row_chunks;
 use persia_wire::trace::RequestSpan;
 use persia_wire::{PROTOCOL, VERSION, convert, receive};
+use tokio::task::JoinError;
 use tonic::metadata::MetadataMap;
-use tonic::{Extensions, Request, Response, Status, Streaming};
+use tonic::{Code, Extensions, Request, Response, Status, Streaming};
 
 use crate::metrics::{self, Timer};
 use crate::middleware::deadline;
@@ -87,17 +89,17 @@ pub(crate) fn check_version(peer: &str, request: &proto::BeginRequest) -> Result
     Ok(())
 }
 
-/// Run work that computes or waits for a disk on a separate thread, so that it blocks no other request. After a
-/// panic, only this request fails.
-async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> Result<T, TablesError> + Send + 'static,
-) -> Result<T, Status> {
-    match tokio::task::spawn_blocking(work).await {
-        Ok(result) => result.map_err(|error| to_status(&error)),
-        Err(error) => {
-            Err(Status::internal(format!("the request failed: {error}; see the log of the server")))
-        }
-    }
+/// The status of a request whose task has panicked, or was cancelled because the process stops. `peer` is the name of
+/// this process. The details name it to the caller, because a caller takes an `Internal` without details for a broken
+/// connection.
+pub(crate) fn task_failed(peer: &str, error: &JoinError) -> Status {
+    let what = if error.is_panic() {
+        format!("it failed inside, which is a bug of Persia: {error}; see its log")
+    } else {
+        "it is stopping".to_owned()
+    };
+    let status = to_status(&TablesError::Unable { peer: peer.to_owned(), what });
+    Status::with_details(Code::Internal, status.message(), Bytes::copy_from_slice(status.details()))
 }
 
 fn admin(extensions: &Extensions, verb: &str) -> Result<(), Status> {
@@ -146,6 +148,18 @@ impl EmbeddingService {
         self.memory.take_at_turn(bytes, deadline, node.turn_comes(token, phase)).await
     }
 
+    /// Run work that computes or waits for a disk on a separate thread, so that it blocks no other request. After a
+    /// panic, only this request fails.
+    async fn blocking<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> Result<T, TablesError> + Send + 'static,
+    ) -> Result<T, Status> {
+        match tokio::task::spawn_blocking(work).await {
+            Ok(result) => result.map_err(|error| to_status(&error)),
+            Err(error) => Err(task_failed(&self.node.peer, &error)),
+        }
+    }
+
     fn node(&self) -> Result<Arc<Node>, Status> {
         self.node.node().map(Arc::clone).map_err(|error| to_status(&error))
     }
@@ -173,7 +187,7 @@ impl EmbeddingService {
             Mode::Eval | Mode::Infer => None,
         };
         let counts = lookup.mode == Mode::Train || node.serves();
-        let read = blocking(move || {
+        let read = self.blocking(move || {
             let mut rows = lookup.buffers();
             let mut buffers: Vec<&mut [f32]> = rows.iter_mut().map(Vec::as_mut_slice).collect();
             let report = node.lookup(turn, &lookup.request(&lookup.tables()), &mut buffers)?;
@@ -215,7 +229,7 @@ impl EmbeddingService {
         let admitted = span.part(TURN_WAIT).around(node.admit(push.token, Phase::Push)).await;
         let turn = admitted.map_err(|error| to_status(&error))?;
         let token = push.token;
-        let apply = blocking(move || node.push(turn, &push.request(&push.tables())));
+        let apply = self.blocking(move || node.push(turn, &push.request(&push.tables())));
         let report = span.part("apply").around(apply).await?;
         metrics::pushed(&report);
         tracing::debug!(%token, step = token.seq, rank = token.rank, rows = report.rows_applied, "push applied");
@@ -231,7 +245,7 @@ impl EmbeddingService {
         let run: Run = serde_json::from_str(&request.run).map_err(|error| {
             to_status(&TablesError::BadRun { what: format!("the run in the request is invalid: {error}") })
         })?;
-        blocking(move || node.begin(request.servers, &run, request.check_only)).await?;
+        self.blocking(move || node.begin(request.servers, &run, request.check_only)).await?;
         Ok(proto::BeginReply {})
     }
 
@@ -243,7 +257,7 @@ impl EmbeddingService {
         let proto::PrepareSnapshotRequest { fence: of, number } = request.into_inner();
         let fence = fence(of)?;
         let node = self.node()?;
-        blocking(move || node.prepare_snapshot(fence, number)).await?;
+        self.blocking(move || node.prepare_snapshot(fence, number)).await?;
         Ok(proto::PrepareSnapshotReply {})
     }
 
@@ -255,7 +269,7 @@ impl EmbeddingService {
         let proto::AbortSnapshotRequest { fence: of, number } = request.into_inner();
         let fence = fence(of)?;
         let node = self.node()?;
-        blocking(move || node.abort_snapshot(fence, number)).await?;
+        self.blocking(move || node.abort_snapshot(fence, number)).await?;
         Ok(proto::AbortSnapshotReply {})
     }
 
@@ -268,10 +282,13 @@ impl EmbeddingService {
         let fence = fence(request.fence)?;
         let node = self.node()?;
         if request.check_only {
-            blocking(move || node.check_storage(fence, &request.directory)).await?;
+            self.blocking(move || node.check_storage(fence, &request.directory)).await?;
             return Ok(proto::WriteSnapshotReply::default());
         }
-        Ok(blocking(move || node.write_snapshot(fence, &request.directory, request.number)).await?.into())
+        Ok(self
+            .blocking(move || node.write_snapshot(fence, &request.directory, request.number))
+            .await?
+            .into())
     }
 
     async fn serve_commit_snapshot(
@@ -283,7 +300,8 @@ impl EmbeddingService {
         let fence = fence(request.fence)?;
         let node = self.node()?;
         let files: Vec<FileEntry> = request.files.into_iter().map(FileEntry::from).collect();
-        blocking(move || node.commit_snapshot(fence, request.number, &request.directory, &files)).await?;
+        self.blocking(move || node.commit_snapshot(fence, request.number, &request.directory, &files))
+            .await?;
         Ok(proto::CommitSnapshotReply {})
     }
 
@@ -296,14 +314,14 @@ impl EmbeddingService {
         let fence = fence(request.fence)?;
         let node = self.node()?;
         let files: Vec<FileEntry> = request.files.into_iter().map(FileEntry::from).collect();
-        blocking(move || node.restore(fence, &request.directory, &files, request.check_only)).await?;
+        self.blocking(move || node.restore(fence, &request.directory, &files, request.check_only)).await?;
         Ok(proto::RestoreReply {})
     }
 
     async fn serve_stats(&self) -> Result<proto::StatsReply, Status> {
         let node = self.node()?;
         let asked = Arc::clone(&node);
-        let stats = blocking(move || asked.stats()).await?;
+        let stats = self.blocking(move || asked.stats()).await?;
         let stats = serde_json::to_string(&stats).map_err(|error| Status::internal(error.to_string()))?;
         let options = node.options();
         let answered =
@@ -315,7 +333,7 @@ impl EmbeddingService {
         admin(request.extensions(), "Clear")?;
         let fence = fence(request.into_inner().fence)?;
         let node = self.node()?;
-        blocking(move || node.clear(fence)).await?;
+        self.blocking(move || node.clear(fence)).await?;
         Ok(proto::ClearReply {})
     }
 }
@@ -398,5 +416,31 @@ impl EmbeddingServer for EmbeddingService {
         request: Request<proto::ClearRequest>,
     ) -> Result<Response<proto::ClearReply>, Status> {
         Timer::start("clear").end(self.serve_clear(request).await).map(Response::new)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use persia_wire::error::{from_status, is_transient};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_request_that_panicked_names_the_process_and_its_log() {
+        let ended: Result<(), JoinError> =
+            tokio::task::spawn_blocking(|| panic!("an index out of range")).await;
+        let status = task_failed("server 0 of 1 (here)", &ended.unwrap_err());
+        assert_eq!(status.code(), Code::Internal);
+        assert!(is_transient(&status), "as before, the caller tries again");
+        let error = from_status("middleware at host:7777", &status);
+        let text = error.to_string();
+        let start =
+            "server 0 of 1 (here) cannot serve the request: it failed inside, which is a bug of Persia: ";
+        assert!(text.starts_with(start) && text.ends_with("; see its log"), "{text}");
+        assert!(text.contains("an index out of range"), "{text}");
+        let cancelled = tokio::spawn(std::future::pending::<()>());
+        cancelled.abort();
+        let status = task_failed("server 0 of 1 (here)", &cancelled.await.unwrap_err());
+        assert!(status.message().ends_with("it is stopping"), "{status}");
     }
 }

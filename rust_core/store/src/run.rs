@@ -42,7 +42,10 @@ impl ActiveRun {
             check_settings(table)?;
         }
         if run.schema != *schema {
-            return bad(difference(schema, &run.schema));
+            return bad(format!(
+                "{}; start servers and trainers with the same slots (embedding_config.yml or persia.yml)",
+                difference(schema, &run.schema)
+            ));
         }
         check_admission(&run.admission())?;
         in_range("weight_bound", run.weight_bound, 0.0, f32::MAX)?;
@@ -229,7 +232,7 @@ fn described((schema, slot): (&Schema, &Slot)) -> [(&'static str, String); 5] {
 fn difference(held: &Schema, asked: &Schema) -> String {
     let pairs = held.tables.iter().zip(&asked.tables);
     if let Some((held, asked)) = pairs.into_iter().find(|(held, asked)| held != asked) {
-        return format!("{} is configured, but the run has {}", describe(held), describe(asked));
+        return format!("the configuration has {}, but the run has {}", describe(held), describe(asked));
     }
     let mut slots = held.slots.iter().zip(&asked.slots).enumerate();
     if let Some((at, (own, other))) = slots.find(|(_, (own, other))| own != other) {

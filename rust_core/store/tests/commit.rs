@@ -156,6 +156,22 @@ fn an_added_file_needs_a_valid_new_name_and_its_size() {
 }
 
 #[test]
+fn a_staged_file_that_is_a_link_is_refused_with_the_next_step_of_a_save() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut saver = Saver::begin(dir.path()).unwrap();
+    std::os::unix::fs::symlink("/etc/hostname", saver.staging().join("dense.pt")).unwrap();
+    let entry =
+        FileEntry { name: "dense.pt".into(), bytes: 4, blake3: blake3::hash(b"1234").to_hex().to_string() };
+    for error in [saver.add_file("dense.pt").unwrap_err(), saver.add(entry).unwrap_err()] {
+        let expected = format!(
+            "{}: is a symbolic link; save to a different folder",
+            dir.path().join("dense.pt").display()
+        );
+        assert_eq!(error.to_string(), expected);
+    }
+}
+
+#[test]
 fn a_head_that_cannot_be_read_back_is_refused_before_anything_is_published() {
     let dir = tempfile::tempdir().unwrap();
     save(dir.path(), 1).unwrap();

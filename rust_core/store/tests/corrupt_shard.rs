@@ -122,8 +122,17 @@ fn false_metadata_is_refused() {
     };
     refused("\"rows\":9", "\"rows\":8", "more than the 8 rows");
     refused("\"rows\":9}", "\"rows\":99", "damaged");
-    refused("\"dim\":4", "\"dim\":5", "whose length is not 5");
-    refused("\"state_len\":4", "\"state_len\":3", "whose length is not 3");
+    refused(
+        "\"dim\":4",
+        "\"dim\":5",
+        "has a damaged column `weights`: it has a list whose length is not 5, because the offset at index 1 is 4; use \
+         another checkpoint",
+    );
+    refused(
+        "\"state_len\":4",
+        "\"state_len\":3",
+        "has a damaged column `state`: it has a list whose length is not 3",
+    );
     refused("\"dim\":4", "\"dim\":0", "dim 0");
     refused("\"name\":\"user\"", "\"name\":\"uses\"", "does not name table \"uses\"");
     refused("\"name\":\"empty\"", "\"name\":\"\"     ", "0 bytes");
@@ -133,7 +142,7 @@ fn false_metadata_is_refused() {
         assert_eq!(rows.shard, shard);
         let said = read(dir.path(), &written(rows)).unwrap_err();
         let expected = format!("has the rows of shard {shard}, but the name of another shard");
-        assert_eq!(said, expected, "{name} as {NAME}");
+        assert!(said.starts_with(&expected), "{name} as {NAME}: {said}");
     }
 }
 

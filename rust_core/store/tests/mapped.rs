@@ -167,7 +167,10 @@ fn everything_but_look_ups_is_refused() {
     let ids = grouped(&[1, 2]);
     let tables = [TableGradients { table: 0, ids: &ids, gradients: Gradients::Rows(&[0.0; 2]) }];
     let push = PushRequest { token: token(0, 1), step: 1, lr_factor: 1.0, tables: &tables };
+    let part = [TableIds { table: 0, ids: &ids, per_sample: None }];
+    let train = LookupRequest { token: token(0, 1), step: 1, mode: Mode::Train, tables: &part };
     for refused in [
+        mapped.lookup(&train, &mut [&mut [0.0; 2]]).err(),
         mapped.push(&push).err(),
         mapped.begin(&run(&DIMS)).err(),
         mapped.clear().err(),
@@ -175,9 +178,6 @@ fn everything_but_look_ups_is_refused() {
     ] {
         assert!(refused.unwrap().to_string().contains("only be looked up"));
     }
-    let part = [TableIds { table: 0, ids: &ids, per_sample: None }];
-    let train = LookupRequest { token: token(0, 1), step: 1, mode: Mode::Train, tables: &part };
-    assert!(matches!(mapped.lookup(&train, &mut [&mut [0.0; 2]]), Err(TablesError::NoOptimizer)));
     let eval = LookupRequest { mode: Mode::Eval, ..train };
     assert!(matches!(mapped.lookup(&eval, &mut [&mut [0.0; 3]]), Err(TablesError::BadShape { .. })));
 }

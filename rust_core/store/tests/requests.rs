@@ -55,7 +55,7 @@ fn a_run_that_does_not_fit_is_refused_and_the_old_one_continues() {
     assert!(begin(run(&[2])).contains("generation 1 is not above the current generation 1"));
     assert!(
         begin(Run { generation: 2, ..run(&[3]) })
-            .contains("table table_0 of dim 2 is configured, but the run has table table_0 of dim 3")
+            .contains("the configuration has table table_0 of dim 2, but the run has table table_0 of dim 3")
     );
     let message = begin(Run { generation: 2, ..run(&[2, 2]) });
     assert!(message.contains("the number of configured tables is 1"), "{message}");

@@ -40,9 +40,9 @@ pub const MAX_STALENESS: usize = 64;
 pub const MAX_ROWS_PER_SLAB: usize = u32::MAX as usize - 1;
 /// The maximum number of pushes that admission may require before an id gets a row.
 pub const MAX_MIN_COUNT: u32 = u16::MAX as u32;
-/// A push skips a row if the magnitude of an element of its summed gradient, including weight decay, is at least 2 to
-/// this power. The squares of smaller gradients, however many are summed, cannot turn finite optimizer state into
-/// infinity: 2^102 is less than half a unit in the last place of the largest f32.
+/// A push skips a row if an element of its summed gradient, or the weight decay of an element, has a magnitude of at
+/// least 2 to this power. Their sum is therefore below 2^51 and its square below 2^102, which is less than half a unit in
+/// the last place of the largest f32. However many such squares are added, finite optimizer state stays finite.
 pub const MAX_GRADIENT_EXPONENT: i32 = 50;
 /// 2 to the power of [`MAX_GRADIENT_EXPONENT`].
 pub const MAX_GRADIENT: f32 = (1u64 << MAX_GRADIENT_EXPONENT) as f32;

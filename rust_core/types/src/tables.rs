@@ -205,7 +205,7 @@ pub struct PushReport {
     pub rows_applied: u64,
     /// The number of rows that were skipped because their id has no row and was not admitted.
     pub rows_missing: u64,
-    /// The number of rows that were skipped because an element of their gradient, including weight decay, is
+    /// The number of rows that were skipped because an element of their gradient or of their weight decay is
     /// NaN, infinite, or at least 2^50 in magnitude
     /// ([`MAX_GRADIENT_EXPONENT`](crate::limits::MAX_GRADIENT_EXPONENT)).
     pub rows_nonfinite: u64,

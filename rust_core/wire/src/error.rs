@@ -131,7 +131,7 @@ pub fn from_status(peer: &str, status: &Status) -> TablesError {
         Code::Unauthenticated | Code::PermissionDenied => TablesError::Refused { peer, what },
         Code::DeadlineExceeded => TablesError::Timeout { peer, what },
         Code::Unimplemented => {
-            TablesError::Incompatible { peer, what: format!("it does not have this method ({what})") }
+            TablesError::Incompatible { peer, what: format!("it does not have the called method: {what}") }
         }
         Code::InvalidArgument => TablesError::BadShape { what },
         // Only statistics of tens of thousands of tables (of all servers), or a peer of another build, exceed the limit.

@@ -5,12 +5,12 @@ use tonic::client::Grpc;
 use tonic::codegen::http::uri::PathAndQuery;
 use tonic::service::interceptor::InterceptedService;
 use tonic::transport::Channel;
-use tonic::{Request, Response, Status, Streaming};
+use tonic::{Code, Request, Response, Status, Streaming};
 use tonic_prost::ProstCodec;
 
 use crate::auth::Credentials;
 use crate::discovery::Service;
-use crate::error::with_causes;
+use crate::error::{describe, with_causes};
 use crate::proto;
 use crate::settings::MAX_MESSAGE_BYTES;
 
@@ -72,7 +72,8 @@ impl Rpc {
     /// The status that the peer returns, or one that says why the call failed.
     pub async fn unary<R: Unary>(&mut self, request: Request<R>) -> Result<R::Reply, Status> {
         let path = self.ready(R::METHOD).await?;
-        self.grpc.unary(request, path, ProstCodec::default()).await.map(Response::into_inner)
+        let reply = self.grpc.unary(request, path.clone(), ProstCodec::default()).await;
+        reply.map(Response::into_inner).map_err(|status| named(&path, status))
     }
 
     /// Look up rows.
@@ -84,7 +85,8 @@ impl Rpc {
         request: Request<impl Stream<Item = proto::LookupRequest> + Send + 'static>,
     ) -> Result<Streaming<proto::LookupReply>, Status> {
         let path = self.ready("Lookup").await?;
-        self.grpc.streaming(request, path, ProstCodec::default()).await.map(Response::into_inner)
+        let replies = self.grpc.streaming(request, path.clone(), ProstCodec::default()).await;
+        replies.map(Response::into_inner).map_err(|status| named(&path, status))
     }
 
     /// Push gradients.
@@ -96,7 +98,8 @@ impl Rpc {
         request: Request<impl Stream<Item = proto::PushRequest> + Send + 'static>,
     ) -> Result<proto::PushReply, Status> {
         let path = self.ready("Push").await?;
-        self.grpc.client_streaming(request, path, ProstCodec::default()).await.map(Response::into_inner)
+        let reply = self.grpc.client_streaming(request, path.clone(), ProstCodec::default()).await;
+        reply.map(Response::into_inner).map_err(|status| named(&path, status))
     }
 
     /// Wait until the channel accepts a request for `method`.
@@ -108,4 +111,12 @@ impl Rpc {
         PathAndQuery::from_maybe_shared(format!("/{}/{method}", self.service))
             .map_err(|error| unknown(&error))
     }
+}
+
+/// Add the method's name to the status of a peer that does not have the method, because such a status names none.
+fn named(path: &PathAndQuery, status: Status) -> Status {
+    if status.code() != Code::Unimplemented {
+        return status;
+    }
+    Status::unimplemented(format!("{} ({})", path.path().trim_start_matches('/'), describe(&status)))
 }

@@ -1,12 +1,11 @@
 //! Checks whether the columns have the types that the features need.
 
 use arrow_schema::{DataType, Schema};
-use persia_types::config::features::{
-    Date, DatePart, FeaturesConfig, IdColumn, Label, Rule, Target, ValueType,
-};
+use persia_types::config::features::{Date, FeaturesConfig, IdColumn, Label, Rule, Target, ValueType};
 use persia_types::config::nearest;
 
 use crate::error::Mistake;
+use crate::rules::time::needs_time;
 
 /// The maximum number of names listed in a message.
 const MAX_LISTED: usize = 20;
@@ -217,7 +216,7 @@ fn wrong_lists(found: &Class, values: Option<ValueType>, split: bool) -> Option<
 }
 
 fn wrong_date(date: &Date, found: &Class) -> Option<String> {
-    let needs_time = matches!(date.part, DatePart::Minute | DatePart::Hour | DatePart::HourOfWeek);
+    let needs_time = needs_time(date.part);
     match found {
         Class::Timestamp | Class::Text => None,
         Class::Day if needs_time => Some("timestamps: a date has no time of day".into()),

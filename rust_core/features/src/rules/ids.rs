@@ -7,7 +7,7 @@ use crate::hash::{IdHasher, hash_cross};
 use crate::input::cell::{Cell, ReadCells};
 use crate::report::{Tally, Unusual};
 use crate::rules::numbers::{Number, number};
-use crate::rules::time::{from_integer, parse, part_of};
+use crate::rules::time::{from_integer, needs_time, parse, part_of};
 use crate::samples::Ids;
 
 /// The rules for unusual values of features with ids.
@@ -283,9 +283,10 @@ impl ReadCells for ReadDates<'_> {
                 (None, Some(part)) => Some(rule.hasher.int(part)),
                 (None, None) => {
                     tally.wrong(row, || {
+                        let time = if needs_time(rule.part) { " with a time of day" } else { "" };
                         format!(
-                            "found {}, allowed: a timestamp, such as 2024-05-01T10:00:00Z, or an integer if `unit` \
-                             is set, in the years -9999 to 9999",
+                            "found {}, allowed: a timestamp{time}, such as 2024-05-01T10:00:00Z, or an integer if \
+                             `unit` is set, in the years -9999 to 9999",
                             cell.found()
                         )
                     });

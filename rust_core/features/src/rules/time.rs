@@ -51,9 +51,15 @@ pub(crate) fn zone(name: &str) -> Option<TimeZone> {
     if name == "UTC" { Some(TimeZone::UTC) } else { TimeZone::get(name).ok() }
 }
 
-/// The part of a moment in a zone; None outside the years -9999 to 9999.
+/// Whether this part needs a time of day, which a [`Moment::Day`] does not have.
+pub(crate) fn needs_time(part: DatePart) -> bool {
+    matches!(part, DatePart::Minute | DatePart::Hour | DatePart::HourOfWeek)
+}
+
+/// The part of a moment in a zone; None outside the years -9999 to 9999, and for a day if the part needs a time of day.
 pub(crate) fn part_of(moment: Moment, part: DatePart, zone: &TimeZone) -> Option<i64> {
     let local: DateTime = match moment {
+        Moment::Day(_) if needs_time(part) => return None,
         Moment::Instant(second) => {
             let instant = Timestamp::from_second(second).ok()?;
             zone.to_offset(instant).to_datetime(instant)
@@ -148,7 +154,16 @@ mod tests {
     fn what_is_beyond_the_calendar_has_no_part() {
         for second in [i64::MIN, i64::MAX, 1 << 60] {
             assert_eq!(part_of(Moment::Instant(second), DatePart::Hour, &TimeZone::UTC), None);
-            assert_eq!(part_of(Moment::Day(second), DatePart::Hour, &TimeZone::UTC), None);
+            assert_eq!(part_of(Moment::Day(second), DatePart::Weekday, &TimeZone::UTC), None);
         }
+    }
+
+    #[test]
+    fn a_day_has_no_part_that_needs_a_time() {
+        let day = parse(b"2024-12-29").unwrap(); // a Sunday
+        for part in [DatePart::Minute, DatePart::Hour, DatePart::HourOfWeek] {
+            assert_eq!(part_of(day, part, &TimeZone::UTC), None, "{part:?}");
+        }
+        assert_eq!(part_of(day, DatePart::Weekday, &TimeZone::UTC), Some(6));
     }
 }

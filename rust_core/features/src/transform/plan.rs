@@ -117,11 +117,15 @@ impl IdStep {
             Values::Bucket(rule) => source.cells(column, ReadBuckets { rule, out, tally }),
             Values::Date(rule) => source.cells(column, ReadDates { rule, out, tally }),
             Values::List(rule) => {
+                // The ids are read with their weights, but a wrong id is reported before a wrong weight.
+                let mut of_weights = Tally::default();
                 let weights = self.weights.as_ref().map(|weights| {
-                    let reader = ReadWeights { separator: rule.separator.as_deref(), tally: &mut *tally };
+                    let reader = ReadWeights { separator: rule.separator.as_deref(), tally: &mut of_weights };
                     source.lists(weights, reader)
                 });
-                source.lists(column, ReadIdLists { rule, weights: weights.as_ref(), out, tally });
+                let reader = ReadIdLists { rule, weights: weights.as_ref(), out, tally: &mut *tally };
+                source.lists(column, reader);
+                tally.add(of_weights);
             }
         }
     }

@@ -78,6 +78,20 @@ fn wrong_values_are_reported_with_their_rows() {
 }
 
 #[test]
+fn a_wrong_id_is_reported_before_a_wrong_weight() {
+    let transform = features("u: {type: bag, values: integer, weights: w, dim: 2}");
+    let transform = transform.transform(Default::default()).unwrap();
+    let said = |json| from_json(&transform, json, STRICT).unwrap_err().to_string();
+    let error = said(r#"[{"u": [1], "w": ["heavy"], "y": 0}, {"u": ["one"], "w": [2], "y": 0}]"#);
+    let expected = "u (line 1), row 1: found the string \"one\", allowed: an integer, as declared or as in the \
+                    training data (one of 2 wrong values)";
+    assert!(error.contains(expected), "{error}");
+    let error = said(r#"[{"u": [1], "w": ["heavy"], "y": 0}]"#);
+    let expected = "u (line 1), row 0: found the string \"heavy\" as a weight, allowed: a number";
+    assert!(error.contains(expected), "{error}");
+}
+
+#[test]
 fn a_type_that_changed_since_the_fit_is_refused() {
     let features = features("u: {type: id, dim: 2}");
     let transform = crate::fitted(&features, vec![("u", Arc::new(StringArray::from(vec!["7"])))]);

@@ -162,6 +162,21 @@ fn integers_are_times_only_with_a_unit() {
 }
 
 #[test]
+fn a_date_without_a_time_has_no_hour() {
+    let json = r#"[{"u": "2024-05-01"}, {"u": "2024-05-01 00:00"}]"#;
+    for part in ["minute", "hour"] {
+        let (found, counts) = of(&format!("type: date, part: {part}"), json);
+        assert_eq!(found, [vec![hash_text(NULL)], vec![0]]);
+        assert_eq!(counts, [("wrong_type", 1)]);
+    }
+    assert_eq!(of("type: date, part: day", json), (vec![vec![1]; 2], vec![]));
+    let transform = given("u: {type: date, part: hour, dim: 2}");
+    let error = from_json(&transform, json, STRICT).unwrap_err().to_string();
+    let said = "found the string \"2024-05-01\", allowed: a timestamp with a time of day, such as";
+    assert!(error.contains(said), "{error}");
+}
+
+#[test]
 fn reports_add_up_and_take_unseen_ids() {
     let transform = given("u: {type: id, values: string, dim: 2}");
     let mut sum = persia_features::Report::default();

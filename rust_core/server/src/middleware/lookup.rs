@@ -20,6 +20,7 @@ use tonic::Status;
 use super::fanout::{Fanout, SlowestServer};
 use super::pooled::{AllCsr, CollectedRows, of_samples};
 use super::{SERVER_QUEUE, ServerClient, bad_reply, late, named, until};
+use crate::service::task_failed;
 
 type Out = mpsc::Sender<Result<proto::LookupReply, Status>>;
 type ToServers = Fanout<proto::LookupRequest>;
@@ -31,6 +32,8 @@ pub(super) struct Lookup {
     pub(super) split: Arc<Split>,
     pub(super) csr: AllCsr,
     pub(super) deadline: Instant,
+    /// The name of this middleware.
+    pub(super) peer: String,
 }
 
 impl Lookup {
@@ -57,16 +60,13 @@ impl Lookup {
         let sum = async {
             let mut sum = LookupReport::default();
             while let Some(report) = calls.join_next().await {
-                let failed = |error: tokio::task::JoinError| {
-                    Status::internal(format!("the look-up failed: {error}; see the log of the middleware"))
-                };
-                sum += report.map_err(failed)??;
+                sum += report.map_err(|error| task_failed(&self.peer, &error))??;
             }
             Ok(sum)
         };
         let kept = CollectedRows::receive(&self.split, kept);
         let ((), kept, report) = tokio::try_join!(self.feed(incoming, fanout), kept, sum)?;
-        let sent = timeout_at(self.deadline, kept.send(self.split, self.csr, out)).await;
+        let sent = timeout_at(self.deadline, kept.send(self.split, self.csr, out, &self.peer)).await;
         sent.map_err(|_| {
             Status::deadline_exceeded("the caller did not read its samples before the deadline")
         })??;

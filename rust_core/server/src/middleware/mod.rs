@@ -87,7 +87,8 @@ impl MiddlewareService {
             let late =
                 |_| Status::deadline_exceeded("the look-up did not arrive completely before its deadline");
             let csr = timeout_at(deadline, csr).await.map_err(late)??;
-            Ok((lookup::Lookup { servers, head, split: Arc::new(split), csr, deadline }, incoming, memory))
+            let (split, peer) = (Arc::new(split), self.peer.clone());
+            Ok((lookup::Lookup { servers, head, split, csr, deadline, peer }, incoming, memory))
         };
         let (lookup, incoming, memory) = match started.await {
             Ok(started) => started,
@@ -138,7 +139,8 @@ impl MiddlewareService {
         let csr = receive_csr(&mut incoming, RequestKind::Push, split.parts(), chunk);
         let csr = timeout_at(deadline, csr).await.map_err(push::late_caller)??;
         tracing::debug!(token = shown(head.token), servers = servers.len(), "push forwarded");
-        let push = push::Push { servers, head, split: Arc::new(split), csr, deadline };
+        let (split, peer) = (Arc::new(split), self.peer.clone());
+        let push = push::Push { servers, head, split, csr, deadline, peer };
         let reply = push.run(incoming, span).await?;
         if push::first_failure(&reply).is_some() {
             self.servers.refresh();

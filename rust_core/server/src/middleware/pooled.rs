@@ -18,6 +18,7 @@ use tonic::Status;
 
 use super::fanout::Fanout;
 use super::{SERVER_QUEUE, bad_reply};
+use crate::service::task_failed;
 
 /// The lists of samples of each part of a request; None for parts whose rows are not pooled.
 pub(super) type AllCsr = Vec<Option<ReceivedCsr>>;
@@ -73,12 +74,13 @@ impl CollectedRows {
         Ok(Self { rows, whole })
     }
 
-    /// Pool the samples and send them to the caller.
+    /// Pool the samples and send them to the caller. `peer` is the name of this middleware.
     pub(super) async fn send(
         self,
         split: Arc<Split>,
         csr: AllCsr,
         out: &mpsc::Sender<Result<proto::LookupReply, Status>>,
+        peer: &str,
     ) -> Result<(), Status> {
         // If rows are missing, the call to their server reports the reason.
         self.whole?;
@@ -86,7 +88,7 @@ impl CollectedRows {
             return Ok(());
         }
         let (computed_chunks, mut pooled) = mpsc::channel(SERVER_QUEUE);
-        let work = computed(move || {
+        let work = computed(peer, move || {
             for (index, ((part, csr), rows)) in split.parts().iter().zip(&csr).zip(&self.rows).enumerate() {
                 let Some(csr) = csr else { continue };
                 for chunk in pooled_chunks(index as u32, part.format, rows, csr.bags()) {
@@ -109,12 +111,13 @@ impl CollectedRows {
 }
 
 /// Sum the gradients of samples for each id and send the sums to the servers. `gradients` has those of each
-/// part with samples.
+/// part with samples. `peer` is the name of this middleware.
 pub(super) async fn send_sums(
     split: &Split,
     csr: AllCsr,
     gradients: Vec<Vec<f32>>,
     fanout: Fanout<proto::PushRequest>,
+    peer: &str,
 ) -> Result<(), Status> {
     // Once every server has ended the push, no sums are needed.
     if csr.iter().all(Option::is_none) || fanout.all_closed() {
@@ -123,7 +126,7 @@ pub(super) async fn send_sums(
     // If this future is dropped, the channel closes and the computation ends, whatever the servers do.
     let (computed_chunks, mut sums) = mpsc::channel(SERVER_QUEUE);
     let parts = split.parts().to_vec();
-    let work = computed(move || {
+    let work = computed(peer, move || {
         for (index, ((part, csr), rows)) in parts.into_iter().zip(&csr).zip(&gradients).enumerate() {
             let Some(csr) = csr else { continue };
             let sum = csr.sum(rows, part.format.dim);
@@ -151,11 +154,8 @@ pub(super) async fn send_sums(
 }
 
 /// Run a computation on a thread on which it blocks no other request.
-async fn computed(work: impl FnOnce() + Send + 'static) -> Result<(), Status> {
-    let done = tokio::task::spawn_blocking(work).await;
-    done.map_err(|error| {
-        Status::internal(format!("cannot pool rows or sum gradients: {error}; see the log of the middleware"))
-    })
+async fn computed(peer: &str, work: impl FnOnce() + Send + 'static) -> Result<(), Status> {
+    tokio::task::spawn_blocking(work).await.map_err(|error| task_failed(peer, &error))
 }
 
 #[cfg(test)]

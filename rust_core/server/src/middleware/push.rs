@@ -21,6 +21,7 @@ use tonic::Status;
 use super::fanout::{Fanout, SlowestServer};
 use super::pooled::{AllCsr, of_samples, send_sums};
 use super::{ServerClient, error_of, late, shown, until};
+use crate::service::task_failed;
 
 type ToServers = Fanout<proto::PushRequest>;
 
@@ -31,6 +32,8 @@ pub(super) struct Push {
     pub(super) split: Arc<Split>,
     pub(super) csr: AllCsr,
     pub(super) deadline: Instant,
+    /// The name of this middleware.
+    pub(super) peer: String,
 }
 
 impl Push {
@@ -64,10 +67,7 @@ impl Push {
         let outcomes = async {
             let mut servers = Vec::with_capacity(calls.len());
             while let Some(done) = calls.join_next().await {
-                let failed = |error: tokio::task::JoinError| {
-                    Status::internal(format!("the push failed: {error}; see the log of the middleware"))
-                };
-                let (server, outcome) = done.map_err(failed)?;
+                let (server, outcome) = done.map_err(|error| task_failed(&self.peer, &error))?;
                 let outcome = Some(match outcome {
                     Ok(report) => server_push::Outcome::Applied(report),
                     Err(error) => {
@@ -87,7 +87,7 @@ impl Push {
         let feed = async {
             let gradients = self.feed(incoming, &fanout).await?;
             // Dropping the queues lets the calls end.
-            send_sums(&self.split, csr, gradients, fanout).await
+            send_sums(&self.split, csr, gradients, fanout, &self.peer).await
         };
         let ((), servers) = tokio::try_join!(feed, outcomes)?;
         Ok(proto::PushReply { servers })

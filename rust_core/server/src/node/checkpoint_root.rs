@@ -55,10 +55,15 @@ impl CheckpointRoot {
         }
         let source = match path.metadata() {
             Ok(found) if found.is_dir() => return Ok(path),
-            Ok(_) => io::Error::new(io::ErrorKind::NotADirectory, "it is not a folder on the server"),
+            Ok(_) => io::Error::new(
+                io::ErrorKind::NotADirectory,
+                "this path is a file on the server, not a folder; delete the file, or use another folder for \
+                 checkpoints",
+            ),
             Err(error) if error.kind() == io::ErrorKind::NotFound => io::Error::new(
                 io::ErrorKind::NotFound,
-                "no such folder on the server: PERSIA_CKPT_DIR must be a folder that trainers and servers share",
+                "this folder does not exist on the server; set PERSIA_CKPT_DIR of all trainers and servers to one \
+                 folder on shared storage or, if the folder was deleted, use another checkpoint",
             ),
             Err(error) => error,
         };
@@ -68,19 +73,19 @@ impl CheckpointRoot {
     /// Check the URL of an object store. If the root is a URL, it must be below the root; otherwise any URL is allowed
     /// that the credentials of this server permit.
     fn resolve_url(&self, url: &str) -> Result<PathBuf, TablesError> {
+        let bad = |what: String| Err(TablesError::BadShape { what });
         let path = Path::new(url);
-        let root = self.0.as_deref().filter(|root| is_url(root));
-        let is_plain = url.split('/').skip(3).all(|part| !matches!(part, "" | "." | ".."));
-        if !is_plain || root.is_some_and(|root| !path.starts_with(root)) {
-            let root = root.map_or_else(
-                || "s3://BUCKET/PREFIX".into(),
-                |root| format!("{} (PERSIA_CKPT_DIR of this server)", root.display()),
-            );
-            return Err(TablesError::BadShape {
-                what: format!(
-                    "checkpoint {url:?}: expected a URL below {root} without an empty component, . or .."
-                ),
-            });
+        if url.split('/').skip(3).any(|part| matches!(part, "" | "." | "..")) {
+            return bad(format!(
+                "checkpoint {url:?}: expected a URL such as s3://BUCKET/PREFIX, without an empty component, . or .."
+            ));
+        }
+        if let Some(root) = self.0.as_deref().filter(|root| is_url(root) && !path.starts_with(root)) {
+            return bad(format!(
+                "checkpoint {url:?}: PERSIA_CKPT_DIR of this server is {}; set the same value for trainers and servers, or \
+                 save below it",
+                root.display()
+            ));
         }
         Ok(path.to_owned())
     }
@@ -121,9 +126,17 @@ mod tests {
         }
         std::fs::write(dir.path().join("run/file"), "").unwrap();
         let error = root.resolve("run/file").unwrap_err().to_string();
-        assert!(error.ends_with("run/file: it is not a folder on the server"), "{error}");
+        assert!(
+            error.contains("run/file: this path is a file on the server, not a folder; delete the file"),
+            "{error}"
+        );
         let error = root.resolve("run/other").unwrap_err();
-        assert!(matches!(error, TablesError::Io { .. }) && error.to_string().contains("PERSIA_CKPT_DIR"));
+        assert!(matches!(error, TablesError::Io { .. }), "{error}");
+        let text = error.to_string();
+        assert!(
+            text.contains("run/other: this folder does not exist on the server; set PERSIA_CKPT_DIR"),
+            "{text}"
+        );
         assert!(CheckpointRoot::new(None).resolve("run").is_err());
     }
 

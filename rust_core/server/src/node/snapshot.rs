@@ -111,7 +111,7 @@ impl Node {
                 self.release(number)?;
             }
         }
-        let snapshot = snapshot?;
+        let snapshot = snapshot.map_err(|error| self.on_this_host(error))?;
         tracing::info!(directory, files = snapshot.files.len(), "snapshot written");
         Ok(snapshot)
     }
@@ -130,7 +130,7 @@ impl Node {
     ) -> Result<(), TablesError> {
         let _alone = self.admin.lock();
         self.check_fence(fence)?;
-        self.options.checkpoints.resolve(directory)?;
+        self.options.checkpoints.resolve(directory).map_err(|error| self.on_this_host(error))?;
         let Some(log) = &self.log else { return Ok(()) };
         let run = self.begun.read().clone().ok_or(TablesError::NotBegun)?;
         let rows = Rows { directory: directory.into(), files: files.to_vec() };
@@ -152,9 +152,9 @@ impl Node {
         let _writing = self.writing.lock();
         let _alone = self.admin.lock();
         self.check_fence(fence)?;
-        let dir = self.options.checkpoints.resolve(directory)?;
+        let dir = self.options.checkpoints.resolve(directory).map_err(|error| self.on_this_host(error))?;
         if check_only {
-            return self.store.check_restore(&dir, files);
+            return self.store.check_restore(&dir, files).map_err(|error| self.on_this_host(error));
         }
         let rows = Rows { directory: directory.into(), files: files.to_vec() };
         self.replace(Some(rows), || self.store.restore(&dir, files))?;
@@ -183,11 +183,13 @@ impl Node {
     ) -> Result<(), TablesError> {
         let run = self.begun.read().clone().ok_or(TablesError::NotBegun)?;
         *self.oldest.lock() = run.generation;
-        let Some(log) = &self.log else { return change() };
-        let restarted = log.restart(|| {
-            change()?;
-            Ok((run, rows, self.position()))
-        });
-        restarted.map_err(|error| self.on_this_host(error))
+        let replaced = match &self.log {
+            None => change(),
+            Some(log) => log.restart(|| {
+                change()?;
+                Ok((run, rows, self.position()))
+            }),
+        };
+        replaced.map_err(|error| self.on_this_host(error))
     }
 }

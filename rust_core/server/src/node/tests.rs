@@ -99,6 +99,29 @@ fn a_directory_that_this_server_cannot_write_is_reported() {
 }
 
 #[test]
+fn a_folder_that_this_server_cannot_use_is_named_with_the_server() {
+    let dir = tempfile::tempdir().unwrap();
+    let node = node_with(dir.path(), Some(dir.path().to_owned()));
+    node.begin(1, &run(&node, 1), false).unwrap();
+    train(&node, 1, 1);
+    let named = |path: &str| format!("server 0 of 1 (here): {}", dir.path().join(path).display());
+    for error in [
+        node.write_snapshot(fence(1), "absent", None).unwrap_err(),
+        node.commit_snapshot(fence(1), 1, "absent", &[]).unwrap_err(),
+        node.restore(fence(1), "absent", &[], true).unwrap_err(),
+        node.restore(fence(1), "absent", &[], false).unwrap_err(),
+    ] {
+        assert!(matches!(error, TablesError::Io { .. }), "{error}");
+        assert!(error.to_string().starts_with(&named("absent: this folder does not exist")), "{error}");
+    }
+    // A file of the snapshot exists already.
+    saved(&node, 1, dir.path());
+    let error = node.write_snapshot(fence(1), "save", None).unwrap_err();
+    assert!(matches!(error, TablesError::Io { .. }), "{error}");
+    assert!(error.to_string().starts_with(&named("save/shard-")), "{error}");
+}
+
+#[test]
 fn a_snapshot_that_has_to_wait_says_for_what() {
     let dir = tempfile::tempdir().unwrap();
     let node = node(dir.path());

@@ -149,6 +149,16 @@ pub(super) fn read(
     let describe = |error: io::Error| format!("{}: {error}", path.display());
     let file = File::open(path).map_err(describe)?;
     let length = file.metadata().map_err(describe)?.len();
+    // `follows` handles a later segment without a header. The header of the first segment is durable before the base
+    // that names it, unless the power failed shortly after a checkpoint. A replay could therefore lack durable records.
+    if length < MAGIC.len() as u64 {
+        return Err(format!(
+            "{}: the segment has {length} bytes, but its header has {}: it was truncated, or its content was lost in a \
+             power cut",
+            path.display(),
+            MAGIC.len()
+        ));
+    }
     let mut input = BufReader::with_capacity(1 << 20, file);
     let mut magic = [0; MAGIC.len()];
     input.read_exact(&mut magic).map_err(describe)?;

@@ -169,6 +169,22 @@ fn segments_after_a_gap_that_nothing_durable_needs_are_removed() {
 }
 
 #[test]
+fn a_first_segment_without_a_whole_header_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let wal = started(dir.path());
+    append(&wal, 1).unwrap();
+    drop(wal);
+    let path = dir.path().join("1");
+    for length in [3, 0] {
+        fs::File::options().write(true).open(&path).unwrap().set_len(length).unwrap();
+        let why = replay(&open(dir.path()), FIRST_SEGMENT).unwrap_err();
+        let expected = format!("{}: the segment has {length} bytes, but its header has 16", path.display());
+        assert!(why.starts_with(&expected), "{why}");
+        assert_eq!(names(dir.path()), ["1", "base"], "nothing of a damaged log is removed");
+    }
+}
+
+#[test]
 fn a_missing_segment_that_was_durable_is_damage() {
     let dir = tempfile::tempdir().unwrap();
     let wal = started(dir.path());

@@ -217,8 +217,19 @@ fn what_cannot_work_says_so_in_one_line() {
     fs::create_dir(&damaged).unwrap();
     fs::write(PathBuf::from(&damaged).join("generation"), "?").unwrap();
     let both = "PERSIA_EMBEDDING_CONFIG or --embedding-config is";
-    let cases: [(&str, &[&str], i32, &str); 15] = [
-        (SERVER, &["--replica-index", "2", "--replica-size", "2"], 2, "indexes go from 0 to 1"),
+    let cases: [(&str, &[&str], i32, &str); 16] = [
+        (
+            SERVER,
+            &["--replica-index", "2", "--replica-size", "2"],
+            2,
+            "--replica-index is 2, but --replica-size is 2: indexes go from 0 to 1",
+        ),
+        (
+            SERVER,
+            &["--replica-index", "1"],
+            2,
+            "--replica-index is 1, but REPLICA_SIZE is 1: indexes go from 0 to 0",
+        ),
         (SERVER, &["--replica-index", "{{.Task.Slot}}"], 2, "{{.Task.Slot}}"),
         (SERVER, &["--no-such-flag"], 2, "--no-such-flag"),
         (SERVER, &["--job", "a b"], 2, "a b"),
@@ -251,6 +262,10 @@ fn what_cannot_work_says_so_in_one_line() {
     let refused = command.args(["--listen", "127.0.0.1:0"]).env("PERSIA_RPC_TIMEOUT", "0").output().unwrap();
     let line = String::from_utf8(refused.stderr).unwrap();
     assert!(line.contains("'PERSIA_RPC_TIMEOUT <SECONDS>'") && !line.contains("--rpc-timeout"), "{line}");
+    let mut command = Command::new(SERVER);
+    let refused = command.args(["--listen", "127.0.0.1:0"]).env("REPLICA_SIZE", "0").output().unwrap();
+    let line = String::from_utf8(refused.stderr).unwrap();
+    assert!(line.starts_with("error: REPLICA_SIZE is 0; it must be from 1 to "), "{line}");
     let (code, line) =
         Process::start(SERVER, &["--metrics-listen", "off", "--listen", "127.0.0.1:0"]).fails();
     assert!(code == 2 && line.contains("PERSIA_EMBEDDING_CONFIG"), "{line}");

@@ -125,7 +125,7 @@ impl From<CheckpointError> for TablesError {
     fn from(error: CheckpointError) -> Self {
         use CheckpointError as E;
         match error {
-            E::Corrupt { path, what, .. } => Self::Corrupt { path, what },
+            E::Corrupt { path, what, next } => Self::Corrupt { path, what: format!("{what}; {next}") },
             E::Missing { path, found } => {
                 Self::Corrupt { path, what: format!("no checkpoint here: {found}") }
             }
@@ -161,7 +161,14 @@ mod tests {
                 CheckpointError::bad_save(&path(), "it was added before"),
                 "cannot save /runs/step-7/dense.pt: it was",
             ),
-            (CheckpointError::corrupt(&path(), "is not a regular file"), "dense.pt: is not a regular file"),
+            (
+                CheckpointError::corrupt(&path(), "is not a regular file"),
+                "dense.pt: is not a regular file; use another checkpoint, or a replica of this one",
+            ),
+            (
+                CheckpointError::corrupt(&path(), "has changed").with_next("save to a different folder"),
+                "dense.pt: has changed; save to a different folder",
+            ),
         ];
         for (error, expected) in errors {
             let own = error.to_string();

@@ -14,6 +14,9 @@ use super::manifest::{FORMAT, Head, Manifest};
 use super::names::{self, MANIFEST, MARKER};
 use super::recover;
 
+/// The next step for a save that found a damaged file in its directory.
+const SAVE_ELSEWHERE: &str = "save to a different folder";
+
 /// A save into a directory. If it is dropped before [`Saver::commit`], it removes its files.
 pub struct Saver {
     dir: PathBuf,
@@ -46,11 +49,9 @@ impl Saver {
         disk::create_dirs(dir)?;
         let lock = disk::lock(dir)?;
         let (manifest, highest) =
-            recover::recover_locked(dir).map_err(|error| error.with_next("save to a different folder"))?;
+            recover::recover_locked(dir).map_err(|error| error.with_next(SAVE_ELSEWHERE))?;
         let revision = highest.checked_add(1).ok_or_else(|| {
-            let what = format!(
-                "its last save has the highest possible number, {highest}; save to a different folder"
-            );
+            let what = format!("its last save has the highest possible number, {highest}; {SAVE_ELSEWHERE}");
             CheckpointError::bad_save(dir, what)
         })?;
         let previous = manifest.into_iter().flat_map(|old| old.files).map(|entry| entry.name).collect();
@@ -97,7 +98,9 @@ impl Saver {
         if !content::is_hash(&entry.blake3) {
             return Err(CheckpointError::bad_save(&path, format!("{:?} is not a BLAKE3 hash", entry.blake3)));
         }
-        let bytes = disk::Input::open(&path)?.len()?;
+        let bytes = disk::Input::open(&path)
+            .and_then(|input| input.len())
+            .map_err(|error| error.with_next(SAVE_ELSEWHERE))?;
         if bytes != entry.bytes {
             let what = format!("it has {bytes} bytes, but its writer reported {}", entry.bytes);
             return Err(CheckpointError::bad_save(&path, what));
@@ -113,7 +116,7 @@ impl Saver {
     /// Those of [`Self::add`].
     pub fn add_file(&mut self, name: &str) -> Result<()> {
         self.check_name(name)?;
-        let entry = content::adopt(&self.staging, name)?;
+        let entry = content::adopt(&self.staging, name).map_err(|error| error.with_next(SAVE_ELSEWHERE))?;
         crash_point!("ckpt.mid_dense");
         self.files.push(entry);
         Ok(())

@@ -43,7 +43,11 @@ impl MappedTables {
 }
 
 fn read_only<T>() -> Result<T, TablesError> {
-    malformed("the rows of a bundle can only be looked up".into())
+    malformed(
+        "the rows of a bundle can only be looked up, for evaluation or inference; to train, load the checkpoint from \
+         which the bundle was exported"
+            .into(),
+    )
 }
 
 impl Tables for MappedTables {
@@ -57,7 +61,7 @@ impl Tables for MappedTables {
         rows: &mut [&mut [f32]],
     ) -> Result<LookupReport, TablesError> {
         if request.mode == Mode::Train {
-            return Err(TablesError::NoOptimizer);
+            return read_only();
         }
         if rows.len() != request.tables.len() {
             return malformed(format!(

@@ -91,7 +91,7 @@ pub enum AuthError {
     },
     /// There is no secret, but other hosts can reach the address.
     #[error(
-        "refusing to listen on {endpoint} without a token: any host of the network could connect; \
+        "refusing to listen on {endpoint} without a token: any host on the network could connect; \
          set PERSIA_TOKEN_FILE, or listen on 127.0.0.1 or unix:/path"
     )]
     Unprotected {

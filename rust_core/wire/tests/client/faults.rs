@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use persia_types::TablesError;
 use persia_wire::auth::Secret;
 use persia_wire::client::{ClientOptions, Targets, WireTables};
+use persia_wire::discovery::Service;
 
 use crate::mock::{Fault, GENERATION, JOB, ids, lookup, push, start, start_with};
 
@@ -36,6 +37,26 @@ fn a_malformed_reply_is_not_retried() {
     assert!(error.to_string().contains("its reply is invalid: part 0: rows"), "{error}");
     assert!(error.to_string().contains("arrived before"), "{error}");
     assert_eq!(running.calls(), ["lookup"]);
+}
+
+#[test]
+fn a_method_that_the_peer_does_not_have_is_named() {
+    let running = start(&[]);
+    // The address of a middleware is given as that of a server.
+    let options = ClientOptions { service: Service::Server, ..running.options() };
+    let client = WireTables::connect(options).unwrap();
+    let asked = [
+        (lookup(&client, &ids(10)).map(drop), "Lookup"),
+        (push(&client, &ids(10)).map(drop), "Stats"), // the number of servers is asked first
+    ];
+    for (result, method) in asked {
+        let error = result.unwrap_err();
+        assert!(matches!(error, TablesError::Incompatible { .. }), "{error}");
+        let text = error.to_string();
+        let expected = format!(" does not have the called method: persia.v1.EmbeddingServer/{method} (");
+        assert!(text.contains(&expected), "{text}");
+    }
+    assert_eq!(running.calls(), [""; 0]);
 }
 
 #[test]

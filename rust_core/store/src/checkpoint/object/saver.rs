@@ -19,6 +19,9 @@ use crate::checkpoint::names::{self, MANIFEST};
 /// checkpoint in a folder can be saved over many times.
 const RANDOM_BITS: u32 = 52;
 
+/// The next step for a save that found a damaged manifest at its URL.
+const SAVE_ELSEWHERE: &str = "save to a different URL";
+
 /// A save below a URL. If it is dropped before [`ObjectSaver::commit`], it deletes its files.
 pub struct ObjectSaver {
     dir: Place,
@@ -44,11 +47,12 @@ impl ObjectSaver {
         let place = place(dir)?.ok_or_else(wrong)?;
         // Training waits for this request. A save that fails here is retried later.
         let hurried = Place::find(dir, Patience::Probe)?.ok_or_else(wrong)?;
-        let previous = match hurried.get(MANIFEST, manifest::MAX_BYTES)? {
+        let found = hurried.get(MANIFEST, manifest::MAX_BYTES).map_err(CheckpointError::from);
+        let previous = match found.map_err(|error| error.with_next(SAVE_ELSEWHERE))? {
             None => None,
             Some(found) => {
                 let manifest = manifest::parse(&place.url_of(MANIFEST), &found.content)
-                    .map_err(|error| error.with_next("save to a different URL"))?;
+                    .map_err(|error| error.with_next(SAVE_ELSEWHERE))?;
                 Some((manifest, found.version))
             }
         };

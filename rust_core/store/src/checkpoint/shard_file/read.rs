@@ -23,6 +23,13 @@ use crate::checkpoint::{content, names};
 const MAGIC: &[u8; 6] = b"ARROW1";
 /// The size of the continuation marker and the length that precede a message.
 const MESSAGE_PREFIX: usize = 8;
+/// The sections of a file, for messages.
+const FOOTER: &str = "footer";
+const DICTIONARY: &str = "dictionary";
+const ID: &str = "column `id`";
+const LAST_USED: &str = "column `last_used`";
+const WEIGHTS: &str = "column `weights`";
+const STATE: &str = "column `state`";
 /// The size of a row without its floats: dictionary key, id, last_used and two list offsets.
 const ROW_OVERHEAD: usize = 2 + 8 + 8 + 4 + 4;
 
@@ -207,12 +214,12 @@ fn check_dictionary(
         .header_as_dictionary_batch()
         .and_then(|batch| batch.data())
         .ok_or("has no dictionary at the position in its footer")?;
-    let buffers = buffers(data, body)?;
+    let buffers = buffers(data, body, DICTIONARY)?;
     let [_, offsets, text] = buffers[..] else { return Err("has a dictionary of a different type".into()) };
-    let mut offsets = numbers(offsets, heads.len() + 1, i32::from_le_bytes)?;
+    let mut offsets = numbers(offsets, heads.len() + 1, DICTIONARY, i32::from_le_bytes)?;
     let mut start = offsets.next().unwrap_or_default();
     for (head, end) in heads.iter().zip(offsets) {
-        let name = slice(text, start.into(), i64::from(end) - i64::from(start))?;
+        let name = slice(text, start.into(), i64::from(end) - i64::from(start), DICTIONARY)?;
         if name != head.name.as_bytes() {
             return Err(format!("has a dictionary that does not name table {:?}", head.name));
         }
@@ -239,7 +246,7 @@ impl<'a> Columns<'a> {
             .header_as_record_batch()
             .ok_or("has no record batch at the position in its footer")?;
         let rows = usize::try_from(batch.length()).map_err(|_| "has a record batch of negative length")?;
-        let buffers = buffers(batch, body)?;
+        let buffers = buffers(batch, body, "record batch")?;
         // The buffers are in the order of `fields`. The first buffer of each column, and of the values of each list,
         // is the null bitmap.
         let [_, keys, _, ids, _, last_used, _, w_offsets, _, weights, _, s_offsets, _, state] = buffers[..]
@@ -251,7 +258,7 @@ impl<'a> Columns<'a> {
 
     /// The index of the table to which all rows belong.
     fn table(&self) -> std::result::Result<usize, String> {
-        let mut keys = numbers(self.keys, self.rows, i16::from_le_bytes)?;
+        let mut keys = numbers(self.keys, self.rows, "column `table`", i16::from_le_bytes)?;
         let first = keys.next().ok_or("has an empty record batch")?;
         if keys.any(|key| key != first) {
             return Err("has a record batch with rows of two tables".into());
@@ -260,16 +267,16 @@ impl<'a> Columns<'a> {
     }
 
     fn append_rows(&self, table: &mut TableRows) -> std::result::Result<(), String> {
-        table.ids.extend(numbers(self.ids, self.rows, u64::from_le_bytes)?);
-        table.last_used.extend(numbers(self.last_used, self.rows, u64::from_le_bytes)?);
-        table.weights.extend(list(self.weights, self.rows, table.dim)?);
-        table.state.extend(list(self.state, self.rows, table.state_len)?);
+        table.ids.extend(numbers(self.ids, self.rows, ID, u64::from_le_bytes)?);
+        table.last_used.extend(numbers(self.last_used, self.rows, LAST_USED, u64::from_le_bytes)?);
+        table.weights.extend(list(self.weights, self.rows, table.dim, WEIGHTS)?);
+        table.state.extend(list(self.state, self.rows, table.state_len, STATE)?);
         Ok(())
     }
 
     fn append_counts(&self, table: &mut TableRows) -> std::result::Result<(), String> {
-        let ids = numbers(self.ids, self.rows, u64::from_le_bytes)?;
-        let counts = numbers(self.last_used, self.rows, u64::from_le_bytes)?;
+        let ids = numbers(self.ids, self.rows, ID, u64::from_le_bytes)?;
+        let counts = numbers(self.last_used, self.rows, LAST_USED, u64::from_le_bytes)?;
         for (id, count) in ids.zip(counts) {
             let count = u32::try_from(count)
                 .ok()
@@ -277,7 +284,7 @@ impl<'a> Columns<'a> {
                 .ok_or(format!("has admission count {count} of id {id}, but the limit is {MAX_MIN_COUNT}"))?;
             table.admission_counts.push((id, count));
         }
-        list(self.weights, self.rows, 0).and(list(self.state, self.rows, 0)).map(drop)
+        list(self.weights, self.rows, 0, WEIGHTS).and(list(self.state, self.rows, 0, STATE)).map(drop)
     }
 }
 
@@ -285,38 +292,52 @@ impl<'a> Columns<'a> {
 fn message<'a>(file: &'a [u8], block: &Block) -> std::result::Result<(&'a [u8], &'a [u8]), String> {
     let head = i64::from(block.metaDataLength());
     let body = block.offset().checked_add(head).ok_or("has a block beyond its end")?;
-    let head = slice(file, block.offset(), head)?;
+    let head = slice(file, block.offset(), head, FOOTER)?;
     let message = head.get(MESSAGE_PREFIX..).ok_or("has a block without a message")?;
-    Ok((message, slice(file, body, block.bodyLength())?))
+    Ok((message, slice(file, body, block.bodyLength(), FOOTER)?))
 }
 
-fn buffers<'a>(batch: RecordBatch<'_>, body: &'a [u8]) -> std::result::Result<Vec<&'a [u8]>, String> {
+fn buffers<'a>(
+    batch: RecordBatch<'_>,
+    body: &'a [u8],
+    section: &'static str,
+) -> std::result::Result<Vec<&'a [u8]>, String> {
     if batch.compression().is_some() {
         return Err("is compressed, but shard files are not".into());
     }
     let buffers = batch.buffers().ok_or("has a record batch without buffers")?;
-    buffers.iter().map(|buffer| slice(body, buffer.offset(), buffer.length())).collect()
+    buffers.iter().map(|buffer| slice(body, buffer.offset(), buffer.length(), section)).collect()
 }
 
-fn slice(bytes: &[u8], start: i64, length: i64) -> std::result::Result<&[u8], String> {
+/// The bytes to which `section` refers.
+fn slice<'a>(
+    bytes: &'a [u8],
+    start: i64,
+    length: i64,
+    section: &'static str,
+) -> std::result::Result<&'a [u8], String> {
     let range = || {
         let start = usize::try_from(start).ok()?;
         Some(start..start.checked_add(usize::try_from(length).ok()?)?)
     };
-    range()
-        .and_then(|range| bytes.get(range))
-        .ok_or_else(|| format!("claims {length} bytes from byte {start}, but has only {} bytes", bytes.len()))
+    range().and_then(|range| bytes.get(range)).ok_or_else(|| {
+        format!(
+            "has a damaged {section}: it refers to {length} bytes from byte {start}, but only {} bytes exist",
+            bytes.len()
+        )
+    })
 }
 
 fn numbers<const N: usize, T>(
     bytes: &[u8],
     count: usize,
+    section: &'static str,
     number: impl Fn([u8; N]) -> T,
 ) -> std::result::Result<impl ExactSizeIterator<Item = T>, String> {
     let numbers = bytes.as_chunks::<N>().0;
     let numbers = numbers
         .get(..count)
-        .ok_or_else(|| format!("claims {count} numbers, but has only {}", numbers.len()))?;
+        .ok_or_else(|| format!("has a damaged {section}: it has {} of {count} numbers", numbers.len()))?;
     Ok(numbers.iter().map(move |bytes| number(*bytes)))
 }
 
@@ -325,14 +346,16 @@ fn list<'a>(
     (offsets, values): (&'a [u8], &'a [u8]),
     rows: usize,
     length: usize,
+    section: &'static str,
 ) -> std::result::Result<impl ExactSizeIterator<Item = f32> + 'a, String> {
-    let mut offsets = numbers(offsets, rows + 1, i32::from_le_bytes)?.enumerate();
+    let mut offsets = numbers(offsets, rows + 1, section, i32::from_le_bytes)?.enumerate();
     if let Some((row, offset)) =
         offsets.find(|(row, offset)| row.checked_mul(length) != usize::try_from(*offset).ok())
     {
         return Err(format!(
-            "has a list whose length is not {length}: the offset at index {row} is {offset}"
+            "has a damaged {section}: it has a list whose length is not {length}, because the offset at index {row} is \
+             {offset}"
         ));
     }
-    numbers(values, rows * length, f32::from_le_bytes)
+    numbers(values, rows * length, section, f32::from_le_bytes)
 }
