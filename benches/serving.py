@@ -161,6 +161,9 @@ def served(system: str, folder: Path, pinned: bool) -> Iterator[tuple[int, int]]
                     text = (folder / f"{system}.log").read_text()[-2000:]
                     raise RuntimeError(f"{system} ended with {process.returncode} at its start: {text}") from None
                 time.sleep(0.1)
+        else:
+            text = (folder / f"{system}.log").read_text()[-2000:]
+            raise RuntimeError(f"{system} did not listen on port {port} within 120 s: {text}")
         yield port, process.pid
     finally:
         os.killpg(process.pid, 15)

@@ -332,7 +332,9 @@ def test_a_collection_returns_vectors_in_the_order_of_its_checkpoint(
     other = tables("ba")
     assert [*rows(other)] == ["b", "a"]
     other.load(tmp_path / "ab")
-    assert any("with new features at the end. The order is now: a, b; before" in record.message for record in caplog.records)
+    assert any(
+        "with new features at the end. The order is now: a, b; before" in record.message for record in caplog.records
+    )
     assert [*rows(other)] == ["a", "b"] and same([*rows(other).values()], [*expected.values()])
     other(arrays(9)[0])["a"].sum().backward()
     other.save(tmp_path / "again")

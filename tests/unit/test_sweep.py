@@ -153,7 +153,9 @@ def test_mistakes_are_found_before_the_first_trial(tmp_path: Path, verb: Verb, m
     _, errors = verb("train", path, "--sweep", "train.dense_optimizer.lr=0.1,1e-1", code=2)
     assert "are the same settings" in errors
     _, errors = verb("train", path, "--set", "data.split.fractions=[1, 0, 0]", "--sweep", LR, code=2)
-    assert "there is no validation set" in errors
+    assert f"with {LR.split(',')[0]} there is no validation set" in errors
+    _, errors = verb("train", path, "--sweep", "data.split.fractions=[0.8, 0.1, 0.1],[1, 0, 0]", code=2)
+    assert "with data.split.fractions=[1, 0, 0] there is no validation set" in errors
     assert not [*tmp_path.glob("runs/*")]
     monkeypatch.setenv("PERSIA_NATS_URL", "nats://127.0.0.1:1")
     _, errors = verb("train", path, "--sweep", LR, code=2)

@@ -35,9 +35,9 @@ class Teacher:
         logit = b + sum_c w(c, x_c) + <f(0, x_0), f(1, x_1)> + 0.3 sum_j d_j + 0.5 (d_0^2 - 1)
 
     ``w`` and the four numbers of ``f`` are normal with standard deviations of 0.5 and 0.6, and functions of seed,
-    column and id. Dense inputs are standard normal. The k-th most frequent id of a column has a share proportional to the
-    integral of ``x ** -exponent`` from k to k + 1. The label is 1 with the probability ``sigmoid(logit)``; ``b`` is chosen so that the mean is
-    ``positive``.
+    column and id. Dense inputs are standard normal. The k-th most frequent id of a column has a share proportional to
+    the integral of ``x ** -exponent`` from k to k + 1. The label is 1 with the probability ``sigmoid(logit)``; ``b`` is
+    chosen so that the mean is ``positive``.
 
     Attributes:
         ids: The number of distinct ids of each id column. Columns with an even index hold integers, others strings.

@@ -72,15 +72,19 @@ class Exporter:
                 "which each rank uses a free port",
             )
         try:
-            served = metrics_port.serve(host, port, self.registry)
+            try:
+                served = metrics_port.serve(host, port, self.registry)
+            except OSError as error:
+                if settings.metrics_listen is not None or error.errno != errno.EADDRINUSE:
+                    raise
+                port = 0
+                served = metrics_port.serve(host, port, self.registry)
         except OSError as error:
-            if settings.metrics_listen is not None or error.errno != errno.EADDRINUSE:
-                raise UsageError(
-                    f"{_VARIABLE}: cannot listen on {host}:{port}: {error.strerror or error}",
-                    hint=f"choose another address, {_VARIABLE}=127.0.0.1:0 for a free port, or {_VARIABLE}=off for no "
-                    "metrics",
-                ) from error
-            served = metrics_port.serve(host, 0, self.registry)
+            raise UsageError(
+                f"{_VARIABLE}: cannot listen on {host}:{port}: {error.strerror or error}",
+                hint=f"choose another address, {_VARIABLE}=127.0.0.1:0 for a free port, or {_VARIABLE}=off for no "
+                "metrics",
+            ) from error
         self.address = f"{_reached_by(host)}:{served}"
         _logger.info("serving metrics at http://%s/metrics", self.address)
 

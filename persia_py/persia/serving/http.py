@@ -157,7 +157,8 @@ class HttpApp:
         ready = service.ready
         health = ("/v2/health/live", "/v2/health/ready")
         if path not in ("/metrics", "/v2", *health) and not path.startswith("/v2/models/"):
-            raise UnknownError(f"no path {path}; the paths are /score, /metrics, /v2, {', '.join(health)} and /v2/models/NAME")
+            known = ", ".join(("/score", "/metrics", "/v2", *health))
+            raise UnknownError(f"no path {path}; the paths are {known} and /v2/models/NAME")
         if method not in ("GET", "HEAD"):
             raise MethodError(f"{method} {path}: expected GET")
         if path == "/v2/health/live":

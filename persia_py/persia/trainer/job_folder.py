@@ -43,7 +43,8 @@ class JobFolder(RunFolder):
             )
         saves = config.checkpoint.dir
         if saves is not None and is_url(saves):
-            os.environ["PERSIA_CKPT_DIR"] = saves  # for this rank only; a server refuses it only if its own PERSIA_CKPT_DIR is another URL
+            # Of this rank only. A server refuses the URL if its own PERSIA_CKPT_DIR is another one.
+            os.environ["PERSIA_CKPT_DIR"] = saves
         elif saves is not None and settings.rank == 0:
             text = "checkpoint.dir: the folder %s has no effect in a job, whose checkpoints are below PERSIA_CKPT_DIR"
             _logger.warning(text, saves)

@@ -39,7 +39,8 @@ def check_out(out: Path, *, force: bool) -> None:
     """Check that a file for scores can be written, before any work is done.
 
     Raises:
-        UsageError: The file exists and ``force`` is false, its folder does not exist, or its extension is not supported.
+        UsageError: The file exists and ``force`` is false, its folder does not exist, or its extension is not
+            supported.
     """
     if out.suffix != ".parquet":
         raise UsageError(f"{out}: expected a name that ends in .parquet")

@@ -110,8 +110,8 @@ def trials(file: Path, overrides: Sequence[str], options: Sequence[str]) -> list
 
     Raises:
         ConfigError: A combination is not a valid configuration.
-        UsageError: An option is invalid, ``data.synthetic`` is true, or there is no validation set to compare the
-            trials.
+        UsageError: An option is invalid, ``data.synthetic`` is true, or a trial has no validation set to compare
+            it on.
     """
     found: list[Trial] = []
     warnings: dict[str, None] = {}
@@ -128,6 +128,12 @@ def trials(file: Path, overrides: Sequence[str], options: Sequence[str]) -> list
         data = config.data.model_dump_json()
         if data not in rows:
             rows[data] = Parts(config)
+        if rows[data].valid is None:
+            raise UsageError(
+                f"--sweep: with {' '.join(chosen)} there is no validation set to compare the trials on; the test set "
+                "is not used",
+                hint="set data.valid, or a share in data.split.fractions",
+            )
         name = f"sweep-{_digest(config, rows[data])}"
         found.append(Trial(chosen, config.with_blocks(run=config.run.model_copy(update={"name": name}))))
     for warning in warnings:
@@ -137,11 +143,6 @@ def trials(file: Path, overrides: Sequence[str], options: Sequence[str]) -> list
         same = names.setdefault(str(trial.config.run.name), trial)
         if same is not trial:
             raise UsageError(f"--sweep: {' '.join(same.settings)} and {' '.join(trial.settings)} are the same settings")
-    if Parts(found[0].config).valid is None:
-        raise UsageError(
-            "--sweep: there is no validation set to compare the trials on; the test set is not used",
-            hint="set data.valid, or a share in data.split.fractions",
-        )
     return found
 
 
