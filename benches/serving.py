@@ -21,7 +21,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,8 @@ STEP = 1.25
 FIRST = {1: 50.0, 100: 10.0}
 """The first rate, by the number of rows of a request."""
 CONNECTIONS = 64
+START_S = 120.0
+"""Seconds within which a system must listen."""
 
 
 def table(rows: int, seed: int) -> pa.Table:
@@ -151,7 +153,7 @@ def served(system: str, folder: Path, pinned: bool) -> Iterator[tuple[int, int]]
     with (folder / f"{system}.log").open("w") as log:
         process = subprocess.Popen(words, stdout=log, stderr=log, cwd=folder, start_new_session=True)
     try:
-        end = time.monotonic() + 120
+        end = time.monotonic() + START_S
         while time.monotonic() < end:
             try:
                 with socket.create_connection(("127.0.0.1", port), timeout=1):
@@ -163,10 +165,11 @@ def served(system: str, folder: Path, pinned: bool) -> Iterator[tuple[int, int]]
                 time.sleep(0.1)
         else:
             text = (folder / f"{system}.log").read_text()[-2000:]
-            raise RuntimeError(f"{system} did not listen on port {port} within 120 s: {text}")
+            raise RuntimeError(f"{system} did not listen on port {port} within {START_S:g} s: {text}")
         yield port, process.pid
     finally:
-        os.killpg(process.pid, 15)
+        with suppress(ProcessLookupError):  # it has ended
+            os.killpg(process.pid, 15)
         try:
             process.wait(20)
         except subprocess.TimeoutExpired:

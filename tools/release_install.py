@@ -45,7 +45,10 @@ class Bare:
         run([python, "-m", "venv", folder / "venv"], cwd=folder)
         for program in ("cargo", "rustc", "cc"):
             if shutil.which(program, path=self.env()["PATH"]):
-                raise ReleaseError(f"{program} is on the PATH of the bare environment, {self.bin}", f"rm -r {folder}")
+                raise ReleaseError(
+                    f"{program} is on the PATH of the bare environment, {self.bin}: {python} -m venv has put it there",
+                    "use another Python: rm -r .venv-release; make release PYTHON=PATH_OF_PYTHON",
+                )
 
     def env(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
         """Return the variables of a command in it."""

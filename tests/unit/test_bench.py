@@ -16,6 +16,7 @@ import figures
 import on_gpu
 import page
 import run
+import serving
 from figures import Record
 
 pytestmark = pytest.mark.clone
@@ -192,3 +193,20 @@ def test_the_exit_code_is_documented(monkeypatch: pytest.MonkeyPatch, capsys: py
     with pytest.raises(SystemExit, match="0"):
         run.main()
     assert "3 a case is invalid or a part failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("script", "said"), [("exit 3", "peer ended with 3 at its start"), ("sleep 60", "peer did not listen on port .*")]
+)
+def test_a_system_that_does_not_serve_is_reported_with_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, said: str
+) -> None:
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text(f"#!/bin/sh\necho its last words\n{script}\n")
+    python.chmod(0o700)
+    monkeypatch.setattr(serving, "PEERS", tmp_path)
+    monkeypatch.setattr(serving, "PEER_SCRIPTS", {"peer": "peer.py"})
+    monkeypatch.setattr(serving, "START_S", 1.0)
+    with pytest.raises(RuntimeError, match=f"{said}.*: its last words"), serving.served("peer", tmp_path, False):
+        pass

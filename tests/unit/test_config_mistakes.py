@@ -18,6 +18,8 @@ from persia.errors import ConfigError
         ("serving: {}", "8:1: serving: not in this version yet: remove the block"),
         ("run: {}\nrun: {}", "9:1: run: appears twice, first on line 8: remove one"),
         ("run: {dir: a, dir: b}", "8:15: run.dir: appears twice, first on line 8: remove one"),
+        ("run: {}\nrun: {}\nrun: {}", "9:1: run: appears 3 times, on lines 8, 9, 10: keep one"),
+        ("run: {dir: a, dir: b, dir: c, dir: d}", "8:15: run.dir: appears 4 times, on line 8: keep one"),
         (
             "run: {nam: x}",
             "8:7: run.nam: unknown key, did you mean `name`?; allowed: dir, name, log_every, tensorboard",

@@ -282,8 +282,12 @@ def test_the_command_copies_there_and_back(configure: Configure, tmp_path: Path)
 
 
 def test_a_url_is_wanted_for_replicas(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="expected a URL such as s3://"):
-        Checkpoints(tmp_path, upload_to=str(tmp_path))
+    for given in ("", "bucket/prefix", "s3:/bucket/prefix", tmp_path):
+        said = f"Checkpoints(upload_to=...): {given!r} is not a URL, because it does not begin with a scheme and ://; "
+        with pytest.raises(ConfigError, match=f"^{re.escape(said)}expected a URL such as s3://bucket/prefix$"):
+            Checkpoints(tmp_path, upload_to=given)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^Checkpoints\(copy_to=\.\.\.\): cannot use xy://a as an object store: "):
+        Checkpoints(tmp_path, copy_to="xy://a")
 
 
 def test_the_old_names_of_an_upload_work(configure: Configure, tmp_path: Path) -> None:

@@ -322,6 +322,7 @@ def test_a_dump_of_the_stack(tmp_path: Path, verb: Verb, monkeypatch: pytest.Mon
     inner.add("status.json", '{"processes": []}')
     inner.add("SUMMARY.md", "* Status: 3 processes; no problem\n* Newest checkpoint: step-9\n")
     inner.add("config/persia.yml", "model: {}\n")
+    inner.add("environment.txt", "PERSIA_CONFIG=/workspace/persia.yml\n")
     inner.skip("stacks.txt", "there is none")
     (folder / "inner").write_bytes(inner.packed("inner"))
     environment = {"AWS_SECRET_ACCESS_KEY": SECRETS["in the environment"], "PERSIA_JOB": "ads"}
@@ -369,6 +370,24 @@ esac
     of_container = "/workspace/persia.yml is a path in the containers, and was not read on this host"
     assert skipped["PERSIA_CONFIG"] == f"{of_container}; see inside/config/persia.yml"
     assert not any("ConfigError" in text for text in [*skipped.values(), files["SUMMARY.md"], files["doctor.txt"]])
+    _, errors = verb("dump", "--repro", "-o", "r.tar.gz", code=2)
+    assert "--repro: PERSIA_CONFIG=/workspace/persia.yml is no file on this host, but a path in the con" in errors
+    assert "docker compose run --rm --no-deps --no-TTY trainer persia dump --repro -o - > dump.tar.gz" in errors
+    with monkeypatch.context() as patch:
+        patch.setenv("PERSIA_CONFIG", "/home/me/pesria.yml")
+        verb("dump", "-o", "mistyped.tar.gz")
+        found = json.loads(content(tmp_path / "mistyped.tar.gz")["MANIFEST.json"])["skipped"]
+        assert "PERSIA_CONFIG=/home/me/pesria.yml: no such file" in found["config/persia.yml"]
+        assert "PERSIA_CONFIG" not in found, "it is no path in the containers"
+        _, errors = verb("dump", "--repro", "-o", "r.tar.gz", code=2)
+        assert "PERSIA_CONFIG=/home/me/pesria.yml: no such file" in errors
+        (folder / "inner").rename(folder / "away")
+        verb("dump", "-o", "unknown.tar.gz")
+        found = json.loads(content(tmp_path / "unknown.tar.gz")["MANIFEST.json"])["skipped"]
+        assert found["PERSIA_CONFIG"].startswith(
+            "/home/me/pesria.yml is no file on this host, and the containers could"
+        )
+        (folder / "away").rename(folder / "inner")
     last_check = "trainer-1  unhealthy, last health check: exit code 1: not serving"
     assert last_check in files["stack/containers.txt"]
     assert_no_secret(tmp_path / "d.tar.gz")

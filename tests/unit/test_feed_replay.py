@@ -95,8 +95,13 @@ def test_a_restarted_script_with_the_same_batches_gives_no_warning(
     ids=["none", "the first", "one of rank 1", "the last of those received", "one that was not received"],
 )
 def test_batches_that_differ_from_those_received_give_one_warning(
-    ranks: MakeRanks, replay_warnings: ReplayWarnings, changed: int | None, warned: list[int]
+    ranks: MakeRanks,
+    replay_warnings: ReplayWarnings,
+    monkeypatch: pytest.MonkeyPatch,
+    changed: int | None,
+    warned: list[int],
 ) -> None:
+    monkeypatch.setenv("PERSIA_NATS_URL", "nats://not-used:4222")
     run = ranks(2, buffer=10)
     first = connect(run)
     for each in range(6):
@@ -197,6 +202,7 @@ def test_a_resumed_run_warns_of_batches_that_differ_from_those_trained_on(
     warned: list[int],
 ) -> None:
     """Two replicas; the state is written to the JSON of a checkpoint and to the file of a rank, and read again."""
+    monkeypatch.setenv("PERSIA_NATS_URL", "nats://not-used:4222")
     run = ranks(1)
     data = streaming(run, 2, monkeypatch)
     with sending(run, 8, 0, 2), sending(run, 8, 1, 2, first=100):

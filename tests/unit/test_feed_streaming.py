@@ -182,7 +182,7 @@ def test_a_resumed_run_whose_script_sends_other_batches_gives_a_warning(
             assert len(train(ctx, DataLoader(StreamingDataset()))) == 19
         assert len(replay_warnings()) == warnings * again
         assert all(
-            "the skipped batches (10) differ from those that rank 0 has received" in message
+            message.startswith("the data script: the skipped batches (10) differ from those that rank 0 has received")
             for message in replay_warnings()
         )
 
@@ -207,6 +207,18 @@ def test_every_rank_gets_what_its_own_data_was(script: Script, tmp_path: Path, m
         monkeypatch.setattr(ctx.common_context, "broadcast", lambda state: given)
         ctx._run_state.share_loaded()
         assert ctx._run_state.rank_state()["passed"] == other["passed"]
+
+
+def test_a_script_with_fewer_batches_than_were_received_is_an_error(script: Script, tmp_path: Path) -> None:
+    script(SENDS)
+    with make() as ctx:
+        train(ctx, DataLoader(StreamingDataset()), 11)
+        ctx.dump_checkpoint(tmp_path / "checkpoint")
+    script(SENDS.replace("30", "4"))
+    with make() as ctx:
+        ctx.load_checkpoint(tmp_path / "checkpoint")
+        with pytest.raises(DataError, match="^the data script ended; batches for this rank: 4, received: 10; "):
+            train(ctx, DataLoader(StreamingDataset()))
 
 
 def test_a_checkpoint_of_other_ranks_is_refused(script: Script) -> None:

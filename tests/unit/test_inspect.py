@@ -206,6 +206,39 @@ def test_the_only_column_of_two_numbers_is_the_label(inspected: Inspect) -> None
     assert found.proposal.label.column == "outcome_7"
 
 
+YES = ["yes" if one else "no" for one in LABEL]
+STARS = np.tile([1, 2, 3, 4, 5], ROWS // 5)
+
+
+@pytest.mark.parametrize(
+    ("columns", "chosen", "said"),
+    [
+        ({"click": LABEL, "is_member": LABEL}, "click", None),
+        ({"click": LABEL, "rating": STARS}, "click", "may also be 'rating'"),
+        ({"click": LABEL, "y": STARS}, "click", "may also be 'y'"),
+        ({"y": STARS, "is_member": LABEL}, "y", "may also be 'is_member'"),
+        ({"rating": STARS, "bought_it": LABEL, "renewed": YES}, "rating", "may also be 'bought_it', 'renewed'"),
+        ({"is_member": LABEL, "renewed": YES}, "is_member", "may also be 'renewed'"),
+        ({"label": YES}, "label", None),
+        ({"label": LABEL * 2 - 1}, "label", None),
+        ({"label": LABEL + 1}, "label", "2 counts as 1, which was guessed: to count 1 as 1, --label label=1"),
+    ],
+)
+def test_a_doubtful_guess_is_a_warning(
+    inspected: Inspect, columns: dict[str, Any], chosen: str, said: str | None
+) -> None:
+    found = inspected({"item": RANDOM.integers(0, 50, ROWS), **columns}, label=None)
+    assert found.proposal.label.column == chosen and "the only column" not in found.proposal.label.reason
+    doubts = [warning for warning in found.proposal.warnings if "guessed" in warning]
+    assert (said is None) == (not doubts) and (said is None or said in doubts[0]), doubts
+    assert all(f"# warning: {doubt}" in found.yaml for doubt in doubts)
+
+
+def test_which_of_two_strings_is_1_may_be_a_guess(inspected: Inspect) -> None:
+    found = inspected({"item": RANDOM.integers(0, 50, ROWS), "label": ["b" if one else "a" for one in LABEL]})
+    assert "label label: b counts as 1, which was guessed: to count a as 1, --label label=a" in found.proposal.warnings
+
+
 @pytest.mark.parametrize(
     ("columns", "message", "hint"),
     [

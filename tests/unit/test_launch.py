@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 from waiting import is_running, wait_until
 
-from persia.errors import AuthError
+from persia.errors import AuthError, UnreachableError
 from persia.launch import foreground
 from persia.launch.data_loader import wait_for_new_trainers
-from persia.launch.local_job import private_folder
+from persia.launch.local_job import LocalJob, private_folder
 from persia.launch.logs import Logs
 from persia.launch.process import Process
 from persia.launch.supervision import Events
@@ -366,6 +366,24 @@ def test_what_a_killed_up_left_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_p
         with private_folder() as second:
             assert sorted(tmp_path.iterdir()) == sorted([young, other, used, second])
     assert sorted(tmp_path.iterdir()) == [other, young]
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "hint"),
+    [
+        ("print('cannot read nats.conf'); exit(3)", "; its last output:\n  cannot read nats.conf", "correct the cause"),
+        ("exit(3)", "; it wrote no output", "check that the program runs: .*--version"),
+    ],
+)
+def test_nats_that_does_not_start_is_reported_with_its_output(tmp_path: Path, code: str, said: str, hint: str) -> None:
+    """The log is in a folder that is removed after a test of one batch."""
+    events = Events()
+    process = Process("nats", [sys.executable, "-c", code], env=os.environ, line=lambda _: None, ended=events.ended)
+    job = LocalJob("one", 1, 1, None, None, private_dir=tmp_path, state_dir=tmp_path)
+    with pytest.raises(UnreachableError) as caught:
+        job.nats_url(process)
+    assert str(caught.value) == f"nats-server ended with exit code 3 before it listened{said}"
+    assert re.match(hint, caught.value.hint) and "nats.log" not in caught.value.hint
 
 
 def test_a_log_is_written_when_the_output_is_closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Metrics of a rank: what a scrape has, where the port is, and what a short run pushes."""
 
 import contextlib
+import errno
 import http.server
 import json
 import logging
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Batches, Configure
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from test_training import SLOTS, loss_fn, make, train
 from trainer_files import config_of, fit
@@ -260,6 +262,16 @@ def test_wrong_addresses_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(UsageError, match="Address already in use") as raised:
             monitor.start()
         assert "127.0.0.1:0" in str(raised.value.hint)
+    monkeypatch.delenv("PERSIA_METRICS_LISTEN")
+    monkeypatch.setenv("PERSIA_NATS_URL", "nats://127.0.0.1:1")
+
+    def in_use(host: str, number: int, _: CollectorRegistry) -> int:
+        raise OSError(errno.EADDRINUSE if number else errno.EMFILE, "no port" if number else "no descriptor")
+
+    monkeypatch.setattr("persia.monitor.port.serve", in_use)
+    with pytest.raises(UsageError, match=r"cannot listen on 127\.0\.0\.1:0: no descriptor") as raised:
+        monitor.start()
+    assert raised.value.hint == "choose another address, or PERSIA_METRICS_LISTEN=off for no metrics"
     monkeypatch.setenv("PERSIA_METRICS_LISTEN", "127.0.0.1:65534")
     with pytest.raises(UsageError, match="local rank 2 would have port 65536, above 65535"):
         exporter.Exporter(monitor.TrainerMetrics(), "trainer-2", offset=2)

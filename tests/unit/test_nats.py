@@ -11,6 +11,7 @@ import pytest
 
 from persia.cli import status
 from persia.discovery import nats
+from persia.doctor import monitoring
 from persia.errors import UnreachableError, UsageError
 
 
@@ -64,6 +65,24 @@ def test_the_form_that_reaches_a_stack_is_named(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(UnreachableError) as found:
         nats.services("nats://persia_nats_service:4222", job=None)
     assert form not in (found.value.hint or "")
+
+
+def test_a_next_step_names_the_form_of_status_that_works_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    form = "docker compose run --rm --no-deps trainer persia status"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PERSIA_NATS_URL", raising=False)
+    monkeypatch.setattr("persia.discovery.nats.in_container", lambda: False)
+    down = {"health": "down", "lastError": "timeout", "scrapeUrl": "http://a:1/metrics", "labels": {"instance": "a:1"}}
+    assert nats.status_command() == "persia status"
+    (tmp_path / "docker-compose.yaml").touch()
+    (found,) = monitoring._target("persia-server", down, set())
+    assert found.next.startswith(f"{form}; then curl")
+    for variable, place in (("PERSIA_NATS_URL", False), ("", True)):
+        with monkeypatch.context() as patch:
+            if variable:
+                patch.setenv(variable, "nats://127.0.0.1:4222")
+            patch.setattr("persia.discovery.nats.in_container", lambda place=place: place)
+            assert nats.status_command() == "persia status"
 
 
 def test_status_without_an_address_names_the_form_for_a_stack(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,6 +177,9 @@ def test_mistakes_of_a_profile_are_named(tmp_path: Path) -> None:
         UsageError, match="expected the files of 2 ranks, found none of rank 1: if a rank ended with an error"
     ):
         report.read(tmp_path)
+    (tmp_path / "rank-0.json").write_text(json.dumps({**made, "world_size": 3}))
+    with pytest.raises(UsageError, match="expected the files of 3 ranks, found none of ranks 1, 2: if a rank ended"):
+        report.read(tmp_path)
     (tmp_path / "rank-0.json").write_text(json.dumps({**made, "world_size": 1}))
     (tmp_path / "rank-1.json").write_text(json.dumps({**made, "rank": 1, "world_size": 1}))
     with pytest.raises(UsageError, match="expected the files of 1 rank, found those of 2: remove the files of"):

@@ -411,8 +411,9 @@ def test_the_bare_environment_has_no_compiler_and_nothing_of_the_clone(
         (bin_folder / "cargo").touch(0o755)
         return ""
 
-    with pytest.raises(ReleaseError, match="cargo is on the PATH"):
+    with pytest.raises(ReleaseError, match=f"cargo is on the PATH .*: {sys.executable} -m venv") as caught:
         release_install.Bare(tmp_path / "bare", with_cargo, sys.executable)
+    assert "make release PYTHON=" in caught.value.following, "the folder is replaced anyway"
 
 
 def test_versions_and_results_that_differ_are_refused(tmp_path: Path) -> None:

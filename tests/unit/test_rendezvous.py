@@ -134,6 +134,20 @@ def test_fewer_gpus_than_ranks_are_told(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     with pytest.raises(UsageError, match=r"CUDA_VISIBLE_DEVICES='0' lists too few .*found 1, expected 2, .*GPU_NUM=2"):
         network.check()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # of a launcher with --nproc-per-node 1
+    network.check()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0, 1")
+    network.check()
+    for repeated_or_hidden in ("0,0", "0,-1,1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", repeated_or_hidden)
+        with pytest.raises(UsageError, match="found 1, expected 2") as raised:
+            network.check()
+        assert "GPU_NUM or --nproc-per-node" in raised.value.hint
+    from persia.doctor.network import interfaces
+
+    found = interfaces()
+    assert (found.name, found.why) == ("CUDA_VISIBLE_DEVICES", "training does not start")
 
 
 def test_ddp_options_are_checked() -> None:

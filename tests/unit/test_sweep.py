@@ -156,10 +156,36 @@ def test_mistakes_are_found_before_the_first_trial(tmp_path: Path, verb: Verb, m
     assert f"with {LR.split(',')[0]} there is no validation set" in errors
     _, errors = verb("train", path, "--sweep", "data.split.fractions=[0.8, 0.1, 0.1],[1, 0, 0]", code=2)
     assert "with data.split.fractions=[1, 0, 0] there is no validation set" in errors
+    assert "next:  set data.valid, or a share in data.split.fractions\n" in errors
+    by_time = ("--set", "data.split.by=time", "--set", "data.split.column=dense0", "--set", "data.split.test=1.0")
+    _, errors = verb("train", path, *by_time, "--sweep", LR, code=2)
+    assert "there is no validation set" in errors and "next:  set data.valid, or data.split.valid\n" in errors
     assert not [*tmp_path.glob("runs/*")]
     monkeypatch.setenv("PERSIA_NATS_URL", "nats://127.0.0.1:1")
     _, errors = verb("train", path, "--sweep", LR, code=2)
     assert "PERSIA_NATS_URL is set" in errors and "--local" in errors
+
+
+def test_the_next_step_after_an_error_is_true_for_a_trial(tmp_path: Path, verb: Verb) -> None:
+    """The settings determine the name of a trial's run: neither ``run.name`` nor a new budget may change it."""
+    write_clicks(tmp_path / "clicks.parquet", 600)
+    path = str(write_config(tmp_path, data={"epochs": 4}, budget={"usd": 1e-9, "usd_per_hour": 1.0}))
+    words = ("train", path, "--sweep", "train.seed=1")
+    verb(*words)
+    (folder,) = tmp_path.glob("runs/sweep-*")
+    shown = f"runs/{folder.name}"
+    assert summaries(tmp_path)[folder.name]["status"] == "stopped"
+    out, _ = verb(*words, code=2)
+    assert "failed: budget.usd: the run has cost" in out
+    assert f"\n  next:  persia train {shown}/persia.yml --resume {shown} --set budget.usd=USD; then repeat" in out
+    verb("train", f"{shown}/persia.yml", "--resume", shown, "--set", "budget.usd=9")
+    assert "(finished before)" in verb(*words)[0]
+    (folder / "summary.json").write_text("{")
+    again = f"to train the trial from the beginning: rm -r {shown}; then repeat the sweep"
+    assert again in verb(*words, code=4)[1]
+    (folder / "persia.yml").unlink()
+    out, _ = verb(*words, code=2)
+    assert f"has no persia.yml\n  next:  {again}\n" in out and "run.name" not in out
 
 
 @pytest.mark.row("S1-21")

@@ -108,7 +108,7 @@ def test_another_metric_begins_a_best_of_its_own(tmp_path: Path) -> None:
     assert valid[0].is_best
 
 
-def test_a_run_without_an_early_stop_uses_its_last_model(tmp_path: Path) -> None:
+def test_a_run_without_an_early_stop_uses_its_last_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     interrupted(small(tmp_path, train={"early_stop": {"patience": 9}, "evaluate_every": 2}), 4)
     with Trainer(small(tmp_path, train={"evaluate_every": 2})).resume() as again:
         reports = [*again.fit()]
@@ -116,6 +116,22 @@ def test_a_run_without_an_early_stop_uses_its_last_model(tmp_path: Path) -> None
     assert reports[-1].step == steps[-1], "the test set was scored with the best of the earlier early stop"
     assert again.folder is not None
     assert find_checkpoint(again.folder.path).step == steps[-1]
+    assert f"deletes the best checkpoint, {again.folder.path}/best/step-" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("every", "said"),
+    [
+        (None, "no evaluation during training, because there is no validation set; to evaluate: set data.valid"),
+        (2, "train.evaluate_every=2 has no effect, because there is no validation set; next: set data.valid"),
+    ],
+)
+def test_a_run_without_a_validation_set_says_why_it_is_not_evaluated(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, every: int | None, said: str
+) -> None:
+    caplog.set_level("INFO", "persia")
+    fit(small(tmp_path, data={"split": {"fractions": [0.9, 0, 0.1]}}, train={"evaluate_every": every}))
+    assert f"{said}, or a share in data.split.fractions" in caplog.text
 
 
 @pytest.mark.parametrize("change", ["patience", "epochs"])

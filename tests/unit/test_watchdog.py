@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from persia.runtime import clock, watchdog
+
 pytestmark = pytest.mark.usefixtures("forks")
 
 SCRIPT = """
@@ -151,3 +153,12 @@ watchdog.end("rank 0 makes no progress", tell)
         assert done.stderr.count("error: rank 0 makes no progress") == 1, done.stderr
         assert done.stderr.count("threads of rank 0:") == 1
     assert ("could not be notified: ValueError: no such rank" in done.stderr) == ("raise" in tell)
+
+
+def test_the_limit_that_applies_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_state", watchdog._State())
+    monkeypatch.setattr(clock, "now", lambda: 31.0)
+    assert watchdog.stalled(10.0) == (31.0, "PERSIA_HANG_TIMEOUT=10")
+    with watchdog.collective():
+        assert watchdog.stalled(10.0) == (31.0, "PERSIA_HANG_TIMEOUT=10, doubled in a collective: 20 s")
+        assert watchdog.stalled(20.0) is None

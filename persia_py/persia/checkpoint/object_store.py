@@ -70,9 +70,12 @@ class ObjectStore:
     """
 
     def __init__(self, url: str) -> None:
+        if not isinstance(url, str) or not is_url(url):
+            raise ConfigError(
+                f"{url!r} is not a URL, because it does not begin with a scheme and ://; expected a URL such as "
+                "s3://bucket/prefix"
+            )
         self.url = url.rstrip("/")
-        if not is_url(url):
-            raise ConfigError(f"{url!r}: expected a URL such as s3://bucket/prefix")
         self._store  # noqa: B018  # refuses other URLs
 
     @cached_property

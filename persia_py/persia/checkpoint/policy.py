@@ -117,7 +117,11 @@ class Checkpoints:
             raise UsageError("Checkpoints(upload_to=..., copy_to=...): two names of one argument; pass upload_to")
         self._upload_to = copy_to if upload_to is None else upload_to
         if self._upload_to is not None:
-            ObjectStore(self._upload_to)  # raises if this is not the URL of an object store
+            try:
+                ObjectStore(self._upload_to)
+            except ConfigError as error:
+                name = "copy_to" if upload_to is None else "upload_to"
+                raise ConfigError(f"Checkpoints({name}=...): {error}", hint=error.hint) from error
         if folder is not None:
             check_slashes(folder)
         if folder is not None and is_url(folder):

@@ -132,13 +132,14 @@ def _list_tables(tables: "list[SavedTable]") -> None:
 
 def _show_tables(head: dict[str, Any]) -> None:
     """Print the vocabulary of each table of a checkpoint."""
+    from persia.discovery.nats import status_command
     from persia.doctor import vocabulary
 
     vocabulary.show(vocabulary.of_manifest(head))
     if not head.get("tables"):
         typer.echo(
             "note: the checkpoint has only the number of rows, because an older version or `persia ckpt import` wrote "
-            "the checkpoint; to see the numbers of a running job: persia status"
+            f"the checkpoint; to see the numbers of a running job: {status_command()}"
         )
 
 

@@ -1,7 +1,7 @@
 """``persia dump``: a redacted archive of a run or of the stack, for a report."""
 
 import sys
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -58,13 +58,17 @@ def dump(
     here.learn_secrets(archive, folder)
     if of_stack:
         archive.attempt("stack", lambda: stack.collect(archive, facts), None)
-    with here.without_container_paths(archive) if of_stack else nullcontext():
+    paths: AbstractContextManager[dict[str, str]] = nullcontext({})
+    if of_stack:
+        paths = here.without_container_paths(archive)
+    with paths as ignored:
         here.collect(archive, facts, folder)
-    if repro:
-        from persia.doctor.dump import repro as reproduction
+        if repro:
+            from persia.doctor.dump import repro as reproduction
 
-        rows = reproduction.collect(archive, folder)
-        typer.echo(f"note: repro/ has up to {rows:,} rows of each part of the data; rows are not redacted", err=True)
+            rows = reproduction.collect(archive, folder, ignored)
+            said = f"note: repro/ has up to {rows:,} rows of each part of the data; rows are not redacted"
+            typer.echo(said, err=True)
     archive.add(SUMMARY, summary.text(archive, facts))
     started = f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
     name = "-".join(["persia-dump", *([folder.resolve().name] if folder is not None else []), started])

@@ -64,15 +64,15 @@ class Reader:
 
     def _check_notation(self, node: Node, path: str) -> None:
         """Report duplicate keys and merge keys in a value, at all levels."""
-        first: dict[str, Place] = {}
+        places: dict[str, list[Place]] = {}
+        for key, _ in node.entries if isinstance(node, Entries) else []:
+            places.setdefault(key.text, []).append(key.place)
         for key, value in node.entries if isinstance(node, Entries) else []:
-            at = _join(path, key.text)
-            if key.text in first:
-                before = first[key.text].line
-                where = f", first on line {before}" if before else ""
-                self.findings.error(key.place, at, f"appears twice{where}: remove one")
+            at, found = _join(path, key.text), places.pop(key.text, None)
+            if found is None:  # a later occurrence, which is reported with the first one
                 continue
-            first[key.text] = key.place
+            if len(found) > 1:
+                self.findings.error(found[1], at, _repeated(found))
             if key.text == "<<":
                 message = "merge keys are not supported; an alias (`*name`) repeats a whole value"
                 self.findings.error(key.place, at, message)
@@ -216,6 +216,16 @@ class Reader:
         except RefusedError as refused:
             self.findings.error(refused.node.place, at + refused.path, str(refused))
             return None
+
+
+def _repeated(places: list[Place]) -> str:
+    """Return the message about a key that is at several places."""
+    if len(places) == 2:
+        where = f", first on line {places[0].line}" if places[0].line else ""
+        return f"appears twice{where}: remove one"
+    lines = [str(line) for line in dict.fromkeys(place.line for place in places) if line]
+    where = "" if not lines else f", on line{'s' * (len(lines) > 1)} {', '.join(lines)}"
+    return f"appears {len(places)} times{where}: keep one"
 
 
 def _join(path: str, key: str) -> str:

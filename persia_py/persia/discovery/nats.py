@@ -34,7 +34,8 @@ _QUIET = 0.5
 _LONGEST = 3.0
 """The time limit for all responses, in seconds."""
 _NEXT = "start NATS, or correct its address (PERSIA_NATS_URL)"
-IN_CONTAINER = "docker compose run --rm --no-deps trainer persia status (other commands likewise)"
+_STATUS_IN_CONTAINER = "docker compose run --rm --no-deps trainer persia status"
+IN_CONTAINER = f"{_STATUS_IN_CONTAINER} (other commands likewise)"
 """The form of a command that reaches the processes of a stack, run in the folder of ``docker-compose.yaml``."""
 _CA = "that of PERSIA_TLS_CA, or without this variable one that this system trusts"
 _USER = "persia"
@@ -63,6 +64,12 @@ class Service:
         """Return a value as a number; ``default`` if it is not a number."""
         text = self.text(key)
         return int(text) if text.isdecimal() else default
+
+
+def status_command() -> str:
+    """Return the form of ``persia status`` that reaches the processes of the job from here, for a message."""
+    has_stack = Path("docker-compose.yaml").is_file()
+    return "persia status" if in_container() or settings.nats_url or not has_stack else _STATUS_IN_CONTAINER
 
 
 def services(url: str, kind: str | None = None, *, job: str | None = None) -> list[Service]:

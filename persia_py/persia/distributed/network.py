@@ -97,17 +97,12 @@ def is_loopback(address: str) -> bool:
 
 
 def _check_gpus() -> None:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    count = os.environ.get("GPU_NUM", "").strip()
-    if visible is None or not count.isdecimal() or int(count) == 0:
-        return
-    given = [part for part in visible.split(",") if part.strip()]
-    if len(given) < int(count):
-        raise UsageError(
-            f"CUDA_VISIBLE_DEVICES={visible!r} lists too few devices: found {len(given)}, expected {count}, a "
-            f"different one for each rank (GPU_NUM={count})",
-            hint="list one device for each rank in CUDA_VISIBLE_DEVICES, or start fewer ranks: GPU_NUM",
-        )
+    """Check the devices for the ranks of this host: ``LOCAL_WORLD_SIZE``, or ``GPU_NUM`` without a launcher."""
+    for variable, option in (("LOCAL_WORLD_SIZE", "GPU_NUM or --nproc-per-node"), ("GPU_NUM", "GPU_NUM")):
+        count = os.environ.get(variable, "").strip()
+        if count.isdecimal():
+            environment.check_devices(int(count), option)
+            return
 
 
 def of_address(address: str) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge, delete_from_gateway, push_to_gateway
 
+from persia.discovery.nats import status_command
 from persia.doctor.check import Check
 from persia.runtime.exit_codes import ExitCode
 
@@ -92,7 +93,7 @@ def _of_prometheus(url: str) -> Iterator[Check]:
     for kind in _NEEDED:
         if kind not in kinds:
             why = "no such process runs, or Prometheus does not find it"
-            yield Check(kind, "warn", "no target", why, f"persia status; {url}/service-discovery")
+            yield Check(kind, "warn", "no target", why, f"{status_command()}; {url}/service-discovery")
     yield _rules([rule["name"] for group in rules for rule in group["rules"]])
 
 
@@ -118,10 +119,11 @@ def _target(kind: str, target: dict[str, Any], has: set[str]) -> Iterator[Check]
     if target["health"] != "up":
         if kind == "persia-data" and _REFUSED in target["lastError"]:
             why = "the replica has sent all data, or has not started; the target remains while its container exists"
-            yield Check(name, "warn", f"down: {target['lastError']}", why, "if data is still expected: persia status")
+            remedy = f"if data is still expected: {status_command()}"
+            yield Check(name, "warn", f"down: {target['lastError']}", why, remedy)
             return
         why = f"Prometheus cannot read {target['scrapeUrl']}"
-        remedy = "persia status; then curl that address from the container of Prometheus"
+        remedy = f"{status_command()}; then curl that address from the container of Prometheus"
         yield Check(name, "fail", f"down: {target['lastError']}", why, remedy, ExitCode.UNREACHABLE)
         return
     age = time.time() - datetime.fromisoformat(_python_time(target["lastScrape"])).timestamp()

@@ -204,7 +204,8 @@ def interfaces() -> Check:
         remedy = error.hint or f"correct or unset {name}"
         if name in network.VARIABLES:
             remedy = f"correct or unset {name}; {network.suggestion()}"
-        return Check("interfaces", "fail", str(error), "ranks would wait for each other", remedy)
+            return Check("interfaces", "fail", str(error), "ranks would wait for each other", remedy)
+        return Check(name, "fail", str(error), "training does not start", remedy)
     if (loopback := _loopback(given)) is not None:
         return loopback
     named = ", ".join(f"{name}={value}" for name, value in given.items())

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from persia.embedding.listed import listed
-from persia.feed.protocol import Stopped
+from persia.feed.protocol import Stopped, sender_name
 from persia.feed.replay import Record
 from persia.runtime.errors import ConfigError, DataError, UsageError
 from persia.runtime.logging import get_logger
@@ -249,7 +249,7 @@ class Inbox:
             self._check_replica(index, replicas)
             queue = self._queue(index)
             if queue.ended:
-                raise Stopped(f"replica {index} has sent all its batches of this generation")
+                raise Stopped(f"{sender_name(index)} has sent all its batches of this generation")
             if queue.sender not in (None, sender):
                 raise ReplicaInUseError(
                     f"another process is connected as data-compose replica {index} of {replicas}; give each replica "
@@ -305,9 +305,9 @@ class Inbox:
             if queue.sender != sender or self._stopped is not None:
                 return
             if number != queue.received or queue.ended:
-                raise DataError(f"data-compose replica {index} sent batch {number}, expected batch {queue.received}")
+                raise DataError(f"{sender_name(index)} sent batch {number}, expected batch {queue.received}")
             if len(queue.waiting) >= (self._buffer or 0):
-                raise DataError(f"data-compose replica {index} sent more than the {self._buffer} batches that may wait")
+                raise DataError(f"{sender_name(index)} sent more than the {self._buffer} batches that may wait")
             queue.received += 1
             queue.record = queue.record.extended(encoded, position)
             queue.waiting.append((seq, batch, queue.record))
@@ -332,7 +332,7 @@ class Inbox:
             wrong = error is None and batches != queue.received
             if wrong:
                 error = DataError(
-                    f"data-compose replica {index} ended; batches for this rank: {batches}, received: "
+                    f"{sender_name(index)} ended; batches for this rank: {batches}, received: "
                     f"{queue.received}; a script must send the same batches at every start"
                 )
             queue.ended, queue.error = True, error

@@ -1,5 +1,7 @@
 """The part of the feed that trainers and data-compose share."""
 
+from persia.runtime.settings import settings
+
 PROTOCOL = 1
 """The version of the protocol. A trainer refuses data-compose of another version."""
 
@@ -9,6 +11,11 @@ MAX_BATCH_BYTES = 1 << 30
 MAX_REPLICAS = 256
 """The maximum number of data-compose replicas; equals the limit of a server's connections in
 ``persia_types::limits``."""
+
+
+def sender_name(index: int) -> str:
+    """Return the name of a sender for messages. Without a job, the only sender is the data script in this process."""
+    return "the data script" if settings.nats_url is None else f"data-compose replica {index}"
 
 
 class Stopped(BaseException):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from persia import __version__
+from persia.feed.protocol import sender_name
 from persia.runtime.logging import get_logger
 from persia_core.data import Batch
 
@@ -87,10 +88,10 @@ class ReplayCheck:
         self._found = extend(self._found, batch.to_bytes())
         if number + 1 == self.batches and self._found != self._expected:
             _logger.warning(
-                "data-compose replica %d: the skipped batches (%d) differ from those that rank %d has received: some "
+                "%s: the skipped batches (%d) differ from those that rank %d has received: some "
                 "samples may be trained on twice or not at all; use a fixed seed and a fixed order in the script, then "
                 "start a new run, or continue this one",
-                self._index,
+                sender_name(self._index),
                 self.batches,
                 self._rank,
             )

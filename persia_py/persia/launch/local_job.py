@@ -96,7 +96,7 @@ class LocalJob:
         Raises:
             UsageError: nats-server was not found.
         """
-        program = shutil.which("nats-server") or shutil.which("nats-server", path="/usr/sbin:/usr/local/sbin")
+        program = _nats_server()
         if program is None:
             raise UsageError(
                 "nats-server is not on PATH", hint="install it, on Debian and Ubuntu: apt install nats-server"
@@ -127,12 +127,9 @@ class LocalJob:
                     port = urlsplit(json.loads(text)["nats"][0]).port
                     return f"nats://{LOOPBACK}:{port}"
             if not process.running:
-                raise self._no_nats(f"{process.outcome()} before it listened")
+                raise _no_nats(process, f"{process.outcome()} before it listened")
             time.sleep(0.01)
-        raise self._no_nats(f"did not listen within {_NATS_START:.0f} s")
-
-    def _no_nats(self, what: str) -> UnreachableError:
-        return UnreachableError(f"nats-server {what}", hint=f"see its output: {self.state_dir / 'logs' / 'nats.log'}")
+        raise _no_nats(process, f"did not listen within {_NATS_START:.0f} s")
 
     def address(self, kind: Kind, index: int) -> str:
         """Return the address at which a server or a middleware listens."""
@@ -188,6 +185,20 @@ _NOT_INHERITED = {
 }
 """Variables of a single process, or of another job, which the processes of this job must not inherit from the
 launcher."""
+
+
+def _no_nats(process: Process, what: str) -> UnreachableError:
+    """Return an error with the output of the server, because its log may be in a folder that is removed."""
+    lines = list(process.last_lines)
+    if lines:
+        said, hint = "\n  ".join(["; its last output:", *lines]), "correct the cause, then start again"
+    else:
+        said, hint = "; it wrote no output", f"check that the program runs: {_nats_server()} --version"
+    return UnreachableError(f"nats-server {what}{said}", hint=hint)
+
+
+def _nats_server() -> str | None:
+    return shutil.which("nats-server") or shutil.which("nats-server", path="/usr/sbin:/usr/local/sbin")
 
 
 @contextlib.contextmanager

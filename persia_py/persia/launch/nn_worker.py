@@ -14,7 +14,7 @@ from typing import Any
 from persia.launch import threads
 from persia.launch.process import Process
 from persia.launch.supervision import SAVING_GRACE, Events, stop, stopped_by
-from persia.runtime import job
+from persia.runtime import environment, job
 from persia.runtime.errors import ConfigError, UsageError
 from persia.runtime.exit_codes import AGAIN, ExitCode
 from persia.runtime.settings import settings
@@ -56,7 +56,7 @@ def run(script: Path | None, arguments: Sequence[str], *, ranks: int, node: int,
             f"{max(nodes, 1) - 1}, at least 1 node and at least 1 rank per node",
             hint="correct these options, or REPLICA_INDEX, REPLICA_SIZE and GPU_NUM, which are their defaults",
         )
-    _check_devices(ranks)
+    environment.check_devices(ranks, "GPU_NUM or --nproc-per-node")
     folder = job.run_dir() if settings.nats_url is not None else None
     if folder is not None and (summary := job.finished_summary(folder, of=job.job_name())) is not None:
         if settings.run_dir is not None:
@@ -132,21 +132,6 @@ def _rank_variables(local: int, *, ranks: int, node: int, nodes: int) -> dict[st
         "LOCAL_WORLD_SIZE": str(ranks),
         "GROUP_RANK": str(node),
     }
-
-
-def _check_devices(ranks: int) -> None:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = os.environ.get("GPU_NUM", "").strip()
-    if visible is None or not gpus.isdecimal() or int(gpus) == 0:
-        return
-    devices = [name.strip() for name in visible.split(",") if name.strip() and name.strip() != "-1"]
-    if len(set(devices)) < ranks:
-        raise UsageError(
-            f"CUDA_VISIBLE_DEVICES={visible!r} lists too few devices: found {len(set(devices))}, expected {ranks}, a "
-            f"different one for each rank (GPU_NUM={gpus})",
-            hint="list one device for each rank in CUDA_VISIBLE_DEVICES, or start fewer ranks: GPU_NUM or "
-            "--nproc-per-node",
-        )
 
 
 def report_finished(

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -13,6 +14,7 @@ from typing import IO
 _DIE_WITH_PARENT = Path(__file__).with_name("die_with_parent.py")
 _OUTPUT_DEADLINE = 2.0
 """Seconds to read the remaining output of an ended process, of which a child may keep the pipe open."""
+_LAST_LINES = 5
 
 
 class Process:
@@ -27,6 +29,9 @@ class Process:
         line: Called from a thread with each line of output. None sends the output to that of this process.
         ended: Called once from a thread, after the process has ended and its output has been read.
         cwd: The working directory of the program.
+
+    Attributes:
+        last_lines: The last lines of output, for a message; empty if ``line`` is None.
     """
 
     def __init__(
@@ -41,6 +46,7 @@ class Process:
     ) -> None:
         self.name = name
         self._line = line
+        self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._ended = ended
         self._done = threading.Event()
         environment = dict(env) if line is None else {"PYTHONUNBUFFERED": "1", **env}
@@ -84,11 +90,16 @@ class Process:
         except ProcessLookupError:
             return
 
+    def _write(self, line: str) -> None:
+        self.last_lines.append(line)
+        if self._line is not None:
+            self._line(line)
+
     def _wait(self) -> None:
         reader = None
         if self._popen.stdout is not None and self._line is not None:
             reader = threading.Thread(
-                target=_read, args=(self._popen.stdout, self._line), name=f"output of {self.name}", daemon=True
+                target=_read, args=(self._popen.stdout, self._write), name=f"output of {self.name}", daemon=True
             )
             reader.start()
         self._popen.wait()

@@ -144,11 +144,7 @@ class PersiaServiceCtx:
             ports=(free_ports(self._ports[0], self._servers), free_ports(self._ports[1], self._middlewares)),
         )
         local.make_token()
-        try:
-            url = local.nats_url(self._run(local.nats(find_free_port(self._nats_port))))
-        except UnreachableError as error:
-            error.hint = "see the lines of nats above"  # the log's folder will be removed
-            raise
+        url = local.nats_url(self._run(local.nats(find_free_port(self._nats_port))))
         for index in range(self._servers):
             self._run(local.part("server", index, url))
         for index in range(self._middlewares):

@@ -80,10 +80,10 @@ class Exporter:
                 port = 0
                 served = metrics_port.serve(host, port, self.registry)
         except OSError as error:
+            free = f", {_VARIABLE}=127.0.0.1:0 for a free port," if port else ","
             raise UsageError(
                 f"{_VARIABLE}: cannot listen on {host}:{port}: {error.strerror or error}",
-                hint=f"choose another address, {_VARIABLE}=127.0.0.1:0 for a free port, or {_VARIABLE}=off for no "
-                "metrics",
+                hint=f"choose another address{free} or {_VARIABLE}=off for no metrics",
             ) from error
         self.address = f"{_reached_by(host)}:{served}"
         _logger.info("serving metrics at http://%s/metrics", self.address)

@@ -78,8 +78,8 @@ def read(folder: Path) -> list[RankProfile]:
         more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
         ranks = ", ".join(map(str, missing[:_SHOWN]))
         lacks = (
-            f"found none of rank {ranks}{more}: if a rank ended with an error, record the profile again; if it ran on "
-            "another machine, copy its rank-N.json to this folder"
+            f"found none of rank{'s' * (len(missing) > 1)} {ranks}{more}: if a rank ended with an error, record the "
+            "profile again; if it ran on another machine, copy its rank-N.json to this folder"
         )
         problem = lacks if missing else f"found those of {len(found)}: remove the files of an older run"
         raise UsageError(f"{place}: expected the files of {size} rank{'s' * (size > 1)}, {problem}")

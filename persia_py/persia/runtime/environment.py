@@ -87,3 +87,28 @@ def check_files(environ: Mapping[str, str] = os.environ) -> None:
     path = environ.get("NCCL_TOPO_FILE", "").strip()
     if path and not os.path.isfile(path):  # noqa: PTH113 - as NCCL sees it
         raise UsageError(f"NCCL_TOPO_FILE={path}: no such file; correct the variable, or nccl.topo_file in persia.yml")
+
+
+def check_devices(ranks: int, options: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Check that ``CUDA_VISIBLE_DEVICES``, if it is set, lists a GPU for each rank of this host.
+
+    Args:
+        ranks: The number of ranks of this host, which train on GPUs if ``GPU_NUM`` is above 0.
+        options: The settings of the number of ranks, for the message.
+        environ: The environment.
+
+    Raises:
+        UsageError: It lists fewer devices than ranks.
+    """
+    visible, gpus = environ.get("CUDA_VISIBLE_DEVICES"), environ.get("GPU_NUM", "").strip()
+    if visible is None or not gpus.isdecimal() or int(gpus) == 0:
+        return
+    listed = [name.strip() for name in visible.split(",")]
+    listed = listed[: listed.index("-1")] if "-1" in listed else listed  # CUDA ignores what follows an invalid device
+    found = len({*filter(None, listed)})
+    if found < ranks:
+        raise UsageError(
+            f"CUDA_VISIBLE_DEVICES={visible!r} lists too few devices: found {found}, expected {ranks}, a different one "
+            f"for each rank of this host (GPU_NUM={gpus})",
+            hint=f"list one device for each rank in CUDA_VISIBLE_DEVICES, or start fewer ranks: {options}",
+        )

@@ -88,8 +88,11 @@ def stalled(timeout_s: float, data_timeout_s: float = 0.0) -> tuple[float, str] 
         waits_for_data = _state.waits == _state.data_waits
         over = waits_for_data and 0 < data_timeout_s < silent
         return (silent, f"PERSIA_DATA_TIMEOUT={data_timeout_s:g}") if over else None
-    limit = timeout_s * (2 if _state.collectives else 1)
-    return (silent, f"PERSIA_HANG_TIMEOUT={timeout_s:g}") if 0 < limit < silent else None
+    limit, shown = timeout_s, f"PERSIA_HANG_TIMEOUT={timeout_s:g}"
+    if _state.collectives:
+        limit *= 2
+        shown += f", doubled in a collective: {limit:g} s"
+    return (silent, shown) if 0 < limit < silent else None
 
 
 def end(reason: str, report: Callable[[str], None], verdict: Callable[[], str] = str) -> None:

@@ -18,7 +18,7 @@ from persia.runtime.errors import ConfigError
 from persia.runtime.logging import get_logger
 from persia.trainer import fitting, metrics, pages
 from persia.trainer.batches import Rows, read_rows
-from persia.trainer.parts import Part, Parts, group_of, metric_names
+from persia.trainer.parts import Part, Parts, group_of, metric_names, to_have_valid
 from persia.trainer.run_folder import FACTS, SUMMARY, RunFolder
 
 _logger = get_logger("trainer")
@@ -108,7 +108,7 @@ def compare(config: Config, folder: RunFolder) -> None:
     if parts.valid is None:
         raise ConfigError(
             "--baseline lightgbm requires a validation set, to stop early",
-            hint="set data.valid, or a share in data.split.fractions",
+            hint=to_have_valid(config.data),
         )
     columns = Columns(config, transform)
     width = len(columns.numbers) + len(columns.slots)

@@ -304,6 +304,12 @@ def group_of(config: Config) -> str | None:
     return config.train.gauc_group if "gauc" in metric_names(config) else None
 
 
+def to_have_valid(data: DataBlock) -> str:
+    """Return the change of the configuration after which there is a validation set, for a message."""
+    of_split = {"hash": ", or a share in data.split.fractions", "time": ", or data.split.valid", "file": ""}
+    return f"set data.valid{of_split[data.split.by]}"
+
+
 def _split_of(data: DataBlock) -> Split | None:
     split = data.split
     if split.by == "file" or (data.valid is not None and data.test is not None):

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +11,10 @@ from typing import Any
 
 from persia.config import Config
 from persia.config.document import open_document
-from persia.runtime.errors import PersiaError, UsageError
+from persia.runtime.errors import CheckpointError, ConfigError, PersiaError, UsageError
 from persia.runtime.exit_codes import ExitCode
 from persia.runtime.logging import get_logger
-from persia.trainer.parts import Parts, metric_names
+from persia.trainer.parts import Parts, metric_names, to_have_valid
 from persia.trainer.record import FINISHED
 from persia.trainer.run_folder import CONFIG, SUMMARY, RunFolder, check_same
 from persia.trainer.state import HIGHER_IS_BETTER
@@ -132,7 +133,7 @@ def trials(file: Path, overrides: Sequence[str], options: Sequence[str]) -> list
             raise UsageError(
                 f"--sweep: with {' '.join(chosen)} there is no validation set to compare the trials on; the test set "
                 "is not used",
-                hint="set data.valid, or a share in data.split.fractions",
+                hint=to_have_valid(config.data),
             )
         name = f"sweep-{_digest(config, rows[data])}"
         found.append(Trial(chosen, config.with_blocks(run=config.run.model_copy(update={"name": name}))))
@@ -179,12 +180,25 @@ def run(trial: Trial) -> None:
     folder = trial.folder
     exists = (folder.path / CONFIG).is_file()
     if exists:
-        check_same(folder.shown, folder.config(), trial.config)
-        if folder.read_json(SUMMARY).get("status") == FINISHED:
+        try:
+            check_same(folder.shown, folder.config(), trial.config)
+            is_finished = folder.read_json(SUMMARY).get("status") == FINISHED
+        except CheckpointError as error:
+            error.hint = _hint(error, folder)
+            raise
+        except ConfigError as error:
+            error.hint = _from_beginning(folder)
+            raise
+        if is_finished:
             trial.reused = True
             _judge(trial)
             return
     try:
+        if not exists and folder.path.exists():
+            raise UsageError(
+                f"{folder.shown}: the trial cannot be trained in this folder, because it exists and has no {CONFIG}",
+                hint=_from_beginning(folder),
+            )
         with Trainer(trial.config) as trainer:
             if exists:
                 trainer.resume(folder.path)
@@ -192,13 +206,29 @@ def run(trial: Trial) -> None:
                 pass
     except PersiaError as error:
         said = "".join(str(error).splitlines()[:1]) or type(error).__name__
-        trial.status, trial.error, trial.hint, trial.code = "failed", said, error.hint, error.exit_code
+        trial.status, trial.error, trial.code = "failed", said, error.exit_code
+        trial.hint = _hint(error, folder)
         return
     except Exception as error:  # an error of the user's model; the other trials still run
         said = "".join(str(error).splitlines()[:1])
         trial.status, trial.error, trial.code = "failed", f"{type(error).__name__}: {said}", ExitCode.FAILED
         return
     _judge(trial)
+
+
+def _hint(error: PersiaError, folder: RunFolder) -> str:
+    """Return the next step after an error of a trial. Some hints are for a run whose name the user chooses."""
+    if isinstance(error, CheckpointError):
+        return "; ".join(filter(None, (error.hint, _from_beginning(folder))))
+    if isinstance(error, ConfigError) and str(error).startswith("budget.usd:"):  # --set would add another trial
+        run, config = shlex.quote(folder.shown), shlex.quote(f"{folder.shown}/{CONFIG}")
+        return f"persia train {config} --resume {run} --set budget.usd=USD; then repeat the sweep"
+    return error.hint
+
+
+def _from_beginning(folder: RunFolder) -> str:
+    """Return the next step if the run of a trial cannot be continued. The settings determine its name."""
+    return f"to train the trial from the beginning: rm -r {shlex.quote(folder.shown)}; then repeat the sweep"
 
 
 def _judge(trial: Trial) -> None:

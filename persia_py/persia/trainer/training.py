@@ -20,13 +20,14 @@ from persia.trainer.evaluation import evaluate
 from persia.trainer.limits import Limits, MeanLoss
 from persia.trainer.opening import OpenRun
 from persia.trainer.operations import memory_watch_of
-from persia.trainer.parts import Part, group_of
+from persia.trainer.parts import Part, group_of, to_have_valid
 from persia.trainer.profiling import profiler_of
 from persia.trainer.record import FINISHED, STOPPED
 from persia.trainer.reports import EvaluationReport, StepReport
 from persia.trainer.step import Steps
 from persia.trainer.synthetic import SyntheticBatches
 
+_logger = get_logger("trainer")
 _reports = get_logger(REPORTS)
 
 EVALUATIONS = 10
@@ -42,6 +43,7 @@ class Training(OpenRun):
         """Train, and yield reports; at the end of the run, the last is that of the test set, if there is one."""
         if self.is_finished:
             return
+        self._report_no_valid()
         yield from self._make_up()
         if not self._state.stopped:
             memory = memory_watch_of(self._config, self.folder.path, self._ctx)
@@ -70,6 +72,17 @@ class Training(OpenRun):
             of_job = identity() if self._in_job else {}  # data-compose reads this summary
             self._record.write({**self._results(), **of_job, "status": STOPPED, "reason": reason})
             pages.write(self.folder, self._config, status=STOPPED)
+
+    def _report_no_valid(self) -> None:
+        """On rank 0, log that training is not evaluated, if there is no validation set."""
+        if self.parts.valid is not None or not self._writes:
+            return
+        every, step = self._config.train.evaluate_every, to_have_valid(self._config.data)
+        if every is None:
+            _logger.info("no evaluation during training, because there is no validation set; to evaluate: %s", step)
+        else:
+            line = "train.evaluate_every=%d has no effect, because there is no validation set; next: %s"
+            _logger.warning(line, every, step)
 
     def _make_up(self) -> Iterator[EvaluationReport]:
         """Evaluate after a resume, if the run was interrupted after a step but before its evaluation.

@@ -52,6 +52,12 @@ class Validation:
         """
         stop, state, best = self._stop, self._state, self._state.best
         if stop is None:
+            if best is not None:
+                _logger.warning(
+                    "train.early_stop is no longer set: the run uses its last model, and deletes the best checkpoint, "
+                    "%s, at its end; to keep it: set train.early_stop",
+                    self.checkpoint(best.step),
+                )
             self._forget()
         elif best is not None and best.metric != stop.metric:
             _logger.warning(

@@ -24,6 +24,8 @@ _NAMES = (
 _LABEL_NAME = re.compile(rf"^({_NAMES})$")
 _RATING_NAME = re.compile(r"^(rating|ratings|stars|score|grade)$")
 _POSITIVE = ("1", "true", "yes", "y", "t", "click", "clicked", "positive", "pos", "won", "success", "bought")
+_NUMBERS = ("integer", "number", "boolean")
+"""The kinds of columns whose two values can be those of a label."""
 _OPERATION = re.compile(r"^(?P<column>.+?)(?P<operation>[>=])(?P<value>[^>=]*)$")
 
 
@@ -36,12 +38,14 @@ class Label:
         keys: The keys of the label in ``labels``, apart from the column.
         reason: The reason for the choice.
         positive: Whether the label is 1, for each row of the sample.
+        doubts: Why another column or another value may be meant, and how to specify it; for warnings.
     """
 
     column: str
     keys: dict[str, Any]
     reason: str
     positive: npt.NDArray[np.bool_]
+    doubts: tuple[str, ...] = ()
 
 
 def choose(table: Table, given: str | None) -> Label:
@@ -72,16 +76,18 @@ def choose(table: Table, given: str | None) -> Label:
 def _guess(table: Table) -> Label:
     named = [column for column in table.columns.values() if _LABEL_NAME.match(snake(column.name))]
     binary = [column for column in named if _is_binary(column)]
-    if len(binary) == 1:
-        return _of(binary[0], f"its name, and {_positives(binary[0])}")
-    if len(named) == 1 and not binary:
-        return _of(named[0], "its name")
     ratings = [column for column in table.columns.values() if _RATING_NAME.match(snake(column.name)) and column.numbers]
+    others = [column for column in table.columns.values() if column.kind in _NUMBERS and _is_binary(column)]
+    texts = [column for column in table.columns.values() if column.kind == "text" and _is_binary(column)]
+    if len(binary) == 1:
+        return _guessed(binary[0], f"its name, and {_positives(binary[0])}", [*named, *ratings])
+    if len(named) == 1 and not binary:
+        return _guessed(named[0], "its name", [*ratings, *others, *texts])
     if not named and len(ratings) == 1:
-        return _of(ratings[0], "its name")
-    others = [column for column in table.columns.values() if column.kind != "text" and _is_binary(column)]
+        return _guessed(ratings[0], "its name", [*others, *texts])
     if not named and not ratings and len(others) == 1:
-        return _of(others[0], f"the only column of two values, and {_positives(others[0])}")
+        which = "a column of two numbers" if texts else "the only column of two values"
+        return _guessed(others[0], f"{which}, and {_positives(others[0])}", texts)
     found = binary or named or ratings or others
     if found:
         candidates = ", ".join(repr(column.name) for column in found[-10:])
@@ -93,6 +99,23 @@ def _guess(table: Table) -> Label:
         f"no column looks like a label; the columns are {listed(table.columns)}",
         hint="specify the label: --label COL, --label 'COL>NUMBER' or --label COL=VALUE",
     )
+
+
+def _guessed(column: Column, reason: str, others: list[Column]) -> Label:
+    """Return the label for a column, with a doubt if other columns may be the label too."""
+    label = _of(column, reason)
+    names = list(dict.fromkeys(repr(other.name) for other in others if other is not column))
+    if names:
+        doubt = f"it was guessed, and may also be {listed(names)}: specify the label, --label COL"
+        label.doubts = (doubt, *label.doubts)
+    return label
+
+
+def _with_other(column: Column, label: Label, positive: str, negative: str) -> Label:
+    """Add the doubt that the other one of two values may be meant."""
+    other = f"--label {shlex.quote(f'{column.name}={negative}')}"
+    label.doubts += (f"{positive} counts as 1, which was guessed: to count {negative} as 1, {other}",)
+    return label
 
 
 def _is_binary(column: Column) -> bool:
@@ -125,7 +148,9 @@ def _of(column: Column, reason: str) -> Label:
     if column.numbers and column.distinct == 2:
         if (column.numbers.low, column.numbers.high) == (0, 1):
             return Label(column.name, {}, reason, values == 1)
-        return _equal(column, f"{column.numbers.high:g}", f"{reason}; a label is 1 or 0")
+        low, high = f"{column.numbers.low:g}", f"{column.numbers.high:g}"
+        label = _equal(column, high, f"{reason}; a label is 1 or 0, and {high} is 1")
+        return label if column.numbers.low <= 0 else _with_other(column, label, high, low)
     known = values[~np.isnan(values)]
     bounds = np.unique(np.quantile(known, np.linspace(0, 1, 101), method="inverted_cdf"))[:-1]
     shares = np.array([(known > bound).mean() for bound in bounds])
@@ -143,8 +168,10 @@ def _of_texts(column: Column, reason: str) -> Label:
             hint=f"specify the value to predict: --label {shlex.quote(f'{column.name}={column.top[-1][0]}')}",
         )
     values = [value for value, _ in column.top]
-    positive = next((value for value in values if value.strip().lower() in _POSITIVE), values[-1])
-    return _equal(column, positive, f"{reason}; a label is 1 or 0, and {positive!r} is 1")
+    known = next((value for value in values if value.strip().lower() in _POSITIVE), None)
+    positive = values[-1] if known is None else known
+    label = _equal(column, positive, f"{reason}; a label is 1 or 0, and {positive!r} is 1")
+    return label if known is not None else _with_other(column, label, positive, values[0])
 
 
 def _greater(column: Column, value: str, reason: str) -> Label:

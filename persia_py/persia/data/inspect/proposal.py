@@ -137,6 +137,8 @@ def _label_name(label: Label) -> str:
 
 def _warnings(table: Table, proposal: Proposal) -> Iterator[str]:
     label = table.columns[proposal.label.column]
+    for doubt in proposal.label.doubts:
+        yield f"label {label.name}: {doubt}"
     if label.nulls:
         yield f"label {label.name}: null in some rows ({label.nulls:,}), which `persia train` refuses: remove them"
     share = float(proposal.label.positive.mean())

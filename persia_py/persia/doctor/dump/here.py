@@ -70,20 +70,31 @@ def collect(archive: Archive, facts: Facts, folder: Path | None) -> None:
 
 
 @contextlib.contextmanager
-def without_container_paths(archive: Archive) -> Iterator[None]:
-    """Ignore the variables whose configuration files exist only in the containers, and note this in the archive."""
+def without_container_paths(archive: Archive) -> Iterator[dict[str, str]]:
+    """Ignore the variables whose configuration files exist only in the containers, and note this in the archive.
+
+    The archive already has the files from the containers. Any other missing file remains an error. The block gets the
+    ignored variables.
+    """
     named = {CONFIG: "persia.yml", EMBEDDING_CONFIG: "embedding_config.yml", GLOBAL_CONFIG: "global_config.yml"}
     given = {name: os.environ.get(name, "") for name in named}
-    only_there = {name: path for name, path in given.items() if path and not Path(path).is_file()}
-    for name, path in only_there.items():
+    missing = {name: path for name, path in given.items() if path and not Path(path).is_file()}
+    of_container = archive.entries.get("inside/environment.txt")
+    ignored: dict[str, str] = {}
+    for name, path in missing.items():
         inside = f"inside/config/{named[name]}"
-        see = f"; see {inside}" if inside in archive.entries else ""
-        archive.skip(name, f"{path} is a path in the containers, and was not read on this host{see}")
-        del os.environ[name]
+        if of_container is None:
+            why = f"{path} is no file on this host, and the containers could not be asked whether they have it"
+        elif inside in archive.entries and f"{name}={path}" in of_container.content.decode().splitlines():
+            why = f"{path} is a path in the containers, and was not read on this host; see {inside}"
+        else:
+            continue
+        archive.skip(name, why)
+        ignored[name] = os.environ.pop(name)
     try:
-        yield
+        yield ignored
     finally:
-        os.environ.update(only_there)
+        os.environ.update(ignored)
 
 
 def _versions(archive: Archive, facts: Facts) -> None:

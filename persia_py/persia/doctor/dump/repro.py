@@ -1,12 +1,15 @@
 """The smallest reproduction of a run: its configuration, one batch of its rows, and the commands that train on it."""
 
 import shlex
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from persia.config import Config
 from persia.config.document import open_document
 from persia.doctor.dump.archive import Archive
+from persia.runtime.config_files import CONFIG as PERSIA_CONFIG
 from persia.runtime.config_files import find_persia_yml
 from persia.runtime.errors import UsageError
 from persia.trainer import one_batch
@@ -26,19 +29,20 @@ persia train {CONFIG} --local --test
 """
 
 
-def collect(archive: Archive, folder: Path | None) -> int:
+def collect(archive: Archive, folder: Path | None, ignored: Mapping[str, str] = MappingProxyType({})) -> int:
     """Add the reproduction of a run, and return the largest number of rows of a part. The rows are not redacted.
 
     Args:
         archive: Receives the files, below :data:`FOLDER`.
         folder: The folder of the run; None means the ``persia.yml`` of this process.
+        ignored: The variables whose files exist only in the containers of the stack.
 
     Raises:
-        UsageError: There is no configuration, or a file of its data does not exist.
+        UsageError: There is no configuration here, or a file of its data does not exist.
         DataError: A part of the data has no rows, or a file is damaged.
         StorageError: The rows do not fit into the archive.
     """
-    config = _config(folder)
+    config = _config(folder, ignored.get(PERSIA_CONFIG))
     config = config.with_blocks(train=config.train.model_copy(update={"start_from": None}))
     with one_batch.private_folder() as scratch:
         short = one_batch.shortened(config, scratch)
@@ -56,9 +60,15 @@ def collect(archive: Archive, folder: Path | None) -> int:
     return config.step_rows
 
 
-def _config(folder: Path | None) -> Config:
+def _config(folder: Path | None, of_containers: str | None) -> Config:
     if folder is not None and (folder / CONFIG).is_file():
         return RunFolder(folder).config()
+    if of_containers is not None:  # another persia.yml of this folder would reproduce something else
+        raise UsageError(
+            f"--repro: {PERSIA_CONFIG}={of_containers} is no file on this host, but a path in the containers",
+            hint="run the command in a container: docker compose run --rm --no-deps --no-TTY trainer persia dump "
+            f"--repro -o - > dump.tar.gz; or set {PERSIA_CONFIG} to the path of the file on this host",
+        )
     path = find_persia_yml()
     if path is None:
         raise UsageError(
