@@ -144,11 +144,20 @@ def test_waiting_for_a_rank_is_logged(
     logging.getLogger("persia").addHandler(caplog.handler)
     try:
         waiting = pool.submit(first.all_gather, "a batch", 0)
-        wait_until("the reminder", lambda: "waiting for rank 1 to reach 'a batch' after" in caplog.text, LONG)
+        wait_until("the reminder", lambda: " s, for rank 1 to reach 'a batch'" in caplog.text, LONG)
         second.all_gather("a batch", 0)
         waiting.result(LONG)
     finally:
         logging.getLogger("persia").removeHandler(caplog.handler)
+
+
+def test_a_rank_that_leaves_no_longer_waits(meet: Meet, pool: ThreadPoolExecutor) -> None:
+    first, _ = meet(2)
+    waiting = pool.submit(first.all_gather, "a batch", 0)
+    wait_until("it to wait", lambda: 0 in first._shares, LONG)
+    first.leave(None)
+    with pytest.raises(RunLostError, match="this rank has left the run while it waited for rank 1 to reach 'a batch'"):
+        waiting.result(LONG)
 
 
 def test_rank_0_waits_for_notes_and_names_who_is_behind(meet: Meet) -> None:

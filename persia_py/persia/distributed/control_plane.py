@@ -315,6 +315,8 @@ class Peers:
                     return found
                 if self._lost is not None:
                     raise self._lost_error()
+                if self._closed:
+                    raise RunLostError(f"this rank has left the run while it waited for {what()}")
                 if self._met and self.rank not in self._met:
                     raise SystemExit(preemption.exit_code())
                 if preemption.stop_asked() and not self._asked:
