@@ -390,6 +390,14 @@ def test_the_whole_doctor_as_a_process(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["clicks.parquet", "persia.yml"], "nothing is left"
 
 
+def test_checks_that_need_torch_are_skipped_on_a_host_without_it(tmp_path: Path) -> None:
+    script = "import sys; sys.modules['torch'] = None; from persia.cli.main import main; main()"
+    words = [sys.executable, "-c", script, "doctor", "--only", "gpu,network,disk"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.count("this check needs PyTorch, which is not installed") == 2, done.stdout + done.stderr
+    assert done.returncode == 0 and " disk " in done.stdout, done.stdout
+
+
 def test_a_failure_has_its_exit_code_and_json(tmp_path: Path, verb: Verb) -> None:
     out, _ = verb("doctor", "--only", "disk", "--dir", "/proc", "--json", code=1)
     (found,) = json.loads(out)

@@ -95,6 +95,9 @@ def _guarded(name: str, found: Iterator[Check]) -> Iterator[Check]:
     try:
         yield from found
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":  # the check of packages reports it
+            yield Check(name, "skip", "not checked", "this check needs PyTorch, which is not installed")
+            return
         frames = own_frames.own_frames(error.__traceback__)
         place = f" at {own_frames.place(frames[0])}" if frames else ""
         why = "the check could not be finished; the checks after it are run"
