@@ -260,6 +260,9 @@ def test_images_compile_the_engine_only_if_an_input_of_the_compilation_has_chang
     manifest, source = crate / "Cargo.toml", crate / "src" / "lib.rs"
     compose = tmp_path / "docker-compose.yaml"
     compose.write_text("  build:\n    target: server\n  user: 1\n")
+    dockerfile = tmp_path / "services" / "Dockerfile"
+    dockerfile.parent.mkdir()
+    dockerfile.write_text("FROM base AS build\nRUN cargo build\nFROM base AS server\n")
     manifest.write_text("[package]\n")
     git("init")
     git("add", ".")
@@ -277,6 +280,11 @@ def test_images_compile_the_engine_only_if_an_input_of_the_compilation_has_chang
     compose.write_text("  build:\n    target: runtime\n  user: 2\n")
     assert engine() == "build"
     git("checkout", "docker-compose.yaml")
+    dockerfile.write_text("FROM base AS build\nRUN cargo build\nFROM base AS server\nRUN apt-get install ca\n")
+    assert engine() == ("prebuilt" if usable else "build"), "the engine is compiled as before"
+    dockerfile.write_text("FROM base AS build\nRUN cargo build --release\nFROM base AS server\n")
+    assert engine() == "build"
+    git("checkout", "services/Dockerfile")
     manifest.write_text("[package]\nname = 'wire'\n")
     assert engine() == "build"
     git("add", ".")
