@@ -48,6 +48,13 @@ def probe(tmp_path: Path) -> Iterator[dict[str, str]]:
     docker("image", "rm", "--force", f"{variables['PERSIA_IMAGE']}/server:dev", check=False)
 
 
+@pytest.mark.usefixtures("images")
+@pytest.mark.parametrize("image", ["server", "runtime"])
+def test_an_image_that_connects_to_an_object_store_has_certificates(image: str) -> None:
+    command = ("run", "--rm", "--entrypoint", "grep", f"persia/{image}:dev", "--count", "BEGIN CERTIFICATE")
+    assert int(docker(*command, "/etc/ssl/certs/ca-certificates.crt").stdout) > 100
+
+
 @pytest.mark.row("S0-06")
 def test_proxy_and_network_of_the_host_reach_the_build_but_not_the_image(probe: dict[str, str]) -> None:
     docker("compose", "build", "emb_server", env=probe | {"HTTP_PROXY": "http://x"})
