@@ -1,9 +1,10 @@
 """Ranks that connect within one process: the fixtures ``pool`` and ``meet``, and what they exchange."""
 
 import socket
+import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import Executor, Future
+from typing import Any, ParamSpec, TypeVar
 
 import pytest
 
@@ -18,16 +19,46 @@ def me(rank: int, world_size: int = 2, **changes: Any) -> handshake.Introduction
 
 
 Meet = Callable[[int], list[control_plane.Peers]]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Threads(Executor):
+    """One thread for each call. Unlike with a ``ThreadPoolExecutor``, the process can end while a thread hangs."""
+
+    def __init__(self) -> None:
+        self._started: list[threading.Thread] = []
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Start a call."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._started.append(threading.Thread(target=run, name=getattr(fn, "__qualname__", "call"), daemon=True))
+        self._started[-1].start()
+        return future
+
+    def finish(self) -> None:
+        """Check that every call has ended."""
+        for thread in self._started:
+            thread.join(LONG)
+            assert not thread.is_alive(), f"{thread.name} still waits"
 
 
 @pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(8) as threads:
-        yield threads
+def pool() -> Iterator[Executor]:
+    threads = Threads()
+    yield threads
+    threads.finish()
 
 
 @pytest.fixture
-def meet(pool: ThreadPoolExecutor) -> Iterator[Meet]:
+def meet(pool: Executor) -> Iterator[Meet]:
     """Connect ranks, which end with the test."""
     made: list[control_plane.Peers] = []
     listeners: list[socket.socket] = []
@@ -48,5 +79,5 @@ def meet(pool: ThreadPoolExecutor) -> Iterator[Meet]:
         listener.close()
 
 
-def all_gather(pool: ThreadPoolExecutor, ranks: list[control_plane.Peers], topic: str) -> list[Future[list[Any]]]:
+def all_gather(pool: Executor, ranks: list[control_plane.Peers], topic: str) -> list[Future[list[Any]]]:
     return [pool.submit(each.all_gather, topic, each.rank * 10) for each in ranks]

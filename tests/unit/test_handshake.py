@@ -5,7 +5,7 @@ import json
 import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,7 +18,7 @@ from persia.errors import AuthError, IncompatibleError, RunLostError, Unreachabl
 from persia.runtime import clock
 
 
-def test_a_silent_rank_is_named(meet: Meet, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_rank_is_named(meet: Meet, pool: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped, not dead: its connection stays open."""
     monkeypatch.setattr(control_plane, "_ALIVE_S", 0.05)
     monkeypatch.setattr(control_plane, "SILENCE_S", 0.5)
@@ -51,7 +51,7 @@ def test_a_silent_rank_is_named(meet: Meet, pool: ThreadPoolExecutor, monkeypatc
 )
 @pytest.mark.row("S3-33")
 def test_a_rank_that_does_not_fit_is_refused(
-    pool: ThreadPoolExecutor, changes: dict[str, Any], error: type[Exception], text: str
+    pool: Executor, changes: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     listener = handshake.listen("127.0.0.1")
     first = pool.submit(handshake.host, listener, me(0), LONG)
@@ -99,7 +99,7 @@ def test_ranks_that_do_not_connect_were_told_an_address(
     assert ("unset" in caught.value.hint) == ("loopback" in str(caught.value))
 
 
-def test_garbage_takes_no_place(pool: ThreadPoolExecutor) -> None:
+def test_garbage_takes_no_place(pool: Executor) -> None:
     listener = handshake.listen("127.0.0.1")
     first = pool.submit(handshake.host, listener, me(0), LONG)
     for data in (b"", b"GET / HTTP/1.1\r\n\r\n", b'{"hello": 7}\n', b"[]\n", b'{"hello": {"rank": 1}}\n'):
@@ -114,7 +114,7 @@ def test_garbage_takes_no_place(pool: ThreadPoolExecutor) -> None:
     listener.close()
 
 
-def test_strangers_that_say_nothing_hold_nobody_up(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_that_say_nothing_hold_nobody_up(pool: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     """This is so while rank 0 waits for ranks and afterwards; if there are too many, the oldest are closed."""
     monkeypatch.setattr(handshake, "INTRODUCTION_S", 10 * LONG)
     listener = handshake.listen("127.0.0.1")
@@ -141,7 +141,7 @@ def test_strangers_that_say_nothing_hold_nobody_up(pool: ThreadPoolExecutor, mon
     listener.close()
 
 
-def test_a_stranger_that_trickles_is_cut_off(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stranger_that_trickles_is_cut_off(pool: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "INTRODUCTION_S", 0.5)
     listener = handshake.listen("127.0.0.1")
     first = pool.submit(handshake.host, listener, me(0), LONG)
@@ -163,7 +163,7 @@ def test_a_stranger_that_trickles_is_cut_off(pool: ThreadPoolExecutor, monkeypat
     listener.close()
 
 
-def test_a_hello_has_an_end(pool: ThreadPoolExecutor) -> None:
+def test_a_hello_has_an_end(pool: Executor) -> None:
     listener = handshake.listen("127.0.0.1")
     first = pool.submit(handshake.host, listener, me(0), LONG)
     with socket.create_connection(listener.getsockname()) as stranger:
@@ -178,7 +178,7 @@ def test_a_hello_has_an_end(pool: ThreadPoolExecutor) -> None:
     listener.close()
 
 
-def test_no_line_of_a_stranger_ends_rank_0(pool: ThreadPoolExecutor) -> None:
+def test_no_line_of_a_stranger_ends_rank_0(pool: Executor) -> None:
     """This is so while it waits for ranks and afterwards."""
     listener = handshake.listen("127.0.0.1")
     address = ("127.0.0.1", listener.getsockname()[1])
@@ -205,7 +205,7 @@ def test_no_line_of_a_stranger_ends_rank_0(pool: ThreadPoolExecutor) -> None:
 
 
 @pytest.mark.parametrize("met", [True, False])
-def test_a_rank_that_starts_again_is_not_taken_for_its_twin(pool: ThreadPoolExecutor, met: bool) -> None:
+def test_a_rank_that_starts_again_is_not_taken_for_its_twin(pool: Executor, met: bool) -> None:
     """It connects before rank 0 has detected the loss, or before rank 0 has ended, and must retry in both cases."""
     listener = handshake.listen("127.0.0.1")
     address = ("127.0.0.1", listener.getsockname()[1])
@@ -227,7 +227,7 @@ def test_a_rank_that_starts_again_is_not_taken_for_its_twin(pool: ThreadPoolExec
     listener.close()
 
 
-def test_only_a_rank_of_the_job_learns_who_is_here(pool: ThreadPoolExecutor) -> None:
+def test_only_a_rank_of_the_job_learns_who_is_here(pool: Executor) -> None:
     listener = handshake.listen("127.0.0.1")
     address = ("127.0.0.1", listener.getsockname()[1])
     first = pool.submit(handshake.host, listener, me(0), LONG)
@@ -255,7 +255,7 @@ def test_missing_ranks_are_named() -> None:
         handshake.host(listener, me(0, 3), 0.1)
 
 
-def test_a_start_that_fails_leaves_nothing_open(pool: ThreadPoolExecutor) -> None:
+def test_a_start_that_fails_leaves_nothing_open(pool: Executor) -> None:
     listener = handshake.listen("127.0.0.1")
     address = ("127.0.0.1", listener.getsockname()[1])
     first = pool.submit(handshake.host, listener, me(0, 3), 2.0)  # rank 1 connects within it

@@ -3,7 +3,7 @@
 import json
 import logging
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,13 +24,13 @@ from persia.runtime import preemption
 from persia.runtime.job import finished_summary
 
 
-def test_every_rank_gets_what_all_have(meet: Meet, pool: ThreadPoolExecutor) -> None:
+def test_every_rank_gets_what_all_have(meet: Meet, pool: Executor) -> None:
     ranks = meet(3)
     for number in range(50):
         assert [future.result(LONG) for future in all_gather(pool, ranks, f"step {number}")] == [[0, 10, 20]] * 3
 
 
-def test_ranks_at_different_places_are_told_so(meet: Meet, pool: ThreadPoolExecutor) -> None:
+def test_ranks_at_different_places_are_told_so(meet: Meet, pool: Executor) -> None:
     first, second = meet(2)
     futures = [pool.submit(first.all_gather, "the loop", 0), pool.submit(second.all_gather, "the end", 0)]
     for future in futures:
@@ -38,7 +38,7 @@ def test_ranks_at_different_places_are_told_so(meet: Meet, pool: ThreadPoolExecu
             future.result(LONG)
 
 
-def test_a_rank_that_is_gone_is_named_on_every_other(meet: Meet, pool: ThreadPoolExecutor) -> None:
+def test_a_rank_that_is_gone_is_named_on_every_other(meet: Meet, pool: Executor) -> None:
     first, second, third = meet(3)
     waiting = [pool.submit(each.all_gather, "step 1", 0) for each in (first, second)]
     third._links[0].hang_up()  # as the kernel does for a process that is killed
@@ -49,7 +49,7 @@ def test_a_rank_that_is_gone_is_named_on_every_other(meet: Meet, pool: ThreadPoo
         third.all_gather("step 1", 0)
 
 
-def test_a_rank_that_fails_leaves_its_reason(meet: Meet, pool: ThreadPoolExecutor) -> None:
+def test_a_rank_that_fails_leaves_its_reason(meet: Meet, pool: Executor) -> None:
     first, second = meet(2)
     waiting = pool.submit(first.all_gather, "step 1", 0)
     second.leave("ValueError: bad")
@@ -57,7 +57,7 @@ def test_a_rank_that_fails_leaves_its_reason(meet: Meet, pool: ThreadPoolExecuto
         waiting.result(LONG)
 
 
-def test_a_rank_that_ended_cleanly_is_missed_only_where_it_is_needed(meet: Meet, pool: ThreadPoolExecutor) -> None:
+def test_a_rank_that_ended_cleanly_is_missed_only_where_it_is_needed(meet: Meet, pool: Executor) -> None:
     first, second, third = meet(3)
     waiting = pool.submit(third.all_gather, "step 1", 0)
     second.leave(None)
@@ -68,7 +68,7 @@ def test_a_rank_that_ended_cleanly_is_missed_only_where_it_is_needed(meet: Meet,
         waiting.result(LONG)
 
 
-def test_ranks_meet_wherever_they_are_and_go_on_sharing(meet: Meet, pool: ThreadPoolExecutor) -> None:
+def test_ranks_meet_wherever_they_are_and_go_on_sharing(meet: Meet, pool: Executor) -> None:
     """Two wait in an all-gather that the third does not call; one of them has completed more than the others."""
     ranks = meet(3)
     waiting = [pool.submit(each.all_gather, "the loop", 0) for each in ranks[:2]]
@@ -108,7 +108,7 @@ def test_a_collective_that_fails_because_a_rank_is_gone_is_no_failure_of_a_batch
     assert ([*tmp_path.iterdir()] == []) == (how != "not at all")
 
 
-def test_what_all_have_shared_is_told_though_one_of_them_left_behind_it(meet: Meet, pool: ThreadPoolExecutor) -> None:
+def test_what_all_have_shared_is_told_though_one_of_them_left_behind_it(meet: Meet, pool: Executor) -> None:
     first, second = meet(2)
     with second._changed:  # it wakes up late
         waiting = pool.submit(second.all_gather, "the save", 10)
@@ -118,13 +118,13 @@ def test_what_all_have_shared_is_told_though_one_of_them_left_behind_it(meet: Me
     assert waiting.result(LONG) == [0, 10]
 
 
-def test_a_rank_that_does_not_come_to_meet_is_named(meet: Meet, pool: ThreadPoolExecutor) -> None:
+def test_a_rank_that_does_not_come_to_meet_is_named(meet: Meet, pool: Executor) -> None:
     first, _ = meet(2)
     with pytest.raises(UnreachableError, match=r"waited 0\.2 s for rank 1 to end the run"):
         first.all_gather_at_exit(0, 0.2)
 
 
-def test_a_rank_that_waits_lets_all_know_that_it_was_asked_to_stop(meet: Meet, pool: ThreadPoolExecutor) -> None:
+def test_a_rank_that_waits_lets_all_know_that_it_was_asked_to_stop(meet: Meet, pool: Executor) -> None:
     """Its loop waits, for example for a rank that evaluates."""
     ranks = meet(3)
     with preemption.saving_run():
@@ -137,7 +137,7 @@ def test_a_rank_that_waits_lets_all_know_that_it_was_asked_to_stop(meet: Meet, p
 
 
 def test_waiting_for_a_rank_is_logged(
-    meet: Meet, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    meet: Meet, pool: Executor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(control_plane, "REMIND_S", 0.1)
     first, second = meet(2)
@@ -151,7 +151,7 @@ def test_waiting_for_a_rank_is_logged(
         logging.getLogger("persia").removeHandler(caplog.handler)
 
 
-def test_a_rank_that_leaves_no_longer_waits(meet: Meet, pool: ThreadPoolExecutor) -> None:
+def test_a_rank_that_leaves_no_longer_waits(meet: Meet, pool: Executor) -> None:
     first, _ = meet(2)
     waiting = pool.submit(first.all_gather, "a batch", 0)
     wait_until("it to wait", lambda: 0 in first._shares, LONG)
@@ -183,7 +183,7 @@ class FakePipeline:
     def close(self) -> None: ...
 
 
-def test_a_loop_whose_last_pushes_fail_on_one_rank_fails_on_all(meet: Meet, pool: ThreadPoolExecutor) -> None:
+def test_a_loop_whose_last_pushes_fail_on_one_rank_fails_on_all(meet: Meet, pool: Executor) -> None:
     waiting = []
     for each in meet(3):
         context: Any = object.__new__(remote.RemoteBackend)
@@ -195,11 +195,15 @@ def test_a_loop_whose_last_pushes_fail_on_one_rank_fails_on_all(meet: Meet, pool
             future.result(LONG)
 
 
-def test_another_ranks_error_keeps_its_hint(meet: Meet, pool: ThreadPoolExecutor) -> None:
+class DiskFullError(StorageError):
+    """A class that only the module of the failing code has."""
+
+
+def test_another_ranks_error_keeps_its_hint_and_the_class_that_all_ranks_know(meet: Meet, pool: Executor) -> None:
     def save(each: control_plane.Peers) -> None:
         with rank_checks.together(each, "save"):
             if each.rank == 1:
-                failed = StorageError("disk full")
+                failed = DiskFullError("disk full")
                 failed.hint = "remove old checkpoints"
                 raise failed
 

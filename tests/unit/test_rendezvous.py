@@ -4,7 +4,7 @@ import io
 import logging
 import os
 import socket
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ def start(discovery: Any, rank: int) -> tuple[control_plane.Peers, Any]:
         place.close()
 
 
-def test_nats_may_be_away_while_ranks_meet(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nats_may_be_away_while_ranks_meet(pool: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERSIA_JOB", "j")
     discovery = FakeDiscovery(away=5)
     ranks = [pool.submit(start, discovery, rank) for rank in (0, 1)]
@@ -64,9 +64,7 @@ def test_nats_that_stays_away_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         start(FakeDiscovery(away=10**9), 1)
 
 
-def test_a_rank_that_cannot_reach_the_store_leaves_the_others(
-    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_cannot_reach_the_store_leaves_the_others(pool: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERSIA_JOB", "j")
 
     def store(host: str, port: int, timeout_s: float, descriptor: int | None) -> int:
