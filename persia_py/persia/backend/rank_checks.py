@@ -22,8 +22,8 @@ _KEPT = 4096
 def together(peers: Peers | None, what: str) -> Iterator[None]:
     """Run the block on every rank, with a barrier at its end.
 
-    If the block fails on one rank, every rank raises an error. The others raise the class, message and hint of the
-    first rank that failed.
+    If the block fails on one rank, every rank raises an error. The others raise the message and hint of the first rank
+    that failed, with the most specific class that :mod:`persia.runtime.errors` has.
     """
     failed: Exception | None = None
     try:
@@ -32,13 +32,18 @@ def together(peers: Peers | None, what: str) -> Iterator[None]:
         failed = error
     if peers is not None:
         hint = getattr(failed, "hint", "")
-        mine = None if failed is None else [type(failed).__name__, str(failed)[:_KEPT], str(hint)[:_KEPT]]
+        mine = None if failed is None else [_known_class(failed), str(failed)[:_KEPT], str(hint)[:_KEPT]]
         failures = peers.all_gather(what, mine)
         if failed is None and any(failures):
             rank, (kind, text, hint) = next((rank, each) for rank, each in enumerate(failures) if each)
             raise getattr(errors, kind, PersiaError)(f"rank {rank}: {text}", hint=hint)
     if failed is not None:
         raise failed
+
+
+def _known_class(error: Exception) -> str:
+    """Return the name of the most specific class of an error that every rank knows."""
+    return next((each.__name__ for each in type(error).__mro__ if each.__name__ in errors.__all__), "PersiaError")
 
 
 @contextlib.contextmanager

@@ -15,6 +15,10 @@ REASON = "budget"
 _SECONDS_PER_HOUR = 3600.0
 
 
+class BudgetSpentError(ConfigError):
+    """A run cannot be resumed because it has cost as much as ``budget.usd`` allows."""
+
+
 class Budget:
     """Stops a run whose cost has reached its limit. A hook of the training loop, on all ranks.
 
@@ -57,12 +61,12 @@ class Budget:
             spent: The cost so far, as rank 0 knows it.
 
         Raises:
-            ConfigError: The budget is spent.
+            BudgetSpentError: The budget is spent.
         """
         block = self._block
         if block is None or spent < block.usd:
             return
-        raise ConfigError(
+        raise BudgetSpentError(
             f"budget.usd: the run has cost {spent:.2f} USD, allowed: {block.usd:g}; the run is not continued",
             hint=f"to continue the run: --set budget.usd={2 * max(block.usd, round(spent, 2)):g}",
         )

@@ -14,6 +14,7 @@ from persia.config.document import open_document
 from persia.runtime.errors import CheckpointError, ConfigError, PersiaError, UsageError
 from persia.runtime.exit_codes import ExitCode
 from persia.runtime.logging import get_logger
+from persia.trainer.budget import BudgetSpentError
 from persia.trainer.parts import Parts, metric_names, to_have_valid
 from persia.trainer.record import FINISHED
 from persia.trainer.run_folder import CONFIG, SUMMARY, RunFolder, check_same
@@ -220,7 +221,7 @@ def _hint(error: PersiaError, folder: RunFolder) -> str:
     """Return the next step after an error of a trial. Some hints are for a run whose name the user chooses."""
     if isinstance(error, CheckpointError):
         return "; ".join(filter(None, (error.hint, _from_beginning(folder))))
-    if isinstance(error, ConfigError) and str(error).startswith("budget.usd:"):  # --set would add another trial
+    if isinstance(error, BudgetSpentError):  # --set would add another trial
         run, config = shlex.quote(folder.shown), shlex.quote(f"{folder.shown}/{CONFIG}")
         return f"persia train {config} --resume {run} --set budget.usd=USD; then repeat the sweep"
     return error.hint
