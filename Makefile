@@ -74,8 +74,8 @@ test: | $(BIN)/python ## Run the tests, images included (RESUME=1 continues an i
 test-all: | $(BIN)/python ## Run every test: also all faults, storms, the image's whole suite, wheels, fuzzing (RESUME=1, SHARD=2/4)
 	$(RUN_TESTS) --all
 
-# One compilation for the Rust tests, the extension and the servers. Copies, because another clone may build into TARGET.
-# Each is replaced in one step, and only if it differs, because `make test` repeats this target while it builds images from the copies.
+# Compile the Rust tests, the extension and the servers together, and copy the results, because another clone may build into TARGET.
+# Each copy is replaced in one step, and only if it differs, because `make test` repeats this target while it builds images from the copies.
 test-build: $(INSTALLED) $(NVRTC) $(PACKAGE)
 	$(CARGO) build --manifest-path $(MANIFEST) --workspace --all-targets --all-features --locked
 	@mkdir -p $(CHECKED)/persia_core
@@ -116,7 +116,7 @@ test-compose: test-images ## Run the tests of the stack in containers (skipped w
 test-checklist:
 	$(BIN)/python tools/checklist.py S0 S2
 
-# The same tests with trainers that are started as users start them, and with torch's own number of threads.
+# Python tests with trainers that are started as users start them, and with torch's own number of threads.
 COLD := $(addprefix tests/unit/test_,checkpoints.py example.py launch.py one_batch.py serving_faults.py watchdog.py)
 test-cold: test-build
 	PERSIA_TEST_FORK=0 $(subst OMP_NUM_THREADS=1,,$(PYTEST)) tests/integration $(COLD) --numprocesses $(PROCESSES) --dist worksteal

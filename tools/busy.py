@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 BUSY = "import os, sys\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
-"""Ends with the process that started it."""
+"""The code of a process that keeps one processor busy, and ends with the process that started it."""
 
 
 def main(command: list[str]) -> int:

@@ -194,7 +194,7 @@ def package_errors() -> Iterator[str]:
         place = file.relative_to(ROOT)
         for part in {*file.relative_to(ROOT / PACKAGE).with_suffix("").parts} & FORBIDDEN_NAMES:
             if place != Path(PACKAGE, "helper.py"):
-                yield f"{place}: no module may be called {part}; name its content"
+                yield f"{place}: no module may be named {part}; choose a descriptive name"
         layer = layer_of(name)
         if layer is None:
             yield f"{place}: a new package; add it to the layers in tools/check_layers.py"
@@ -205,7 +205,7 @@ def package_errors() -> Iterator[str]:
             above = layer_of(module)
             if above is not None and above > layer:
                 yield f"{place}:{line}: {name} imports {module}, which is above it"
-    yield from (f"import circle: {' -> '.join(circle)}" for circle in circles(graph))
+    yield from (f"import cycle: {' -> '.join(circle)}" for circle in circles(graph))
 
 
 def layer_of(module: str) -> int | None:

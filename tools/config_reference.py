@@ -116,7 +116,7 @@ def _block(path: str, block: type[BaseModel]) -> Iterator[str]:
     if issubclass(block, ModelBlock):
         for name in MODELS:
             yield f"### {path}, `name: {name}`\n"
-            yield _table(arguments_of(name))
+            yield _table(arguments) if (arguments := arguments_of(name)) else f"`{name}` has no other keys.\n"
     for key, kind in inner.items():
         if issubclass(kind, OptimizerBlock):
             yield from _optimizers(f"{path}.{key}", keys[key].default.name)

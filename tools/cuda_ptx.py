@@ -70,9 +70,9 @@ def main() -> int:
     """Return 1 if the committed PTX differs from the PTX of the source."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="replace the committed PTX")
-    parser.add_argument("--print", action="store_true", help="only print it")
+    parser.add_argument("--print", action="store_true", help="print the PTX, and write nothing")
     parser.add_argument("--nvrtc", type=Path, default=NVRTC, help="a folder with libnvrtc.so.12 below it")
-    parser.add_argument("--architecture", default=ARCHITECTURE, help=f"{ARCHITECTURE} for the committed PTX")
+    parser.add_argument("--architecture", default=ARCHITECTURE, help=f"target, by default {ARCHITECTURE}")
     arguments = parser.parse_args()
     try:
         ptx = compile_ptx(library(arguments.nvrtc), arguments.architecture)

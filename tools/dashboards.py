@@ -84,8 +84,9 @@ def main() -> int:
         stale.append(path)
         if "--check" not in sys.argv[1:]:
             path.write_text(text, encoding="utf-8")
+    state = "differs from panels.yml; run tools/dashboards.py" if "--check" in sys.argv[1:] else "written"
     for path in stale:
-        sys.stdout.write(f"{path.name}: {'is not that of panels.yml' if '--check' in sys.argv[1:] else 'written'}\n")
+        sys.stdout.write(f"{path.name}: {state}\n")
     return 1 if stale and "--check" in sys.argv[1:] else 0
 
 

@@ -58,7 +58,7 @@ def perform(release: Release, step: Step) -> None:
     try:
         files = step.do(release)
     except CommandError as failed:
-        following = "correct it, then repeat the command: what is done is kept"
+        following = "correct the cause, then repeat the command; finished steps are kept"
         raise ReleaseError(f"{failed}\nthe whole output is in {path}", following) from failed
     digests = {file.name: release_files.sha256(file) for file in files}
     record = {"files": digests, "details": release.details}
@@ -159,12 +159,12 @@ def make(release: Release) -> None:
 def main() -> int:
     """Make a release and return 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rehearse", action="store_true", help="also from sources that are not those of a release")
-    parser.add_argument("--no-images", dest="images", action="store_false", help="wheels only")
+    parser.add_argument("--rehearse", action="store_true", help="accept sources that are not those of a release")
+    parser.add_argument("--no-images", dest="images", action="store_false", help="build wheels only")
     parser.add_argument(
         "--borrow", type=Path, metavar="VENV", help="test with the packages of VENV as dependencies, offline"
     )
-    parser.add_argument("--folder", type=Path, default=ROOT / "dist", help="where the release is made (default: dist)")
+    parser.add_argument("--folder", type=Path, default=ROOT / "dist", help="parent of its folder (default: dist)")
     parser.add_argument("--lto", default=LTO, choices=["thin", "false"], help="link-time optimization")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:

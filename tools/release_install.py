@@ -13,11 +13,11 @@ from release_source import ROOT, ReleaseError
 
 EXAMPLE = ROOT / "examples" / "dlrm"
 QUICK = {"DLRM_EPOCHS": "1", "DLRM_BATCH_SIZE": "4096"}
-"""The demo in a few seconds."""
+"""Variables with which the demo takes a few seconds."""
 AUC = 0.85
-"""What the quick demo reaches at least; guessing reaches 0.5."""
+"""The minimum AUC of this demo; a random guess has 0.5."""
 DEMO = ("matplotlib", "torchmetrics")
-"""What the demo needs beside persia."""
+"""The packages that the demo needs in addition to persia."""
 PROGRAMS = ("persia-embedding-sharded-server", "persia-embedding-sharded-middleware")
 INHERITED = re.compile(r"PIP_\w+|SSL_CERT_\w+|REQUESTS_CA_BUNDLE|(https?|no|all)_proxy|LANG|TMPDIR", re.IGNORECASE)
 """The variables that a bare environment keeps: how packages are downloaded."""
@@ -234,7 +234,7 @@ content = {"rows": rows, "scores": wanted[scores].to_pylist()[:200]}
 json.dump(content, open("request.json", "w"), default=str)
 END
 """
-"""Makes a bundle in a volume, and the scores that its training computes for some rows."""
+"""Makes a bundle in a volume, and computes the scores of 200 rows with ``persia predict``."""
 ASK = """
 import json, time, urllib.request
 content = json.load(open("/shared/request.json"))
@@ -250,7 +250,7 @@ print(json.dumps({"rows": len(found), "far": far}))
 """
 """Requests the scores of these rows from a served bundle, and prints the largest difference."""
 FAR = 1e-6
-"""The largest difference of a score with f32 rows."""
+"""The maximum difference of a score with f32 rows."""
 
 
 def check_serving(runtime: str, serving: str, run: Run) -> None:

@@ -188,7 +188,7 @@ def check_wheels(release: Release) -> list[Path]:
             rebuild(release, unpacked)
             continue
         (manifest,) = unpacked.glob(f"**/{Path(crate).name}/Cargo.toml")
-        # It names a crate that is missing in the archive. The lock file may still list crates that are not needed.
+        # This command names a crate that is missing in the archive. The lock file may list crates that are not needed.
         words: list[str | Path] = [
             "cargo",
             "metadata",

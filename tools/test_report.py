@@ -83,7 +83,7 @@ def _test(suite: str, case: ElementTree.Element) -> Test:
     failures = [child for child in case if child.tag in {"failure", "error"}]
     outcome = "failed" if failures else "skipped" if case.find("skipped") is not None else "passed"
     texts = [(child.text or "").strip() or child.get("message", "") for child in failures]
-    if not any("\n" in text for text in texts):  # nextest: one line; the panic is in what the test wrote
+    if not any("\n" in text for text in texts):  # nextest gives one line; the panic is in the test's output
         texts += [(child.text or "").strip() for child in case if child.tag in {"system-out", "system-err"}]
     output = _BACKTRACE.sub("", _COLOURS.sub("", "\n".join(filter(None, texts))))
     return Test(suite, name, float(case.get("time", 0)), outcome, output)

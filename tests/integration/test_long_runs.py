@@ -63,7 +63,7 @@ def test_ranks_stop_at_one_step_when_their_run_has_cost_its_limit_and_continue_w
     assert found["generation"] > 0 and job.stopped_summary(table / "runs" / "one", of=found["job"]) == found
     step = found["step"]
     assert f"the run is saved after step {step}, and stops" in output and 0 < step < found["total_steps"]
-    assert "effective batch: 128 rows a step = 64 per rank x 1 accumulated x 2 ranks" in output
+    assert "effective batch: 128 rows per step = 64 per rank x 1 accumulated x 2 ranks" in output
     refused = trained(table, "--resume", "runs/one", code=2)
     assert "budget.usd: the run has cost" in refused
     epochs = 1 + -(-400 * step // found["total_steps"])

@@ -151,7 +151,7 @@ def test_outcomes_of_connections_are_told_apart() -> None:
         "rank 2 c   ok      ok        -",
     ]
     assert filtered.found == "rank 0 (a) to rank 1 (b) at 10.0.0.2: filtered"
-    assert "let all TCP ports of 10.0.0.2 through for 10.0.0.1" in filtered.next
+    assert "allow 10.0.0.1 to connect to all TCP ports of 10.0.0.2" in filtered.next
     assert "dist.interface" in unreachable.next and "172.17.0.2" in unreachable.next
 
 

@@ -188,7 +188,7 @@ def test_the_ladder_stops_at_the_first_step_that_fails(table: Path, verb: Verb) 
     output, _ = verb("doctor", "--ladder", "persia.yml", code=2)
     assert passed(output) == ["✓", "✓", "✗"] and "clicks.parquet" in output
     assert " 3 one batch, in one process: persia train persia.yml --test --local" in output
-    assert "diagnosis: the model is sound: the fault is in the data" in output
+    assert "diagnosis: the model works: the fault is in the data" in output
     assert "next: persia train persia.yml --test --local" in output and "\n 4 " not in output
     assert output.endswith("passed: steps 1, 2\nnot run: steps 4, 5, 6, 7, 8, 9, 10\n")
     (table / "mine.py").write_text(model.replace("embeddings], 1))", "embeddings], 2))"))

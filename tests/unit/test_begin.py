@@ -31,7 +31,7 @@ def test_after_the_time_limit_the_run_is_lost(monkeypatch: pytest.MonkeyPatch) -
     def full() -> int:
         raise StorageError("server 1 of 2: No space left on device")
 
-    with pytest.raises(RunLostError, match=r"tried for \d s: server 1 of 2: No space left") as caught:
+    with pytest.raises(RunLostError, match=r"tried for \d s \(PERSIA_RPC_TIMEOUT\): server 1 of 2: No space") as caught:
         begin.begin_when_stored(full)
     assert caught.value.exit_code == 75 and "free space" in caught.value.hint
 

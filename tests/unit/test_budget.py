@@ -89,7 +89,7 @@ def test_the_command_says_why_it_stopped_and_ends_with_0(
     limited(tmp_path, 1.0)
     each_look_takes(monkeypatch, 0.02)
     out, _ = verb("train", "persia.yml")
-    assert "effective batch: 128 rows a step = 128 per rank x 1 accumulated x 1 rank" in out
+    assert "effective batch: 128 rows per step = 128 per rank x 1 accumulated x 1 rank" in out
     assert "allowed: 1 (budget.usd)" in out and "repeat the command with --resume runs/one --set budget.usd=2\n" in out
     assert json.loads((tmp_path / "runs" / "one" / "summary.json").read_text())["reason"] == "budget"
 

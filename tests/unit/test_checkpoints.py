@@ -135,7 +135,7 @@ def test_a_schedulers_state_belongs_to_the_run(configure: Configure, tmp_path: P
         assert restored.state_dict() == scheduler.state_dict()
         assert restored.last_epoch == 8
         again.dump_checkpoint(tmp_path / "by hand")
-    with pytest.raises(CheckpointError, match=r"states in the checkpoint: decay; in .*: none"):
+    with pytest.raises(CheckpointError, match=r"the states differ; in the checkpoint: decay; in .*: none"):
         make(checkpoints=Checkpoints(tmp_path / "run")).__enter__()
     (tmp_path / "run").rename(tmp_path / "other")
     third, loaded = ctx_and_scheduler()
@@ -147,7 +147,7 @@ def test_a_schedulers_state_belongs_to_the_run(configure: Configure, tmp_path: P
         train(third, DataLoader(Batches(9)))
     assert names(tmp_path / "run") == ["LATEST", "step-9"]
     with make(checkpoints=Checkpoints(tmp_path / "third")) as stranger:
-        with pytest.raises(CheckpointError, match=r"states in the checkpoint: decay; in .*: none"):
+        with pytest.raises(CheckpointError, match=r"the states differ; in the checkpoint: decay; in .*: none"):
             stranger.load_checkpoint(tmp_path / "other" / "step-8")
         assert stranger.step == 0
 

@@ -288,9 +288,9 @@ def test_a_damaged_checkpoint_is_not_exported(saved: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["{saved}", "gs://bucket/one"], "gs://bucket/one: expected an address of S3"),
+        (["{saved}", "gs://bucket/one"], "gs://bucket/one: expected an S3 URL"),
         (["{saved}", "s3://bucket"], "s3://bucket: lacks the name of the checkpoint"),
-        (["{saved}", "folder"], "folder: expected an address of S3"),
+        (["{saved}", "folder"], "folder: expected an S3 URL"),
         (["{saved}"], "expected a checkpoint and the URL of the new one"),
         (["--list-uploads", "s3://bucket", "s3://other"], "expected one URL"),
         (["--list-uploads", "--abort-uploads", "s3://bucket"], "mutually exclusive"),
@@ -405,4 +405,4 @@ def test_keys_that_are_unknown_are_named(
     allowed(*ALL)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAUNKNOWN000000000")
     errors = verb("ckpt", "export", str(saved), ADDRESS, code=1)[1]
-    assert "the credentials do not fit the store, or have expired: set AWS_ACCESS_KEY_ID" in errors, errors
+    assert "the store does not accept the credentials, or they have expired: set AWS_ACCESS_KEY_ID" in errors, errors

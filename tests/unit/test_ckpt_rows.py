@@ -216,7 +216,7 @@ def test_rows_that_are_no_rows_are_named_all_at_once(tmp_path: Path, monkeypatch
     for text in (
         "column 'id' is null in 2 rows: 3, 28",
         "column 'weights' is null, or has a null, in 2 rows: 10, 14",
-        "does not have the length of the first vector, 2, in 2 rows: 6 (length 1), 15 (length 3)",
+        "differs in length from the first vector (2) in 2 rows: 6 (length 1), 15 (length 3)",
         "has NaN, infinity, or a number outside the range of float32 in 3 rows: 21, 32, 39",
         "Correct or remove these rows",
     ):

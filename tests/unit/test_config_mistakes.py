@@ -133,16 +133,16 @@ from persia.errors import ConfigError
         ),
         (
             "run: {dir: s3://a/b}",
-            "8:12: run.dir: found `s3://a/b`, allowed: a folder; checkpoint.dir may be an address such as "
+            "8:12: run.dir: found `s3://a/b`, allowed: a folder; checkpoint.dir may be a URL such as "
             "s3://bucket/prefix",
         ),
         (
             "checkpoint: {dir: s4://a/b}",
-            "8:19: checkpoint.dir: found `s4://a/b`, allowed: a folder, or an address such as s3://bucket/prefix",
+            "8:19: checkpoint.dir: found `s4://a/b`, allowed: a folder, or a URL such as s3://bucket/prefix",
         ),
         (
             "checkpoint: {upload_to: saves}",
-            "8:25: checkpoint.upload_to: found `saves`, allowed: an address such as s3://bucket/prefix",
+            "8:25: checkpoint.upload_to: found `saves`, allowed: a URL such as s3://bucket/prefix",
         ),
     ],
 )

@@ -102,7 +102,7 @@ def test_every_position_gives_the_batches_after_it(
         sent(whole[0][1])
     assert other.value.hint == "use the files and settings of the checkpoint, or start a new run"
     for foreign in ("row 7", "7", '{"row": 7}', "{}"):
-        with pytest.raises(DataError, match="were sent by a data script"):
+        with pytest.raises(DataError, match="the ranks have received batches of a data script"):
             sent(foreign)
 
 

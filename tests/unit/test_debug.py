@@ -319,7 +319,7 @@ def test_a_rank_without_a_debugger_accepts_no_editor(tmp_path: Path, no_job: Non
     script = RANK.replace(breaks, registers)
     assert script != RANK
     for entry in started(tmp_path, script):
-        with pytest.raises(UsageError, match="no editor can be attached to a rank that has no debugger: rank 0 of 1"):
+        with pytest.raises(UsageError, match="cannot attach an editor, because no debugger runs in rank 0 of 1"):
             raise_of(CliRunner().invoke(app, ["attach", "--pid", str(entry.pid)]))
         assert "in wait_here" in ranks.stacks_of(entry)
 

@@ -23,6 +23,7 @@ from trainer_files import write_clicks, write_config
 import persia
 import persia_core
 from persia.config import load_config
+from persia.config.blocks import EarlyStopBlock
 from persia.ctx import Checkpoints
 from persia.doctor import data, disk, environment, gpu, run, services, versions
 from persia.doctor.check import Check, worst
@@ -30,6 +31,7 @@ from persia.doctor.gpu import Facts
 from persia.doctor.job_status import Problem, Process, Status
 from persia.errors import StorageError
 from persia.runtime.exit_codes import ExitCode
+from persia.trainer.checkpoint_size import estimate
 
 
 def only(found: Iterator[Check], name: str) -> Check:
@@ -256,7 +258,7 @@ def test_disks_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ver
 
 def test_a_folder_on_a_disk_that_is_not_mounted(tmp_path: Path) -> None:
     found = disk.written("checkpoint.dir", tmp_path / "mnt" / "disk" / "checkpoints")
-    assert found.status == "fail" and f"{tmp_path / 'mnt'} does not exist; is a disk not mounted?" in found.found
+    assert found.status == "fail" and f"{tmp_path / 'mnt'} does not exist; its disk may not be mounted" in found.found
     assert f"mkdir -p {tmp_path / 'mnt' / 'disk'}" in found.next
 
 
@@ -300,11 +302,20 @@ def test_free_space_is_compared_with_an_estimate(tmp_path: Path, monkeypatch: py
     write_clicks(tmp_path / "clicks.parquet", 500)
     config = load_config(write_config(tmp_path))
     roomy = disk.space(config)
-    assert roomy.status == "ok" and "training rows, each id new" in roomy.found
+    assert roomy.status == "ok" and "training rows has one new id per feature" in roomy.found
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr("persia.doctor.disk.shutil.disk_usage", lambda path: usage._replace(free=100_000))
     full = disk.space(config)
     assert full.status == "warn" and "97.7 KiB free" in full.found and "--set checkpoint.dir" in full.next
+    one, _ = estimate(config)
+    kept = config.checkpoint.keep
+    enough = usage._replace(free=one * (kept + 1))
+    monkeypatch.setattr("persia.doctor.disk.shutil.disk_usage", lambda path: enough)
+    assert disk.space(config).status == "ok", "the kept ones, and the one that is being written"
+    train = config.train.model_copy(update={"early_stop": EarlyStopBlock(patience=1)})
+    best = config.model_copy(update={"train": train})
+    found = disk.space(best)
+    assert found.status == "warn" and f"and {kept + 2} checkpoints take" in found.found, "and the best one"
 
 
 @pytest.mark.row("S1-19")
@@ -317,7 +328,7 @@ def test_free_space_is_that_of_the_folder_of_checkpoints(tmp_path: Path, monkeyp
     full = usage._replace(free=4 << 20)
     monkeypatch.setattr("persia.doctor.disk.shutil.disk_usage", lambda path: full if Path(path) == saves else usage)
     config = load_config(write_config(tmp_path))
-    monkeypatch.setattr("persia.trainer.checkpoint_size.at_most", lambda config: (3 << 20, 500))
+    monkeypatch.setattr("persia.trainer.checkpoint_size.estimate", lambda config: (3 << 20, 500))
     monkeypatch.setenv("PERSIA_CKPT_DIR", str(saves))
     alone = disk.space(config)
     assert alone.status == "ok" and config.run.dir in alone.found, "without a job the run's folder has them"

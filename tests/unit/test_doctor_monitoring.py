@@ -135,7 +135,7 @@ def test_targets_up_and_down_and_series_that_are_absent(serve: Serve, verb: Verb
     down = found["persia-server 10.0.0.9:9464"]
     assert (down.status, down.found) == ("fail", f"down: {refused}")
     lacks = found["persia-trainer 10.0.0.2:9464"]
-    assert (lacks.status, lacks.found) == ("fail", "up, without persia_trainer_stage_seconds_total")
+    assert (lacks.status, lacks.found) == ("fail", "up; missing series: persia_trainer_stage_seconds_total")
     assert found["persia-data 10.0.0.4:9464"].status == found["other 10.0.0.3:80"].status == "warn"
     ended, hangs = found["persia-data 10.0.0.5:9464"], found["persia-data 10.0.0.6:9464"]
     assert (ended.status, ended.found, hangs.status) == ("warn", f"down: {refused}", "fail")

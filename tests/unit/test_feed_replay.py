@@ -116,8 +116,8 @@ def test_batches_that_differ_from_those_received_give_one_warning(
         assert not ended
     text = (
         "data-compose replica 0: the skipped batches (3) differ from those that rank {} has received: some "
-        "samples may be trained on twice or not at all; use a fixed seed and a fixed order in the script, then "
-        "start a new run, or continue this one"
+        "samples may be trained on twice or not at all; to avoid this, use a fixed seed and a fixed order in "
+        "the script, and start a new run"
     )
     assert replay_warnings() == [text.format(rank) for rank in warned]
 
@@ -368,7 +368,7 @@ def test_a_rank_that_waits_after_a_resume_says_what_the_script_may_be_doing(
     sender = connect(run)
     said = inbox._missing(0)
     assert said.endswith(
-        "unless its script uses DataCtx.resume, it first makes the 5 batches again that this rank has received"
+        "unless its script uses DataCtx.resume, it first repeats the 5 batches that this rank has received"
     )
     for each in range(6):
         sender.send(batch(each))

@@ -221,7 +221,7 @@ STARS = np.tile([1, 2, 3, 4, 5], ROWS // 5)
         ({"is_member": LABEL, "renewed": YES}, "is_member", "may also be 'renewed'"),
         ({"label": YES}, "label", None),
         ({"label": LABEL * 2 - 1}, "label", None),
-        ({"label": LABEL + 1}, "label", "2 counts as 1, which was guessed: to count 1 as 1, --label label=1"),
+        ({"label": LABEL + 1}, "label", "2 counts as 1, which was guessed; to count 1 as 1: --label label=1"),
     ],
 )
 def test_a_doubtful_guess_is_a_warning(
@@ -236,14 +236,14 @@ def test_a_doubtful_guess_is_a_warning(
 
 def test_which_of_two_strings_is_1_may_be_a_guess(inspected: Inspect) -> None:
     found = inspected({"item": RANDOM.integers(0, 50, ROWS), "label": ["b" if one else "a" for one in LABEL]})
-    assert "label label: b counts as 1, which was guessed: to count a as 1, --label label=a" in found.proposal.warnings
+    assert "label label: b counts as 1, which was guessed; to count a as 1: --label label=a" in found.proposal.warnings
 
 
 @pytest.mark.parametrize(
     ("columns", "message", "hint"),
     [
-        ({"a": LABEL, "b": LABEL}, "Candidates: 'a', 'b'", "--label b"),
-        ({"click": LABEL, "target": LABEL}, "Candidates: 'click', 'target'", "--label target"),
+        ({"a": LABEL, "b": LABEL}, "candidates: 'a', 'b'", "--label b"),
+        ({"click": LABEL, "target": LABEL}, "candidates: 'click', 'target'", "--label target"),
         ({"x": np.arange(ROWS)}, "no column looks like a label; the columns are x", "--label COL"),
     ],
 )
@@ -303,7 +303,7 @@ def test_a_column_that_is_no_label_is_refused(inspected: Inspect, values: Any, g
 
 def test_rows_without_a_label_are_warned_of(inspected: Inspect) -> None:
     found = inspected({"item": RANDOM.integers(0, 50, ROWS), "label": pa.array([None, *LABEL[1:].tolist()])})
-    assert any("null in some rows (1), which" in warning for warning in found.proposal.warnings)
+    assert any("rows without a value: 1; `persia train`" in warning for warning in found.proposal.warnings)
 
 
 # Rows and files.
@@ -368,7 +368,7 @@ def test_a_table_without_a_feature_is_refused(inspected: Inspect) -> None:
 
 def test_few_rows_are_warned_of(inspected: Inspect) -> None:
     found = inspected({"item": [1, 2, 3], "label": [0, 1, 0]})
-    assert any("3 rows are few" in warning for warning in found.proposal.warnings)
+    assert any("3 rows are too few" in warning for warning in found.proposal.warnings)
 
 
 # Text files.

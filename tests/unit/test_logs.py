@@ -290,5 +290,5 @@ def test_nccl_that_cannot_connect_gets_the_interfaces(run: Path, verb: Verb) -> 
     with (run / "runs" / "one" / "logs" / "trainer.log").open("a") as file:
         file.write(f"[rank 0] {error}\n")
     _, errors = verb("logs", "runs/one")
-    assert f"recognised: NCCL failed, often because it cannot connect: {error}" in errors
+    assert f"recognized: NCCL failed, often because it cannot connect: {error}" in errors
     assert "NCCL_IB_DISABLE=1" in errors and ("NCCL_SOCKET_IFNAME=" in errors or "no interface but loopback" in errors)

@@ -105,7 +105,7 @@ def config(tmp_path: Path) -> Path:
         (BadForward, "forward", RuntimeError, "shapes cannot be multiplied"),
         (BadLoss, "loss", DataError, "expected [batch, 1]"),
         (NotFinite, "loss", NonFiniteError, "the loss is [nan]"),
-        (Detached, "loss", UsageError, "was its output detached"),
+        (Detached, "loss", UsageError, "check that its output is not detached"),
         (BadBackward, "backward", ValueError, "no gradient of mine"),
         (BadEval, "eval", KeyError, "only in training"),
         (BadState, "state_dict", DataError, "a weight is missing from the state dict"),

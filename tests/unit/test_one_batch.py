@@ -150,8 +150,8 @@ def test_one_batch_of_each_part_is_copied(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--test", "--resume"], "--resume, --test cannot be combined"),
-        (["--sweep", "train.seed=1,2", "--nproc", "2"], "--nproc, --sweep cannot be combined"),
+        (["--test", "--resume"], "--resume and --test cannot be combined"),
+        (["--sweep", "train.seed=1,2", "--nproc", "2"], "--nproc and --sweep cannot be combined"),
     ],
 )
 def test_options_that_exclude_each_other(tmp_path: Path, verb: Verb, options: list[str], text: str) -> None:
@@ -211,7 +211,7 @@ def test_the_storage_of_checkpoints_is_tried_before_training(tmp_path: Path, ver
         assert f"Checkpoint storage validation failed: /proc: user {os.geteuid()} cannot write here" in errors
         assert "persia doctor --only disk --dir /proc" in errors
         _, errors = verb("train", str(path), "--set", f"checkpoint.dir={tmp_path}/mnt/disk/saves", *options, code=1)
-        assert f"checkpoint.dir: {tmp_path}/mnt does not exist; is a disk not mounted?" in errors
+        assert f"checkpoint.dir: {tmp_path}/mnt does not exist; its disk may not be mounted" in errors
         assert f"mount the disk, or create the folder: mkdir -p {tmp_path}/mnt/disk" in errors
     assert not [*tmp_path.glob("runs/*")] and not (tmp_path / "made").exists()
     assert "Checkpoint storage" not in verb("train", str(path), code=2)[1], "the rows come next"

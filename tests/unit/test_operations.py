@@ -23,9 +23,9 @@ from persia.trainer.training import Training
 @pytest.mark.parametrize(
     ("ranks", "data", "accumulate", "line"),
     [
-        (1, 128, 1, "128 rows a step = 128 per rank x 1 accumulated x 1 rank"),
-        (4, 1024, 2, "2,048 rows a step = 256 per rank x 2 accumulated x 4 ranks"),
-        (3, 100, 1, "100 rows a step = 33 or 34 per rank x 1 accumulated x 3 ranks"),
+        (1, 128, 1, "128 rows per step = 128 per rank x 1 accumulated x 1 rank"),
+        (4, 1024, 2, "2,048 rows per step = 256 per rank x 2 accumulated x 4 ranks"),
+        (3, 100, 1, "100 rows per step = 33 or 34 per rank x 1 accumulated x 3 ranks"),
     ],
 )
 def test_the_rows_of_a_step_are_told(

@@ -306,7 +306,7 @@ def test_a_release_continues_after_its_last_step(tmp_path: Path, steps: list[str
     steps.append("fails")
     with pytest.raises(ReleaseError, match=r"(?s)exited with 3:.*wrong.*second\.log") as refused:
         release.make(made(tmp_path))
-    assert "what is done is kept" in refused.value.following
+    assert "finished steps are kept" in refused.value.following
     steps[:] = []
     release.make(made(tmp_path))
     assert steps == ["second"]

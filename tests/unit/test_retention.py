@@ -173,7 +173,7 @@ def test_a_checkpoint_that_reads_back_differently_is_written_again(
                 ctx.common_context.checkpoint_thread.wait()
             step(ctx, batch)
         assert everything(ctx) == expected
-    hint = f"check the storage of {tmp_path / 'run'}: it lost or changed what was just written"
+    hint = f"check the storage of {tmp_path / 'run'}: it lost or changed files of this checkpoint"
     failed = rf"checkpoint of step 10 failed, retrying in 0 s: .*dense\.pt.* \(attempt=1\); next: {re.escape(hint)}\n"
     assert re.search(failed, caplog.text)
     assert re.search(r"step-1\d written in .*\(attempt=2\)", caplog.text)

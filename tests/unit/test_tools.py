@@ -101,15 +101,15 @@ def test_a_circle_of_imports_is_named(package: Check, lazy: bool) -> None:
     back = "def f() -> None:\n    from persia.ctx.one import f\n" if lazy else "from persia.ctx.one import f\n"
     files = {"ctx/one.py": "from persia.ctx.two import f\n", "ctx/two.py": "from persia.ctx.three import f\n"}
     found = package({**files, "ctx/three.py": back})
-    assert found == ["import circle: persia.ctx.one -> persia.ctx.two -> persia.ctx.three -> persia.ctx.one"]
+    assert found == ["import cycle: persia.ctx.one -> persia.ctx.two -> persia.ctx.three -> persia.ctx.one"]
 
 
 def test_names_that_say_nothing_are_refused(package: Check) -> None:
     found = package({"ctx/common.py": "", "runtime/peers/__init__.py": "", "helper.py": "", "ctx/helper.py": ""})
     assert found == [
-        "persia_py/persia/ctx/common.py: no module may be called common; name its content",
-        "persia_py/persia/ctx/helper.py: no module may be called helper; name its content",
-        "persia_py/persia/runtime/peers/__init__.py: no module may be called peers; name its content",
+        "persia_py/persia/ctx/common.py: no module may be named common; choose a descriptive name",
+        "persia_py/persia/ctx/helper.py: no module may be named helper; choose a descriptive name",
+        "persia_py/persia/runtime/peers/__init__.py: no module may be named peers; choose a descriptive name",
     ]
 
 

@@ -322,7 +322,7 @@ def test_rows_without_their_model_are_a_warning(
         tables.load_state_dict({"_extra_state": tables.get_extra_state()})
     for _ in range(2):
         tables({"a": [1, 2], "b": [3, 4]})
-    found = warnings(caplog, "without the model that was trained with them")
+    found = warnings(caplog, "used without its model, which was trained with them")
     assert len(found) == (reads == "nothing")
     assert reads != "nothing" or "loaded.state('model.pt')" in found[0]
 

@@ -228,9 +228,7 @@ class Backend(ABC):
             return
         _logger.warning("waiting up to %g s for %s, which is not complete", seconds, saving.what)
         if not saving.wait(seconds):
-            _logger.error(
-                "%s is abandoned: it did not end in %g s, and the context ends with an error", saving.what, seconds
-            )
+            _logger.error("%s is abandoned after %g s, because the context ends with an error", saving.what, seconds)
         elif saving.error is None:
             _logger.info("%s is complete", saving.what)
 

@@ -32,7 +32,7 @@ def begin_when_stored(begin: Callable[[], int]) -> int:
             waited = time.monotonic() - started
             if waited + wait > settings.rpc_timeout:
                 raise RunLostError(
-                    f"cannot begin a generation; tried for {waited:.0f} s: {error}",
+                    f"cannot begin a generation; tried for {waited:.0f} s (PERSIA_RPC_TIMEOUT): {error}",
                     hint=f"{_HINT}, then restart the trainers",
                 ) from error
             if not logged:

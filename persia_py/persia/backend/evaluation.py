@@ -149,7 +149,7 @@ class Evaluation:
             shown = [*most.values()][:_SHOWN]
             shown += [f"most ids of {others} more {'slot' if others == 1 else 'slots'}"] if others > 0 else []
             _logger.warning(
-                "evaluation: %s have no row and read as zeros. Check that ids are made as in training (hash, type, "
+                "evaluation: %s have no row and read as zeros. Check that ids are computed as in training (hash, type, "
                 "order of columns), and that the rows are from the checkpoint of this model: %s",
                 "; ".join(shown),
                 self._load,

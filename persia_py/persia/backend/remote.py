@@ -376,8 +376,8 @@ class RemoteBackend(Backend):
         if not self._trains:
             raise UsageError(
                 f"cannot call {what} for evaluation: the rows on the servers are those of the training script, which "
-                "loads them inside its TrainCtx or EmbeddingCollection; evaluation reads the existing rows. To load "
-                "only the model, use load_torch_state_dict of the context, or without a context torch.load"
+                "evaluation reads but does not change. To load only the model, use load_torch_state_dict of the "
+                "context, or, without a context, torch.load"
             )
 
     def checkpoint_dir(self, directory: str | os.PathLike[str]) -> Place:

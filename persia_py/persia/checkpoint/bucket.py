@@ -54,8 +54,8 @@ class Bucket:
         self.name, _, self.prefix = rest.partition("/")
         if scheme not in ("s3", "s3a") or not self.name:
             raise ConfigError(
-                f"{url}: expected an address of S3, such as s3://bucket/run",
-                hint="correct the address; to copy a checkpoint to another store: persia ckpt copy",
+                f"{url}: expected an S3 URL, such as s3://bucket/run",
+                hint="correct the URL; to copy a checkpoint to another store: persia ckpt copy",
             )
         self.url, self.again = url.rstrip("/"), again
         self._client  # noqa: B018  # refuses a missing package
@@ -160,11 +160,11 @@ class Bucket:
         said = str(error.response["Error"].get("Message", ""))
         what, hint = f"{operation} failed with {status} {code}", f"run again: {self.again}"
         if code == "NoSuchBucket":
-            hint = f"create the bucket {self.name}, or correct the address, then run: {self.again}"
+            hint = f"create the bucket {self.name}, or correct the URL, then run: {self.again}"
         elif code in _KEYS:
             hint = (
-                "the credentials do not fit the store, or have expired: set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY "
-                f"and AWS_SESSION_TOKEN, then run: {self.again}"
+                "the store does not accept the credentials, or they have expired: set AWS_ACCESS_KEY_ID, "
+                f"AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, then run: {self.again}"
             )
         elif code == "RequestTimeTooSkewed":
             hint = f"correct the clock of this host, then run: {self.again}"

@@ -103,9 +103,9 @@ def export(folder: str, url: str, again: str, *, force: bool = False) -> Exporte
         if not force:
             raise CheckpointError(
                 f"cannot export {folder}: {url} has another checkpoint, which would be deleted",
-                hint=f"export to an address with another name, or replace the checkpoint there: {again} --force",
+                hint=f"export to a URL with another name, or replace the checkpoint there: {again} --force",
             )
-        # another checkpoint, which is incomplete without its manifest
+        # Delete the manifest first, so that the other checkpoint counts as incomplete while its files are replaced.
         bucket.call("delete_object", Key=bucket.key(MANIFEST))
     for file in opened.files:
         path = Path(opened.path_of(file["name"]))
@@ -120,7 +120,7 @@ def _reading(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(
-            f"cannot read {path}: {error.strerror or error}", hint="check that the file exists, its owner and its disk"
+            f"cannot read {path}: {error.strerror or error}", hint="check the path, its owner and its disk"
         ) from error
 
 
@@ -195,7 +195,7 @@ class _Object:
             return False
         etag, checksum = str(head["ETag"]).strip('"'), str(head.get("ChecksumSHA256") or "")
         sha, md5, ending = parts[0].sha256, parts[0].md5, ""
-        if "-" in etag or checksum.endswith(f"-{len(parts)}"):  # a hash of the hashes of its parts
+        if "-" in etag or checksum.endswith(f"-{len(parts)}"):  # a hash of the hashes of the parts
             sha, md5 = _sha(*(part.sha256 for part in parts)), _md5(*(part.md5 for part in parts))
             ending = f"-{len(parts)}"
         if checksum:

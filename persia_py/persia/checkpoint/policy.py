@@ -265,7 +265,8 @@ class Checkpoints:
     def _check_state(self, state: dict[str, Any], start: str = "") -> None:
         if state.keys() != self.state.keys():
             raise ForeignCheckpointError(
-                f"{start}states in the checkpoint: {listed(state)}; in Checkpoints(state=...): {listed(self.state)}",
+                f"{start}the states differ; in the checkpoint: {listed(state)}; in Checkpoints(state=...): "
+                f"{listed(self.state)}",
                 hint="pass an object for each state of the checkpoint, and no other, to Checkpoints(state=...), or "
                 "load a checkpoint of this script",
             )

@@ -205,7 +205,7 @@ class _Reader:
         id_column, weights_column = self._columns.id, self._columns.weights
         no_id = _Mistakes(f"column {id_column!r} is null")
         no_vector = _Mistakes(f"column {weights_column!r} is null, or has a null,")
-        other_dim = _Mistakes(f"column {weights_column!r} does not have the length of the first vector, {self.dim},")
+        other_dim = _Mistakes(f"column {weights_column!r} differs in length from the first vector ({self.dim})")
         not_finite = _Mistakes(f"column {weights_column!r} has NaN, infinity, or a number outside the range of float32")
         mistakes = [no_id, no_vector, other_dim, not_finite]
         first = 1
@@ -278,6 +278,6 @@ def _id_transform(path: Path, column: "pa.Field[Any]", columns: Columns) -> Tran
     described = {"type": "id", "column": "id", "values": values, "dim": 1}
     described |= {"prefix": columns.prefix} if columns.prefix else {}
     described |= {"lower": True} if columns.lower else {}
-    # the document requires a label; it is not read
+    # A document requires a label. This label is not read.
     text = json.dumps({"features": {"id": described}, "labels": {"none": {}}})
     return Features.parse(text, "persia ckpt import").transform()

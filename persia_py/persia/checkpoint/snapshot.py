@@ -277,7 +277,7 @@ class Load:
         absent = [table for table in engine.stats()["rows"] if table not in self.tables]
         self._opened.restore(engine)
         if not self._has_state:
-            _logger.info("%s: the rows have no optimizer state; they start with that of new rows", self.path)
+            _logger.info("%s: the rows have no optimizer state; they get the optimizer state of new rows", self.path)
         if absent:
             _logger.warning(
                 "%s lacks some tables of this run, which start without rows: %s; the tables of the checkpoint: %s",
@@ -397,8 +397,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], pat
         raise CheckpointError(
             f"{path}: the dense optimizer differs from the one that was saved: parameter group {number} has the "
             f"options {' and '.join(sides)}",
-            hint="create the optimizer with the class of the saved one, and before loading also its learning-rate "
-            "scheduler if it had one; other versions of torch may have other options",
+            hint="before loading, create the optimizer with the class of the saved one, and its learning-rate "
+            "scheduler if it had one; the options may also differ between versions of torch",
         )
     if own != saved:
         before, now = (", ".join(map(str, counts)) or "no group" for counts in (saved, own))

@@ -109,7 +109,7 @@ def check_parent(folder: Path, key: str) -> None:
         )
     missing = next(each for each in (parent, *parent.parents) if each.parent == existing)
     raise StorageError(
-        f"{FAILED}: {key}: {missing} does not exist; is a disk not mounted?",
+        f"{FAILED}: {key}: {missing} does not exist; its disk may not be mounted",
         hint=f"mount the disk, or create the folder: mkdir -p {shlex.quote(str(parent))}",
     )
 

@@ -139,7 +139,7 @@ def _show_tables(head: dict[str, Any]) -> None:
     if not head.get("tables"):
         typer.echo(
             "note: the checkpoint has only the number of rows, because an older version or `persia ckpt import` wrote "
-            f"the checkpoint; to see the numbers of a running job: {status_command()}"
+            f"it; to see all columns for a running job: {status_command()}"
         )
 
 
@@ -303,7 +303,7 @@ def ckpt_export(
         str | None, typer.Argument(help="The new checkpoint: s3://bucket/prefix/NAME.", show_default=False)
     ] = None,
     list_uploads: Annotated[
-        bool, typer.Option("--list-uploads", help="List the unfinished uploads below the address.")
+        bool, typer.Option("--list-uploads", help="List the unfinished uploads below the URL.")
     ] = False,
     abort_uploads: Annotated[
         bool,
@@ -383,7 +383,7 @@ def ckpt_import(
     lower: Annotated[bool, typer.Option(help="The feature has `lower: true` in persia.yml.")] = False,
     force: Annotated[bool, typer.Option(help="Replace a checkpoint in the folder.")] = False,
 ) -> None:
-    """Make a checkpoint from vectors in Parquet files, from which training can start."""
+    """Create a checkpoint from vectors in Parquet files. Training can start from it."""
     from persia.checkpoint.rows_import import Columns, import_rows
 
     if len(rows) != len(table):

@@ -34,7 +34,7 @@ def config_check(
     general: Annotated[Path | None, typer.Option("--global", help="A global_config.yml.")] = None,
     overrides: Overrides = None,
     data: Annotated[
-        bool, typer.Option("--data/--no-data", help="Read the names and types of the columns of the data, or not.")
+        bool, typer.Option("--data/--no-data", help="Check the names and types of the data columns, or omit this.")
     ] = True,
 ) -> None:
     """Check files, and list every error with its location. The slots of all files are compared.
@@ -101,10 +101,12 @@ def _found() -> list[Path]:
 
 @app.command("show", cls=KeysCommand)
 def config_show(
-    file: Annotated[Path | None, typer.Argument(help="Default: PERSIA_CONFIG, or persia.yml.")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(help="A persia.yml. Default: PERSIA_CONFIG, or persia.yml in this folder.")
+    ] = None,
     overrides: Overrides = None,
     parameters: Annotated[
-        bool, typer.Option("--parameters", help="Also make the model, and print the number of its weights.")
+        bool, typer.Option("--parameters", help="Also build the model, and print the number of its weights.")
     ] = False,
 ) -> None:
     """Print a persia.yml with all defaults, and the source of each value."""
@@ -124,7 +126,9 @@ def config_show(
 
 @app.command("sizing", cls=KeysCommand)
 def config_sizing(
-    file: Annotated[Path | None, typer.Argument(help="Default: PERSIA_CONFIG, or persia.yml.")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(help="A persia.yml. Default: PERSIA_CONFIG, or persia.yml in this folder.")
+    ] = None,
     servers: Annotated[int, typer.Option(min=1, max=256, help="Embedding servers: SERVER_REPLICA.")] = 2,
     trainers: Annotated[int, typer.Option(min=1, help="Pods of trainers: TRAINER_REPLICA.")] = 2,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks in each pod of a trainer: GPU_NUM, or 1 without GPUs.")] = 1,

@@ -18,7 +18,7 @@ def _group() -> None:
 
 @app.command("inspect")
 def data_inspect(
-    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Files, folders, globs or s3:// addresses.")],
+    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Files, folders, globs or s3:// URLs.")],
     label: Annotated[str | None, typer.Option(help="The label: COL, COL=VALUE or 'COL>NUMBER'.")] = None,
     test: Annotated[list[str] | None, typer.Option(help="A file of test rows; may be repeated.")] = None,
     preset: Annotated[str | None, typer.Option(help="The format of text files: criteo.")] = None,
@@ -68,7 +68,7 @@ def data_bench(
 
     config = load_config(file, set_ or ())
     size = config.data.batch_size
-    table, found = Table("batch size", "rows/s", "ms a batch", "rows read"), []
+    table, found = Table("batch size", "rows/s", "ms per batch", "rows read"), []
     for each in bench.sweep(config, sorted({size, *(bench.SIZES if sweep else ())}), seconds):
         found.append(each)
         table.add_row(f"{each.batch_size:,}", f"{each.rows_per_s:,.0f}", f"{each.ms_a_batch:.2f}", f"{each.rows:,}")
@@ -82,7 +82,7 @@ def data_synth(
     out: Annotated[Path, typer.Argument(help="The file to write: .parquet or .csv.")],
     rows: Annotated[int, typer.Option(min=1, help="The number of rows.")] = 1_000_000,
     ids: Annotated[
-        str, typer.Option(help="The number of different ids of each id column, such as 1000,10000,1e6.")
+        str, typer.Option(help="The number of distinct ids of each id column, such as 1000,10000,1e6.")
     ] = "1000,10000,100000",
     dense: Annotated[int, typer.Option(help="The number of dense columns.")] = 4,
     exponent: Annotated[float, typer.Option(help="The exponent of the power law of ids; 0 is uniform.")] = 1.05,

@@ -122,7 +122,7 @@ def debug_attach(
         titles = "; ".join(entry.title for entry in found or chosen)
         if not found:
             raise UsageError(
-                f"no editor can be attached to a rank that has no debugger: {titles}",
+                f"cannot attach an editor, because no debugger runs in {titles}",
                 hint="start the rank with `persia debug run`, or call `breakpoint_` in its script",
             )
         raise UsageError(

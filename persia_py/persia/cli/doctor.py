@@ -8,7 +8,8 @@ import typer
 
 def doctor(
     config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG]", help="Default: PERSIA_CONFIG, or persia.yml.")
+        Path | None,
+        typer.Argument(metavar="[CONFIG]", help="A persia.yml. Default: PERSIA_CONFIG, or persia.yml in this folder."),
     ] = None,
     ladder: Annotated[
         bool, typer.Option("--ladder", help="Run ten steps, from the model alone to all ranks; the last ones train.")
@@ -40,7 +41,8 @@ def doctor(
         str | None, typer.Option(metavar="URL", help="Check what this Prometheus scrapes, and which series are absent.")
     ] = None,
     gateway: Annotated[
-        str | None, typer.Option(metavar="URL", help="Check what this push gateway has, and push a test value to it.")
+        str | None,
+        typer.Option(metavar="URL", help="Check the groups of this push gateway, and push a test value to it."),
     ] = None,
     image: Annotated[bool, typer.Option("--image", help="Run the checks of versions and GPUs in the image.")] = False,
     stack: Annotated[

@@ -23,7 +23,7 @@ def export(
         ),
     ] = Path("runs/LATEST"),
     rows: Annotated[
-        str, typer.Option("--rows", metavar="FORM", help="The form of embedding rows: f32, f16 or int8.")
+        str, typer.Option("--rows", metavar="FORM", help="The number format of embedding rows: f32, f16 or int8.")
     ] = "f32",
     torchscript: Annotated[
         bool, typer.Option("--torchscript", help="Write the dense model as TorchScript, not by torch.export.")
@@ -42,7 +42,11 @@ def export(
     ] = None,
     transform: Annotated[
         Path | None,
-        typer.Option("--transform", metavar="FILE", help="With --checkpoint: its transform. Default: fitted again."),
+        typer.Option(
+            "--transform",
+            metavar="FILE",
+            help="With --checkpoint: the transform.json of its run. Default: features are fitted again.",
+        ),
     ] = None,
 ) -> None:
     """Write a trained model as a folder that can be served, and check that its scores equal those of evaluation."""

@@ -60,7 +60,7 @@ def logs(
                 sys.stdout.flush()
                 limit = None  # --tail limits only the lines that existed at the start
     except BrokenPipeError:  # the reader has ended: `persia logs | head`
-        with Path(os.devnull).open("wb") as nowhere:  # at its end, Python flushes standard output again
+        with Path(os.devnull).open("wb") as nowhere:  # Python flushes standard output again when it exits
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
         return
     for text in failed.lines():

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 def config_pick(
     prices: Annotated[Path, typer.Argument(metavar="PRICES", help="A CSV file of instances and their prices.")],
     file: Annotated[
-        Path | None, typer.Argument(metavar="[FILE]", help="Default: PERSIA_CONFIG, or persia.yml.")
+        Path | None,
+        typer.Argument(metavar="[FILE]", help="A persia.yml. Default: PERSIA_CONFIG, or persia.yml in this folder."),
     ] = None,
     memory_gib: Annotated[
         float | None, typer.Option(min=0.001, help="The memory that is needed, in place of an estimate for FILE.")
@@ -33,7 +34,7 @@ def config_pick(
 ) -> None:
     """Pick the cheapest instance on which a run fits. Exit with 75 if no price saves at least --min-saving.
 
-    The required memory is that of a run in one process, as the run estimates it at its start, with a tenth left free.
+    The required memory is the estimate that a run in one process makes at its start, divided by 0.9.
     """
     from persia.trainer import instances
 
@@ -74,7 +75,7 @@ def _none(prices: Path, table: "Sequence[Instance]", memory: float, gpus: int, *
     from persia.trainer import instances
 
     enough = [each for each in table if each.gpus >= gpus]
-    needed = f"{math.ceil(10 * memory / instances.GIB) / 10} GiB of memory"  # above ``most``, which is rounded down
+    needed = f"{math.ceil(10 * memory / instances.GIB) / 10} GiB of memory"  # rounded up, so that it is above ``most``
     if not enough:
         count = max(each.gpus for each in table)
         return ConfigError(

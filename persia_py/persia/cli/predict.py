@@ -15,7 +15,7 @@ def predict(
         typer.Option("--keep", metavar="COLUMN", help="Keep only this column of the rows. Repeatable."),
     ] = None,
     strict: Annotated[
-        bool, typer.Option("--strict/--no-strict", help="Refuse values of a wrong type, or take them as null.")
+        bool, typer.Option("--strict/--no-strict", help="Refuse values of a wrong type, or treat them as null.")
     ] = True,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:

@@ -44,14 +44,14 @@ def serve(
         int, typer.Option(min=1, envvar="PERSIA_SERVE_MAX_ROWS", help="Maximum number of rows of a request.")
     ] = 10_000,
     max_body_mb: Annotated[
-        int, typer.Option(min=1, max=1024, envvar="PERSIA_SERVE_MAX_BODY_MB", help="Largest request in MiB.")
+        int, typer.Option(min=1, max=1024, envvar="PERSIA_SERVE_MAX_BODY_MB", help="Maximum size of a request in MiB.")
     ] = 8,
     timeout_s: Annotated[
         float,
         typer.Option(
             min=0.1,
             envvar="PERSIA_SERVE_TIMEOUT",
-            help="Maximum seconds for receiving a request, and for its response.",
+            help="Seconds in which a request must arrive, and for which it may then wait for its batch.",
         ),
     ] = 10.0,
     drain_s: Annotated[
@@ -64,10 +64,10 @@ def serve(
     ] = 0.0,
     threads: Annotated[int, typer.Option(min=1, envvar="PERSIA_SERVE_THREADS", help="Threads that score a batch.")] = 1,
     show_token: Annotated[
-        bool, typer.Option("--show-token", help="Print the token that clients send, and end.")
+        bool, typer.Option("--show-token", help="Print the token that clients send, and exit.")
     ] = False,
     health: Annotated[
-        bool, typer.Option("--health", help="End with 0 if the server at --http is ready, otherwise with 1.")
+        bool, typer.Option("--health", help="Exit with code 0 if the server at --http is ready, otherwise with 1.")
     ] = False,
 ) -> None:
     """Serve a bundle over POST /score, and the Open Inference Protocol over HTTP and gRPC."""

@@ -10,8 +10,10 @@ def status(
     run: Annotated[
         Path | None, typer.Argument(metavar="[RUN]", help="With --watch: a run of `persia train`, such as runs/LATEST.")
     ] = None,
-    nats_url: Annotated[str | None, typer.Option(help="Default: PERSIA_NATS_URL.")] = None,
-    job: Annotated[str | None, typer.Option(help="Default: PERSIA_JOB, or the name in global_config.yml.")] = None,
+    nats_url: Annotated[str | None, typer.Option(help="The address of NATS. Default: PERSIA_NATS_URL.")] = None,
+    job: Annotated[
+        str | None, typer.Option(help="The job. Default: PERSIA_JOB, or the name in global_config.yml.")
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="Show every job of this NATS server.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     targets: Annotated[

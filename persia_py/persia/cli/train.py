@@ -74,7 +74,7 @@ def train(
         ),
     ] = False,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Record some steps, and show their times and what limits them.")
+        bool, typer.Option("--profile", help="Record a profile: the times of steps, and what limits them.")
     ] = False,
     sync_cuda: Annotated[
         bool,

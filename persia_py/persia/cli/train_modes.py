@@ -50,7 +50,7 @@ def check_together(options: set[str]) -> None:
         UsageError: Two such options are given.
     """
     if len(options) > 1 and options not in _TOGETHER:
-        raise UsageError(f"{', '.join(sorted(options))} cannot be combined")
+        raise UsageError(f"{' and '.join(sorted(options))} cannot be combined")
 
 
 def check_needs(*, profile: bool, test: bool, sweep: bool, yes: bool, replace_rows: bool) -> None:
@@ -60,7 +60,7 @@ def check_needs(*, profile: bool, test: bool, sweep: bool, yes: bool, replace_ro
         UsageError: An option would have no effect.
     """
     if profile and (test or sweep):
-        raise UsageError(f"--profile, {'--test' if test else '--sweep'} cannot be combined")
+        raise UsageError(f"--profile and {'--test' if test else '--sweep'} cannot be combined")
     if yes and not sweep:
         raise UsageError("--yes has no effect without --sweep")
     if replace_rows and not test:

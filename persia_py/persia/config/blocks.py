@@ -43,12 +43,12 @@ class DataBlock(Block):
     """The source of the rows."""
 
     train: Paths
-    """Files, folders, globs or ``s3://`` addresses; relative paths are relative to the folder of ``persia.yml``."""
+    """Files, folders, globs or ``s3://`` URLs; relative paths are relative to the folder of ``persia.yml``."""
     valid: Paths | None = None
-    """Files of the validation set. None: ``split`` takes its rows from ``train``; with ``by: file`` there is no such
-    set."""
+    """Files of the validation set. None: ``split`` takes the set from ``train``, or, with ``by: file``, there is no
+    validation set."""
     test: Paths | None = None
-    """Files of the test set. None: ``split`` takes its rows from ``train``; with ``by: file`` there is no such
+    """Files of the test set. None: ``split`` takes the set from ``train``, or, with ``by: file``, there is no test
     set."""
     format: Literal["parquet", "csv", "tsv", "ipc"] | None = None
     """The format of the files. None: the extension of the first file determines it. A file with the extension of
@@ -75,7 +75,7 @@ class DataBlock(Block):
     data-compose. Arrow uses separate threads to read and decode files. Batches and their order do not depend on it."""
     prefetch: Annotated[int, Field(ge=1, le=1024)] | None = None
     """The number of batches that are prepared ahead of training. In a job: the number of batches from each data-compose
-    that wait at each rank. Each worker prepares one more. None: 4, in a job 10."""
+    that wait at each rank. Each worker prepares one more. None: 4, or 10 in a job."""
     persistent: bool = True
     """Keep the threads of ``workers`` for the whole run. With ``false`` they end with each epoch: the last batch of an
     epoch is ready before the first row of the next is converted."""
@@ -146,9 +146,9 @@ class TrainBlock(Block):
     """The number of batches in a step. Their gradients are added up, for model and rows. The result equals that of one
     batch of ``accumulate * data.batch_size`` rows, except for rounding. The model runs on one batch at a time."""
     micro_batch: Annotated[int, Field(ge=1)] | None = None
-    """The number of rows on which the model runs at a time on a rank, to save memory; gradients are added up over the
-    batch. None: the whole batch. If memory runs out, all ranks halve it together; ``docs/training.md`` lists the
-    exceptions."""
+    """The number of rows that the model processes at a time on a rank. A smaller number needs less memory. Gradients
+    are added up over the batch. None: the whole batch. If memory runs out, all ranks halve the number together;
+    ``docs/training.md`` lists the exceptions."""
     nonfinite: Literal["raise", "skip"] = "raise"
     """What happens if the loss or a gradient is NaN or infinite: training ends, or all ranks skip the step. Model and
     rows do not change. With ``precision: fp16``, gradients that overflow because of the loss scale skip the step in
@@ -165,8 +165,8 @@ class TrainBlock(Block):
     """The number of threads that torch uses for the model."""
     start_from: str | None = None
     """A checkpoint written by ``persia ckpt import``. A new run starts from its rows. A relative path is relative to
-    the folder of ``persia.yml``; in a job, it is below ``PERSIA_CKPT_DIR``, as an absolute path must be. None: new
-    rows."""
+    the folder of ``persia.yml``, or in a job to ``PERSIA_CKPT_DIR``. In a job, an absolute path must be below that
+    folder. None: new rows."""
     evaluate_every: Annotated[int, Field(ge=1)] | None = None
     """Steps between evaluations on the validation set. None: at most ten evaluations in a run, at equal distances; with
     more than ten epochs, one at the end of each epoch."""
@@ -187,9 +187,9 @@ class CheckpointBlock(Block):
     """The checkpoints of a run."""
 
     dir: str | None = None
-    """The folder, or an address such as ``s3://bucket/prefix``, below which each run has its checkpoints, under its
-    name. A relative path is relative to the working directory. Rank 0 and every server write to an address. None:
-    ``checkpoints`` in the run's folder. In a job only an address has an effect."""
+    """The folder, or a URL such as ``s3://bucket/prefix``, below which each run has its checkpoints, under its
+    name. A relative path is relative to the working directory. Rank 0 and every server write to a URL. None:
+    ``checkpoints`` in the run's folder. In a job, only a URL has an effect."""
     every: Annotated[int, Field(ge=1)] = 1000
     """Steps between checkpoints. A checkpoint is always written at the end of training."""
     keep: Annotated[int, Field(ge=1)] = 3
@@ -201,7 +201,7 @@ class CheckpointBlock(Block):
     """Read each checkpoint after it is written, and compare every hash. A checkpoint whose hashes differ counts as
     failed."""
     upload_to: str | None = None
-    """An address such as ``s3://bucket/prefix`` below which each checkpoint is uploaded, under the name of the run."""
+    """A URL such as ``s3://bucket/prefix`` below which each checkpoint is uploaded, under the name of the run."""
     allow_previous: bool = False
     """If the newest checkpoint is damaged, resume after the newest intact one, with a warning. Otherwise a resume is
     refused."""

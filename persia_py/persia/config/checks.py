@@ -244,22 +244,20 @@ class _Checks(Checker):
             self._error("run.name", f"found `{name}`, allowed: {allowed}")
         checkpoint: Mapping[str, Any] = self._values.get("checkpoint") or {}
         if is_url(run.get("dir") or ""):
-            hint = "checkpoint.dir may be an address such as s3://bucket/prefix"
+            hint = "checkpoint.dir may be a URL such as s3://bucket/prefix"
             self._error("run.dir", f"found `{shown_url(run['dir'])}`, allowed: a folder; {hint}")
         saves, upload = checkpoint.get("dir"), checkpoint.get("upload_to")
         if saves is not None and is_url(saves):
             try:
                 check_scheme(Url(saves))
             except UsageError:
-                allowed = "a folder, or an address such as s3://bucket/prefix"
+                allowed = "a folder, or a URL such as s3://bucket/prefix"
                 self._error("checkpoint.dir", f"found `{shown_url(saves)}`, allowed: {allowed}")
             if upload is not None:
-                message = (
-                    f"found together with the address `{shown_url(saves)}` in checkpoint.dir: remove one of the two"
-                )
+                message = f"found together with the URL `{shown_url(saves)}` in checkpoint.dir: remove one of the two"
                 self._error("checkpoint.upload_to", message)
         if upload is not None and not is_url(upload):
-            self._error("checkpoint.upload_to", f"found `{upload}`, allowed: an address such as s3://bucket/prefix")
+            self._error("checkpoint.upload_to", f"found `{upload}`, allowed: a URL such as s3://bucket/prefix")
 
     def _check_home(self, node: Scalar, path: str) -> None:
         try:

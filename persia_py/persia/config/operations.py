@@ -62,14 +62,14 @@ class SpotBlock(Block):
     """
 
     url: str
-    """The address, such as ``http://169.254.169.254/latest/meta-data/spot/instance-action``. It must respond when
+    """The URL, such as ``http://169.254.169.254/latest/meta-data/spot/instance-action``. It must respond when
     training starts. The response formats of Amazon, Google and Azure are supported."""
     every_s: Annotated[float, Field(gt=0)] = 5.0
     """Seconds between two polls."""
     headers: dict[str, str] = Field(default_factory=dict)
     """Headers of each request, such as ``{Metadata-Flavor: Google}`` or ``{Metadata: "true"}`` for Azure."""
     token_url: str | None = None
-    """The address from which a token is fetched for each request, which Amazon's metadata service (IMDSv2) may require:
+    """The URL from which a token is fetched for each request, which Amazon's metadata service (IMDSv2) may require:
     ``http://169.254.169.254/latest/api/token``."""
     resource: str | None = None
     """On Azure: the name of this virtual machine. Events whose ``Resources`` list only others are ignored. None: all
@@ -84,7 +84,7 @@ class PriceBlock(Block):
     """
 
     url: str
-    """An address that returns a number, or ``{"price": NUMBER}``. It must respond when training starts."""
+    """A URL that returns a number, or ``{"price": NUMBER}``. It must respond when training starts."""
     every_s: Annotated[float, Field(gt=0)] = 60.0
     """Seconds between two polls."""
     volatile: Annotated[float, Field(gt=0)] = 0.2

@@ -185,7 +185,7 @@ class DataCtx:
         if len(position.encode()) > MAX_POSITION_BYTES:
             raise DataError(
                 f"send_data: the position has {len(position.encode())} bytes, allowed: at most {MAX_POSITION_BYTES}",
-                hint="send what is needed to find the next batch only, such as a file and a row",
+                hint="send only what is needed to find the next batch, such as a file and a row",
             )
         began = time.monotonic()
         self._begun = True

@@ -107,7 +107,7 @@ class Session:
         if blocking and isinstance(self.gate, FileGate) and not on_one_host(self.world_size):
             raise UsageError(
                 f"breakpoint_(False) at {site}: the ranks are on several hosts, or LOCAL_WORLD_SIZE is not set, and "
-                "there is no process group yet, over which ranks could wait for each other",
+                "there is no process group yet, through which ranks could wait for each other",
                 hint="call breakpoint_ after init_process_group, or inside TrainCtx",
             )
         watcher.start(self)

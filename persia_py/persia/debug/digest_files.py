@@ -82,7 +82,7 @@ def diff(a: Path, b: Path) -> Compared:
         if not common:
             shared, why = "no tensor", ""
             if different_ranks:
-                shared, why = "no parameter and no gradient", "; if the ranks differ, only these are compared"
+                shared, why = "no parameter and no gradient", "; for two different ranks, only these are compared"
             raise UsageError(f"{one} and {other} have {shared} of the same step in common{why}")
         count += len(common)
         steps = {step for step, _ in left} & {step for step, _ in right}

@@ -37,7 +37,7 @@ _NEXT = "start NATS, or correct its address (PERSIA_NATS_URL)"
 _STATUS_IN_CONTAINER = "docker compose run --rm --no-deps trainer persia status"
 IN_CONTAINER = f"{_STATUS_IN_CONTAINER} (other commands likewise)"
 """The form of a command that reaches the processes of a stack, run in the folder of ``docker-compose.yaml``."""
-_CA = "that of PERSIA_TLS_CA, or without this variable one that this system trusts"
+_CA = "that of PERSIA_TLS_CA, or, if this variable is not set, one that this system trusts"
 _USER = "persia"
 _DEFAULT_PORT = 4222
 

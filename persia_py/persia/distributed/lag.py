@@ -67,7 +67,7 @@ class Positions:
     def late(self) -> str:
         """Return the report on the ranks if another rank is known to lag; on rank 0, also if all ranks wait."""
         known = self._known(answered=False)
-        stuck = self._rank == 0 and all(map(_is_waiting, known.values()))  # the network may have failed, for example
+        stuck = self._rank == 0 and all(map(_is_waiting, known.values()))  # for example, because the network has failed
         return report(known) if self._others_lag(known) or stuck else ""
 
     def waited_s(self, seconds: float) -> float:
@@ -126,8 +126,9 @@ def report(known: Mapping[int, Known]) -> str:
     lines = [f"lagging: {described(rank, known[rank])}" for rank in late]
     rest = [rank for rank in known if rank not in late]
     if not late and len(known) > 1:
-        same = "in the same collective: check the network between them" if all(map(_is_waiting, known.values())) else ""
-        lines.append(f"lagging: no rank, all are {same or 'equally far'}")
+        together = all(map(_is_waiting, known.values()))
+        same = "are in the same collective: check the network between them" if together else "have made equal progress"
+        lines.append(f"lagging: no rank; all {same}")
     return "\n".join([*lines, *(f"{'waiting' if late else 'at'}: {described(rank, known[rank])}" for rank in rest)])
 
 

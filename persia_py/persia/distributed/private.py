@@ -79,7 +79,7 @@ def _addresses(address: str, *, rank: int, backend: str) -> Iterator[tuple[str, 
             f"interface {each} of {variable_name}={value}": each
             for each in network.matching(variable_name, value, names)
         }
-    elif own is not None:  # RemoteBackend will set the variable to it; gloo and NCCL may use any of its addresses
+    elif own is not None:  # RemoteBackend sets the variable to it; gloo and NCCL may use any address of the interface
         used = {f"interface {own}": own}
     elif backend == "nccl":
         used = {f"interface {each}, which NCCL may choose,": each for each in names}

@@ -59,7 +59,7 @@ class Failed:
             from persia.distributed.network import suggestion
 
             return [
-                f"recognised: NCCL failed, often because it cannot connect: {self.setup}",
+                f"recognized: NCCL failed, often because it cannot connect: {self.setup}",
                 f"next:  {suggestion()}; without InfiniBand also NCCL_IB_DISABLE=1; NCCL_DEBUG=INFO logs its attempts",
             ]
         return []
@@ -71,7 +71,7 @@ class Failed:
         absent = sorted(self.ranks - set(self.waited))
         name = next(iter(there.values()))
         what = f"{name} number {last}" if last else name
-        text = f"recognised: a collective timed out after {self.seconds:g} s: {what}; in it: {_ranks(there)}"
+        text = f"recognized: a collective timed out after {self.seconds:g} s: {what}; in it: {_ranks(there)}"
         text += "".join(f"; rank {rank} only in {name} number {number}" for rank, (name, number) in behind.items())
         if absent:
             text += f"; not in it: {_ranks(absent)}, which the others waited for"

@@ -13,8 +13,8 @@ _IMAGE = (
 )
 _DIAGNOSES = {
     1: "the fault is in the model, or in the keys of `model`: persia is not involved. Correct the named line",
-    2: "the model runs with torch alone, but not with embeddings of persia: their number, shapes or gradients",
-    3: "the model is sound: the fault is in the data, the features, the optimizers or the storage",
+    2: "the model runs with torch alone, but not with embeddings of persia: check their number, shapes and gradients",
+    3: "the model works: the fault is in the data, the features, the optimizers or the storage",
     4: _IMAGE,
     5: _IMAGE,
     6: "the model runs in the image, but the data is missing: persia doctor CONFIG names the files to mount",

@@ -121,29 +121,30 @@ def measured(name: str, folder: Path) -> Check:
 
 
 def space(config: Config) -> Check:
-    """Compare the free space for checkpoints with the maximum size of a checkpoint.
+    """Compare the free space for checkpoints with the estimated size of the checkpoints that exist at one time.
 
     Args:
         config: The configuration.
     """
-    from persia.trainer.checkpoint_size import at_most
+    from persia.trainer.checkpoint_size import estimate
 
     folder, remedy = _of_checkpoints(config)
     if isinstance(folder, Url):
         return Check("free space", "skip", f"{folder}: the free space of an object store is not known")
     try:
-        most, rows = at_most(config)
+        one, rows = estimate(config)
     except PersiaError as error:
         return Check("free space", "skip", "no estimate", str(error).splitlines()[0])
     there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
     free = shutil.disk_usage(there).free
-    needed = most * (config.checkpoint.keep + 1)
+    count = config.checkpoint.keep + 1 + (config.train.early_stop is not None)  # one is being written; one is the best
+    needed = one * count
     found = (
-        f"{folder}: {size(free)} free; a checkpoint takes at most {size(most)} ({rows:,} training rows, each id new), "
-        f"and {config.checkpoint.keep + 1} checkpoints take {size(needed)}"
+        f"{folder}: {size(free)} free; a checkpoint takes {size(one)} if each of {rows:,} training rows has one new "
+        f"id per feature, and {count} checkpoints take {size(needed)}"
     )
     if free < needed:
-        why = "checkpoints may fill the disk; the number of different ids is not known before training"
+        why = "checkpoints may fill the disk; the number of distinct ids is not known before training"
         return Check(
             "free space",
             "warn",

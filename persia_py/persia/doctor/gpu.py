@@ -136,7 +136,7 @@ def device(found: Facts) -> Check:
         return Check("gpu", "ok", f"torch sees {found.torch_devices}: {listed}")
     bad: Literal["fail", "warn"] = "fail" if found.wanted else "warn"
     code = ExitCode.CONFIG
-    needed = f"; GPU_NUM={found.wanted} needs {found.wanted}" if found.wanted else ""
+    needed = f"; GPU_NUM={found.wanted} needs as many GPUs" if found.wanted else ""
     if found.in_container and found.driver_loaded and not found.devices:
         what = "the host has an NVIDIA driver, but this container has no device"
         return Check("gpu", bad, what + needed, f"its service lacks `{STANZA}`", OVERLAY, code)
@@ -144,7 +144,7 @@ def device(found: Facts) -> Check:
         what = "the NVIDIA driver is loaded, but nvidia-smi and /dev/nvidia0 are missing"
         return Check("gpu", bad, what + needed, "the driver is not installed completely", "reinstall the driver", code)
     if found.smi_error:
-        why = "the driver does not respond; a driver that was updated needs a restart of the machine"
+        why = "the driver does not respond; after an update, a driver needs a restart of the machine"
         return Check("gpu", bad, f"nvidia-smi failed: {found.smi_error}{needed}", why, "nvidia-smi", code)
     if found.smi or found.devices:
         return _unseen(found, bad, needed)
@@ -191,7 +191,7 @@ def driver(supports: tuple[int, int], runtime: str) -> Check:
     if supports[0] < wants[0]:
         return Check("cuda driver", "fail", what, "the driver is older than the CUDA runtime", command)
     if supports < wants:
-        return Check("cuda driver", "warn", what, "the driver is older; functions of the newer CUDA will fail", command)
+        return Check("cuda driver", "warn", what, "the driver is older; newer CUDA functions fail", command)
     return Check("cuda driver", "ok", what)
 
 

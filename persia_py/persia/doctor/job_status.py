@@ -238,7 +238,7 @@ def _stats(call: Any) -> Mapping[str, Any] | None:
     try:
         answered = call.result().answered
     except grpc.RpcError:
-        return None  # the health shows most reasons, but not a refused token
+        return None  # the health check shows most reasons, but not a refused token
     return None if not answered else dict(json.loads(answered[0].stats))
 
 

@@ -342,7 +342,7 @@ def _next(outcome: str, seat: Seat, other: Seat) -> str:
     if outcome == "unresolved":
         return f"getent hosts {shlex.quote(seat.address)}"
     if outcome == "filtered":
-        return f"let all TCP ports of {seat.address} through for {other.address}: gloo and NCCL use any free one"
+        return f"allow {other.address} to connect to all TCP ports of {seat.address}: gloo and NCCL use any free port"
     return (
         f"instead of the interface with {seat.address}, specify an interface of {seat.host} that other ranks can "
         "reach: GLOO_SOCKET_IFNAME or dist.interface"

@@ -101,7 +101,7 @@ def _rules(names: list[str]) -> Check:
     """Return the check that the alert rules of Persia are loaded."""
     if own := [name for name in names if name.startswith("Persia")]:
         return Check("alert rules", "ok", f"{len(own)} loaded")
-    why = "Prometheus ignores missing files of rule_files; a relative path starts at the folder of its configuration"
+    why = "Prometheus ignores missing files of rule_files; relative paths are relative to its configuration file"
     remedy = "rule_files: [/PATH/OF/CLONE/services/monitor/alerts.yml], then restart Prometheus"
     return Check("alert rules", "warn", "no rule of Persia is loaded", why, remedy)
 
@@ -130,7 +130,7 @@ def _target(kind: str, target: dict[str, Any], has: set[str]) -> Iterator[Check]
     absent = [series for series in EXPECTED.get(kind, ()) if series not in has]
     if absent:
         why = "the target answers, but it is another program or version, or it has not begun to work"
-        what, remedy = f"up, without {', '.join(absent)}", f"curl {target['scrapeUrl']}"
+        what, remedy = f"up; missing series: {', '.join(absent)}", f"curl {target['scrapeUrl']}"
         yield Check(name, "fail", what, why, remedy, ExitCode.UNREACHABLE)
     elif age > _STALE_S:
         yield Check(name, "warn", f"up, last scraped {age:.0f} s ago", "Prometheus lags", "check its load")

@@ -114,7 +114,7 @@ def endpoint(name: str, host: str, port: int, *, what: str, start: str) -> Check
             f"DNS ok, TCP filtered ({found.reason}) from {socket.gethostname()} to {found.address}{_by(host)}, port "
             f"{port}: a firewall drops the packets, or that host is off{others}"
         )
-        return Check(name, "fail", f"{shown}: filtered", why, f"let TCP port {port} of {host} through", code)
+        return Check(name, "fail", f"{shown}: filtered", why, f"allow TCP connections to port {port} of {host}", code)
     return Check(
         name, "fail", f"{shown}: unreachable", f"{found.reason}{others}", f"ip route get {found.address}", code
     )
@@ -169,7 +169,7 @@ def links(network: Path = Path("/sys/class/net"), filters: Path = Path("/proc/sy
     advice = []
     if len(strict) > 1:
         advice.append(
-            "with several interfaces, strict rp_filter drops packets whose answer would leave by another one; on the "
+            "with several interfaces, strict rp_filter drops packets whose answer would use another interface; on the "
             "host: sysctl net.ipv4.conf.all.rp_filter=2"
         )
     if "1500" in mtus.values():

@@ -100,7 +100,7 @@ def _guarded(name: str, found: Iterator[Check]) -> Iterator[Check]:
             return
         frames = own_frames.own_frames(error.__traceback__)
         place = f" at {own_frames.place(frames[0])}" if frames else ""
-        why = "the check could not be finished; the checks after it are run"
+        why = "the check could not be completed; the other checks run"
         yield Check(
             name,
             "fail",

@@ -101,14 +101,14 @@ def _reason(one: Process) -> tuple[str, str]:
     reached = network.reach(host.strip("[]"), int(port))
     if reached.outcome == "filtered":
         why = f"filtered: a firewall or another network drops packets to {one.address}, or host {one.host} is off"
-        remedy = f"let TCP port {port} of {one.host} through (firewall, security group)"
+        remedy = f"allow TCP connections to port {port} of {one.host} (firewall, security group)"
         return why, f"{remedy}; routes and interfaces of this host: persia doctor --only network"
     if reached.outcome == "unresolved":
         return f"the name {host} has no address here: {reached.reason}", f"getent hosts {host}"
     if reached.outcome == "unreachable":
         return f"{host} cannot be reached: {reached.reason}", f"ip route get {reached.address}"
     if reached.outcome == "reached":
-        why = "its port accepts connections, but the process does not respond: it is stopped, busy, or is about to end"
+        why = "its port accepts connections, but the process does not respond: it is stopped, busy or about to end"
         return why, f"see its log on host {one.host}"
     return silent
 

@@ -140,7 +140,8 @@ def _failure(container: Container, one: Reached) -> Check:
     place = f"{container.name} -> {one.peer.name}:{one.peer.port}"
     if one.outcome == "unresolved":
         found, why = f"DNS failed: {place}", f"the name {one.peer.host} has no address in {container.name}"
-        remedy = f"docker compose exec {container.service} getent hosts {one.peer.host}; are both in one network?"
+        command = f"docker compose exec {container.service} getent hosts {one.peer.host}"
+        remedy = f"{command}; check that both share a network"
     elif one.outcome == "refused":
         found = f"DNS ok, TCP refused: {place}"
         why = f"{one.address} answers, but nothing listens on port {one.peer.port}"
@@ -148,10 +149,11 @@ def _failure(container: Container, one: Reached) -> Check:
     elif one.outcome == "filtered":
         found = f"DNS ok, TCP filtered (timeout): {place}"
         why = f"{one.address} does not answer: a firewall or a network policy drops the packets in this direction"
-        remedy = f"let TCP port {one.peer.port} through from {' '.join(container.addresses)} to {one.address}"
+        sources = " ".join(container.addresses)
+        remedy = f"allow TCP connections from {sources} to port {one.peer.port} of {one.address}"
     else:
         found, why = f"DNS ok, no route: {place}", f"{one.address} cannot be reached from {container.name}"
-        remedy = "are both in one network? docker compose config"
+        remedy = "check that both share a network: docker compose config"
     return Check("connection", "fail", found, why, remedy, ExitCode.UNREACHABLE)
 
 

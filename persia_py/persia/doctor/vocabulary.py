@@ -10,9 +10,9 @@ from rich.table import Table
 
 _HEADS = ("table", "rows", "memory", "admitted", "evicted", "expired", "hit rate", "waiting", "seen once")
 _MEANING = (
-    "admitted, evicted, expired and hit rate count since the generation began; each training loop begins one. waiting: "
-    "ids that were pushed and wait for a row (admission by count); seen once: those of them with one push; -: no id "
-    "waits, as in a table without admission by count, whose pushes are not counted"
+    "admitted, evicted, expired and hit rate are counted since the generation began; each training loop begins a "
+    "generation. waiting: pushed ids that have no row yet (admission by count). seen once: waiting ids with one push. "
+    "-: no id waits, as in a table without admission by count"
 )
 _PIPED_COLUMNS = 240
 """The width of the table if the output is not a terminal."""

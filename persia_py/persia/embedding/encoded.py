@@ -22,7 +22,7 @@ def sample_ids(encoded: bytes, slot: str, sample: int) -> list[int]:
     """
     magic, _, _, samples, features, _, _, meta = _HEAD.unpack_from(encoded)
     if magic != b"PBAT":
-        raise ValueError("these bytes are not an encoded batch")
+        raise ValueError(f"expected the result of PersiaBatch.to_bytes, found bytes that begin with {magic!r}")
     at = _HEAD.size + meta
     for _ in range(features):
         (length,) = struct.unpack_from("<H", encoded, at)

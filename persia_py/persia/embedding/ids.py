@@ -124,8 +124,8 @@ def _integers(feature: str, value: object, what: str) -> npt.NDArray[np.integer]
 
 
 _TEXT = (
-    ". Make ids of strings by persia.features: a feature of type id in persia.yml, whose transform takes the column, "
-    "or np.array([hash_text(text) for text in column], np.uint64)"
+    ". To make ids of strings, use persia.features: a feature of type id in persia.yml, whose transform takes the "
+    "column, or np.array([hash_text(text) for text in column], np.uint64)"
 )
 
 

@@ -129,8 +129,8 @@ class InputNames:
         if wrong:
             raise DataError(
                 f"the inputs of the batch differ from those that the model was trained on: {'; '.join(wrong)}. Every "
-                "batch needs the same inputs: named inputs in any order, unnamed ones at the same positions. A feature "
-                "without ids in a batch has an empty array for each sample"
+                "batch needs the same inputs: named inputs in any order, unnamed ones at the same positions. For a "
+                "feature without ids, pass an empty array for each sample"
             )
         unchecked = [
             kind

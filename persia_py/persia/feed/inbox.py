@@ -63,7 +63,7 @@ class _ReplicaQueue:
 
     received: int = 0
     record: Record = field(default_factory=Record)  # of the received batches
-    skipped: int = 0  # the number of received batches when its process connected first
+    skipped: int = 0  # the number of received batches when its process first connected
     waiting: deque[tuple[int, Batch, Record]] = field(default_factory=deque)
     sender: str | None = None  # None while the replica is not connected
     callbacks: SenderCallbacks | None = None
@@ -187,7 +187,7 @@ class Inbox:
         if queue.skipped == queue.received > 1:
             return (
                 f"data-compose replica {index} is connected and has sent nothing yet; unless its script uses "
-                f"DataCtx.resume, it first makes the {queue.skipped} batches again that this rank has received"
+                f"DataCtx.resume, it first repeats the {queue.skipped} batches that this rank has received"
             )
         return f"data-compose replica {index} is connected and has sent nothing new"
 

@@ -89,8 +89,8 @@ class ReplayCheck:
         if number + 1 == self.batches and self._found != self._expected:
             _logger.warning(
                 "%s: the skipped batches (%d) differ from those that rank %d has received: some "
-                "samples may be trained on twice or not at all; use a fixed seed and a fixed order in the script, then "
-                "start a new run, or continue this one",
+                "samples may be trained on twice or not at all; to avoid this, use a fixed seed and a fixed order in "
+                "the script, and start a new run",
                 sender_name(self._index),
                 self.batches,
                 self._rank,

@@ -52,7 +52,7 @@ class Background:
                     return ExitCode.INTERRUPTED
                 self.process.send_signal(signal.SIGINT)
             except BrokenPipeError:  # the reader of `persia train --follow | head` has ended
-                with Path(os.devnull).open("wb") as nowhere:  # at its end, Python flushes standard output again
+                with Path(os.devnull).open("wb") as nowhere:  # Python flushes standard output again when it exits
                     os.dup2(nowhere.fileno(), sys.stdout.fileno())
                 self._say_detached()
                 return ExitCode.INTERRUPTED

@@ -124,7 +124,7 @@ def embedding_parameter_server(
     replica_index: _Index = None,
     replica_size: _Size = None,
 ) -> None:
-    """Run an embedding server, which holds some of the shards."""
+    """Run an embedding server, which holds a range of the shards."""
     files = {"--config": config, "--embedding-config": embedding_config, "--global-config": global_config}
     _become(binaries.SERVER, port, files, replica_index, replica_size)
 

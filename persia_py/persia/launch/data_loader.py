@@ -61,7 +61,7 @@ def run(script: Path | None, arguments: Sequence[str], *, index: int, size: int,
     words = [] if script is None else [str(script), *arguments]
     command = [sys.executable, "-m", "persia.launch.data_loader_main", *words]
     with os.fdopen(os.memfd_create("persia-served"), "rb") as memory, events.signals(last=True):
-        # The kernel removes it together with this process, however the process ends; a temporary folder would remain.
+        # The kernel removes this file when the process ends, even if it is killed. A temporary folder would remain.
         served = Path(f"/proc/{os.getpid()}/fd/{memory.fileno()}")
         shared = threads.variables(1, "data script", _say, os.environ, replicas=settings.host_replicas)
         place = {"REPLICA_INDEX": str(index), "REPLICA_SIZE": str(size), SERVED: str(served)}

@@ -96,7 +96,7 @@ class JobConfig(_Strict):
     run_dir: str | None = None
     """The folder of logs, checkpoints and the summary; None means ``runs/JOB`` below the working directory."""
     restarts: Annotated[int, Field(ge=0, le=_MAX_RESTARTS)] = 3
-    """The number of times that a failed process is restarted before the job ends."""
+    """The number of times that each process is restarted after a failure before the job ends."""
 
 
 @dataclass(frozen=True)

@@ -287,7 +287,9 @@ class Autosave:
         problem = self._backend.all_gather("last checkpoint", mine)[0]
         if problem is not None:
             written, why, folder = problem
-            newest = f"the newest in {folder} is of step {written}" if written else f"this start wrote none to {folder}"
+            newest = f"the newest in {folder} is of step {written}"
+            if not written:
+                newest = f"since its last start, the run has written no checkpoint to {folder}"
             raise StorageError(
                 f"the run is not finished: its last checkpoint, of step {step}, cannot be written: {why}; {newest}",
                 hint="remove the cause (on a full disk, free space), then restart the run, which resumes after its "
@@ -320,7 +322,7 @@ def _verify(path: Place) -> None:
     try:
         _core.Checkpoint(path).verify()
     except CheckpointError as damage:
-        damage.hint = f"check the storage of {path.parent}: it lost or changed what was just written"
+        damage.hint = f"check the storage of {path.parent}: it lost or changed files of this checkpoint"
         try:
             retention.remove(path)
         except PersiaError as error:

@@ -31,8 +31,8 @@ MAX_SKIPPED_STEPS = 25
 """The maximum number of consecutive steps that may be skipped because of NaN or infinity before training stops."""
 
 _FIND = (
-    "inspect what is named above, lower the learning rate, or clip the norm of gradients; to find the operation, train "
-    "once with --set train.detect_anomaly=true (in a script torch.autograd.set_detect_anomaly(True))"
+    "inspect the tensor named above, lower the learning rate, or clip the norm of gradients; to find the operation, "
+    "train once with --set train.detect_anomaly=true (in a script torch.autograd.set_detect_anomaly(True))"
 )
 _FIND_OR_SKIP = f"{_FIND}; to skip such steps: --set train.nonfinite=skip (in a script TrainCtx(nonfinite='skip'))"
 
@@ -360,4 +360,4 @@ def _first_nonfinite_tensor(
     if clips and norm is not None and not torch.isfinite(norm):
         what = f"the norm of the gradients of the model's weights is {norm.item()}, so they cannot be clipped"
         return NonFiniteTensor(what, averaged=True, is_gradient=True, derived=True)
-    return None  # only the norm overflows float32; or, with sharded gradients, another rank names a tensor
+    return None  # only the norm overflows float32, or, with sharded gradients, another rank names the tensor

@@ -98,7 +98,7 @@ class TrainedBatches:
         """Warn that a checkpoint will contain no training, if no forward pass had a backward pass."""
         if self._forwards and not self._backwards:
             _logger.warning(
-                "the checkpoint contains no training: none of the %d batches so far was trained on: %s",
+                "the model was not trained before this checkpoint: none of the %d batches so far was trained on: %s",
                 self._forwards,
                 _INSTEAD,
             )

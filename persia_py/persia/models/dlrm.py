@@ -33,7 +33,7 @@ class DLRM(nn.Module):
             dimension.
         top_mlp: The layer sizes of the top MLP; the last is the number of labels, the logits. A ReLU follows every
             layer except the last. The default in ``persia.yml`` is 256, 64 and the number of labels.
-        dropout: The share of each hidden layer of the top MLP that is zeroed in training.
+        dropout: The dropout probability of each hidden layer of the top MLP.
         num_labels: The number of labels; each has a separate logit on the same layers.
         activation_checkpointing: Whether to recompute intermediate results in the backward pass instead of keeping
             them. This saves memory and slows down the step; results are the same.

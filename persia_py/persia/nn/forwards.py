@@ -42,8 +42,8 @@ class Forwards:
         """Warn that a checkpoint will contain no training, if no forward pass had a backward pass."""
         if self._forwards and not self.backwards:
             _logger.warning(
-                "the checkpoint contains no training (forward passes: %d, none with a backward pass): call backward() "
-                "on a loss that depends on their outputs (not detached)",
+                "the model was not trained before this checkpoint (forward passes: %d, none with a backward pass): "
+                "call backward() on a loss that depends on their outputs (not detached)",
                 self._forwards,
             )
 

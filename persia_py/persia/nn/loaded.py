@@ -84,9 +84,9 @@ def warn_unread_model(loaded: snapshot.Load | None, rows: RowsVersion) -> None:
     model = min(loaded.models)
     loaded.read.add(model)  # one warning is enough
     _logger.warning(
-        "%s: its rows are used without the model that was trained with them, which is in the checkpoint. Load both: "
+        "%s: the rows of this checkpoint are used without its model, which was trained with them. Load both: "
         "loaded = collection.load(DIR), then model.load_state_dict(loaded.state(%r)). A new model may start from these "
-        "rows, but predicts badly until it is trained",
+        "rows, but its predictions are poor until it is trained",
         loaded.path,
         model,
     )

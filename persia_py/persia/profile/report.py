@@ -122,7 +122,7 @@ def memory_tables(folder: Path) -> str:
 def show_report(profiles: list[RankProfile], console: Console | None = None) -> None:
     """Print the share of each stage on each rank, and the advice as the last line."""
     console = console or Console()
-    table = Table("", "p50 ms", "p99 ms", *profiles[0].stages, title="share of the time, and milliseconds a step")
+    table = Table("", "p50 ms", "p99 ms", *profiles[0].stages, title="share of the time, and milliseconds per step")
     for each in profiles:
         step = each.content["step"]
         parts = [f"{share:.0%}" for share in each.shares.values()]

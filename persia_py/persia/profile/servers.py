@@ -154,8 +154,8 @@ def blame(servers: Mapping[str, Mapping[str, Any]]) -> str | None:
     if mean and rows[hot] > SKEW * mean:
         return (
             f"server {hot} is asked for {rows[hot] / sum(rows.values()):.0%} of the rows, {rows[hot] / mean:.1f} times "
-            "the mean: few ids are in most batches, so more servers do not help; give small features a smaller dim, "
-            "or hash ids that have a pattern (persia status shows the tables of each server)"
+            "the mean: a few ids occur in most batches, so more servers do not help; give small features a smaller "
+            "dim, or hash ids that have a pattern (persia status shows the tables of each server)"
         )
     times = {
         name: (each["lookup_s"] + each["push_s"]) / count

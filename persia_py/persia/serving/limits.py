@@ -15,7 +15,8 @@ class Limits:
         batch_rows: The maximum number of rows that are scored together. A request with more rows is scored alone.
         batch_delay_s: Seconds that a batch with fewer rows waits for more requests. 0 takes only requests that are
             already waiting.
-        timeout_s: Seconds within which a request must arrive, and within which its response must be sent.
+        timeout_s: Seconds within which a request must arrive. A complete request that waits longer than this for its
+            batch is refused.
         drain_s: Seconds after a signal during which the process is not ready but still serves new requests.
         connections: The maximum number of open HTTP connections; further ones are refused.
     """

@@ -201,7 +201,7 @@ class _Check:
                 with step("loss"):
                     loss = _finite(self._objective(self._objective.outputs(output), labels))
                     if not loss.requires_grad:
-                        raise UsageError("the loss does not depend on the model: was its output detached?")
+                        raise UsageError("the loss does not depend on the model; check that its output is not detached")
                 with step("backward"):
                     ctx.backward(loss)
             self._warn(model, gradients)
@@ -209,7 +209,7 @@ class _Check:
                 scores = self._scores(model)
                 if any(not torch.equal(one, other) for one, other in zip(scores, self._scores(model), strict=True)):
                     self._steps.warnings.append(
-                        "two evaluations of one batch differ: is something random in eval mode?"
+                        "two evaluations of one batch differ: the scores in eval mode are random"
                     )
             with step("state_dict"):
                 self._save(model, scores)
@@ -312,6 +312,6 @@ def _finite(loss: torch.Tensor) -> torch.Tensor:
     if loss.numel() != 1 or not math.isfinite(loss.item()):
         raise NonFiniteError(
             f"the loss is {loss.detach().flatten()[:3].tolist()}, expected one finite number",
-            hint="inspect the forward pass of the model: which operation returns NaN or infinity?",
+            hint="inspect the forward pass of the model for an operation that returns NaN or infinity",
         )
     return loss

@@ -1,4 +1,4 @@
-"""The maximum size of a checkpoint of a configuration."""
+"""The estimated size of a checkpoint of a configuration."""
 
 from persia.config import Config
 from persia.runtime.errors import DataError
@@ -9,8 +9,8 @@ _ID_BYTES = 12
 """The bytes of a row's id and of the step of its last push."""
 
 
-def at_most(config: Config) -> tuple[int, int]:
-    """Return the maximum size of a checkpoint in bytes, and the number of rows of ``data.train`` on which it is based.
+def estimate(config: Config) -> tuple[int, int]:
+    """Return the estimated size of a checkpoint in bytes, and the number of rows of ``data.train`` on which it is based.
 
     The estimate assumes that each training row has one new id for each feature; of bags and sequences with several ids,
     only one is counted. An embedding row has ``dim`` weights of 4 bytes and its optimizer state: twice as many values

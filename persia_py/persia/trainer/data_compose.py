@@ -82,8 +82,8 @@ def _resume(reader: RecordReader, position: str) -> int:
         sent, state = int(at["pieces"]), {**at["reader"], "of": {"columns": "", **at["reader"]["of"]}}
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
-            "the batches that the ranks have received were sent by a data script; data-compose of a table cannot "
-            "continue at a position of this script",
+            "the ranks have received batches of a data script; data-compose without a data script cannot continue at "
+            "its position",
             hint="resume with this data script (PERSIA_DATALOADER_ENTRY), or start a new run",
         ) from error
     identity = reader.state_dict()["of"]

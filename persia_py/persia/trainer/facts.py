@@ -118,8 +118,8 @@ def warn_of_trained(folder: RunFolder, files: Files) -> None:
     trained = [path for path, size in zip(files.paths, files.sizes, strict=True) if path in paths or size in sizes]
     if trained:
         _logger.warning(
-            "%s was trained on %s: metrics of rows that a model was trained on are too good. Specify files with other "
-            "rows, or no file to evaluate the test set",
+            "%s was trained on %s: metrics of rows that a model was trained on are too optimistic. Specify files with "
+            "other rows, or no file to evaluate the test set",
             folder.shown,
             _few(trained),
         )

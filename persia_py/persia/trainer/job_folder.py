@@ -43,7 +43,7 @@ class JobFolder(RunFolder):
             )
         saves = config.checkpoint.dir
         if saves is not None and is_url(saves):
-            # Of this rank only. A server refuses the URL if its own PERSIA_CKPT_DIR is another one.
+            # This sets the variable of this rank only. A server whose PERSIA_CKPT_DIR differs refuses the URL.
             os.environ["PERSIA_CKPT_DIR"] = saves
         elif saves is not None and settings.rank == 0:
             text = "checkpoint.dir: the folder %s has no effect in a job, whose checkpoints are below PERSIA_CKPT_DIR"

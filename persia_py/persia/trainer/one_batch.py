@@ -141,7 +141,7 @@ def shortened(config: Config, folder: Path) -> Config:
     )
     train = config.train.model_copy(
         update={"lr_schedule": "constant", "warmup": 0, "evaluate_every": 1}
-        # the folder is below PERSIA_CKPT_DIR; that of the test is not
+        # in a job, the test does not load start_from, a folder below PERSIA_CKPT_DIR
         | ({} if settings.nats_url is None else {"start_from": None})
     )
     return config.with_blocks(

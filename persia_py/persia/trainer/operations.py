@@ -36,4 +36,4 @@ def effective_batch(config: Config) -> str:
     least, most = rows // world, -(-rows // world)
     each = f"{least:,}" if least == most else f"{least:,} or {most:,}"
     ranks = "1 rank" if world == 1 else f"{world} ranks"
-    return f"effective batch: {config.step_rows:,} rows a step = {each} per rank x {times} accumulated x {ranks}"
+    return f"effective batch: {config.step_rows:,} rows per step = {each} per rank x {times} accumulated x {ranks}"

@@ -165,7 +165,7 @@ class Sizing:
         name = "" if largest is None else f" of {largest.name!r} ({shown(largest.bytes)})"
         return (
             f"lower `dim` or set `dtype: f16` for the features of the largest table{name}; "
-            "embedding_optimizer: {name: adagrad} keeps one number a row; `admission: {min_count: 3}` keeps rare ids "
+            "embedding_optimizer: {name: adagrad} keeps one number per row; `admission: {min_count: 3}` keeps rare ids "
             "out; `capacity` in global_config.yml bounds all rows; more servers divide them: persia up --servers N"
         )
 

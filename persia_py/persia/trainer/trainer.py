@@ -333,7 +333,7 @@ class Trainer:
             if self.folder is not None:
                 warn_of_trained(self.folder, files)
             return Part(files, None, "test", self.config.origin)
-        training = self._training  # its parts may be of files that were passed to fit
+        training = self._training  # its parts may come from files that were passed to fit()
         parts = Parts(self.config) if training is None else training.parts
         part = parts.test or parts.valid
         if part is None:

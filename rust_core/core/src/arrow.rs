@@ -18,7 +18,7 @@ const STREAM: &CStr = c"arrow_array_stream";
 
 /// The record batches of a table.
 pub(crate) enum Batches {
-    /// One batch, until it is taken.
+    /// One batch; None once it is taken.
     One(SchemaRef, Option<RecordBatch>),
     /// A stream of batches.
     Stream(RecordBatchStreamReader),

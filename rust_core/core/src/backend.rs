@@ -29,7 +29,8 @@ impl Backend {
             Self::Embedded(_) => Err(errors::raise(
                 py,
                 "UsageError",
-                "cannot join the run of another process in embedded mode: all rows are in this process",
+                "cannot join the run of another process in embedded mode: all rows are in this process; set \
+                 PERSIA_NATS_URL to use servers",
             )),
         }
     }

@@ -27,8 +27,7 @@ impl Sums {
 
 #[pymethods]
 impl Sums {
-    /// An int32 on the device, which is not 0 if the sum of any id is not finite. Reading it waits for the
-    /// device.
+    /// An int32 on the device: 1 if the sum of any id is not finite, otherwise 0. Reading it waits for the device.
     #[getter]
     fn nonfinite(&self, py: Python<'_>) -> Py<Tensor> {
         self.flag.clone_ref(py)

@@ -77,7 +77,7 @@ impl Saver {
         let (tables, number) = (&self.tables, self.number);
         let written = py.detach(|| -> Result<_, TablesError> {
             let snapshot = match tables.write_snapshot(saver.staging(), Some(number)) {
-                // Servers that sent no reply may still be writing, also if another one refused.
+                // A server that sent no reply may still be writing, even if another server refused.
                 Err(
                     error @ (TablesError::Unable { .. }
                     | TablesError::Unreachable { .. }
@@ -325,13 +325,13 @@ pub(crate) fn listing<'py>(py: Python<'py>, parent: PathBuf, verify: bool) -> Py
     }
     let is_checkpoint = match &own {
         Err(CheckpointError::Missing { .. }) => false,
-        // The request for the list fails for the same reason.
+        // At a URL, the listing below fails for the same reason.
         Err(CheckpointError::Io { .. }) => !is_url(&parent),
         _ => true,
     };
     let below = match py.detach(|| files::list(&parent)) {
         Ok(below) => below,
-        Err(_) if is_checkpoint => Vec::new(), // what is wrong with the folder itself is listed
+        Err(_) if is_checkpoint => Vec::new(), // the folder itself is listed, with its problem
         Err(error) => return Err(raise(py, &error)),
     };
     for found in below {

@@ -52,7 +52,7 @@ impl Discovery {
             Ok(()) => Ok(Some(())),
             Err(DiscoveryError::NotConnected { .. }) if Instant::now() < end => Ok(None),
             Err(DiscoveryError::NotConnected { url, what, .. }) => {
-                let waited = Some(start.elapsed()); // not only the last slice
+                let waited = Some(start.elapsed()); // in total, not only in the last slice
                 Err(Python::attach(|py| raise(py, &DiscoveryError::NotConnected { url, what, waited })))
             }
             Err(error) => Err(Python::attach(|py| raise(py, &error))),
@@ -137,7 +137,8 @@ impl Announcement {
 
 /// Return the address at which other processes reach this one: `PERSIA_ADVERTISE` if set, otherwise the address of
 /// the interface `PERSIA_SOCKET_IFNAME` if set, otherwise the local address of a connection to NATS. Waits at most
-/// `timeout_s` until the host name of NATS can be resolved; the name of a container cannot be while it starts.
+/// `timeout_s` until the host name of NATS can be resolved. Docker resolves the name of a container only while the
+/// container runs.
 #[pyfunction]
 #[pyo3(signature = (nats_url, *, timeout_s = 0.0))]
 pub(crate) fn advertised_host(py: Python<'_>, nats_url: &str, timeout_s: f64) -> PyResult<String> {

@@ -148,8 +148,8 @@ pub(crate) fn data(py: Python<'_>, errors: &DataErrors) -> PyErr {
     raise(py, "DataError", errors.to_string())
 }
 
-/// Convert the error of a transform that cannot be created. The hint of `CheckpointError` is about checkpoints. Whoever
-/// reads a transform knows its origin, and therefore the next step.
+/// Convert the error of a transform that cannot be created. The hint of `CheckpointError` is about checkpoints. The
+/// Python code that reads a transform knows its origin, and adds the next step.
 pub(crate) fn transform(py: Python<'_>, error: &TransformError) -> PyErr {
     let message = error.to_string();
     match error {

@@ -42,7 +42,7 @@ impl Samples {
                 return Err(errors::raise(
                     py,
                     "DataError",
-                    "cannot concatenate samples: they are of different transforms, or only some have labels",
+                    "cannot concatenate samples of different transforms, or samples with labels and samples without",
                 ));
             }
         }

@@ -1,13 +1,13 @@
-// Rows pooled into samples (gather_pool, gather_raw) and gradients summed per unique id (segment_sum).
+// Kernels that pool rows into samples (gather_pool, gather_raw) or sum gradients per unique id (segment_sum).
 //
-// All three are one loop: each sum adds rows in the order of its uses, element by element, and no operation
-// is fused or reordered. So they give the same bits as the CPU's loops (persia_kernels), whatever the
-// device. There are no atomics. One launch does all features that need its kernel and may run at the same
-// time: each has a Job, and as many blocks as it needs.
+// All three kernels run the same loop. Each sum adds rows in the order of its uses, element by element. A use is an
+// occurrence of a row in a sum. No operation is fused or reordered, and there are no atomic operations. On every
+// device, the results are therefore bit-identical to those of the CPU's loops (persia_kernels). One launch processes
+// all features that need its kernel and may run concurrently. Each feature has a Job, and as many blocks as it needs.
 //
-// The file is CUDA C for NVRTC, without any header, and C++17 for tests: THREADS is then a loop over the threads of a
-// block (tests/shim.h), so that a thread keeps nothing in a variable from one THREADS to the next. The only exception
-// is a variable that a thread sets to 1 for SYNC_ANY, which asks whether any thread has.
+// NVRTC compiles this file as CUDA C, without any header. Tests compile it as C++17, with THREADS as a loop over the
+// threads of a block (tests/shim.h). A thread must therefore keep no variable from one THREADS to the next, except one
+// that it sets to 1 for SYNC_ANY, which returns whether any thread has set it.
 
 #ifdef __CUDACC__
 #define THREADS
@@ -22,10 +22,10 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-// As kernels.rs has them.
+// The same values as in kernels.rs.
 enum : u32 {
-    BLOCK = 256,  // threads
-    COLUMNS = 32, // floats of a row that a block works on, at most
+    BLOCK = 256,  // threads of a block
+    COLUMNS = 32, // maximum number of columns that a block works on
     F32 = 0,
     F16 = 1,
     BF16 = 2
@@ -33,28 +33,28 @@ enum : u32 {
 
 enum : u32 {
     UNROLL = 4, // rows that a thread reads before it adds them
-    LONG = 256, // uses above which a block adds a sum together, so that one hot id does not take one thread's time
+    LONG = 256, // uses above which all threads of a block compute a sum, because one thread would take too long
     TILE = 128  // uses that such a block reads at a time
 };
 
 // One feature. A pointer may be null only where its comment says so.
 struct Job {
-    const void *rows;      // the rows to be added: [*, dim] of type `from`
-    const u32 *places;     // per use its row; null: use i has row i
-    const u32 *map;        // gather: from places to rows; segment_sum: from sums to rows of `out`; null: the same
-    const u32 *starts;     // per sum where its uses start, one more than sums; null: one use each
-    const float *weights;  // per use the factor of its row; null: 1
-    const float *divisors; // divisors: gather: per sum; segment_sum: per row; null: 1
+    const void *rows;      // rows to add: [*, dim] of type `from`
+    const u32 *places;     // row of each use; null: use i has row i
+    const u32 *map;        // gather: maps places to rows; segment_sum: maps sums to rows of `out`; null: identity
+    const u32 *starts;     // start of each sum's uses, and the end of the last; null: one use each
+    const float *weights;  // factor of each use; null: 1
+    const float *divisors; // gather: divisor of each sum; segment_sum: divisor of each row; null: 1
     void *out;             // [sums, dim] of type `to`
-    u8 *mask;              // gather_raw: per sum whether it has a use
-    float scale;           // segment_sum: the factor of a sum
+    u8 *mask;              // gather_raw: whether each sum has a use
+    float scale;           // segment_sum: factor of each sum
     u32 sums;
     u32 dim;
     u32 from, to;          // element types
-    u32 onto;              // segment_sum: add to the content of `out`, which is of F32
-    u32 width;             // columns of a thread: 4, where rows and `out` are aligned to that, or 1
-    u32 lanes;             // threads of a row, as a power of 2: 1 << lanes of them, at most COLUMNS / width
-    u32 first;             // its first block
+    u32 onto;              // segment_sum: 1 adds to the content of `out`, which is then F32
+    u32 width;             // columns of a thread: 4 if rows and `out` are aligned for it, otherwise 1
+    u32 lanes;             // binary logarithm of the number of threads of a row, which is at most COLUMNS / width
+    u32 first;             // first block of the job
 };
 
 struct Shared {
@@ -64,10 +64,10 @@ struct Shared {
 
 __device__ inline u32 bits_of(float value) { return __float_as_uint(value); }
 
-// Sixteen bits to a float, exactly (persia_kernels::half). In C: with inline assembly the compiler does not know any
-// more that all pointers are to global memory.
+// Widen an f16 exactly (persia_kernels::half). This is in C, because with inline assembly the compiler does not know
+// that all pointers are to global memory.
 __device__ inline float widen_f16(u16 half) {
-    // The exponent of a float is larger by 112; a product of tiny numbers is exact, too.
+    // The exponent bias of a float is larger by 112. The product is also exact for subnormal numbers.
     float value = __uint_as_float((u32)(half & 0x7FFF) << 13) * 5192296858534827628530496329220096.0f;
     u32 special = value >= 65536.0f ? 0x7F800000 : 0; // infinity or NaN
     return __uint_as_float(bits_of(value) | special | (u32)(half & 0x8000) << 16);
@@ -75,12 +75,12 @@ __device__ inline float widen_f16(u16 half) {
 
 __device__ inline float widen_bf16(u16 half) { return __uint_as_float((u32)half << 16); }
 
-// A float to the nearest sixteen bits, ties to even; a number that is too large becomes the largest finite
-// one.
+// Narrow a float to the nearest f16, ties to even. A magnitude above the largest finite number becomes that
+// number.
 __device__ inline u16 narrow_f16(float value) {
     u32 sign = bits_of(value) >> 16 & 0x8000, magnitude = bits_of(value) & 0x7FFFFFFF;
     u32 least = magnitude < 0x477FE000 ? magnitude : 0x477FE000;
-    u32 tiny = bits_of(__uint_as_float(least) + 0.5f) - bits_of(0.5f); // the sum is rounded where it has to be
+    u32 tiny = bits_of(__uint_as_float(least) + 0.5f) - bits_of(0.5f); // rounded to multiples of 2^-24
     u32 normal = (least - (112u << 23) + 0xFFF + (least >> 13 & 1)) >> 13;
     u32 number = least < 0x38800000 ? tiny : normal;
     return (u16)(sign | (magnitude > 0x7F800000 ? 0x7E00 : number));
@@ -131,7 +131,7 @@ template <u32 W> __device__ inline void store(void *out, u32 type, u64 at, const
     else *place = half[0];
 }
 
-// The row of `out` to which a sum is written.
+// The offset in `out` of the row to which a sum is written.
 template <bool GATHER> __device__ inline u64 target_of(const Job &job, u32 sum) {
     return (u64)(!GATHER && job.map ? job.map[sum] : sum) * job.dim;
 }
@@ -140,7 +140,7 @@ template <bool GATHER> __device__ inline float start_of(const Job &job, u32 sum,
     return !GATHER && job.onto ? ((const float *)job.out)[target_of<GATHER>(job, sum) + column] : 0.0f;
 }
 
-// Properties of a job's uses, as bits.
+// The lists that a job has, as bits.
 enum : u32 { PLACES = 1, MAP = 2, WEIGHTS = 4, DIVISORS = 8 };
 
 template <bool GATHER> __device__ inline u32 has(const Job &job) {
@@ -152,8 +152,8 @@ template <bool GATHER> __device__ inline u32 has(const Job &job) {
     return given;
 }
 
-// The rows of the uses `use`, `use + stride`, ... before `end`, UNROLL of them, and the factor of each. All
-// loads of one kind are issued before the next kind, which depends on them.
+// Load the rows of up to UNROLL uses (`use`, `use + stride`, ... before `end`) and their factors. All loads of
+// one kind are issued before those of the next kind, which depend on them.
 template <bool GATHER, class From, u32 W>
 __device__ inline void fetch(const Job &job, u32 has, u32 use, u32 stride, u32 end, u32 column,
                              float (&values)[UNROLL][W], float (&factors)[UNROLL]) {
@@ -169,7 +169,7 @@ __device__ inline void fetch(const Job &job, u32 has, u32 use, u32 stride, u32 e
 #undef EACH
 }
 
-// Divide or scale a sum, and write it; a gradient that is not finite sets the flag.
+// Divide or scale a sum, and write it. A sum of gradients that is not finite sets the flag.
 template <bool GATHER, u32 W>
 __device__ inline void finish(const Job &job, u32 sum, u32 column, float *values, u32 *flag) {
     bool finite = true;
@@ -185,7 +185,7 @@ __device__ inline void finish(const Job &job, u32 sum, u32 column, float *values
     store<W>(job.out, job.to, target_of<GATHER>(job, sum) + column, values);
 }
 
-// One block: BLOCK >> lanes sums, and W << lanes columns of each.
+// Compute one block: BLOCK >> lanes sums, and W << lanes columns of each.
 template <bool GATHER, bool RAW, class From, u32 W>
 __device__ inline void block(const Job &job, u32 *flag, Shared &shared) {
     u32 columns = W << job.lanes, column_blocks = (job.dim + columns - 1) / columns;
@@ -221,7 +221,7 @@ __device__ inline void block(const Job &job, u32 *flag, Shared &shared) {
     if (RAW) return;
     if (!SYNC_ANY(has_long)) return;
 
-    // All threads read a tile of products, then one thread for each column adds them in order.
+    // All threads fill a tile with products. Then one thread for each column adds them in order.
     ROLLED for (u32 sum = first; sum < end; sum++) {
         u32 from = job.starts[sum], to = job.starts[sum + 1];
         if (to - from <= LONG) continue;
@@ -254,7 +254,7 @@ __device__ inline void block(const Job &job, u32 *flag, Shared &shared) {
 }
 
 template <bool GATHER, bool RAW> __device__ inline void run(const Job *jobs, u32 count, u32 *flag, Shared &shared) {
-    u32 low = 0, high = count; // the block is of a job from `low` on, before `high`
+    u32 low = 0, high = count; // the block belongs to a job from `low` on, before `high`
     while (high - low > 1) {
         u32 middle = (low + high) / 2;
         if (jobs[middle].first <= blockIdx.x) low = middle;
@@ -271,18 +271,19 @@ template <bool GATHER, bool RAW> __device__ inline void run(const Job *jobs, u32
     }
 }
 
-// Rows to samples: out[s] = (sum over uses of rows[use] * weight) / divisor.
+// Pool rows into samples: out[s] = (sum over uses of rows[use] * weight) / divisor.
 extern "C" __global__ void __launch_bounds__(BLOCK, 5) gather_pool(const Job *jobs, u32 count) {
     __shared__ Shared shared;
     run<true, false>(jobs, count, nullptr, shared);
 }
 
-// Rows to the places of a sequence, with a mask of those that have one. A place has few uses: those of one id.
+// Copy rows to the positions of a sequence, and write a mask of the positions with a row. The uses of a position are
+// those of one id, so they are few, and no shared memory is needed.
 extern "C" __global__ void __launch_bounds__(BLOCK, 5) gather_raw(const Job *jobs, u32 count) {
     run<true, true>(jobs, count, nullptr, *(Shared *)nullptr);
 }
 
-// Gradients of samples to unique ids: out[id] = (sum over uses of gradient[sample] / divisor * weight) * scale.
+// Sum gradients of samples per unique id: out[id] = (sum over uses of gradient[sample] / divisor * weight) * scale.
 extern "C" __global__ void __launch_bounds__(BLOCK, 5) segment_sum(const Job *jobs, u32 count, u32 *flag) {
     __shared__ Shared shared;
     run<false, false>(jobs, count, flag, shared);

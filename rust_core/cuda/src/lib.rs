@@ -11,8 +11,8 @@
 //! device.
 //!
 //! A look-up is copied and pooled on a separate stream, concurrently with the model on PyTorch's stream.
-//! Events put the streams in order. No call waits for this work, except that the push thread waits for the
-//! copy of [`Sums`], as do dropping them, [`Cuda::trim`], and a call that fails after it has queued work.
+//! Events put the streams in order. Only the following wait for the device: the push thread and the drop of [`Sums`],
+//! for their copy; [`Cuda::trim`]; and a call that fails after it has queued work.
 #![allow(unsafe_code)] // calls into the driver, a C library, are unsafe
 
 #[cfg(feature = "by_hand")]
@@ -105,8 +105,7 @@ impl Cuda {
         self.sums.handle() as usize
     }
 
-    /// The device memory that steps hold, and the memory that is allocated for this and the next steps, in
-    /// bytes.
+    /// The device memory that steps hold, and the memory that is allocated for these and later steps, in bytes.
     ///
     /// # Errors
     /// [`CudaError`] from the driver.

@@ -10,8 +10,7 @@ use crate::error::CudaError;
 
 /// The granularity of block sizes, in bytes.
 const PINNED_STEP: usize = 1 << 16;
-/// The maximum number of free blocks that are kept. The look-up and the push of a step hold one block each, for a few
-/// steps.
+/// The maximum number of free blocks that are kept. A look-up takes one block, and the sums of a push take two.
 const MAX_FREE: usize = 16;
 
 /// A pool of page-locked memory, which the device accesses without the CPU.

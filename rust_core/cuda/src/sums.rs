@@ -68,7 +68,7 @@ impl Step {
         let layout = SumsLayout::new(&self.layout, self.device.wire());
         let memory = cuda.pool.take(layout.bytes(), "sums of gradients", stream)?;
         let address = memory.address();
-        // The lists that this reads were copied together with the look-up.
+        // The kernels read lists that were copied together with the look-up.
         stream.wait(&self.ready)?;
         for zeros in layout.zeros() {
             memory.clear(zeros, stream)?;

@@ -118,8 +118,8 @@ impl Engine {
     }
 
     /// For each id feature, the number of its unique ids and the number of these that have no row. Each
-    /// feature is looked up separately, and nothing is changed. Of a hash stack, buckets are counted; ids
-    /// that a raw feature truncates are not.
+    /// feature is looked up separately, and nothing is changed. For a hash stack, buckets are counted. Ids that
+    /// a raw feature truncates are not counted.
     ///
     /// # Errors
     /// [`Error::FeatureMismatch`], [`Error::BadFeature`], [`Error::TooLarge`], [`Error::Lookup`],
@@ -140,7 +140,7 @@ impl Engine {
     }
 
     /// Wait until every push is acknowledged, as is needed before a checkpoint. Tickets that have not been
-    /// pushed are not waited for. While look-ups are paused, this also waits for those that have started.
+    /// pushed are ignored. While look-ups are paused, this also waits for look-ups that have started.
     ///
     /// # Errors
     /// The failure that stopped the engine, because a failed push is never acknowledged.

@@ -32,8 +32,8 @@ pub struct EngineStats {
     pub lookup: StageTime,
     /// The time spent pooling; on a device, only the time to start it.
     pub pool: StageTime,
-    /// The time spent summing gradients before the push: those of tables that features share or, on a device,
-    /// all. The tables sum the others during the push.
+    /// The time spent summing gradients before the push: on a device, all gradients; on the CPU, those of tables
+    /// that features share. The tables sum the other gradients during the push.
     pub segment_sum: StageTime,
     /// The time spent in `Tables::push`.
     pub push: StageTime,

@@ -21,8 +21,8 @@ pub struct Names {
 pub struct Ids {
     /// All ids, row by row.
     pub ids: Vec<u64>,
-    /// The offsets of the rows: row `i` has `ids[offsets[i]..offsets[i + 1]]`. None means one id in every row; whether
-    /// this is so depends on the declaration, not on the data.
+    /// The offsets of the rows: row `i` has `ids[offsets[i]..offsets[i + 1]]`. None means one id in every row, as
+    /// determined by the declaration and not by the data.
     pub offsets: Option<Vec<u32>>,
     /// The weight of each id; None means 1 for all.
     pub weights: Option<Vec<f32>>,

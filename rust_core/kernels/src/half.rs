@@ -33,7 +33,7 @@ pub struct F16;
 const F16_MAX: u32 = 0x477F_E000;
 /// The bits of 2⁻¹⁴, the smallest normal number, as an f32.
 const F16_NORMAL: u32 = 0x3880_0000;
-/// The number of mantissa bits that an f32 has more than an f16.
+/// The difference between the mantissa bits of an f32 and of an f16.
 const F16_CUT: u32 = 13;
 /// The difference between the exponent biases, as bits of an f32.
 const F16_REBIAS: u32 = (127 - 15) << 23;
@@ -124,7 +124,7 @@ fn bf16_nan(magnitude: u32) -> u16 {
     (magnitude >> 16) as u16 | 0x40
 }
 
-/// Split into the sign, at its position in a 16-bit float, and the other bits.
+/// Split a number into its sign, at the position that it has in a 16-bit float, and its other bits.
 #[inline(always)]
 fn split(number: f32) -> (u16, u32) {
     let bits = number.to_bits();

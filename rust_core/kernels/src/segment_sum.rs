@@ -109,8 +109,8 @@ impl SegmentSum<'_> {
         self.sum(unique, false, self.scale, out);
     }
 
-    /// Prefetch gradients that are needed some samples after those of `unique`. If this is called for each id
-    /// in order, each entry of `csr.indices` but the first ones is prefetched once.
+    /// Prefetch the gradients that are needed `rows_ahead(dim)` samples after those of `unique`. If this is called
+    /// for each id in order, each entry of `csr.indices` but the first `rows_ahead(dim)` is prefetched once.
     #[inline(always)]
     pub fn fetch_ahead(&self, unique: usize) {
         for at in self.csr.range(unique) {

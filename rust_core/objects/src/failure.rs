@@ -29,7 +29,7 @@ impl Failure {
 }
 
 /// Whether an error means that the object does not exist. An error that names a missing bucket does not
-/// count, but the response to a HEAD request does not tell a missing bucket from a missing object.
+/// count, but the response to a HEAD request does not distinguish a missing bucket from a missing object.
 pub(crate) fn is_absent(error: &Error) -> bool {
     matches!(error, Error::NotFound { .. }) && !error.to_string().contains("NoSuchBucket")
 }

@@ -92,8 +92,8 @@ pub struct ServerArgs {
     /// Flags of both binaries
     #[command(flatten)]
     pub common: CommonArgs,
-    /// Directory for the generation and, with `durability: log`, for the log; without it, a restarted server does not
-    /// know earlier generations
+    /// Directory in which the server stores its generation and, with `durability: log`, its log; without it, a
+    /// restarted server does not know earlier generations
     #[arg(long, env = "PERSIA_DATA_DIR", value_name = "DIR")]
     pub data_dir: Option<PathBuf>,
     /// Directory, or URL such as s3://bucket/prefix, below which checkpoints are written and read; without it, only
@@ -185,7 +185,7 @@ pub fn parse<A: CommandFactory + FromArgMatches>() -> Result<A, Exit> {
     A::from_arg_matches(&matches).map_err(one_line)
 }
 
-/// The flags that are not given while their variables are set, as clap's messages quote them, with those variables.
+/// The flags that are not given but whose variables are set: as clap's messages quote them, each with its variable.
 fn by_variable(command: &clap::Command) -> Vec<(String, String)> {
     command
         .get_arguments()

@@ -81,7 +81,7 @@ pub fn start() -> Result<PrometheusHandle, metrics_exporter_prometheus::BuildErr
     metrics::describe_gauge!(CONNECTIONS, "Open connections");
     metrics::describe_gauge!(REQUEST_MEMORY, metrics::Unit::Bytes, "Memory of requests in flight");
     metrics::describe_counter!(MEMORY_WAITS, "Requests that waited for memory that other requests held");
-    metrics::describe_gauge!(GENERATION, "Newest generation that began on this server");
+    metrics::describe_gauge!(GENERATION, "Highest generation that began on this server");
     metrics::describe_gauge!(ROWS, "Rows, by table");
     metrics::describe_gauge!(PAYLOAD, metrics::Unit::Bytes, "Size of weights and optimizer state");
     metrics::describe_gauge!(
@@ -139,7 +139,7 @@ pub(crate) fn count_refused() {
     counter!(REFUSED_CALLS).increment(1);
 }
 
-/// Times one request. If the caller disconnects, it is dropped before its end, and the request counts as cancelled.
+/// Times one request. If the caller disconnects, the timer is dropped early, and the request counts as cancelled.
 pub(crate) struct Timer {
     method: &'static str,
     since: Instant,

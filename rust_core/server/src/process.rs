@@ -47,7 +47,7 @@ pub struct Process {
     pub job: String,
     /// The global configuration.
     pub global: GlobalConfig,
-    /// The cluster's secret.
+    /// The job's secret.
     pub secret: Option<Secret>,
     /// The TLS settings for calls to other processes.
     pub client_tls: Option<ClientTlsConfig>,
@@ -78,7 +78,8 @@ where
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
         let runtime = runtime.map_err(|error| Exit::Again(format!("cannot start threads: {error}")))?;
         let ended = runtime.block_on(async {
-            // An engine runs the probe with the variables of the container, which its entry point may have corrected.
+            // A container engine runs the probe with the container's own variables, without the corrections of the
+            // entry point. The probe therefore skips `check`.
             if common.health {
                 return probe::ask(&common, kind).await;
             }

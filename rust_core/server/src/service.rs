@@ -94,7 +94,7 @@ pub(crate) fn check_version(peer: &str, request: &proto::BeginRequest) -> Result
 /// connection.
 pub(crate) fn task_failed(peer: &str, error: &JoinError) -> Status {
     let what = if error.is_panic() {
-        format!("it failed inside, which is a bug of Persia: {error}; see its log")
+        format!("it failed with a panic, which is a bug: {error}; see its log, and report the bug")
     } else {
         "it is stopping".to_owned()
     };
@@ -431,12 +431,11 @@ mod tests {
             tokio::task::spawn_blocking(|| panic!("an index out of range")).await;
         let status = task_failed("server 0 of 1 (here)", &ended.unwrap_err());
         assert_eq!(status.code(), Code::Internal);
-        assert!(is_transient(&status), "as before, the caller tries again");
+        assert!(is_transient(&status), "the caller retries");
         let error = from_status("middleware at host:7777", &status);
         let text = error.to_string();
-        let start =
-            "server 0 of 1 (here) cannot serve the request: it failed inside, which is a bug of Persia: ";
-        assert!(text.starts_with(start) && text.ends_with("; see its log"), "{text}");
+        let start = "server 0 of 1 (here) cannot serve the request: it failed with a panic, which is a bug: ";
+        assert!(text.starts_with(start) && text.ends_with("; see its log, and report the bug"), "{text}");
         assert!(text.contains("an index out of range"), "{text}");
         let cancelled = tokio::spawn(std::future::pending::<()>());
         cancelled.abort();

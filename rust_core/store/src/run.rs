@@ -23,7 +23,7 @@ pub(crate) struct ActiveRun {
     tables: Vec<TableRun>,
 }
 
-/// The settings of one table: those that the table sets, and those of the run for the rest.
+/// The settings of one table: its own settings and, where it sets none, those of the run.
 pub(crate) struct TableRun {
     /// The optimizer; None if nothing is trained.
     pub(crate) optimizer: Option<Optimizer>,

@@ -12,7 +12,7 @@ pub type Id = u64;
 pub const VIRTUAL_SHARDS: usize = 256;
 
 /// Hash an id to 64 well-distributed bits with a folded multiply, which need not be a bijection. The top eight bits
-/// are the shard, and the store's index chooses the bucket by the others.
+/// are the shard. The store's index chooses the bucket by the other bits.
 #[inline(always)]
 pub fn hash_id(id: Id) -> u64 {
     let product = u128::from(id ^ 0x9E37_79B9_7F4A_7C15) * 0xD6E8_FEB8_6659_FD93_u128;

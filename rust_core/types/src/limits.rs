@@ -48,6 +48,6 @@ pub const MAX_GRADIENT_EXPONENT: i32 = 50;
 pub const MAX_GRADIENT: f32 = (1u64 << MAX_GRADIENT_EXPONENT) as f32;
 /// The maximum mean of the Poisson initializer, which draws about that many random numbers for each weight.
 pub const MAX_POISSON_MEAN: f32 = 500.0;
-/// The range to which the number of ids with admission counts in a shard is clamped. Within the range, it is twice
-/// the shard's budget of rows.
+/// The range to which a shard's limit on ids with admission counts is clamped. The limit is twice the shard's budget
+/// of rows.
 pub const COUNTED_IDS_PER_SHARD: std::ops::RangeInclusive<usize> = 1 << 10..=1 << 18;

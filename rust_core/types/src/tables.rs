@@ -179,7 +179,7 @@ pub struct TableGradients<'a> {
     pub table: usize,
     /// The ids: those of the look-up, or some of them.
     pub ids: &'a ShardedIds,
-    /// The gradients of the ids, in the same order: one for each id, or to be summed from those of samples.
+    /// The gradients of the ids, in the same order: one for each id, or those of samples, which are then summed.
     pub gradients: Gradients<'a>,
 }
 

@@ -113,7 +113,7 @@ impl Rpc {
     }
 }
 
-/// Add the method's name to the status of a peer that does not have the method, because such a status names none.
+/// Add the method's name to the status of a peer that does not have the method, because the status does not name it.
 fn named(path: &PathAndQuery, status: Status) -> Status {
     if status.code() != Code::Unimplemented {
         return status;

@@ -140,7 +140,7 @@ def _unwanted(column: Column, roles: Roles, score: float | None) -> str | None:
     if column.step is not None and column.unique > NEAR_UNIQUE:
         return f"it counts the rows: consecutive values differ by {abs(column.step)}"
     if column.name == roles.group and roles.transient:
-        return "its values do not recur, such as those of sessions, so the model knows none of the values of new rows"
+        return "its values do not recur, like those of sessions, so the model knows none of the values of new rows"
     if column.kind in ("text", "integer") and column.unique > NEAR_UNIQUE:
         if column.kind == "text" and _words(column) >= 4:
             return f"free text: {column.distinct:,} different strings of {_words(column):.0f} words"
@@ -193,15 +193,17 @@ def _id(column: Column, names: _Names) -> Feature:
     what = f"strings, {_different(column)}" if column.kind == "text" else "true or false"
     reason = f"{what}: each has a separate vector"
     if column.kind == "integer":
-        reason = f"integers, {_different(column)}, taken as names: each has a separate vector"
+        reason = f"integers, {_different(column)}, treated as codes: each has a separate vector"
     if column.distinct > MANY:
         keys["admission"] = {"min_count": 2}
-        reason += "; a value gets its vector at its second occurrence, so values that occur once take no memory"
+        reason += (
+            "; a value gets its vector in the second batch that contains it, so the rarest values take less memory"
+        )
     if column.stray is not None:
         text, place = column.stray
         reason += (
-            f"; {column.numeric:.1%} are numbers, but {place} is {text!r}: with empty fields instead of such texts, "
-            "the column can be one of numbers"
+            f"; {column.numeric:.1%} are numbers, but {place} is {text!r}: to read the column as numbers, leave such "
+            "fields empty"
         )
     elif column.no_time is not None:
         text, place, kind = column.no_time

@@ -92,7 +92,7 @@ def _guess(table: Table) -> Label:
     if found:
         candidates = ", ".join(repr(column.name) for column in found[-10:])
         raise UsageError(
-            f"which column is the label? Candidates: {candidates}",
+            f"cannot determine which column is the label; candidates: {candidates}",
             hint=f"specify the label: persia data inspect FILE --label {shlex.quote(found[-1].name)}",
         )
     raise UsageError(
@@ -114,7 +114,7 @@ def _guessed(column: Column, reason: str, others: list[Column]) -> Label:
 def _with_other(column: Column, label: Label, positive: str, negative: str) -> Label:
     """Add the doubt that the other one of two values may be meant."""
     other = f"--label {shlex.quote(f'{column.name}={negative}')}"
-    label.doubts += (f"{positive} counts as 1, which was guessed: to count {negative} as 1, {other}",)
+    label.doubts += (f"{positive} counts as 1, which was guessed; to count {negative} as 1: {other}",)
     return label
 
 
@@ -131,7 +131,7 @@ def _of(column: Column, reason: str) -> Label:
     if column.many or column.kind in ("list", "time", "other"):
         what = column.stored if column.separator is None else f"strings of several values ({column.separator!r})"
         raise DataError(
-            f"label {column.name!r}: a column of {what} cannot be a label; a row needs one number or string",
+            f"label {column.name!r}: a column of {what} cannot be a label; each row needs one number or string",
             hint="specify another column: --label COL",
         )
     if column.exact and column.distinct < 2:
@@ -155,7 +155,7 @@ def _of(column: Column, reason: str) -> Label:
     bounds = np.unique(np.quantile(known, np.linspace(0, 1, 101), method="inverted_cdf"))[:-1]
     shares = np.array([(known > bound).mean() for bound in bounds])
     bound = bounds[np.abs(shares - 0.5).argmin()]
-    several = f"it has {column.distinct:,} values, so a label is 1 above {bound:g}, which halves the rows best"
+    several = f"it has {column.distinct:,} values, so a label is 1 above {bound:g}, which divides the rows most evenly"
     return _greater(column, f"{bound:g}", f"{reason}; {several}")
 
 

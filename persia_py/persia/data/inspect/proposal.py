@@ -95,7 +95,7 @@ def make(
     data["epochs"] = settings.epochs(rows)
     options = {}
     if roles.weight is not None:
-        options["weight"] = Setting(roles.weight, "without the # each row has this weight in loss and metrics")
+        options["weight"] = Setting(roles.weight, "remove the # to weight each row by this column in loss and metrics")
     if roles.user is not None:
         options["gauc_group"] = Setting(roles.user, "with `metrics: [auc, gauc]`: also the AUC within each value")
     proposal = Proposal(
@@ -140,12 +140,12 @@ def _warnings(table: Table, proposal: Proposal) -> Iterator[str]:
     for doubt in proposal.label.doubts:
         yield f"label {label.name}: {doubt}"
     if label.nulls:
-        yield f"label {label.name}: null in some rows ({label.nulls:,}), which `persia train` refuses: remove them"
+        yield f"label {label.name}: rows without a value: {label.nulls:,}; `persia train` refuses them: remove them"
     share = float(proposal.label.positive.mean())
     if share < 0.001 or share > 0.999:
         yield f"label {label.name}: {share:.3%} of the rows are 1; the AUC of the validation set will be uncertain"
     if table.rows < 1000:
-        yield f"{table.rows:,} rows are few: a model of embeddings needs thousands"
+        yield f"{table.rows:,} rows are too few: embeddings need thousands of rows"
     for missing in proposal.left_out:
         if missing.warning:
             yield f"column {missing.column} is left out: {missing.reason}"
@@ -156,7 +156,7 @@ def _warnings(table: Table, proposal: Proposal) -> Iterator[str]:
             "remove repeated rows, or split by a group or by time"
         )
     if table.repeats.across > 0.001:
-        yield f"{table.repeats.across:.1%} of the test rows occur in training too, so the test metrics are too good"
+        yield f"{table.repeats.across:.1%} of the test rows occur in training too, so test metrics are too optimistic"
     for column in table.columns.values():
         if column.stray is not None:
             text, place = column.stray

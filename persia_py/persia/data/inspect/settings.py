@@ -38,8 +38,8 @@ def split(table: Table, roles: Roles, *, has_test: bool) -> Setting:
             bounds = {"valid": _bound(column, valid), "test": _bound(column, test)}
             return Setting(
                 {"by": "time", "column": roles.time, **bounds},
-                f"rows from {bounds['test']} on are test, a tenth; the tenth before is valid: a model is evaluated on "
-                "rows that come after those it has learnt from",
+                f"the last tenth, from {bounds['test']} on, is test, and the tenth before it is valid, so the model is "
+                "evaluated on rows that are later than its training rows",
             )
     shares = [0.9, 0.1, 0.0] if has_test else [0.8, 0.1, 0.1]
     if table.expected_rows > 1_000_000:
@@ -47,9 +47,9 @@ def split(table: Table, roles: Roles, *, has_test: bool) -> Setting:
     names = ("train", "valid") if has_test else ("train", "valid", "test")
     what = ", ".join(f"{share:.0%} {name}" for name, share in zip(names, shares, strict=False))
     if roles.group is not None:
-        reason = f"{what}; the rows of a {roles.group} are in one part"
+        reason = f"{what}; all rows of a {roles.group} are in one part"
         return Setting({"by": "hash", "fractions": shares, "group": roles.group}, reason)
-    return Setting({"by": "hash", "fractions": shares}, f"{what}; a hash of file name and row number chooses")
+    return Setting({"by": "hash", "fractions": shares}, f"{what}; chosen by a hash of file name and row number")
 
 
 def _bound(column: Column, seconds: float) -> Any:
@@ -68,7 +68,7 @@ def _bound(column: Column, seconds: float) -> Any:
 
 def model(features: list[Feature]) -> Setting:
     """Return the block ``model``."""
-    reason = "a network that multiplies features with each other; they may have any dims"
+    reason = "a network that multiplies features with each other; their dims may differ"
     dims = [feature.keys.get("dim", 0) for feature in features]
     if len({dim for dim in dims if dim}) == 1:
         reason += ". All have one dim, so `{name: dlrm}` can be tried too"
@@ -90,7 +90,7 @@ def epochs(rows: int) -> Setting:
     """Return ``data.epochs``."""
     least = 3 if rows < LARGE_ROWS else 1
     number = max(least, min(MOST_EPOCHS, round(ROWS_TO_TRAIN / rows)))
-    return Setting(number, f"the maximum number of passes over {rows:,} rows: early_stop may end training before")
+    return Setting(number, f"the maximum number of passes over {rows:,} rows: early_stop may end training earlier")
 
 
 def train() -> dict[str, Setting]:
@@ -98,9 +98,9 @@ def train() -> dict[str, Setting]:
     return {
         "embedding_optimizer": Setting({"name": "adagrad", "lr": 0.1}, "of vectors: rare ids take larger steps"),
         "dense_optimizer": Setting({"name": "adam", "lr": 0.001}, "of the weights of the model"),
-        "lr_schedule": Setting("linear", "both learning rates fall steadily to 0: small steps at the end are better"),
+        "lr_schedule": Setting("linear", "both learning rates decrease linearly to 0: small last steps are better"),
         "early_stop": Setting(
             {"metric": "auc", "patience": 3},
-            "after 3 evaluations of valid without a better AUC training ends; the best model is kept",
+            "training ends after 3 evaluations of valid without a better AUC; the best model is kept",
         ),
     }

@@ -250,7 +250,7 @@ def open_files(
     if file_format is None and _format_of(found[0]) not in FORMATS:
         endings = ", ".join(ending for each in FORMATS.values() for ending in each)
         raise UsageError(
-            f"{found[0]}: the extension of the name determines no format; expected one of {endings}",
+            f"{found[0]}: the file extension is unknown; expected one of {endings}",
             hint=f"rename the file; or, for the data of a persia.yml, set data.format to {' or '.join(FORMATS)}",
         )
     why = "" if file_format else f" (the format is that of the first file, {found[0]})"

@@ -240,7 +240,7 @@ def of_run(archive: Archive, facts: Facts, folder: Path) -> None:
     for path in sorted(folder.glob("flight/*.json")):
         archive.collect(f"run/flight/{path.name}", partial(_file, path))
     for path in sorted({*folder.glob("flight/*")} - {*folder.glob("flight/*.json")}):
-        archive.skip(f"run/flight/{path.name}", "not text: torch's own recording, which has to be sent separately")
+        archive.skip(f"run/flight/{path.name}", "not text: torch's own recording, which must be sent separately")
     for path in sorted(folder.glob("digest/*"))[-64:]:
         archive.collect(f"run/digest/{path.name}", partial(_tail, path, LINES))
     for path in sorted(folder.rglob("poison/*.json"))[-64:]:

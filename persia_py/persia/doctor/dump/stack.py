@@ -100,7 +100,7 @@ def _said(*words: str, given: str | None = None) -> str:
 def _events(project: str) -> str:
     """Return the last events of the containers: starts, exits, health, out of memory."""
     kinds = [f"event={each}" for each in ("create", "start", "die", "oom", "kill", "stop", "restart", "destroy")]
-    job = [project, "label=com.docker.compose.oneoff=False"]  # without those of `docker compose run`, as of this dump
+    job = [project, "label=com.docker.compose.oneoff=False"]  # not of `docker compose run`, such as this dump
     filters = [word for each in [*job, *kinds] for word in ("--filter", each)]
     lines = _said("events", "--since", "24h", "--until", "0s", *filters).splitlines()
     return "".join(f"{line}\n" for line in lines[-_EVENTS:])

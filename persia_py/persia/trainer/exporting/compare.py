@@ -16,6 +16,8 @@ from persia.trainer.objective import Objective
 BATCHES = {1: 256, 7: 1024, 100: 4096, 4096: 4096}
 """The batch sizes, and the number of rows that are compared with each."""
 
+_AGAIN = "export again; if the error returns, report it with the output of: persia doctor --env"
+
 
 @dataclass(frozen=True)
 class Evaluated:
@@ -70,7 +72,9 @@ def check(bundle: Bundle, ctx: EmbeddingCtx, wanted: Evaluated, rows: pa.Table) 
 def _check_samples(wanted: Samples, found: Samples) -> None:
     one, other = (each.batch(requires_grad=False).to_bytes() for each in (wanted, found))
     if one != other:
-        raise UsageError("the ids or floats of the bundle's transform differ from those of the run's transform")
+        raise UsageError(
+            "the ids or floats of the bundle's transform differ from those of the run's transform", hint=_AGAIN
+        )
 
 
 def _check_vectors(bundle: Bundle, ctx: EmbeddingCtx, samples: Samples) -> None:
@@ -78,7 +82,9 @@ def _check_vectors(bundle: Bundle, ctx: EmbeddingCtx, samples: Samples) -> None:
     _, found, _ = bundle.vectors_of(samples)
     for slot, one, other in zip(bundle.manifest.model.slots, wanted, found, strict=True):
         if not torch.equal(one.view(torch.int32), other.view(torch.int32)):
-            raise UsageError(f"the vectors of slot {slot!r} in the bundle differ from those of the checkpoint")
+            raise UsageError(
+                f"the vectors of slot {slot!r} in the bundle differ from those of the checkpoint", hint=_AGAIN
+            )
 
 
 def _refuse(bundle: Bundle, found: Floats, wanted: Floats, size: int, far: float) -> None:

@@ -214,8 +214,8 @@ impl Engine {
         self.adopt(py, generation, None, EngineOptions { first_seq: step + 1, ..EngineOptions::default() })
     }
 
-    /// Wait at most `timeout_s` until every server of the job responds. The error lists the servers that do
-    /// not. The time limit starts again whenever a server has read more of its rows from disk.
+    /// Wait at most `timeout_s` until every server of the job responds. The error lists the servers that did
+    /// not respond. The time limit restarts whenever a server has read more of its rows from disk.
     fn wait_ready(&self, py: Python<'_>, timeout_s: f64) -> PyResult<()> {
         self.backend.wait_ready(py, timeout_s)
     }
@@ -338,7 +338,7 @@ impl Engine {
     }
 
     /// Return counters, gauges and times: rows and bytes, look-ups, pushes, and the seconds of each stage. Without
-    /// `tables`, only those of the engine in this process, for which no server is asked.
+    /// `tables`, returns only those of the engine in this process, and calls no server.
     #[pyo3(signature = (tables=true))]
     fn stats<'py>(&self, py: Python<'py>, tables: bool) -> PyResult<Bound<'py, PyDict>> {
         let engine = self.current.lock().as_ref().map(|current| current.engine.stats()).unwrap_or_default();

@@ -80,7 +80,7 @@ impl Batch {
         let meta_len = reader.u32()? as usize;
         let meta = reader.take(meta_len)?.to_vec();
         if flags & HAS_META == 0 && !meta.is_empty() {
-            return reader.bad("found bytes of meta, but their flag is not set".into());
+            return reader.bad("found bytes of meta, but the flag of meta is not set".into());
         }
         // `collect` grows as it reads, so a wrong count cannot cause a large allocation.
         let parts = BatchParts {
@@ -246,7 +246,7 @@ impl<'a> Reader<'a> {
         let named = self.flag()?;
         let name = self.name()?;
         if !named && !name.is_empty() {
-            return self.bad("found a name, but none is announced".into());
+            return self.bad("found the name of a tensor that is marked as unnamed".into());
         }
         let code = self.u8()?;
         let Some(dtype) = Dtype::from_code(code) else {

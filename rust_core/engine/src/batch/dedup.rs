@@ -164,7 +164,7 @@ impl Deduplicator {
         starts
     }
 
-    /// Deduplicate a few shards together. `shards` has their starts, followed by the end of the last one.
+    /// Deduplicate consecutive shards together. `shards` has their starts, followed by the end of the last one.
     ///
     /// The occurrences of a shard fill the same range of the partition and of `samples`, because unique ids are numbered
     /// shard by shard.

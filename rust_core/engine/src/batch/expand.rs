@@ -1,8 +1,8 @@
 //! Expands features according to their slots: hash stacks and raw features become ordinary features.
 //!
 //! Look-up, pooling and segment sum handle ordinary features only. A hash stack turns each occurrence of an id
-//! into one of each of its buckets. A raw feature turns each sample into `sample_fixed_size` samples with at
-//! most one id each. When pooled, these are the rows of the first ids, padded with zeros.
+//! into one occurrence of each of its buckets. A raw feature turns each sample into `sample_fixed_size` samples
+//! with at most one id each. Pooling then returns the rows of the first ids, padded with zeros.
 
 use std::cell::RefCell;
 

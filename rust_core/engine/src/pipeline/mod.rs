@@ -92,7 +92,7 @@ impl Pipeline {
                 queue.fed.push_back(QueueItem::Batch(batch));
                 drop(state);
                 scheduler.wake_workers();
-                scheduler.wake_callers(); // `has_next` may wait for it
+                scheduler.wake_callers(); // `has_next` may wait for a batch
                 return Ok(FeedOutcome::Accepted);
             }
             if !scheduler.caller_waits(&mut state, deadline) {

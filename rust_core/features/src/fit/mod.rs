@@ -63,8 +63,7 @@ impl Fitter {
     /// Add rows of the training data.
     ///
     /// # Errors
-    /// All errors in the columns or, if there are none, all features with fitted numbers that have a wrong
-    /// value in a row.
+    /// All errors in the columns. If there are none, the first wrong value of each feature with fitted numbers.
     pub fn update(&mut self, batch: &RecordBatch) -> Result<(), DataErrors> {
         self.bind(batch.schema_ref())?;
         let mut mistakes = Vec::new();
@@ -80,8 +79,8 @@ impl Fitter {
         if mistakes.is_empty() { Ok(()) } else { Err(DataErrors { mistakes }) }
     }
 
-    /// Check the columns, and determine from them the types of the values that become ids. [`Self::update`] does
-    /// this too.
+    /// Check the columns, and determine from them the types of the values that become ids. [`Self::update`]
+    /// calls this.
     ///
     /// # Errors
     /// All errors in the columns.

@@ -205,7 +205,7 @@ fn wrong_ids(found: &Class, values: Option<ValueType>) -> Option<String> {
 
 fn wrong_lists(found: &Class, values: Option<ValueType>, split: bool) -> Option<String> {
     match found {
-        // A list cannot be a bucket, which the error of a single float proposes.
+        // The error of a single float proposes a bucket, which a list cannot be.
         Class::List(items) if **items == Class::Real => {
             Some("lists of integers or strings: floats cannot be ids; cast whole numbers to integers".into())
         }

@@ -1,4 +1,4 @@
-//! [`Lanes`]: the few operations on sixteen floats, or on the eight words of an index bucket, that the
+//! [`Lanes`]: the operations on sixteen floats, or on the eight words of an index bucket, that the
 //! compiler does not vectorize.
 
 #![allow(unsafe_code)]

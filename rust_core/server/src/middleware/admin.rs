@@ -55,8 +55,8 @@ async fn check_everywhere_first<R: Unary + Clone>(
     Ok(())
 }
 
-/// Check that the server at `index` in a list of `count` servers has this index and this number of servers
-/// itself. Returns its response.
+/// Check that the server at `index` in a list of `count` servers is configured with this index and this number of
+/// servers. Returns its response.
 fn check_place(
     server: &ServerClient,
     index: usize,
@@ -131,8 +131,8 @@ impl MiddlewareService {
         Ok(proto::RestoreReply {})
     }
 
-    /// Return the statistics of the servers that respond. A server that refuses the credentials, is
-    /// recovering, or is not at its place in the list is an error.
+    /// Return the statistics of the servers that respond. It is an error if a server refuses the credentials, is
+    /// recovering, or is not at its place in the list.
     pub(super) async fn serve_stats(
         &self,
         request: Request<proto::StatsRequest>,

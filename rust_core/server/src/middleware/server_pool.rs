@@ -141,7 +141,7 @@ impl ServerPool {
         Self { known, refresh, searched, search: Some(task.abort_handle()) }
     }
 
-    /// Return all servers. Waits a short time for missing servers.
+    /// Return all servers. Waits at most `MISSING_TIMEOUT` for missing servers.
     ///
     /// # Errors
     /// `Unreachable`, with the names of the missing servers; `Incompatible`, with the name of an incompatible server.

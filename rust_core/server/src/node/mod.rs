@@ -87,7 +87,7 @@ pub struct Node {
     log: Option<RequestLog>,
     /// The run in progress.
     begun: RwLock<Option<Run>>,
-    /// The oldest generation that had the same rows as the run in progress had when it began.
+    /// The oldest generation whose rows are those with which the run in progress began.
     oldest: Mutex<u64>,
     /// Locked by an administrative request while its checks must stay valid, but not while files are written.
     admin: Mutex<()>,

@@ -1,4 +1,4 @@
-//! [`Wal`]: a write-ahead log of pushes, in a directory of its own.
+//! [`Wal`]: a write-ahead log of pushes, in a separate directory.
 //!
 //! ```text
 //! base     where the log starts: crc32c, then the content of the caller, which names the first segment
@@ -77,7 +77,7 @@ struct Writer {
 
 impl Wal {
     /// Open the log in `dir`, which is created if it does not exist. A request waits for a slow disk no longer than
-    /// `timeout`. Nothing is read yet; that is done by [`Self::base`] and [`Self::replay`].
+    /// `timeout`. This reads nothing; [`Self::base`] and [`Self::replay`] read the log.
     ///
     /// # Errors
     /// The directory or a thread cannot be created.

@@ -16,8 +16,8 @@ use crate::simd::{Lanes, SimdLoop};
 /// The number of ids that are processed together: enough to hide memory latency, but few enough for the first-level
 /// cache.
 const BLOCK: usize = 32;
-/// The minimum average number of rows in a bucket, whose ids share the first bits of their hash. The average
-/// is less than twice this number. A table of fewer rows has one bucket.
+/// The minimum average number of rows in a bucket. The ids of a bucket share the first bits of their hash. The
+/// average is less than twice this number. A table of fewer rows has one bucket.
 const PER_BUCKET: usize = 4;
 /// The position that stands for an id without a row.
 const NO_ROW: u32 = u32::MAX;
@@ -148,7 +148,7 @@ impl SimdLoop for ReadRows<'_> {
     }
 }
 
-/// Find and read the rows of some ids. The first id is at position `first` of its part. Each of the three memory
+/// Find and read the rows of a block of ids. The first id is at position `first` of its part. Each of the three memory
 /// accesses is prefetched for all ids before it is made.
 #[inline(always)]
 fn read_block<L: Lanes>(

@@ -39,7 +39,7 @@ pub(crate) fn check_tables(
 }
 
 /// Check that a buffer of `floats` has the size of the part's vectors, and that its lists of samples are
-/// valid. Refuse to pool.
+/// valid. Refuse samples that are to be pooled.
 pub(crate) fn check_buffer(table: &Table, part: &TableIds<'_>, floats: usize) -> Result<(), TablesError> {
     let Table { name, dim, .. } = table;
     let ids = part.ids.len();
@@ -58,7 +58,7 @@ pub(crate) fn check_buffer(table: &Table, part: &TableIds<'_>, floats: usize) ->
     }
 }
 
-/// Check that no sample receives two rows, because threads that write to one sample would disturb each other.
+/// Check that no sample receives two rows, because two threads could then write to it concurrently.
 pub(crate) fn check_samples_once(table: &Table, part: &TableIds<'_>) -> Result<(), TablesError> {
     let Some(csr) = part.gathered() else { return Ok(()) };
     let mut seen = vec![0u64; csr.indices.len().div_ceil(64)];

@@ -19,8 +19,8 @@ use crate::simd::Lanes;
 const MAX_SPARE: usize = 8;
 
 /// The row indices of one look-up, table by table, in the order of the request. The threads that execute the parts of a
-/// request use it at the same time, each for the ids of its own shards; when they have ended, the caller sees what they
-/// wrote. So every access is [`Ordering::Relaxed`].
+/// request use it concurrently, each for the ids of its shards. The caller reads it only after they have ended, so
+/// every access is [`Ordering::Relaxed`].
 #[derive(Debug, Default)]
 pub(crate) struct LookupRows {
     /// The step that determines whether rows are expired; 0 in a new buffer.

@@ -90,8 +90,8 @@ impl<'s> ShardBatch<'_, 's> {
     }
 }
 
-/// The addresses of a batch's rows. Each row is prefetched a few ids before its use, because the cache does not hold
-/// all rows at once. The address of a missing row is null. Addresses are never dereferenced.
+/// The addresses of a batch's rows. Each row is prefetched [`rows_ahead`] ids before its use, because the cache does
+/// not hold all rows at once. The address of a missing row is null. Addresses are never dereferenced.
 pub(super) struct Prefetcher {
     first: usize,
     rows: [*const f32; BATCH_IDS],
@@ -105,7 +105,7 @@ impl Prefetcher {
         first.filter(|row| !row.is_null()).for_each(|row| prefetch_row(*row, len));
     }
 
-    /// Prefetch the first `len` floats of the row some ids after position `at`.
+    /// Prefetch the first `len` floats of the row that is [`rows_ahead`] ids after position `at`.
     #[inline(always)]
     pub(super) fn advance(&self, at: usize, len: usize) {
         if let Some(row) = self.rows.get(at - self.first + rows_ahead(len)).filter(|row| !row.is_null()) {

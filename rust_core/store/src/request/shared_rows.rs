@@ -12,9 +12,9 @@ pub(super) struct SharedRows<'a> {
     buffer: PhantomData<&'a mut [f32]>,
 }
 
-// SAFETY: it stands for a `&mut [f32]`, which may be sent; rows are floats without references.
+// SAFETY: this value stands for a `&mut [f32]`, which may be sent; rows are floats without references.
 unsafe impl Send for SharedRows<'_> {}
-// SAFETY: a shared reference gives access to a row only by `row`, whose callers promise that no two use one row.
+// SAFETY: a shared reference gives access to a row only by `row`, whose callers ensure that no two use one row.
 unsafe impl Sync for SharedRows<'_> {}
 
 impl<'a> SharedRows<'a> {
@@ -29,12 +29,12 @@ impl<'a> SharedRows<'a> {
     /// If there are fewer rows.
     ///
     /// # Safety
-    /// While the result is in use, this is called with the same `at` by nobody else.
+    /// While the result is in use, no other call may pass the same `at`.
     #[inline(always)]
     #[allow(clippy::mut_from_ref, reason = "each row is used by one caller")]
     pub(super) unsafe fn row(&self, at: usize) -> &mut [f32] {
         assert!(at < self.rows, "row {at} of {}", self.rows);
-        // SAFETY: the row is within the buffer, which outlives `self`; the caller promises that it is not shared.
+        // SAFETY: the row is within the buffer, which outlives `self`; the caller ensures that it is not shared.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(at * self.dim), self.dim) }
     }
 }

@@ -1,7 +1,7 @@
 //! [`RequestThreads`]: divides a request among threads, by shards.
 //!
-//! Everything that a request does to a row depends only on the row's shard: its memory, evictions and counts are the
-//! shard's own, and the ids of a request are in the order of shards. So the result has the same bits for every number
+//! Everything that a request does to a row depends only on the row's shard: memory, evictions and counts belong to the
+//! shard, and the ids of a request are in the order of shards. The result is therefore bit-identical for every number
 //! of threads.
 
 use std::io;
@@ -12,15 +12,15 @@ use persia_types::TablesError;
 use rayon::iter::{IntoParallelIterator, ParallelIterator};
 use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder};
 
-/// The minimum average number of ids of the parts of a request. To wake a thread for fewer ids takes longer
-/// than to process them.
+/// The minimum average number of ids of the parts of a request. Waking a thread for fewer ids takes longer than
+/// processing them.
 const MIN_IDS: usize = 2_048;
-/// The maximum number of parts for each thread. There are several, so that no thread waits long for another
-/// one that was interrupted.
+/// The maximum number of parts for each thread. With several parts, no thread waits long for another one that was
+/// interrupted.
 const PARTS_PER_THREAD: usize = 4;
 
 /// The number of threads that execute a request unless the configuration says otherwise: a quarter of the processors,
-/// from 1 to 8. The others are for requests that come at the same time, and for the dense model.
+/// from 1 to 8. The other processors are for concurrent requests and for the dense model.
 pub fn default_request_threads() -> usize {
     (std::thread::available_parallelism().map_or(1, NonZeroUsize::get) / 4).clamp(1, 8)
 }

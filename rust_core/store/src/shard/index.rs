@@ -22,7 +22,7 @@ const MIN_BUCKETS: usize = 8;
 const GENTLE_FROM: usize = 256;
 
 /// Words 0 to 4 are ids. They are followed by five row indices of 32 bits, the number of ids (3 bits) and the number
-/// of ids that passed (29 bits). It is one array of words, so that one vector comparison covers all ids.
+/// of ids that passed (29 bits). The bucket is one array of words, so that one vector comparison covers all ids.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 pub(crate) struct Bucket([u64; 8]);

@@ -23,8 +23,8 @@ pub(crate) fn export(number: usize, shard: &Shard, schema: &Schema) -> ShardRows
     }
 }
 
-/// Write the snapshot that a shard holds to its file in `dir`, and end the snapshot. The shard is locked for a few rows
-/// at a time; before each lock, an error from `check` ends the writing.
+/// Write the snapshot that a shard holds to its file in `dir`, and end the snapshot. The shard is locked for one
+/// record batch at a time. Before each such lock, an error from `check` ends the writing.
 ///
 /// # Errors
 /// Those of [`write_shard`](crate::checkpoint::write_shard), and those of `check`.

@@ -80,8 +80,8 @@ impl Default for StoreOptions {
 
 /// Embedding tables in memory, in [`VIRTUAL_SHARDS`] shards.
 ///
-/// * A *look-up* changes no row. It makes a pass over its tables, with some neighbouring shards locked at a
-///   time, and a second pass if ids had no row. Several threads divide a large request by shards. In
+/// * A *look-up* changes no row. It makes a pass over its tables, in batches of ids whose shards are locked
+///   together, and a second pass if ids had no row. Several threads divide a large request by shards. In
 ///   training, an id that a push of the same step would admit reads as its new row. A batch that is looked up
 ///   but not trained on has no effect.
 /// * A *push* is checked as a whole and then applied, once per token. It records the use of rows, admits ids

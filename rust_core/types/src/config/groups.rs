@@ -144,8 +144,8 @@ impl<'a> GroupReader<'a> {
         }
     }
 
-    /// Build the schema. Tables are in the order of their first slots. `bits` is the number of prefix bits, at the
-    /// position `given`. If `given` is None, they are the default.
+    /// Build the schema. Tables are in the order of their first slots. `bits` is the number of prefix bits, and
+    /// `given` is its position in the file; None if `bits` is the default.
     pub(super) fn finish(mut self, bits: u64, given: Option<Place>, root: Place) -> Schema {
         self.check_names();
         let mut schema = Schema::default();

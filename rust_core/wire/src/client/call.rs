@@ -70,7 +70,7 @@ pub(super) struct CallTimeouts {
     /// The time limit for one attempt. If it is longer than `total`, it still applies in full to an attempt that
     /// started in time.
     pub(super) attempt: Duration,
-    /// Whether time in which a server recovers from its log and makes progress is not counted.
+    /// Whether the time limits exclude time in which a server recovers from its log and makes progress.
     pub(super) patient: bool,
 }
 

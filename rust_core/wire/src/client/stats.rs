@@ -117,7 +117,7 @@ pub(super) fn served(all: Vec<Stats>) -> Result<(u64, ServedCheckpoint), TablesE
     first.ok_or(TablesError::NotBegun)
 }
 
-/// The statistics of all servers, added up. Of sequence numbers and generations, it is the highest; `served`
+/// The statistics of all servers, added up. Sequence numbers and generations are the highest of any server. `served`
 /// is that of the first server that has one.
 pub(super) fn sum(all: Vec<Stats>) -> Stats {
     let mut sum = Stats::default();

@@ -9,8 +9,8 @@ use super::parts::Part;
 use super::samples::RequestKind;
 use crate::proto::Chunk;
 
-/// The number of bytes allocated for announced values before they arrive. For a part of which more bytes have
-/// arrived, it is the number of those.
+/// The number of bytes allocated for announced values before they arrive. Once more bytes of a part have arrived, as
+/// many bytes as have arrived are allocated instead.
 const ALLOCATE_AHEAD: usize = 4 << 20;
 
 /// A value that is read from chunks: an id, a word, or a float of a gradient.

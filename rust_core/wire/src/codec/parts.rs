@@ -72,7 +72,7 @@ impl Part {
         TablePart { samples, ..self.counts_within(0..VIRTUAL_SHARDS) }
     }
 
-    /// The message for the ids of some shards, without samples.
+    /// The message for the ids of a range of shards, without samples.
     fn counts_within(&self, shards: std::ops::Range<usize>) -> TablePart {
         let count = |shard: usize| {
             if shards.contains(&shard) { self.offsets[shard + 1] - self.offsets[shard] } else { 0 }

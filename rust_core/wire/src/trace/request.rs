@@ -13,8 +13,8 @@ use super::context::Context;
 use super::exporter::{Ended, Exporter, current};
 use crate::proto;
 
-/// A span that is recorded when it is dropped, as cancelled unless its result was recorded before
-/// ([`Self::note`], [`Self::end`]). It does nothing if its request is not traced.
+/// A span that is recorded when it is dropped: as cancelled, unless [`Self::note`] or [`Self::end`] has recorded its
+/// result. It does nothing if its request is not traced.
 #[derive(Default)]
 pub struct RequestSpan(Option<Box<Open>>);
 

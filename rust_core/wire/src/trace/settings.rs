@@ -187,7 +187,7 @@ mod tests {
         );
         assert!(text.contains("parsing TLS certificate"), "{text}");
         assert!(text.contains(&format!("OTEL_EXPORTER_OTLP_CERTIFICATE={path}")), "{text}");
-        // Without an authority, it is the next step to set one.
+        // Without an authority, the next step is to set one.
         let text = read(&[https]).unwrap().unwrap().without_tls("no native certs found").to_string();
         assert!(text.contains("set OTEL_EXPORTER_OTLP_CERTIFICATE to the certificate file"), "{text}");
     }

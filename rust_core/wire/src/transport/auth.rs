@@ -1,4 +1,4 @@
-//! Authentication: the cluster has one secret, from which a token for each role is derived.
+//! Authentication: the job has one secret, from which a token for each role is derived.
 //!
 //! A token is `sha256("persia role <role> " || secret)` in lower-case hex. Every call carries a role and its token.
 //! Without a secret, a process serves only its own host (*protected mode*) and does not check tokens.
@@ -100,7 +100,7 @@ pub enum AuthError {
     },
 }
 
-/// The cluster's secret. It is never printed.
+/// The job's secret. It is never printed.
 #[derive(Clone)]
 pub struct Secret(Vec<u8>);
 
@@ -233,7 +233,7 @@ impl Guard {
         let Some(secret) = &self.secret else { return Ok(claimed) };
         let Some(sent) = metadata.get(AUTHORIZATION) else {
             return Err(Status::unauthenticated(
-                "no token was sent: set PERSIA_TOKEN_FILE of the caller to the cluster's token file",
+                "no token was sent: set PERSIA_TOKEN_FILE of the caller to the job's token file",
             ));
         };
         let expected = format!("Bearer {}", secret.token(claimed).reveal());

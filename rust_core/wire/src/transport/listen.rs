@@ -100,7 +100,7 @@ impl Listener {
                         Some(peer) => break (stream, peer),
                         None => tracing::debug!(
                             address = address.map(|address| address.to_string()),
-                            "closed a connection: its address has too many that are not authenticated"
+                            "closed a connection: its address has too many unauthenticated connections"
                         ),
                     },
                     Err(error) => {
@@ -167,8 +167,8 @@ impl Connected for Connection {
 }
 
 impl Connection {
-    /// The time at which the connection is closed unless the peer sends what is missing, what that is, and
-    /// the time limit.
+    /// The time at which the connection is closed, what the peer must send before that time, and the time
+    /// limit.
     fn deadline(&self) -> (Instant, &'static str, Duration) {
         let due = |since: Instant, missing, limit| (since + limit, missing, limit);
         if self.read < FIRST_BYTES {

@@ -21,8 +21,8 @@ pub(super) const MAX_UNAUTHENTICATED: usize = persia_types::limits::MAX_CONNECTI
 pub(super) struct Unauthenticated(Arc<Mutex<HashMap<IpAddr, usize>>>);
 
 impl Unauthenticated {
-    /// Count a new connection. Returns None if its address already has [`MAX_UNAUTHENTICATED`] of
-    /// them that are not authenticated.
+    /// Count a new connection. Returns None if its address already has [`MAX_UNAUTHENTICATED`] unauthenticated
+    /// connections.
     pub(super) fn admit(&self, address: Option<SocketAddr>) -> Option<PeerInfo> {
         let counted = match address {
             Some(address) => Some(self.count(address.ip())?),

@@ -9,7 +9,7 @@ use persia_types::tables::FileEntry;
 use crate::checkpoint::error::{CheckpointError, Result};
 use crate::checkpoint::names;
 
-/// The maximum number of bytes per request. The client requests the rest of a response that breaks off again.
+/// The maximum number of bytes per request. If a response breaks off, the client requests the rest.
 const PIECE_BYTES: u64 = 16 << 20;
 
 /// Read the file of an entry, pass its pieces to `each`, and check the hash. The size is compared with the entry before

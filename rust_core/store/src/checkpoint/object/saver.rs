@@ -125,7 +125,7 @@ impl ObjectSaver {
         // here.
         if !matches!(put, Ok(Put::Done)) && !self.is_published(&text)? {
             put?;
-            self.published = false; // and will never be
+            self.published = false; // the manifest was not put, so this save deletes its files
             return Err(CheckpointError::Busy { path: self.dir.url().into() });
         }
         crash_point!("ckpt.after_manifest");

@@ -127,7 +127,7 @@ pub(in crate::checkpoint) fn remove(dir: &Place) -> Result<()> {
 
 fn remove_files(dir: &Place, manifest: &Manifest) -> Result<()> {
     dir.delete([MANIFEST.to_owned()])?;
-    // Known names, in case that the listing lags behind.
+    // These names are known even if the listing lags behind.
     let mut files: Vec<String> = manifest.all().into_iter().map(|entry| entry.name).collect();
     files.extend(manifest.files.iter().map(|entry| entry.name.clone()));
     files.extend(staged_files(dir)?.into_iter().map(|(name, _)| name));

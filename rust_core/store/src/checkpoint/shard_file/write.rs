@@ -46,7 +46,7 @@ pub fn write_shard(dir: &Path, rows: &ShardRows) -> std::result::Result<FileEntr
     })
 }
 
-/// The weights and state of some rows of one table.
+/// The weights and state of a range of rows of one table.
 pub(crate) struct Values {
     pub(crate) weights: Vec<f32>,
     pub(crate) state: Vec<f32>,
