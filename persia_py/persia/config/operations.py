@@ -31,7 +31,7 @@ class DistBlock(Block):
     """The library for collectives. ``auto``: ``nccl`` with GPUs, ``gloo`` without; the log shows the choice."""
     timeout_s: Annotated[float, Field(gt=0, le=86_400)] | None = None
     """The maximum time that a rank waits for others in a collective, in seconds. After that, the missing rank is named
-    and the run ends with 70. Time in which all ranks compute, and time at a breakpoint, does not count. None: a day,
+    and the run exits with 70. Time in which all ranks compute, and time at a breakpoint, does not count. None: a day,
     because ``PERSIA_HANG_TIMEOUT`` detects a hang sooner."""
     interface: str | None = None
     """The network interface of each host, such as ``eth0``. None: the interface through which the host reaches NATS, or
@@ -96,7 +96,7 @@ class PriceBlock(Block):
 class BudgetBlock(Block):
     """A limit on the cost of a run: price per hour times wall time, summed over all attempts.
 
-    A run whose cost reaches the limit is saved, and ends with exit code 0 and the status ``stopped``, without further
+    A run whose cost reaches the limit is saved, and exits with 0 and the status ``stopped``, without further
     evaluations.
     """
 
