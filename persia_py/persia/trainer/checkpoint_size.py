@@ -10,7 +10,7 @@ _ID_BYTES = 12
 
 
 def estimate(config: Config) -> tuple[int, int]:
-    """Return the estimated size of a checkpoint in bytes, and the number of rows of ``data.train`` on which it is based.
+    """Return the estimated size of a checkpoint in bytes, and the number of rows of ``data.train`` behind it.
 
     The estimate assumes that each training row has one new id for each feature; of bags and sequences with several ids,
     only one is counted. An embedding row has ``dim`` weights of 4 bytes and its optimizer state: twice as many values
