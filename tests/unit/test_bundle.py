@@ -428,7 +428,7 @@ def test_a_trainer_exports_after_it_is_closed(scripts: Path, tmp_path: Path) -> 
     with Trainer(config) as trainer:
         for _ in trainer.fit():
             pass
-        with pytest.raises(UsageError, match="Trainer.export: cannot export before this trainer is closed") as refused:
+        with pytest.raises(UsageError, match="Trainer.export: this trainer is still open") as refused:
             trainer.export(tmp_path / "bundle")
     assert "close the trainer" in refused.value.hint and "runs/open').export" in refused.value.hint
     with Trainer(config) as other:

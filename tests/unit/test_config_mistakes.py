@@ -83,6 +83,10 @@ from persia.errors import ConfigError
             "8:30: train.embedding_optimizer.lr: missing, allowed: a number of at least 0",
         ),
         (
+            "train: {embedding_optimizer: {name: adagrad, eps: 0}}",
+            "8:51: train.embedding_optimizer.eps: found `0`, allowed: a number above 0 and at most 1e+30",
+        ),
+        (
             "train: {embedding_optimizer: {name: adamw}}",
             "8:37: train.embedding_optimizer.name: found `adamw`, allowed: adagrad, adam, sgd; did you mean `adam`?",
         ),
@@ -193,7 +197,7 @@ def test_each_mistake_has_its_place(persia_yml: Path, added: str, message: str) 
         ),
         (
             "{train: a, split: {by: time, column: t, valid: 3, test: 2024-05-01}}",
-            "1:63: data.split.test: found '2024-05-01' with valid: 3; expected two strings or two numbers",
+            "1:63: data.split.test: found '2024-05-01', but data.split.valid is 3: expected two strings or two numbers",
         ),
         (
             "{train: a, split: {by: file}}",

@@ -1,5 +1,6 @@
 """Each optimizer equals its formula in numpy float32, in the same order of operations, within 2 ulp a step."""
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from persia.data import DataLoader, IterableDataset
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import IDTypeFeature, Label, PersiaBatch
 from persia.embedding.optim import SGD, Adagrad, Adam, Optimizer
+from persia.errors import ConfigError
 
 pytestmark = pytest.mark.stack
 
@@ -90,6 +92,23 @@ def dump(ctx: TrainCtx, folder: Path) -> tuple[F, F]:
                 rows[row["id"]] = (row["weights"], row["state"])
     weights, state = zip(*(rows[i] for i in range(10)), strict=True)
     return np.array(weights, f32), np.array(state, f32).reshape(10, -1)
+
+
+INVALID: list[tuple[Callable[[], object], str]] = [
+    (lambda: SGD(-0.1, momentum=1), "lr=-0.1: must be at least 0; momentum=1: must be at least 0 and below 1"),
+    (lambda: Adagrad(g_square_momentum=1.5), "g_square_momentum=1.5: must be from 0 to 1"),
+    (lambda: Adagrad(eps=0), "eps=0: must be from 1.18e-38 to 1e+30"),
+    (lambda: Adam(eps=1e31, betas=(0.9, 1)), "eps=1e+31: must be from 1.18e-38 to 1e+30; betas[1]=1: must be"),
+    (lambda: Adam(weight_decay=float("nan")), "weight_decay=nan: must be a finite number"),
+]
+
+
+@pytest.mark.parametrize(("made", "text"), INVALID)
+def test_arguments_that_the_engine_does_not_accept_are_refused_when_the_optimizer_is_created(
+    made: Callable[[], object], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"embedding optimizer: {text}")):
+        made()
 
 
 @pytest.mark.parametrize("dim", [1, 3, 16, 21])

@@ -280,7 +280,8 @@ def ckpt_copy(
 ) -> None:
     """Copy a checkpoint to or from an object store.
 
-    Its files in the folder are verified. A failed copy leaves no checkpoint.
+    All files are verified: before an upload in the source folder, after a download in the new folder. A failed copy
+    leaves no checkpoint.
     """
     from persia.checkpoint.object_store import copy
     from persia.runtime.files import is_url

@@ -150,7 +150,8 @@ class _Checks(Checker):
         if first is not None and second is not None:
             if isinstance(first, str) != isinstance(second, str):
                 self._error(
-                    "data.split.test", f"found {second!r} with valid: {first!r}; expected two strings or two numbers"
+                    "data.split.test",
+                    f"found {second!r}, but data.split.valid is {first!r}: expected two strings or two numbers",
                 )
             elif second < first:
                 self._error("data.split.test", f"found {second!r}, which is before valid ({first!r})")

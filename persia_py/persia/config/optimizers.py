@@ -8,6 +8,7 @@ from persia.config.block import Block
 
 NotNegative = Annotated[float, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+RowEps = Annotated[float, Field(gt=0, le=1e30)]
 
 
 class RowSgd(Block):
@@ -32,9 +33,9 @@ class RowAdagrad(Block):
     (``data.batch_size * train.accumulate``), which is small compared with the square of the gradient of a mean loss."""
     weight_decay: NotNegative = 0.0
     """The weight decay: this factor times the weight is added to its gradient."""
-    g_square_momentum: NotNegative = 1.0
-    """The factor by which the sum is multiplied before each addition; below 1, old gradients are forgotten."""
-    eps: NotNegative = 1e-10
+    g_square_momentum: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """The factor by which the sum is multiplied before each addition. Below 1, the weight of old gradients decays."""
+    eps: RowEps = 1e-10
     """Added to the sum before its root is taken."""
     vectorwise_shared: bool = True
     """Keep one sum per row, of the mean squared gradient, instead of one per weight."""
@@ -49,7 +50,7 @@ class RowAdam(Block):
     """The decay rates of the running means of the gradient and of its square."""
     weight_decay: NotNegative = 0.0
     """The weight decay: this factor times the weight is added to its gradient."""
-    eps: NotNegative = 1e-8
+    eps: RowEps = 1e-8
     """Added to the root of the mean square."""
 
 

@@ -108,7 +108,9 @@ class Range:
 
 
 def _limit(limit: float | None) -> str:
-    return "" if limit is None else str(int(limit)) if limit == int(limit) else repr(limit)
+    if limit is None:
+        return ""
+    return str(int(limit)) if abs(limit) < 1e15 and limit == int(limit) else repr(limit)
 
 
 def read(annotation: Any, node: Node, metadata: Sequence[Any] = ()) -> Any:

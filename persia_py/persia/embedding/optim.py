@@ -71,7 +71,7 @@ class Optimizer:
         Raises:
             ConfigError: As in :meth:`update_lr`.
         """
-        _check({"lr": lr}, at_least_zero=("lr",))
+        _check(lr=lr)
         if self._base_lr == 0 and lr != 0:
             raise ConfigError(
                 f"cannot set lr={lr}: the optimizer was created with lr=0, which no factor can change; create the "
@@ -110,17 +110,33 @@ class Optimizer:
         return factor * scheduled
 
 
-def _check(values: dict[str, float], at_least_zero: tuple[str, ...], below_one: tuple[str, ...] = ()) -> None:
-    wrong = []
-    for name, value in values.items():
-        if not math.isfinite(value):
-            wrong.append(f"{name}={value}: must be a finite number")
-        elif name in at_least_zero and value < 0:
-            wrong.append(f"{name}={value}: must be at least 0")
-        elif name in below_one and not 0 <= value < 1:
-            wrong.append(f"{name}={value}: must be at least 0 and below 1")
+_BELOW_ONE = ("momentum", "betas[0]", "betas[1]")
+_EPS = (2.0**-126, 1e30)
+"""The range of ``eps``, as in the engine: from the smallest normal float32, because it may be the whole divisor."""
+
+
+def _check(**values: float) -> None:
+    """Check that the engine accepts all arguments of an optimizer.
+
+    Raises:
+        ConfigError: An argument is out of its range; the message lists all errors.
+    """
+    wrong = [f"{name}={value}: must be {range_}" for name, value in values.items() if (range_ := _missed(name, value))]
     if wrong:
         raise ConfigError("embedding optimizer: " + "; ".join(wrong))
+
+
+def _missed(name: str, value: float) -> str | None:
+    """Return the range of an argument if the value is outside it, else None."""
+    if not math.isfinite(value):
+        return "a finite number"
+    if name in _BELOW_ONE:
+        return None if 0 <= value < 1 else "at least 0 and below 1"
+    if name == "g_square_momentum":
+        return None if 0 <= value <= 1 else "from 0 to 1"
+    if name == "eps":
+        return None if _EPS[0] <= value <= _EPS[1] else f"from {_EPS[0]:.3g} to {_EPS[1]:g}"
+    return None if value >= 0 else "at least 0"
 
 
 class SGD(Optimizer):
@@ -132,11 +148,7 @@ class SGD(Optimizer):
     """
 
     def __init__(self, lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
-        _check(
-            {"lr": lr, "momentum": momentum, "weight_decay": weight_decay},
-            at_least_zero=("lr", "weight_decay"),
-            below_one=("momentum",),
-        )
+        _check(lr=lr, momentum=momentum, weight_decay=weight_decay)
         super().__init__(_core.OptimizerSpec.sgd(lr, momentum, weight_decay), lr)
         self.momentum, self.weight_decay = momentum, weight_decay
 
@@ -160,11 +172,7 @@ class Adam(Optimizer):
         weight_decay: float = 0,
         eps: float = 1e-8,
     ) -> None:
-        _check(
-            {"lr": lr, "betas[0]": betas[0], "betas[1]": betas[1], "weight_decay": weight_decay, "eps": eps},
-            at_least_zero=("lr", "weight_decay", "eps"),
-            below_one=("betas[0]", "betas[1]"),
-        )
+        _check(lr=lr, weight_decay=weight_decay, eps=eps, **{"betas[0]": betas[0], "betas[1]": betas[1]})
         super().__init__(_core.OptimizerSpec.adam(lr, betas, weight_decay, eps), lr)
         self.betas, self.weight_decay, self.eps = betas, weight_decay, eps
 
@@ -193,14 +201,11 @@ class Adagrad(Optimizer):
         vectorwise_shared: bool = False,
     ) -> None:
         _check(
-            {
-                "lr": lr,
-                "initial_accumulator_value": initial_accumulator_value,
-                "weight_decay": weight_decay,
-                "g_square_momentum": g_square_momentum,
-                "eps": eps,
-            },
-            at_least_zero=("lr", "initial_accumulator_value", "weight_decay", "g_square_momentum", "eps"),
+            lr=lr,
+            initial_accumulator_value=initial_accumulator_value,
+            weight_decay=weight_decay,
+            g_square_momentum=g_square_momentum,
+            eps=eps,
         )
         spec = _core.OptimizerSpec.adagrad(
             lr, initial_accumulator_value, weight_decay, g_square_momentum, eps, vectorwise_shared

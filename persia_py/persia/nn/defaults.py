@@ -55,10 +55,10 @@ def range_of(config: EmbeddingConfig) -> dict[str, Any]:
 
 
 def saved_default(loaded: snapshot.Load) -> EmbeddingConfig:
-    """Return the configuration of rows that are added to a checkpoint later, if the script passes none.
+    """Return the configuration of rows that are inserted after a checkpoint is loaded, if the script passes none.
 
-    A checkpoint keeps the initial range of its run. Checkpoints of an older version, or of a context, use PersiaML's
-    defaults.
+    It has the range of initial weights that the checkpoint recorded. Imported rows continue with
+    :func:`default_embedding_config`, checkpoints of an older version or of a context with PersiaML's defaults.
 
     Raises:
         CheckpointError: The saved range is invalid.

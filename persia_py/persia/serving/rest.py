@@ -116,7 +116,9 @@ def _input(given: dict[str, Any], rest: memoryview) -> tuple[tensors.Tensor, int
         raise InvalidError("inputs: each input must have the strings 'name' and 'datatype', and the list 'shape'")
     parameters = _parameters(given, name)
     if "shared_memory_region" in parameters:
-        raise InvalidError(f"{name}: shared memory is not supported")
+        raise InvalidError(
+            f"{name}: shared memory is not supported: send the list 'data', or bytes with 'binary_data_size'"
+        )
     size = parameters.get("binary_data_size")
     if size is None:
         if not isinstance(given.get("data"), list):

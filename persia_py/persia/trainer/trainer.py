@@ -225,8 +225,8 @@ class Trainer:
         staging.check_free(Path(folder))
         if self._training is not None and self._training.is_open:
             raise UsageError(
-                "Trainer.export: cannot export before this trainer is closed, because it holds the rows of its last "
-                "step",
+                "Trainer.export: this trainer is still open and holds the rows of its last step, but an export needs "
+                "the rows of a checkpoint",
                 hint=(
                     "close the trainer, then: with persia.Trainer(config) as trainer: "
                     f"trainer.resume({self._training.folder.shown!r}).export(...)"

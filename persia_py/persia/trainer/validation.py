@@ -113,7 +113,9 @@ class Validation:
             return
         self._state.stopped = bool(backend.all_gather("early stop", self._state.stopped)[0])
         if self._state.stopped and get_rank() == 0:
-            _logger.info("training stops; evaluations without improvement: %d", self._state.without_improvement)
+            _logger.info(
+                "early stop: training ends after %d evaluations without improvement", self._state.without_improvement
+            )
 
     def checkpoint(self, step: int) -> Place:
         """Return the place of the best checkpoint that is saved after ``step``."""

@@ -250,8 +250,8 @@ fn address(block: u64, place: Option<Place>) -> u64 {
     place.map_or(0, |place| block + place as u64)
 }
 
-/// The layout of the sums of one step: a block with the flag, the jobs, the accumulators, and the part that is copied
-/// back.
+/// The layout of the sums of one step: a block with the flag that a sum sets if it is not finite, the jobs, the
+/// accumulators of shared tables, and the sums that are copied back.
 #[derive(Debug)]
 pub struct SumsLayout {
     jobs: Place,
@@ -263,7 +263,7 @@ pub struct SumsLayout {
 }
 
 impl SumsLayout {
-    /// The position of the flag, which is a word.
+    /// The position of the flag: a word that becomes 1 if a sum is not finite.
     pub const FLAG: Place = 0;
 
     /// Compute the layout of the sums of a step with the layout `step` and the wire type `wire`.

@@ -82,7 +82,8 @@ def _config(folder: Path | None, of_containers: str | None) -> Config:
 def _sources(config: Config) -> dict[str, Path]:
     """Return the files of the model's class, by their names relative to the folder of ``persia.yml``.
 
-    Of a package these are all its Python files. Other modules that the class imports are not included.
+    If the class is in a package, these are all Python files of the package. Other modules that the class imports are
+    not included.
     """
     if config.model.class_ is None:
         return {}
