@@ -1,6 +1,5 @@
 """Shared fixtures: a small configuration, small batches, and a record of the checklist rows that passed."""
 
-import fcntl
 import importlib.util
 import json
 import logging
@@ -446,16 +445,10 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def write_rows(path: Path) -> None:
-    """Add the outcomes of this session's rows to the file. Another session may do so at the same time."""
-    path.parent.mkdir(exist_ok=True)
-    with path.with_suffix(".lock").open("ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        _add_rows(path)
-
-
-def _add_rows(path: Path) -> None:
+    """Add the outcomes of this session's rows to the file."""
     state = json.loads(path.read_text()) if path.exists() else {}
     for row, outcomes in sorted(_rows.items()):
         skipped = sorted(outcome for outcome in outcomes if outcome.startswith("skipped"))
         state[row] = "failed" if "failed" in outcomes else skipped[0] if skipped else "passed"
+    path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(dict(sorted(state.items())), indent=1) + "\n")

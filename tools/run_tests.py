@@ -1,6 +1,6 @@
 """Run the tests: ``make test``, ``make test-all``, ``.ci/run``.
 
-The steps run one after another; images are built and tested while others run. A failing step does not end the run.
+The steps run one after another; images are built while others run. A failing step does not end the run.
 A step writes its output to ``runs/tests/STEP.log`` and its JUnit file to ``runs/junit/``. ``runs/tests/slowest.txt``
 has the 30 slowest tests. The last lines list every failing test with the end of its output.
 
@@ -45,7 +45,7 @@ class Step:
         suite: Whether it writes a JUnit file.
         grows: Whether it does more in the long run.
         needs: The concurrent step that must end first.
-        beside: Whether the next steps start while this one waits and runs.
+        beside: Whether the next steps start while this one runs.
         nightly: Whether only the long run includes it.
         variables: The variables of make.
     """
@@ -66,10 +66,9 @@ STEPS = [
     Step("images", "test-images", needs="layers", beside=True, grows=True, variables={"BUILT": "1"}),
     Step("lint", "lint", beside=True),
     Step("rust", "test-rust", suite=True),
-    # Tests in containers mostly wait, so they run beside the Python tests.
-    Step("compose", "test-compose", suite=True, grows=True, needs="images", beside=True, variables={"BUILT": "1"}),
     Step("python", "test-python", suite=True, grows=True),
-    Step("checklist", "test-checklist", needs="compose"),
+    Step("compose", "test-compose", suite=True, grows=True, needs="images"),
+    Step("checklist", "test-checklist"),
     Step("cold", "test-cold", suite=True, nightly=True),
     Step("storms", "chaos-all", nightly=True, variables={"SECONDS": STORM_S}),
     Step("fuzz", "fuzz", nightly=True, variables={"SECONDS": FUZZ_S}),
@@ -110,22 +109,20 @@ class Run:
 
     def all(self) -> None:
         """Do every step."""
-        threads: dict[str, threading.Thread] = {}
+        waiting: dict[str, threading.Thread] = {}
         for step in self.steps:
-            needed = threads.get(step.needs or "")
-            # With `everything`, tests in containers also compile, so they do not run beside other steps.
-            if step.beside and not (self.everything and step.suite):
-                threads[step.name] = threading.Thread(target=self.one, args=(step, needed))
-                threads[step.name].start()
+            if step.needs in waiting:
+                waiting.pop(step.needs).join()
+            if step.beside:
+                waiting[step.name] = threading.Thread(target=self.one, args=(step,))
+                waiting[step.name].start()
             else:
-                self.one(step, needed)
-        for thread in threads.values():
+                self.one(step)
+        for thread in waiting.values():
             thread.join()
 
-    def one(self, step: Step, needed: threading.Thread | None) -> None:
-        """Wait for the step that this one needs, and run this one, or skip it if it has passed before."""
-        if needed is not None:
-            needed.join()
+    def one(self, step: Step) -> None:
+        """Run one step, or skip it if it has passed before."""
         done = STATE / f"{step.name}.done"
         passed = STATE / f"{step.name}.passed"
         self.before[step.name] = len(passed.read_text().splitlines()) if passed.exists() else 0

@@ -35,12 +35,6 @@ for name in names:
     if name == "hangs":
         pathlib.Path("hanging").touch()
         time.sleep(1000)
-    if name == "meets":
-        pathlib.Path(f"met-{step}").touch()
-        end = time.monotonic() + 30
-        while len(list(pathlib.Path(".").glob("met-*"))) < 2:
-            time.sleep(0.01)
-            assert time.monotonic() < end, "no other suite runs at the same time"
     if name == "dies":
         print("Segmentation fault")
         sys.exit(139)
@@ -64,7 +58,7 @@ def clone(tmp_path: Path) -> Path:
         shutil.copy2(ROOT / "tools" / name, tmp_path / "tools")
     (tmp_path / "Makefile").write_text(MAKEFILE.format(python=sys.executable))
     (tmp_path / "suite.py").write_text(SUITE)
-    (tmp_path / ".gitignore").write_text("runs/\ntarget/\norder\nhanging\nmet-*\n")
+    (tmp_path / ".gitignore").write_text("runs/\ntarget/\norder\nhanging\n")
     subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
     return tmp_path
 
@@ -149,12 +143,6 @@ def test_a_suite_that_dies_or_runs_nothing_is_named(clone: Path) -> None:
     assert any(line.startswith("FAILED rust: exit code 2, no failing test") for line in lines)
     assert any("Segmentation fault" in line for line in lines[-40:])
     assert "FAILED python: no test ran" in lines
-
-
-def test_tests_in_containers_run_beside_the_python_tests(clone: Path) -> None:
-    code, lines = run(clone, test_python="meets", test_compose="meets")
-    assert (code, lines[-1]) == (0, "4 passed, 0 failed")
-    assert order(clone)[-1] == "test-checklist"
 
 
 def test_an_interrupted_run_says_so_and_continues(clone: Path) -> None:
