@@ -313,6 +313,41 @@ def test_the_stacks_of_a_running_rank(rank: ranks.Rank) -> None:
         raise_of(CliRunner().invoke(app, ["stacks", "--rank", "77"]))
 
 
+HOLDS_THE_GIL = """\
+import ctypes, sys
+from persia.debug import ranks
+ranks.register(0, 1)
+def native():
+    while True:
+        ctypes.PyDLL(None).sleep(600)
+print("running", flush=True)
+native()
+"""
+
+
+@pytest.mark.row("S2-15")
+def test_stacks_are_printed_without_a_signal_which_could_end_a_rank_whose_threads_run(
+    rank: ranks.Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The handler of faulthandler reads the frames of running threads: one in a thousand signals is a SIGSEGV."""
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "kill", lambda pid, number: pytest.fail(f"signal {number} was sent to {pid}"))
+        assert ", line 8 in wait_here\n" in ranks.stacks_of(rank)
+
+
+@pytest.mark.row("S2-15")
+def test_the_stacks_of_a_rank_whose_native_code_holds_the_gil(
+    tmp_path: Path, no_job: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "_ANSWER_S", 1.0)
+    for entry in started(tmp_path, HOLDS_THE_GIL):
+        assert "in native" in ranks.stacks_of(entry)
+        os.kill(entry.pid, signal.SIGSTOP)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        assert "py-spy is not installed" in ranks.stacks_of(entry), "a stopped rank gets no signal"
+        os.kill(entry.pid, signal.SIGCONT)
+
+
 @pytest.mark.row("S2-22")
 def test_a_rank_without_a_debugger_accepts_no_editor(tmp_path: Path, no_job: None) -> None:
     breaks, registers = "import breakpoint_\nbreakpoint_()", "import ranks\nranks.register(0, 1)"

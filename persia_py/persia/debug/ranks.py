@@ -1,11 +1,16 @@
-"""The running ranks on this host. Each rank registers, and prints the stacks of its threads on SIGUSR1.
+"""The running ranks on this host. Each rank registers, and prints the stacks of its threads on request.
 
 A rank registers when a launcher of persia starts it, or at its first breakpoint. A crash (SIGSEGV, SIGABRT, SIGBUS,
 SIGFPE, SIGILL) prints the stacks to standard error.
+
+A thread of the rank prints the stacks while it holds the GIL, so no other thread changes them. Printing them in the
+handler of a signal instead can end the process by SIGSEGV, because other threads run Python code meanwhile. Therefore
+SIGUSR1 is sent only to a rank whose thread does not respond, because native code holds the GIL.
 """
 
 import atexit
 import contextlib
+import errno
 import faulthandler
 import json
 import os
@@ -14,8 +19,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,10 +37,11 @@ _logger = get_logger("debug")
 
 _ERRORS = 2
 _ANSWER_S = 5.0
-"""Seconds within which a rank must print its stacks."""
+"""Seconds within which a rank must print its stacks, after a request and again after SIGUSR1."""
 _QUIET_S = 0.1
 """Seconds without further output after which the stacks are complete."""
 _POLL_S = 0.02
+_SILENT = f"the rank did not respond within {_ANSWER_S:g} s"
 _SPY_S = 60.0
 """Seconds within which py-spy must print the stacks."""
 
@@ -51,8 +58,8 @@ class Rank:
         job: The name of its job; empty without servers, and if it is unknown.
         script: Its command line, without the interpreter.
         folder: Its working directory.
-        registered: Whether it prints its stacks on SIGUSR1. Otherwise it was found by its environment variables, and
-            the signal would end it.
+        registered: Whether it prints its stacks on request. Otherwise it was found by its environment variables, and
+            SIGUSR1 would end it.
         accepts_editors: Whether it serves the requests of ``persia debug attach``.
     """
 
@@ -101,7 +108,7 @@ def folder() -> Path:
 
 
 def register(rank: int, world_size: int) -> None:
-    """Register this process, and print stacks on SIGUSR1 and after a crash.
+    """Register this process, and print stacks on request, on SIGUSR1 and after a crash.
 
     A script's own handler of SIGUSR1 is kept; the process is then not registered.
     """
@@ -114,17 +121,32 @@ def register(rank: int, world_size: int) -> None:
         own = folder()
         _sweep(own)
         stacks = (own / f"{pid}.stacks").open("wb", buffering=0)
+        requests = _pipe(own / f"{pid}.request")
     except (OSError, StorageError) as error:
         line = "rank %d cannot register, so persia debug stacks and attach cannot reach it: %s%s"
         _logger.warning(line, rank, error, next_step(error))
         return
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True, chain=False)
+    threading.Thread(target=_print_stacks, args=(requests, stacks), name="persia-stacks", daemon=True).start()
     _registered.append(stacks)
     job = variable("PERSIA_JOB") or "" if settings.nats_url is not None else ""
     words = " ".join(sys.argv) or sys.executable
     entry = Rank(pid, psutil.Process().create_time(), rank, world_size, job, words, str(Path.cwd()))
     _write(own, entry)
     atexit.register(_remove, own, pid)
+
+
+def _pipe(path: Path) -> int:
+    """Create a named pipe and open it. Reading waits for a writer, because the pipe is open for writing, too."""
+    path.unlink(missing_ok=True)
+    os.mkfifo(path, 0o600)
+    return os.open(path, os.O_RDWR)
+
+
+def _print_stacks(requests: int, stacks: Any) -> None:
+    """Print the stacks of all threads for each request."""
+    while os.read(requests, 1):
+        faulthandler.dump_traceback(stacks, all_threads=True)
 
 
 def accept_editors() -> None:
@@ -174,12 +196,39 @@ def stacks_of(entry: Rank) -> str:
     """Return the stacks of all threads of a rank, which continues running, or a text that says why there are none."""
     if not entry.registered:
         return _py_spy(entry, "the rank did not register, so SIGUSR1 would end it")
+    try:
+        return _printed(entry, _request) or _printed(entry, _signal) or _py_spy(entry, _SILENT)
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return "no stacks: the rank has ended\n"
+
+
+def _request(entry: Rank) -> bool:
+    """Ask the thread of a rank for the stacks; return whether the request was sent."""
+    try:
+        pipe = os.open(folder() / f"{entry.pid}.request", os.O_WRONLY | os.O_NONBLOCK)
+    except OSError as error:  # the rank has ended, and may have removed the pipe
+        if error.errno not in (errno.ENOENT, errno.ENXIO):
+            raise
+        return False
+    with os.fdopen(pipe, "wb", buffering=0) as file:
+        file.write(b".")
+    return True
+
+
+def _signal(entry: Rank) -> bool:
+    """Send SIGUSR1 to a rank; return False if it is stopped, because it would print its stacks when it continues."""
+    if psutil.Process(entry.pid).status() == psutil.STATUS_STOPPED:
+        return False
+    os.kill(entry.pid, signal.SIGUSR1)
+    return True
+
+
+def _printed(entry: Rank, ask: Callable[[Rank], bool]) -> str:
+    """Return the stacks that a rank prints when it is asked; an empty string if it prints none in time."""
     path = folder() / f"{entry.pid}.stacks"
     before = path.stat().st_size if path.exists() else 0
-    try:
-        os.kill(entry.pid, signal.SIGUSR1)
-    except ProcessLookupError:
-        return "no stacks: the rank has ended\n"
+    if not ask(entry):
+        return ""
     deadline = time.monotonic() + _ANSWER_S
     size, since = before, time.monotonic()
     while time.monotonic() < deadline:
@@ -189,7 +238,7 @@ def stacks_of(entry: Rank) -> str:
             size, since = now, time.monotonic()
         elif size > before and time.monotonic() - since > _QUIET_S:
             return path.read_bytes()[before:].decode(errors="replace")
-    return _py_spy(entry, f"the rank did not respond within {_ANSWER_S:g} s")
+    return ""
 
 
 def _py_spy(entry: Rank, why: str) -> str:
@@ -216,5 +265,5 @@ def _sweep(own: Path) -> None:
 
 def _remove(own: Path, pid: int) -> None:
     if os.getpid() == pid:
-        for suffix in ("json", "stacks", "attach", "attached"):
+        for suffix in ("json", "stacks", "request", "attach", "attached"):
             (own / f"{pid}.{suffix}").unlink(missing_ok=True)
