@@ -29,10 +29,10 @@ SPANS = ("data wait", "look-up", "forward", "backward", "push", "optimizer")
 
 
 class SlowBatches(Batches):
-    """Reads a batch in 60 ms: far longer than a step, also on a busy machine."""
+    """Reads a batch in 200 ms: far longer than a step, also on a busy machine."""
 
     def batch(self, number: int, *, requires_grad: bool = True) -> PersiaBatch:
-        time.sleep(0.06)
+        time.sleep(0.2)
         return super().batch(number, requires_grad=requires_grad)
 
 
