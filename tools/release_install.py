@@ -16,7 +16,7 @@ QUICK = {"DLRM_EPOCHS": "1", "DLRM_BATCH_SIZE": "4096"}
 """Variables with which the demo takes a few seconds."""
 AUC = 0.85
 """The minimum AUC of this demo; a random guess has 0.5."""
-DEMO = ("matplotlib", "torchmetrics")
+DEMO = ("torchmetrics",)
 """The packages that the demo needs in addition to persia."""
 PROGRAMS = ("persia-embedding-sharded-server", "persia-embedding-sharded-middleware")
 INHERITED = re.compile(r"PIP_\w+|SSL_CERT_\w+|REQUESTS_CA_BUNDLE|(https?|no|all)_proxy|LANG|TMPDIR", re.IGNORECASE)

@@ -240,7 +240,11 @@ def part(address: str, host: str = "", index: int = 0) -> Process:
 @pytest.mark.parametrize(
     ("outcome", "why", "remedy"),
     [
-        ("filtered", "filtered: a firewall or another network drops packets to 10.0.0.9:7401", "TCP connections to port 7401 of far"),
+        (
+            "filtered",
+            "filtered: a firewall or another network drops packets to 10.0.0.9:7401",
+            "TCP connections to port 7401 of far",
+        ),
         ("refused", "does not serve", "see its log on host far"),
         ("reached", "accepts connections, but the process does not respond", "see its log on host far"),
         ("unreachable", "10.0.0.9 cannot be reached: no route", "ip route get 10.0.0.9"),

@@ -8,9 +8,9 @@ import pytest
 from trainer_files import config_of, fit, write_clicks
 
 from persia.config import Config
-from persia.errors import ConfigError, DataError
+from persia.errors import ConfigError, DataError, UsageError
 from persia.trainer import EvaluationReport, StepReport, Trainer
-from persia.trainer.run_folder import find_checkpoint
+from persia.trainer.run_folder import FACTS, find_checkpoint
 
 STOP: dict[str, Any] = {"early_stop": {"patience": 1}, "evaluate_every": 1}
 FAST = {"dense_optimizer": {"name": "adam", "lr": 0.3}}  # so fast that the metric soon gets worse
@@ -41,6 +41,22 @@ def interrupted(config: Config, step: int) -> None:
             if isinstance(report, StepReport) and report.step == step:
                 trainer.save()
                 return
+
+
+def test_one_process_does_not_continue_the_run_of_a_job(tmp_path: Path) -> None:
+    """The run of a job is left as it is, and its model can be used."""
+    config = small(tmp_path)
+    trainer, _ = fit(config)
+    folder = trainer.folder
+    assert folder is not None
+    folder.write_json(FACTS, {**folder.read_json(FACTS), "checkpoints": str(folder.path / "checkpoints")})
+    before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
+    with Trainer(config).resume(folder.path) as again:
+        with pytest.raises(UsageError, match="trained by the ranks of a job; one process cannot continue it") as caught:
+            again.fit()
+        assert f"persia up persia.yml --name {folder.path.name}" in caught.value.hint
+        assert again.evaluate().labels["label"].rows > 0
+    assert {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()} == before
 
 
 # --- other files

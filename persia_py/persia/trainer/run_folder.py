@@ -380,9 +380,12 @@ def saves_of(folder: RunFolder) -> Place:
 
 def of_one_process(path: Path) -> bool:
     """Whether a folder has a run that is not a job, whose checkpoints are in the folder or in ``checkpoint.dir``."""
-    folder = RunFolder(path)
-    in_job = (path / job.RUN).exists() or "checkpoints" in folder.read_json(FACTS)
-    return (path / CONFIG).is_file() and not in_job
+    return (path / CONFIG).is_file() and not of_job(path)
+
+
+def of_job(path: Path) -> bool:
+    """Whether a folder has a run of a job."""
+    return (path / job.RUN).exists() or "checkpoints" in RunFolder(path).read_json(FACTS)
 
 
 def is_run(path: Path) -> bool:

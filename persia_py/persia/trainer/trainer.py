@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import random
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +39,7 @@ from persia.trainer.operations import spot_watch_of
 from persia.trainer.parts import Part, Parts, group_of, labelled_columns, open_given
 from persia.trainer.predictions import Predictions, Scored
 from persia.trainer.reports import EvaluationReport, StepReport
-from persia.trainer.run_folder import FACTS, Found, RunFolder, check_same, find_checkpoint, find_run
+from persia.trainer.run_folder import FACTS, Found, RunFolder, check_same, find_checkpoint, find_run, of_job
 from persia.trainer.sizing import Sizing, preflight
 from persia.trainer.training import Training
 from persia.trainer.variables import set_variables
@@ -120,7 +121,8 @@ class Trainer:
             ConfigError: The configuration does not fit the data.
             DataError: A file or a row is invalid; the message names it.
             UnreachableError: ``spot.url`` does not respond.
-            UsageError: This trainer has already trained, or a run of this name exists.
+            UsageError: This trainer has already trained, a run of this name exists, or ranks of a job have trained the
+                resumed run.
             SystemExit: The end of this spot instance is already announced; the code is 75.
         """
         if self._training is not None:
@@ -129,6 +131,8 @@ class Trainer:
         self._torch.enter_context(spot_watch_of(self.config))
         self._prepare_torch()
         resumed = self._resumes.folder if isinstance(self._resumes, Found) else self._resumes
+        if resumed is not None and settings.nats_url is None:
+            _check_alone(resumed)
         training = Training(self.config, self._given_model, source, resumed)
         self._training, self.folder = training, training.folder
         flight.use_folder(training.folder.path)
@@ -402,3 +406,18 @@ class _Loaded:
     def close(self) -> None:
         """Free the rows."""
         self._ctx.__exit__(None, None, None)
+
+
+def _check_alone(folder: RunFolder) -> None:
+    """Check that a run was trained in one process.
+
+    Raises:
+        UsageError: Ranks of a job have trained it, so its rows are on servers.
+    """
+    if of_job(folder.path):
+        name, run = shlex.quote(folder.path.name), shlex.quote(folder.shown)
+        raise UsageError(
+            f"{folder.shown}: the run was trained by the ranks of a job; one process cannot continue it",
+            hint=f"continue it as it was started: persia up persia.yml --name {name}, or persia train persia.yml "
+            f"--nproc N --resume {run}; to use its model: persia eval {run}, persia predict or persia export",
+        )
