@@ -329,7 +329,7 @@ native()
 def test_stacks_are_printed_without_a_signal_which_could_end_a_rank_whose_threads_run(
     rank: ranks.Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The handler of faulthandler reads the frames of running threads: one in a thousand signals is a SIGSEGV."""
+    """faulthandler reads the frames of running threads: about 1,000 signals ended a process with two of them."""
     with monkeypatch.context() as patched:
         patched.setattr(os, "kill", lambda pid, number: pytest.fail(f"signal {number} was sent to {pid}"))
         assert ", line 8 in wait_here\n" in ranks.stacks_of(rank)

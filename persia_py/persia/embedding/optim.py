@@ -121,12 +121,16 @@ def _check(**values: float) -> None:
     Raises:
         ConfigError: An argument is out of its range; the message lists all errors.
     """
-    wrong = [f"{name}={value}: must be {range_}" for name, value in values.items() if (range_ := _missed(name, value))]
+    wrong = [
+        f"{name}={value}: must be {range_}"
+        for name, value in values.items()
+        if (range_ := _range_if_outside(name, value))
+    ]
     if wrong:
         raise ConfigError("embedding optimizer: " + "; ".join(wrong))
 
 
-def _missed(name: str, value: float) -> str | None:
+def _range_if_outside(name: str, value: float) -> str | None:
     """Return the range of an argument if the value is outside it, else None."""
     if not math.isfinite(value):
         return "a finite number"

@@ -132,7 +132,7 @@ class Trainer:
         self._prepare_torch()
         resumed = self._resumes.folder if isinstance(self._resumes, Found) else self._resumes
         if resumed is not None and settings.nats_url is None:
-            _check_alone(resumed)
+            _check_one_process(resumed)
         training = Training(self.config, self._given_model, source, resumed)
         self._training, self.folder = training, training.folder
         flight.use_folder(training.folder.path)
@@ -408,7 +408,7 @@ class _Loaded:
         self._ctx.__exit__(None, None, None)
 
 
-def _check_alone(folder: RunFolder) -> None:
+def _check_one_process(folder: RunFolder) -> None:
     """Check that a run was trained in one process.
 
     Raises:
