@@ -55,6 +55,23 @@ def test_a_table_trains_as_in_one_process(up: StartUp, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("binaries")
+def test_keys_of_a_table_are_changed_on_the_command_line(up: StartUp, tmp_path: Path) -> None:
+    synth.write(tmp_path / "rows.parquet", 1000, synth.Teacher((40, 30), 1))
+    changes = ("--set", "data.epochs=2", "--set", "run.name=changed", "--set", "run.log_every=4")
+    one = up(TABLE % 30, *changes)
+    one.says("step 4/")
+    one.child("launch.rank_main").terminate()
+    one.says("trainer ended with exit code 75")
+    assert one.wait() == 0, one.output
+    summary = json.loads((tmp_path / "runs" / "changed" / "summary.json").read_text())
+    assert summary["steps"] == 2 * -(-summary["result"]["rows"]["train"] // 100)
+    assert (tmp_path / "job.yml").read_text() == TABLE % 30
+    again = up(TABLE % 30, *changes)
+    assert again.wait() == 2
+    again.says("persia up job.yml --set data.epochs=2 --set run.log_every=4 --name NAME")
+
+
+@pytest.mark.usefixtures("binaries")
 def test_a_table_on_two_ranks_outlives_a_rank_and_a_server(up: StartUp, tmp_path: Path) -> None:
     synth.write(tmp_path / "rows.parquet", 3000, synth.Teacher((40, 30), 1))
     sizes = ("--servers", "2", "--ranks", "2", "--data-compose", "2", "--name", "two")
@@ -71,7 +88,7 @@ def test_a_table_on_two_ranks_outlives_a_rank_and_a_server(up: StartUp, tmp_path
     assert one.output.count("training resumes after step") >= 2, "the kill came before the end"
     summary = json.loads((tmp_path / "runs" / "two" / "summary.json").read_text())
     assert summary["world_size"] == 2 and summary["result"]["test"]["labels"]["label"]["auc"] > 0.6
-    # Each of two replicas ends an epoch with a small batch.
+    # Each of the two replicas ends an epoch with a small batch.
     assert 0 <= summary["steps"] - 18 * -(-summary["result"]["rows"]["train"] // 100) <= 18
     assert not re.search("differ from those that rank|skipping the first batches", one.output)
     assert one.output.count("continuing in epoch") >= 2, "data-compose begins where the ranks are"
@@ -107,7 +124,7 @@ def test_a_table_that_stopped_early_on_two_ranks_ends_after_a_restart(up: StartU
 @pytest.mark.row("S3-05", "S3-27")
 @pytest.mark.usefixtures("binaries")
 def test_shards_of_a_table_s_model_learn_what_whole_copies_learn(up: StartUp, tmp_path: Path) -> None:
-    """Evaluations and the best checkpoint included; a step of two batches is one of as many rows."""
+    """Evaluations and the best checkpoint are equal too. A step has two batches instead of one of twice the size."""
     synth.write(tmp_path / "rows.parquet", 1500, synth.Teacher((40, 30), 1))
     train = "reproducible: true, evaluate_every: 4, early_stop: {patience: 9}, clip_norm: 0.1"
     table = (TABLE % 1).replace("reproducible: true", train) + "run: {log_every: 4}\n"
@@ -131,7 +148,7 @@ def test_shards_of_a_table_s_model_learn_what_whole_copies_learn(up: StartUp, tm
 @pytest.mark.nightly
 @pytest.mark.usefixtures("binaries")
 def test_shards_that_are_stopped_continue_as_if_they_were_not(up: StartUp, tmp_path: Path) -> None:
-    """The last checkpoint is written after a signal, with the weights of its step and not of the one before it."""
+    """The checkpoint that is written after a signal has the weights of its own step, not of the step before."""
     synth.write(tmp_path / "rows.parquet", 3000, synth.Teacher((40, 30), 1))
     states = []
     for name in ("whole", "stopped"):
@@ -192,3 +209,7 @@ def test_mistakes_of_a_table_are_listed_before_anything_starts(up: StartUp) -> N
     assert "job.yml:3:15: features.id0.type: found `idd`" in broken.output, broken.output
     wrong = up("embedding_config: slots.yml\nservers: 2\n", "--servers", "3")
     assert wrong.wait() == 2 and "--servers: job.yml is not a persia.yml" in wrong.output
+    wrong = up("embedding_config: slots.yml\nservers: 2\n", "--set", "servers=3")
+    assert wrong.wait() == 2 and "--set: job.yml is not a persia.yml" in wrong.output
+    unknown = up(TABLE % 1, "--set", "train.sed=3")
+    assert unknown.wait() == 2 and "did you mean" in unknown.output and "nats" not in unknown.output

@@ -1,5 +1,6 @@
-"""Each optimizer equals its formula in numpy float32, in the same order of operations, within 2 ulp a step."""
+"""Each optimizer equals its formula in numpy float32, in the same order of operations, to 2 ulp per step."""
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,10 +14,10 @@ from conftest import Configure
 
 from persia.ctx import TrainCtx
 from persia.data import DataLoader, IterableDataset
-from persia.embedding import EmbeddingConfig
+from persia.embedding import EmbeddingConfig, optim
 from persia.embedding.data import IDTypeFeature, Label, PersiaBatch
 from persia.embedding.optim import SGD, Adagrad, Adam, Optimizer
-from persia.errors import ConfigError
+from persia.errors import ConfigError, UsageError
 
 pytestmark = pytest.mark.stack
 
@@ -109,6 +110,44 @@ def test_arguments_that_the_engine_does_not_accept_are_refused_when_the_optimize
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"embedding optimizer: {text}")):
         made()
+
+
+LIMITS = np.finfo(np.float32)
+RANGES: list[tuple[Callable[[float], Optimizer], float, float]] = [
+    (lambda value: SGD(value), 0, LIMITS.max),
+    (lambda value: SGD(0.1, momentum=value), 0, 1 - float(LIMITS.epsneg)),
+    (lambda value: SGD(0.1, weight_decay=value), 0, LIMITS.max),
+    (lambda value: Adagrad(0.1, initial_accumulator_value=value), 0, LIMITS.max),
+    (lambda value: Adagrad(0.1, g_square_momentum=value), 0, 1),
+    (lambda value: Adagrad(0.1, eps=value), LIMITS.tiny, 1e30),
+    (lambda value: Adam(betas=(value, 0.999)), 0, 1 - float(LIMITS.epsneg)),
+    (lambda value: Adam(betas=(0.9, value)), 0, 1 - float(LIMITS.epsneg)),
+    (lambda value: Adam(eps=value), LIMITS.tiny, 1e30),
+]
+
+
+@pytest.mark.parametrize(("made", "low", "high"), RANGES)
+def test_an_optimizer_has_the_ranges_of_the_engine(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch, made: Callable[[float], Optimizer], low: float, high: float
+) -> None:
+    configure("a: {dim: 1}")
+    model = torch.nn.Linear(1, 1)
+    inf = np.float32(np.inf)
+    with np.errstate(over="ignore"):
+        beyond = np.nextafter(np.float32(low), -inf), np.nextafter(np.float32(high), inf)
+    for value, is_valid in ((low, True), (high, True), *((value, False) for value in beyond)):
+        if is_valid:
+            made(float(value))
+        else:
+            with pytest.raises(ConfigError):
+                made(float(value))
+        with monkeypatch.context() as patched:
+            patched.setattr(optim, "_check", lambda **_: None)
+            optimizer = made(float(value))
+        begun = TrainCtx(optimizer, torch.optim.SGD(model.parameters(), 0.1), mixed_precision=False, model=model)
+        refused = pytest.raises(UsageError, match="cannot begin the run: .* it must be from")
+        with contextlib.nullcontext() if is_valid else refused, begun:
+            pass
 
 
 @pytest.mark.parametrize("dim", [1, 3, 16, 21])

@@ -1,4 +1,4 @@
-"""Errors of a script: the cause and the user's own lines first, the whole traceback in a file, and where to ask."""
+"""Errors of a script: first the cause and the user's lines, then the file with the traceback, and where to ask."""
 
 import os
 import subprocess
@@ -47,7 +47,7 @@ def test_the_cause_and_own_frames_come_first(tmp_path: Path) -> None:
     assert len(lines) <= 6 and "Traceback" not in done.stderr
     whole = Path(next(line for line in lines if line.startswith("whole traceback: ")).partition(": ")[2])
     assert "json/decoder.py" in whole.read_text() and 'train.py", line 12' in whole.read_text()
-    assert lines[-1].startswith("help:  docs/troubleshooting.md") and "persia doctor --env" in lines[-1]
+    assert lines[-1].startswith("help:  the page Troubleshooting ") and "persia doctor --env" in lines[-1]
 
 
 @pytest.mark.row("S1-26")
@@ -78,7 +78,7 @@ def test_verbose_is_an_option_of_the_command(tmp_path: Path, verb: Verb, monkeyp
         "labels: {label: {}}\nmodel: {class: 'mine:Mine'}\n"
     )
     (tmp_path / "rows.csv").write_text("a,label\n" + "x,1\ny,0\n" * 20)
-    monkeypatch.setenv("LOG_LEVEL", "")  # so that the variable is restored after the test
+    monkeypatch.setenv("LOG_LEVEL", "")  # restores the variable after the test
     run = ("train", "persia.yml", "--set", "data.columns={label: int64}")
     _, short = verb(*run, code=1)
     assert short.startswith("error: ZeroDivisionError: division by zero\n  at mine.py:4 in __init__: 1 / 0\n")

@@ -52,7 +52,7 @@ sys.exit(1 if failed else 0)
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A clone whose suites have the tests that variables name: test_rust="one bad"."""
+    """A clone in which variables name the tests of the suites: test_rust="one bad"."""
     (tmp_path / "tools").mkdir()
     for name in ("run_tests.py", "test_report.py"):
         shutil.copy2(ROOT / "tools" / name, tmp_path / "tools")
@@ -285,6 +285,10 @@ def test_images_compile_the_engine_only_if_an_input_of_the_compilation_has_chang
     dockerfile.write_text("FROM base AS build\nRUN cargo build --release\nFROM base AS server\n")
     assert engine() == "build"
     git("checkout", "services/Dockerfile")
+    manifest.write_text("# build\n[package]\n")
+    compose.write_text("  build:\n    # the target\n    target: server\n  user: 1\n")
+    assert engine() == ("prebuilt" if usable else "build"), "a comment changes no image"
+    git("checkout", "docker-compose.yaml")
     manifest.write_text("[package]\nname = 'wire'\n")
     assert engine() == "build"
     git("add", ".")

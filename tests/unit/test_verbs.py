@@ -1,4 +1,4 @@
-"""What ``persia train``, ``eval``, ``predict`` and ``ckpt`` say of runs, files and rows: one run for all tests."""
+"""The output of ``persia train``, ``eval``, ``predict`` and ``ckpt`` for runs, files and rows. Tests share one run."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from persia.trainer import Trainer
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ``clicks.parquet``, ``persia.yml``, the run ``one`` of it, and new rows."""
+    """A folder with ``clicks.parquet``, ``persia.yml``, its run ``one``, and new rows."""
     folder = tmp_path_factory.mktemp("verbs")
     table = pa.parquet.read_table(write_clicks(folder / "clicks.parquet", 1000))
     write_config(folder, data={"batch_size": 256})
@@ -41,7 +41,7 @@ def verb(verb: Verb, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Verb:
 
 
 def wrong_csv(folder: Path, row: int, name: str = "wrong.csv") -> Path:
-    """Write ``new.csv`` with a text in ``dense0`` of a row, from 0, after an empty line, which is no row."""
+    """Write ``new.csv`` with a text in ``dense0`` of a row (from 0). The file has an empty line, which is no row."""
     header, *lines = (folder / "new.csv").read_text().splitlines()
     columns = [each.strip('"') for each in header.split(",")]
     values = lines[row].split(",")
@@ -157,7 +157,7 @@ def test_ckpt_takes_a_run(verb: Verb) -> None:
 
 
 def test_a_checkpoint_is_shown_by_its_tables(verb: Verb) -> None:
-    """Its files of shards are counted; their names and hashes are printed with ``--files`` and in the JSON."""
+    """The shard files are counted. Their names and hashes are printed with ``--files`` and in the JSON."""
     manifest = json.loads(verb("ckpt", "show", "runs/one", "--json")[0])
     shown = verb("ckpt", "show", "runs/one")[0].splitlines()
     tables, rest = shown[:3], shown[3:]
@@ -196,6 +196,14 @@ def test_a_finished_run_says_how_it_is_trained_on(verb: Verb) -> None:
     assert "resuming runs/one" in errors
     assert "runs/one: the run is finished: step 4, data.epochs 1; nothing was trained" in out
     assert "to continue training: persia train persia.yml --set data.epochs=2 --resume runs/one" in out
+
+
+def test_a_missing_report_of_a_finished_run_is_written_by_resume(verb: Verb, folder: Path) -> None:
+    report = folder / "runs" / "one" / "report.html"
+    before = report.read_text()
+    report.unlink()
+    verb("train", "persia.yml", "--resume")
+    assert report.read_text() == before
 
 
 # --- the configuration

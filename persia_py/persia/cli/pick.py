@@ -56,7 +56,7 @@ def config_pick(
 
 
 def _estimated(file: Path | None, overrides: Sequence[str]) -> float:
-    """Return the memory that a run of a configuration needs, in bytes, including a tenth that stays free."""
+    """Return the memory that a run of a configuration needs, in bytes, including a free tenth."""
     from persia.config import load_config
     from persia.runtime.config_files import find_persia_yml
     from persia.trainer import sizing
@@ -85,7 +85,7 @@ def _none(prices: Path, table: "Sequence[Instance]", memory: float, gpus: int, *
     largest = max(enough, key=lambda each: each.memory)
     of = f" with at least {_gpus(gpus)}" if gpus else ""
     most = f"{math.floor(10 * largest.memory / instances.GIB) / 10} GiB"
-    smaller = ", or make the run smaller: docs/profiling.md#memory" if is_estimate else ""
+    smaller = "; to need less memory, see the page What limits a run of the documentation" if is_estimate else ""
     return ConfigError(
         f"{prices}: no instance{of} has {needed}; the largest is {largest} with {most}",
         hint=f"add larger instances to the table{smaller}",

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from persia.cli.config import Overrides
+
 
 def up(
     config: Annotated[Path, typer.Argument(help="A persia.yml, or a YAML file that describes the job.")],
@@ -18,9 +20,15 @@ def up(
             help="The name of the run. An interrupted run of this name is resumed. Default: run.name, or the time."
         ),
     ] = None,
+    set_: Overrides = None,
 ) -> None:
     """Run a whole job on this host. The options apply to a persia.yml only."""
     from persia.launch import up as local
     from persia.launch.job_config import Sizes
 
-    raise typer.Exit(local.up(config, Sizes(servers, middlewares, data_compose, ranks, name)))
+    sizes = Sizes(servers, middlewares, data_compose, ranks, name)
+    if set_:
+        from persia.launch import ranks as with_overrides
+
+        raise typer.Exit(with_overrides.up(config, set_, sizes))
+    raise typer.Exit(local.up(config, sizes))

@@ -25,7 +25,7 @@ class Facts:
     """The facts about the GPUs of this machine.
 
     Attributes:
-        wanted: ``GPU_NUM``, the number of ranks on this host that use a GPU each.
+        wanted: ``GPU_NUM``, the number of ranks on this host, each of which uses a GPU.
         driver_loaded: Whether the kernel has loaded the NVIDIA driver.
         devices: The device files, such as ``/dev/nvidia0``.
         in_container: Whether this process is in a container.
@@ -126,7 +126,7 @@ def checks(found: Facts | None = None) -> Iterator[Check]:
         yield ranks(found.wanted, found.torch_devices, found.visible)
         if found.torch_devices and not found.engine_cuda:
             why = "GPU_NUM is set, but embeddings cannot be handed over on the device"
-            yield Check("engine", "fail", "persia_core was built without CUDA", why, "see docs/cuda.md")
+            yield Check("engine", "fail", "persia_core was built without CUDA", why, "see the documentation: CUDA")
 
 
 def device(found: Facts) -> Check:

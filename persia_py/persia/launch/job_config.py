@@ -134,10 +134,10 @@ def read_job_config(path: Path, sizes: Sizes | None = None, *, folder: Path | No
     sizes = sizes or Sizes()
     try:
         content = load_yaml(path)
-        if isinstance(content, dict) and _PERSIA_YML & content.keys():
+        if _is_persia_yml(content):
             return _job_of(path, sizes, folder)
     except ConfigError as error:
-        error.hint = _next_step(path) if path.is_file() else "correct the path: persia up FILE"
+        error.hint = _next_step(path)
         raise
     if given := [name for name in ("servers", "middlewares", "data_compose", "ranks", "name") if getattr(sizes, name)]:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
@@ -152,9 +152,26 @@ def read_job_config(path: Path, sizes: Sizes | None = None, *, folder: Path | No
     if mistakes:
         raise _error(path, mistakes)
     if config.trainer is not None and config.trainer.entry is None and config.data_compose is None:
-        # a trainer without an entry trains a persia.yml, whose batches come from data-compose
+        # A trainer without an entry trains from a persia.yml, whose batches come from data-compose.
         config = config.model_copy(update={"data_compose": DataCompose()})
     return _with_absolute_paths(config, path)
+
+
+def is_persia_yml(path: Path) -> bool:
+    """Return whether a file is a ``persia.yml``, and not one with the keys of :class:`JobConfig`.
+
+    Raises:
+        ConfigError: The file cannot be read, or is not YAML.
+    """
+    try:
+        return _is_persia_yml(load_yaml(path))
+    except ConfigError as error:
+        error.hint = _next_step(path)
+        raise
+
+
+def _is_persia_yml(content: object) -> bool:
+    return isinstance(content, dict) and not _PERSIA_YML.isdisjoint(content)
 
 
 def _job_of(path: Path, sizes: Sizes, folder: Path | None) -> JobConfig:
@@ -162,7 +179,7 @@ def _job_of(path: Path, sizes: Sizes, folder: Path | None) -> JobConfig:
     from persia.config import load_config
     from persia.config.document import open_document
 
-    # With a folder, the file is a copy, and the warnings about the original have been logged.
+    # With a folder, the file is a copy. The warnings about the original file have already been logged.
     config = load_config(path) if folder is None else open_document(path, folder=folder).checked()
     name = sizes.name or config.run.name or f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
     if not re.fullmatch(_NAME, name):
@@ -243,6 +260,8 @@ def _error(path: Path, mistakes: list[str]) -> ConfigError:
 
 
 def _next_step(path: Path) -> str:
+    if not path.is_file():
+        return "correct the path: persia up FILE"
     return f"correct it, then run: persia up {shlex.quote(str(path))}"
 
 

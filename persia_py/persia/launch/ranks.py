@@ -1,4 +1,4 @@
-"""``persia train`` with several ranks: a job on this host, and tests of one batch with ranks or servers."""
+"""Jobs on this host from a ``persia.yml`` with overrides, and tests of one batch with ranks or servers."""
 
 import os
 import secrets
@@ -6,17 +6,17 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from persia.checkpoint.object_store import ObjectStore
-from persia.config import Config
+from persia.config import Config, load_config
 from persia.config.show import to_yaml
 from persia.launch import nn_worker
-from persia.launch.job_config import MAX_REPLICAS, JobConfig, Sizes, read_job_config
+from persia.launch.job_config import MAX_REPLICAS, JobConfig, Sizes, is_persia_yml, read_job_config
 from persia.launch.process import Process
 from persia.launch.supervision import Events
-from persia.launch.up import Commands, run_job
+from persia.launch.up import Commands, run_job, up_command
 from persia.runtime import job
 from persia.runtime.config_files import CONFIG, CONFIG_FOLDER, EMBEDDING_CONFIG
 from persia.runtime.errors import ConfigError, PersiaError, UsageError
@@ -83,15 +83,45 @@ def train(config: Config, file: Path, ranks: int, *, name: str | None = None) ->
         return run_job(_with_env(job_config, _variables(config, file, ranks)), file, commands)
 
 
+def up(file: Path, overrides: Sequence[str], sizes: Sizes) -> int:
+    """Run the job of a ``persia.yml`` with overrides. See :func:`persia.launch.up.up`.
+
+    Args:
+        file: The ``persia.yml``.
+        overrides: Changes of keys, each as ``KEY=VALUE``.
+        sizes: The numbers of processes, and the name of the run.
+
+    Raises:
+        ConfigError: The file or an override is invalid.
+        UsageError: The file is not a ``persia.yml``, or the run is finished or was trained in one process.
+    """
+    if not is_persia_yml(file):
+        raise UsageError(f"--set: {file} is not a persia.yml", hint=f"change the values in {file}")
+    config = load_config(file, overrides)
+    command = up_command(file, sizes, _without_name(config))
+    alone = f"persia train {shlex.quote(str(file))}{_set(_without_name(config))}"
+    with one_batch.private_folder() as folder:
+        job_config = _job(config, folder, sizes, command)
+        commands = Commands(f"{command} --name NAME", f"{command} --name {job_config.job}", alone)
+        return run_job(_with_env(job_config, {CONFIG_FOLDER: str(config.folder)}), file, commands)
+
+
 def _command(config: Config, file: Path, ranks: int) -> str:
     """Return the command that trains, without the name of the run."""
-    kept = [each for each in config.origin.overrides if not each.startswith("run.name=")]
-    overrides = "".join(f" --set {shlex.quote(each)}" for each in kept)
-    return f"persia train {shlex.quote(str(file))} --nproc {ranks}{overrides}"
+    return f"persia train {shlex.quote(str(file))} --nproc {ranks}{_set(_without_name(config))}"
+
+
+def _without_name(config: Config) -> list[str]:
+    """Return the overrides of a configuration except for the name of the run."""
+    return [each for each in config.origin.overrides if not each.startswith("run.name=")]
+
+
+def _set(overrides: Sequence[str]) -> str:
+    return "".join(f" --set {shlex.quote(each)}" for each in overrides)
 
 
 def _job(config: Config, folder: Path, sizes: Sizes, command: str) -> JobConfig:
-    """Return the job for a configuration. It is read from a copy in a folder, but messages name the user's command."""
+    """Return the job for a configuration, read from a copy in a folder. Its messages name the user's command."""
     try:
         return read_job_config(write(config, folder), sizes, folder=config.folder)
     except ConfigError as error:
@@ -147,7 +177,7 @@ def test_on_servers(config: Config, file: Path) -> int:
             "persia train --test on servers: PERSIA_CKPT_DIR is not set",
             hint="set PERSIA_CKPT_DIR as in the other processes of the job, or test without servers: --local",
         )
-    name = f"test-{secrets.token_hex(4)}"  # not the name of a run of a job, so that no later run resumes from it
+    name = f"test-{secrets.token_hex(4)}"  # not the form of a job's run names, so no later run resumes from it
     with one_batch.private_folder() as folder:
         short = one_batch.shortened(config, folder)
         run = folder / "run"
@@ -169,7 +199,7 @@ def test_on_servers(config: Config, file: Path) -> int:
             with events.signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP)):
                 rank = Process("rank 0", words, env=environment, line=None, ended=events.ended)
                 return nn_worker.supervise([rank], events, None)
-        finally:  # a signal interrupts this, for example if the store of the checkpoints does not respond
+        finally:  # a signal interrupts the removal, for example while the store does not respond
             _remove(below(root, name))
 
 

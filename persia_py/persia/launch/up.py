@@ -4,6 +4,7 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +33,7 @@ _PERMANENT = {
 }
 """Exit codes after which a restart would not help."""
 _TRAINER_GRACE = 15.0
-"""Seconds that the trainer has to end and report why, after a process has failed permanently."""
+"""The number of seconds that the trainer has to end and report the reason, after a process has failed permanently."""
 _BACK_OFF = 1.0
 """Seconds between the end of a process and its restart."""
 
@@ -69,7 +70,7 @@ def up(path: Path, sizes: Sizes | None = None) -> int:
             a ``persia.yml`` is finished or was trained in one process.
     """
     config = read_job_config(path, sizes)
-    command = f"persia up {shlex.quote(str(path))}{_options(sizes or Sizes())}"
+    command = up_command(path, sizes or Sizes())
     if config.config is None or Path(config.config) != path.resolve():
         new, again = f"`job: NAME` in {path}", command
     else:
@@ -77,11 +78,13 @@ def up(path: Path, sizes: Sizes | None = None) -> int:
     return run_job(config, path, Commands(new, again, f"persia train {shlex.quote(str(config.config))}"))
 
 
-def _options(sizes: Sizes) -> str:
-    """Return the numbers of processes as command-line options."""
+def up_command(path: Path, sizes: Sizes, overrides: Sequence[str] = ()) -> str:
+    """Return the command that starts a job, without the name of the run."""
     numbers = {"servers": sizes.servers, "middlewares": sizes.middlewares, "data-compose": sizes.data_compose}
     given = {**numbers, "ranks": sizes.ranks}
-    return "".join(f" --{name} {number}" for name, number in given.items() if number is not None)
+    options = "".join(f" --{name} {number}" for name, number in given.items() if number is not None)
+    changes = "".join(f" --set {shlex.quote(each)}" for each in overrides)
+    return f"persia up {shlex.quote(str(path))}{options}{changes}"
 
 
 def run_job(config: JobConfig, path: Path, commands: Commands | None = None) -> int:
@@ -92,7 +95,7 @@ def run_job(config: JobConfig, path: Path, commands: Commands | None = None) -> 
     Args:
         config: The job.
         path: The file of the job, for messages.
-        commands: The commands with which the user trains again; None if nothing can be continued, as after a test.
+        commands: The commands with which the user trains again; None if the job cannot be continued, as after a test.
 
     Returns:
         The exit code of the job.
@@ -161,7 +164,7 @@ class _Run:
         self._processes: dict[str, Process] = {}
         self._commands: dict[str, Command] = {}
         self._restarts: dict[str, int] = {}
-        # the exit code of the job, and when to stop waiting for the trainer
+        # The exit code of the job, and the time at which to stop waiting for the trainer.
         self._failed: tuple[int, float] | None = None
         self._url = ""
 
@@ -261,7 +264,7 @@ class _Run:
         return self._folder / ENVIRONMENT
 
     def _write_environment(self) -> None:
-        """Write the variables with which commands in another shell reach this job. They contain no secret."""
+        """Write the variables with which commands in another shell reach this job. None of them is secret."""
         variables = sorted(self._local.settings(self._url).items())
         lines = [f"export {name}={shlex.quote(value)}\n" for name, value in variables if name.startswith("PERSIA_")]
         files.write_whole(self._environment, "".join(lines).encode())

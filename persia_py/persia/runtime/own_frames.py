@@ -105,5 +105,5 @@ def _kept(whole: str) -> str | None:
     return None
 
 
-HELP = "help:  docs/troubleshooting.md; for a report, add the output of: persia doctor --env"
+HELP = "help:  the page Troubleshooting of the documentation; for a report, add the output of: persia doctor --env"
 """A hint on where to get help."""

@@ -56,7 +56,7 @@ class Choice:
         usual: The suitable instance whose on-demand price is the lowest; None if no such price is known.
         saving: The saving, as a share of that price; negative if the instance is more expensive. None without
             ``usual``.
-        waits: Whether the saving is too small, so that it is better to wait for another price.
+        waits: Whether to wait for another price, because the saving is too small.
     """
 
     instance: Instance
@@ -84,7 +84,8 @@ def pick(
 ) -> Choice | None:
     """Return the cheapest suitable instance; None if none is suitable.
 
-    Of instances with equal prices, the one with more memory is chosen, then the first one.
+    Of instances with equal prices, the instance with the most memory is chosen; of instances with equal memory, the
+    first.
 
     Args:
         instances: The instances and their prices.
@@ -144,7 +145,7 @@ def _refused(mistakes: list[str]) -> ConfigError:
         "\n".join(mistakes),
         hint=(
             f"correct the file; its first line must have the columns {','.join(REQUIRED)}, and may have "
-            f"{','.join(OPTIONAL)}; docs/long-runs.md has an example"
+            f"{','.join(OPTIONAL)}; the page Long runs of the documentation has an example"
         ),
     )
 

@@ -42,6 +42,8 @@ class Training(OpenRun):
     def run(self) -> Iterator[StepReport | EvaluationReport]:
         """Train, and yield reports; at the end of the run, the last is that of the test set, if there is one."""
         if self.is_finished:
+            if not (self.folder.path / pages.PAGE).exists():  # for example because the disk was full at the end
+                pages.write(self.folder, self._before, status=FINISHED)
             return
         self._report_no_valid()
         yield from self._make_up()
@@ -64,7 +66,7 @@ class Training(OpenRun):
         return self._budget.is_spent and self._ctx.step != self.total_steps
 
     def _stop(self, reason: str) -> None:
-        """Save the run and end it early. It can be resumed."""
+        """Save the run and end it early. The run can be resumed."""
         self.save()
         self._name_latest()
         distributed.stop(reason)
@@ -87,7 +89,7 @@ class Training(OpenRun):
     def _make_up(self) -> Iterator[EvaluationReport]:
         """Evaluate after a resume, if the run was interrupted after a step but before its evaluation.
 
-        At this point only rank 0 has loaded the checkpoint. All ranks get the next action from rank 0.
+        When this method is called, only rank 0 has loaded the checkpoint. All ranks get the next action from rank 0.
         """
         step = self._ctx.step
         evaluated = step in {each["step"] for each in self._state.evaluations}
@@ -106,7 +108,7 @@ class Training(OpenRun):
         return mine if backend is None else backend.all_gather(what, mine)[0]
 
     def _evaluate_end(self) -> Iterator[EvaluationReport]:
-        """Evaluate after the last step, unless an evaluation was already made there."""
+        """Evaluate after the last step, unless this step was already evaluated."""
         step, valid = self._ctx.step, self.parts.valid
         if valid is None or not step or step == self._evaluated:
             return
@@ -154,7 +156,7 @@ class Training(OpenRun):
         """Check that the ranks together have at most the rows of a step. All ranks call this before their first step.
 
         Raises:
-            ConfigError: They have more rows, because the sender of the batches has another configuration.
+            ConfigError: The ranks have more rows, because the sender of the batches has another configuration.
         """
         if self._own is not None:
             return
@@ -231,7 +233,7 @@ class Training(OpenRun):
         """Save the run now, and return the checkpoint. Collective: every rank must call it after the same step."""
         self._ctx.save_run()
         mine = None
-        if self._writes:  # only rank 0 knows what was written, and where
+        if self._writes:  # only rank 0 knows the written checkpoint
             path = self.folder.saves(self._config) / f"step-{self._ctx.step}"
             mine = [str(path), self._checkpoints.written == self._ctx.step, self._checkpoints.problem]
         saved, is_written, problem = self._gather("saved run", mine)

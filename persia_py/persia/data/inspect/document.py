@@ -19,7 +19,7 @@ def write(proposal: Proposal) -> str:
 
 def _lines(proposal: Proposal) -> Iterator[str]:
     yield f"# Proposed by `persia data inspect` from {proposal.source}. Edit this file, then: persia train persia.yml"
-    yield "# A comment says why its line was proposed. docs/configuration.md and docs/transforms.md have all keys."
+    yield "# A comment says why its line was proposed. The documentation has all keys: persia.yml, Feature transforms."
     for warning in proposal.warnings:
         yield f"# warning: {warning}"
     yield "data:"
